@@ -1,0 +1,127 @@
+"""The contract of a mover: how bytes travel between registered memory and a file. Movers know addresses, never keys.
+
+Threading: one mover is driven by one thread, the engine's pump; it may keep threads of its own inside.
+Ownership: between ``submit`` and a final ``poll`` the memory of a transfer belongs to the mover. A final state means that
+*nothing will touch that memory any more*; a mover that cannot promise this for a failed transfer sets ``quarantine``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+MemoryId = NewType("MemoryId", int)
+FileId = NewType("FileId", int)
+
+Extents = npt.NDArray[np.int64]
+"""Shape (n, 2): ``[:, 0]`` byte offset inside a registered memory region or an opened file, ``[:, 1]`` length in bytes."""
+
+
+class Op(Enum):
+    """Direction, seen from memory."""
+
+    READ = "read"
+    """File to memory."""
+    WRITE = "write"
+    """Memory to file."""
+
+
+class MemoryKind(Enum):
+    """What kind of memory a region is."""
+
+    DRAM = "dram"
+    VRAM = "vram"
+
+
+class TransferState(Enum):
+    """PENDING until the last byte; DONE and FAILED are final."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """A contiguous piece of memory. The caller keeps it alive until ``close`` or ``unregister_memory``."""
+
+    address: int
+    length_bytes: int
+    kind: MemoryKind = MemoryKind.DRAM
+    device_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MoverLimits:
+    """What one transfer may look like. ``movers.limits.LimitedMover`` splits and queues so that callers need not care."""
+
+    alignment_bytes: int
+    """Offsets, lengths and addresses must be multiples of this when a file is opened with ``direct_io``; 1 = none."""
+    max_extent_bytes: int
+    """Largest single extent."""
+    max_extents_per_transfer: int
+    max_extents_in_flight: int
+    """Over all transfers of this mover."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One operation in flight. Handed out by ``submit``; only the mover writes it."""
+
+    op: Op
+    bytes_total: int
+    state: TransferState = TransferState.PENDING
+    error: str | None = None
+    """Why it failed, in words; None unless FAILED."""
+    quarantine: bool = False
+    """FAILED, and late I/O may still touch its memory: never reuse that memory."""
+
+
+class Mover(ABC):
+    """Moves bytes between registered memory and opened files.
+
+    Errors: ``submit`` raises ``MoverError`` when nothing was started (bad ids, extents outside a region, limits).
+    After ``submit`` returned, failure is told by ``Transfer.state`` alone; ``poll`` never raises.
+    """
+
+    name: str
+    memory_kinds: frozenset[MemoryKind]
+    limits: MoverLimits
+
+    @abstractmethod
+    def register_memory(self, region: MemoryRegion) -> MemoryId:
+        """Register ``region`` whole, once. Raises MoverError (kind not supported, limits of the device)."""
+
+    @abstractmethod
+    def unregister_memory(self, memory: MemoryId) -> None:
+        """Forget a region. No transfer of it may be in flight."""
+
+    @abstractmethod
+    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
+        """Open an existing regular file for reading and writing and register ``[0, length_bytes)``.
+
+        Never creates and never truncates. Raises MoverError.
+        """
+
+    @abstractmethod
+    def close_file(self, file: FileId) -> None:
+        """Deregister and close. No transfer of it may be in flight."""
+
+    @abstractmethod
+    def submit(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        """Start one transfer. Row i of both arrays has the same length. Returns at once; does not block on I/O."""
+
+    @abstractmethod
+    def poll(self, transfer: Transfer) -> TransferState:
+        """Push the transfer on and return its state. Must be called until final; idempotent afterwards."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is in flight, then release everything. Idempotent."""

@@ -1,0 +1,48 @@
+"""Small frozen types shared by every floor of the house. No behaviour, no I/O.
+
+Threading: immutable values, safe anywhere.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple, NewType
+
+Key = NewType("Key", bytes)
+"""vLLM's ``OffloadKey``: block hash (16 to 60 bytes) followed by the KV-cache group index, 4 bytes big-endian."""
+
+PAGE_BYTES = 4096
+"""Alignment of every offset, length and address that may meet O_DIRECT; also the size of a header page."""
+
+
+def key_group(key: Key) -> int:
+    """Return the KV-cache group index that ``key`` carries in its last four bytes."""
+    return int.from_bytes(key[-4:], "big")
+
+
+def align_up(value_bytes: int, alignment_bytes: int = PAGE_BYTES) -> int:
+    """Round ``value_bytes`` up to a multiple of ``alignment_bytes``."""
+    return -(-value_bytes // alignment_bytes) * alignment_bytes
+
+
+class Location(NamedTuple):
+    """Where a chunk rests in a tier. The same on every rank: each rank has its own slab of equal geometry."""
+
+    tier: int
+    """Position of the tier in the config's ``tiers`` list."""
+    offset: int
+    """Byte offset of the slot in each rank's slab; a multiple of ``PAGE_BYTES``."""
+    slot_bytes: int
+    """Size of the slot, header page included; names the size class."""
+
+
+class Outcome(Enum):
+    """What became of one chunk of a job, on one rank."""
+
+    OK = "ok"
+    FAILED = "failed"
+    """Storage said no: I/O error, full, read-only, vanished, timed out."""
+    CORRUPT = "corrupt"
+    """Bytes arrived but identity, length or checksum disagree with the key."""
+    DROPPED = "dropped"
+    """Never attempted or given up to shed load; nothing is wrong with the storage."""
