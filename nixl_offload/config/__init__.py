@@ -1,0 +1,30 @@
+"""YAML to typed config: strict, every error in a sentence. The only reader of YAML in the package."""
+
+from __future__ import annotations
+
+from nixl_offload.config.load import (
+    CONNECTOR_NAME,
+    blocks_per_chunk,
+    from_extra_config,
+    kv_transfer_config,
+    load_config,
+    merge_extra_config,
+    parse_config,
+)
+from nixl_offload.config.schema import Config, FileTier, MemoryTier, PolicyName, S3Tier, Tier
+
+__all__ = [
+    "CONNECTOR_NAME",
+    "Config",
+    "FileTier",
+    "MemoryTier",
+    "PolicyName",
+    "S3Tier",
+    "Tier",
+    "blocks_per_chunk",
+    "from_extra_config",
+    "kv_transfer_config",
+    "load_config",
+    "merge_extra_config",
+    "parse_config",
+]

@@ -1,0 +1,85 @@
+"""YAML text to plain data that remembers its lines. The only reader of YAML in the package.
+
+Threading: pure functions, safe anywhere. The safe loader is used; duplicate keys, anchors and merges are refused,
+because each of them makes a file say something else than a reader sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import yaml
+
+from nixl_offload.errors import ConfigError
+
+Path = tuple[str | int, ...]
+"""Where a value stands: ``("tiers", 1, "capacity")``."""
+
+
+class Document(NamedTuple):
+    """Parsed YAML."""
+
+    data: Any
+    lines: dict[Path, int]
+    """1-based line of each key or list item."""
+
+
+def render_path(path: Path) -> str:
+    """Return ``tiers[1].capacity`` for ``("tiers", 1, "capacity")``; an empty path is the whole file."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".") or "the file"
+
+
+def parse_yaml(text: str, source: str) -> Document:
+    """Parse ``text``; ``source`` names it in errors. Raises ConfigError with line and column."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return Document(None, {})
+        lines: dict[Path, int] = {}
+        _walk(node, (), lines, source)
+        return Document(loader.construct_document(node), lines)
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        raise ConfigError(f"{where}: not valid YAML: {exc.problem or exc.context}") from exc
+    except (yaml.YAMLError, ValueError) as exc:
+        # A scalar that looks like a date but is none raises a bare ValueError in the constructor.
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(exc).split())}") from exc
+    except RecursionError as exc:
+        raise ConfigError(f"{source}: nested too deeply to be a config") from exc
+    finally:
+        loader.dispose()
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader without aliases."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]  # types-PyYAML leaves it bare
+            raise yaml.composer.ComposerError(None, None, "anchors and aliases are not supported here", mark)
+        return super().compose_node(parent, index)
+
+
+def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> None:
+    """Note the line of everything below ``node``; refuse duplicate and non-text keys."""
+    if isinstance(node, yaml.SequenceNode):
+        for position, item in enumerate(node.value):
+            lines[(*path, position)] = item.start_mark.line + 1
+            _walk(item, (*path, position), lines, source)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            where = f"{source}:{line}: {render_path(path)}"
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else "a collection"
+                raise ConfigError(f"{where}: the key {shown} is not plain text; quote it or use a field's name")
+            child = (*path, key.value)
+            if child in lines:
+                raise ConfigError(
+                    f"{source}:{line}: {render_path(child)}: given twice, first in line {lines[child]}; say it once"
+                )
+            lines[child] = line
+            _walk(value, child, lines, source)

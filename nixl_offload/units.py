@@ -1,0 +1,111 @@
+"""Readable sizes and durations: "500GiB" and "7d" to numbers and back, exactly.
+
+Threading: pure functions, safe anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Final
+
+_SIZE_UNITS: Final[dict[str, int]] = {
+    "B": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "PB": 10**15,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "PiB": 2**50,
+}
+_DURATION_UNITS: Final[dict[str, Decimal]] = {
+    "ms": Decimal("0.001"),
+    "s": Decimal(1),
+    "m": Decimal(60),
+    "h": Decimal(3600),
+    "d": Decimal(86400),
+}
+_QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+
+SIZE_HELP: Final = "a number of bytes, or a number with a unit: B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB"
+DURATION_HELP: Final = "a number with a unit: ms, s, m (minutes), h, d"
+
+
+def parse_size(value: object) -> int:
+    """Return the bytes that ``value`` means: an int is bytes, text carries a unit ("500GiB", "1.5GB").
+
+    Raises ValueError: no number, no or unknown unit, negative, or not a whole number of bytes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _checked_size(value)
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"is not a size; allowed: {SIZE_HELP}")
+    number, unit = match.groups()
+    if unit not in _SIZE_UNITS:
+        hint = f" (did you mean {number}{_upper_unit(unit)}?)" if _upper_unit(unit) else ""
+        raise ValueError(f"has the unknown unit {unit!r}{hint}; allowed: {SIZE_HELP}")
+    size_bytes = Decimal(number) * _SIZE_UNITS[unit]
+    if size_bytes != int(size_bytes):
+        raise ValueError(f"is not a whole number of bytes; allowed: {SIZE_HELP}")
+    return _checked_size(int(size_bytes))
+
+
+def _checked_size(size_bytes: int) -> int:
+    if size_bytes < 0:
+        raise ValueError(f"is negative; allowed: {SIZE_HELP}")
+    if size_bytes >= 2**63:
+        raise ValueError("is more than a file offset can say; allowed: less than 8192PiB")
+    return size_bytes
+
+
+def _upper_unit(unit: str) -> str:
+    """Guess what a misspelt unit meant: "G", "gb" and "gib" are the usual ones. Empty when nothing fits."""
+    for candidate in ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "kB", "MB", "GB", "TB", "PB"):
+        if unit.lower() in (candidate.lower(), candidate[0].lower()):
+            return candidate
+    return ""
+
+
+def format_size(size_bytes: int) -> str:
+    """Render ``size_bytes`` in the largest unit that is exact with at most two decimals; ``parse_size`` undoes it."""
+    for name in ("PiB", "PB", "TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB", "kB"):
+        unit_bytes = _SIZE_UNITS[name]
+        if size_bytes >= unit_bytes and size_bytes * 100 % unit_bytes == 0:
+            return f"{_plain(Decimal(size_bytes) / unit_bytes)}{name}"
+    return f"{size_bytes}B"
+
+
+def parse_duration(value: object) -> float:
+    """Return the seconds that text such as "7d", "12h" or "1.5s" means. Raises ValueError for anything else.
+
+    A bare number is refused: nobody remembers whether it meant seconds or days.
+    """
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"is not a duration; allowed: {DURATION_HELP}")
+    number, unit = match.groups()
+    if unit not in _DURATION_UNITS:
+        raise ValueError(f"has the unknown unit {unit!r}; allowed: {DURATION_HELP}")
+    return float(Decimal(number) * _DURATION_UNITS[unit])
+
+
+def format_duration(duration_s: float) -> str:
+    """Render ``duration_s`` in the largest unit that is whole; ``parse_duration`` undoes it."""
+    exact_s = Decimal(repr(duration_s))
+    for name in ("d", "h", "m", "s", "ms"):
+        amount = exact_s / _DURATION_UNITS[name]
+        if amount >= 1 and amount == int(amount):
+            return f"{int(amount)}{name}"
+    return f"{_plain(exact_s)}s"
+
+
+def _plain(number: Decimal) -> str:
+    """Format without exponent and without trailing zeros."""
+    text = format(number, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
