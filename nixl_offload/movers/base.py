@@ -1,8 +1,9 @@
 """The contract of a mover: how bytes travel between registered memory and a file. Movers know addresses, never keys.
 
 Threading: one mover is driven by one thread, the engine's pump; it may keep threads of its own inside.
-Ownership: between ``submit`` and a final ``poll`` the memory of a transfer belongs to the mover. A final state means that
-*nothing will touch that memory any more*; a mover that cannot promise this for a failed transfer sets ``quarantine``.
+Ownership: between ``submit`` and a final ``poll`` the memory of a transfer belongs to the mover. A final state means
+that *nothing will touch that memory any more*; a mover that cannot promise this for a failed transfer sets
+``quarantine``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ MemoryId = NewType("MemoryId", int)
 FileId = NewType("FileId", int)
 
 Extents = npt.NDArray[np.int64]
-"""Shape (n, 2): ``[:, 0]`` byte offset inside a registered memory region or an opened file, ``[:, 1]`` length in bytes."""
+"""Shape (n, 2): ``[:, 0]`` byte offset in a registered memory region or an opened file, ``[:, 1]`` length in bytes."""
+
+Rows = npt.NDArray[np.int32]
+"""Shape (n,): row numbers into the extents of a ``Prepared``; may repeat, any order."""
+
+UNLIMITED = 1 << 62
+"""For a limit that does not exist."""
 
 
 class Op(Enum):
@@ -58,7 +65,7 @@ class MemoryRegion:
 
 @dataclass(frozen=True, slots=True)
 class MoverLimits:
-    """What one transfer may look like. ``movers.limits.LimitedMover`` splits and queues so that callers need not care."""
+    """What one transfer may look like. ``movers.limits.LimitedMover`` splits and queues, so callers need not care."""
 
     alignment_bytes: int
     """Offsets, lengths and addresses must be multiples of this when a file is opened with ``direct_io``; 1 = none."""
@@ -67,6 +74,8 @@ class MoverLimits:
     max_extents_per_transfer: int
     max_extents_in_flight: int
     """Over all transfers of this mover."""
+    max_transfers_in_flight: int = UNLIMITED
+    """Over this mover. GDS takes one batch of a fixed pool for each, however small."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +89,14 @@ class Transfer:
     """Why it failed, in words; None unless FAILED."""
     quarantine: bool = False
     """FAILED, and late I/O may still touch its memory: never reuse that memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """One side of many future transfers: a list of extents that the mover has seen and checked once."""
+
+    handle: MemoryId | FileId
+    extents: Extents
 
 
 class Mover(ABC):
@@ -116,7 +133,10 @@ class Mover(ABC):
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
     ) -> Transfer:
-        """Start one transfer. Row i of both arrays has the same length. Returns at once; does not block on I/O."""
+        """Start one transfer. Row i of both arrays has the same length. Returns at once; does not block on I/O.
+
+        No rows at all is DONE at once. Where rows overlap (memory of a READ, file of a WRITE), any of them may win.
+        """
 
     @abstractmethod
     def poll(self, transfer: Transfer) -> TransferState:
@@ -125,3 +145,28 @@ class Mover(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for what is in flight, then release everything. Idempotent."""
+
+    # The fast path, for extents that repeat (staging slots on one side, slots of a slab on the other): prepared once,
+    # then named by row. These defaults are right for every mover; one that gains from preparing overrides all four.
+
+    def prepare_memory(self, memory: MemoryId, extents: Extents) -> Prepared:
+        """Prepare extents of a region. Raises MoverError. Release before the region is unregistered."""
+        return Prepared(memory, extents)
+
+    def prepare_file(self, file: FileId, extents: Extents) -> Prepared:
+        """Prepare extents of a file. Raises MoverError. Release before the file is closed."""
+        return Prepared(file, extents)
+
+    def release_prepared(self, prepared: Prepared) -> None:
+        """Forget a prepared side. No transfer of it may be in flight. ``close`` releases what is left."""
+        return
+
+    def submit_prepared(self, op: Op, memory: Prepared, memory_rows: Rows, file: Prepared, file_rows: Rows) -> Transfer:
+        """``submit`` of ``memory.extents[memory_rows]`` and ``file.extents[file_rows]``; same rules, same errors."""
+        return self.submit(
+            op,
+            MemoryId(memory.handle),
+            memory.extents[memory_rows],
+            FileId(file.handle),
+            file.extents[file_rows],
+        )

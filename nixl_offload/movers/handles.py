@@ -1,0 +1,179 @@
+"""What every mover must know of its regions and files, and the checks that all movers make alike before any I/O.
+
+Threading: none; belongs to the one thread that drives its mover. Opens and closes file descriptors, moves no bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from dataclasses import dataclass
+
+import numpy as np
+
+from nixl_offload.errors import MoverError
+from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryRegion, MoverLimits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class MemoryEntry:
+    """A registered region."""
+
+    region: MemoryRegion
+    in_flight: int = 0
+    """Transfers that own part of it now; a quarantined one never gives its share back."""
+
+
+@dataclass(slots=True, eq=False)
+class FileEntry:
+    """An opened file."""
+
+    fd: int
+    path: str
+    length_bytes: int
+    direct_asked: bool
+    direct: bool
+    """Really opened with O_DIRECT."""
+    in_flight: int = 0
+
+
+def open_regular_file(path: str, *, direct_io: bool) -> tuple[int, bool]:
+    """Open ``path`` for reading and writing; return the descriptor and whether O_DIRECT is really on.
+
+    Never creates, never truncates. A filesystem that refuses O_DIRECT is used buffered, with one line in the log.
+    Raises MoverError: missing, not writable, not a regular file.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC
+    direct = direct_io
+    try:
+        try:
+            fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            direct = False
+            fd = os.open(path, flags)
+            logger.warning("%s: this filesystem refuses O_DIRECT; reading and writing through the page cache", path)
+    except OSError as error:
+        raise MoverError(f"cannot open {path} for reading and writing: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise MoverError(f"cannot use {path}: not a regular file")
+    return fd, direct
+
+
+def fork_message(mover: str, pid: int) -> str:
+    """The sentence for a mover made in ``pid`` and used in a fork of it."""
+    return f"{mover}: made in process {pid}, used in its fork {os.getpid()}; make the mover in the process that uses it"
+
+
+def checked_extents(extents: Extents, length_bytes: int, what: str) -> Extents:
+    """Return ``extents`` as a C-contiguous (n, 2) int64 array, all inside ``[0, length_bytes)``. Raises MoverError."""
+    array = np.ascontiguousarray(extents, dtype=np.int64)
+    if array.ndim != 2 or array.shape[1] != 2:
+        raise MoverError(f"extents of {what} must have shape (n, 2), not {array.shape}")
+    offsets, lengths = array[:, 0], array[:, 1]
+    bad = (offsets < 0) | (lengths <= 0) | (lengths > length_bytes - offsets)
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        raise MoverError(
+            f"extent {row} of {what} (offset {offsets[row]}, length {lengths[row]}) is outside its {length_bytes} bytes"
+        )
+    return array
+
+
+def check_alignment(memory_extents: Extents, address: int, file_extents: Extents, alignment_bytes: int) -> None:
+    """Raise MoverError unless addresses, offsets and lengths are multiples of ``alignment_bytes``, a power of two."""
+    mask = alignment_bytes - 1
+    if mask <= 0 or not len(memory_extents):
+        return
+    bits = int(np.bitwise_or.reduce(file_extents, axis=None) | np.bitwise_or.reduce(memory_extents[:, 1]))
+    bits |= int(np.bitwise_or.reduce(memory_extents[:, 0] + address))
+    if bits & mask:
+        raise MoverError(f"O_DIRECT needs addresses, offsets and lengths that are multiples of {alignment_bytes} bytes")
+
+
+def check_limits(mover: str, extents: int, largest_bytes: int, limits: MoverLimits) -> None:
+    """Raise MoverError when one transfer is larger than ``limits`` allow."""
+    if extents > limits.max_extents_per_transfer:
+        raise MoverError(f"{mover}: {extents} extents in one transfer, at most {limits.max_extents_per_transfer}")
+    if largest_bytes > limits.max_extent_bytes:
+        raise MoverError(f"{mover}: an extent of {largest_bytes} bytes, at most {limits.max_extent_bytes}")
+
+
+class HandleTable:
+    """Regions and files by id. Ids count up and never repeat: a stale one is refused, not mistaken for another."""
+
+    def __init__(self, mover: str) -> None:
+        self._mover = mover
+        self._next_id = 1
+        self.memories: dict[MemoryId, MemoryEntry] = {}
+        self.files: dict[FileId, FileEntry] = {}
+
+    def add_memory(self, entry: MemoryEntry) -> MemoryId:
+        """File ``entry`` under a new id."""
+        memory = MemoryId(self._next_id)
+        self._next_id += 1
+        self.memories[memory] = entry
+        return memory
+
+    def add_file(self, entry: FileEntry) -> FileId:
+        """File ``entry`` under a new id."""
+        file = FileId(self._next_id)
+        self._next_id += 1
+        self.files[file] = entry
+        return file
+
+    def memory(self, memory: MemoryId) -> MemoryEntry:
+        """Look up; raises MoverError for an unknown id."""
+        entry = self.memories.get(memory)
+        if entry is None:
+            raise MoverError(f"{self._mover}: memory {memory} is not registered here")
+        return entry
+
+    def file(self, file: FileId) -> FileEntry:
+        """Look up; raises MoverError for an unknown id."""
+        entry = self.files.get(file)
+        if entry is None:
+            raise MoverError(f"{self._mover}: file {file} is not open here")
+        return entry
+
+    def pop_memory(self, memory: MemoryId) -> MemoryEntry:
+        """Remove; raises MoverError for an unknown id or while a transfer owns part of it."""
+        entry = self.memory(memory)
+        if entry.in_flight:
+            raise MoverError(f"{self._mover}: memory {memory} has {entry.in_flight} transfers in flight or quarantine")
+        del self.memories[memory]
+        return entry
+
+    def pop_file(self, file: FileId) -> FileEntry:
+        """Remove, without closing; raises MoverError for an unknown id or while a transfer uses it."""
+        entry = self.file(file)
+        if entry.in_flight:
+            raise MoverError(f"{self._mover}: {entry.path} has {entry.in_flight} transfers in flight or quarantine")
+        del self.files[file]
+        return entry
+
+    def check(
+        self,
+        limits: MoverLimits,
+        memory: MemoryId,
+        memory_extents: Extents,
+        file: FileId,
+        file_extents: Extents,
+    ) -> tuple[MemoryEntry, Extents, FileEntry, Extents]:
+        """Everything that makes ``submit`` refuse, limits included; returns the looked-up sides. Raises MoverError."""
+        m, f = self.memory(memory), self.file(file)
+        mem = checked_extents(memory_extents, m.region.length_bytes, f"memory {memory}")
+        fil = checked_extents(file_extents, f.length_bytes, f.path)
+        if len(mem) != len(fil) or not np.array_equal(mem[:, 1], fil[:, 1]):
+            raise MoverError(f"{self._mover}: memory and file extents must have the same lengths, row by row")
+        if f.direct_asked:
+            check_alignment(mem, m.region.address, fil, limits.alignment_bytes)
+        if len(mem):
+            check_limits(self._mover, len(mem), int(mem[:, 1].max()), limits)
+        return m, mem, f, fil

@@ -1,0 +1,492 @@
+"""NIXL's file plugins behind the mover contract: POSIX (aio, io_uring), GDS_MT and GDS are one class; the rest is data.
+
+Threading: driven by one thread; the plugins may keep their own. One process: NIXL does not survive a fork.
+Ownership: a transfer's handle is never released while in flight (NIXL would return normally and the kernel would go on
+writing), so it is kept, polled to its end, and released after. What cannot be drained is leaked on purpose.
+The only file that imports nixl, and it does so when the first region or file arrives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nixl_offload.errors import MoverError, MoverUnavailableError
+from nixl_offload.movers.base import (
+    Extents,
+    FileId,
+    MemoryId,
+    MemoryKind,
+    MemoryRegion,
+    Mover,
+    MoverLimits,
+    Op,
+    Prepared,
+    Rows,
+    Transfer,
+    TransferState,
+)
+from nixl_offload.movers.handles import (
+    FileEntry,
+    HandleTable,
+    MemoryEntry,
+    check_alignment,
+    check_limits,
+    checked_extents,
+    fork_message,
+    open_regular_file,
+)
+from nixl_offload.types import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+_MAX_IO_BYTES = (2 << 30) - 4096
+"""The kernel moves no more in one read or write; a larger descriptor fails, and so does a merged one."""
+
+_agent_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class NixlPlugin:
+    """All that differs between one NIXL file plugin and another."""
+
+    name: str
+    """The mover's name."""
+    plugin: str
+    """NIXL's name of it."""
+    params: Mapping[str, str]
+    memory_kinds: frozenset[MemoryKind]
+    limits: MoverLimits
+    settles_before_error: bool
+    """An error is told only when nothing of the handle is in flight. Where False, a failed transfer is quarantined."""
+    reports_short_io: bool
+    """Where False, a short read is told as DONE, and only the checksum of what was read can tell."""
+
+
+_POSIX_LIMITS = MoverLimits(
+    alignment_bytes=PAGE_BYTES,
+    max_extent_bytes=_MAX_IO_BYTES,
+    max_extents_per_transfer=65_536,
+    max_extents_in_flight=65_536,
+)
+
+PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
+    {
+        "posix_uring": NixlPlugin(
+            "posix_uring",
+            "POSIX",
+            {"use_uring": "true"},
+            frozenset({MemoryKind.DRAM}),
+            _POSIX_LIMITS,
+            settles_before_error=True,
+            reports_short_io=True,
+        ),
+        "posix_aio": NixlPlugin(
+            "posix_aio",
+            "POSIX",
+            {"use_aio": "true"},
+            frozenset({MemoryKind.DRAM}),
+            _POSIX_LIMITS,
+            settles_before_error=True,
+            reports_short_io=True,
+        ),
+        "gds_mt": NixlPlugin(
+            "gds_mt",
+            "GDS_MT",
+            {"thread_count": "8"},
+            frozenset({MemoryKind.VRAM, MemoryKind.DRAM}),
+            _POSIX_LIMITS,
+            settles_before_error=True,
+            reports_short_io=True,
+        ),
+        # A handle of several batches loses count of them, so a transfer is one batch, and the pool bounds how many.
+        "gds": NixlPlugin(
+            "gds",
+            "GDS",
+            {"batch_pool_size": "16", "batch_limit": "128", "max_request_size": str(16 << 20)},
+            frozenset({MemoryKind.VRAM, MemoryKind.DRAM}),
+            MoverLimits(
+                alignment_bytes=PAGE_BYTES,
+                max_extent_bytes=16 << 20,
+                max_extents_per_transfer=128,
+                max_extents_in_flight=16 * 128,
+                max_transfers_in_flight=16,
+            ),
+            settles_before_error=False,
+            reports_short_io=False,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NixlPrepared(Prepared):
+    dlist: Any
+    largest_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _NixlTransfer(Transfer):
+    memory: MemoryEntry = field(kw_only=True)
+    file: FileEntry = field(kw_only=True)
+    handle: Any = field(kw_only=True)
+    file_end: int = field(kw_only=True)
+    keep: list[Any] = field(default_factory=list)
+    """Prepared sides, alive as long as the handle that points into them."""
+
+
+class NixlMover(Mover):
+    """One agent with one plugin. Raises MoverUnavailableError on the first use when the plugin cannot run here.
+
+    After a failure: only this transfer is lost, the mover goes on. ``Transfer.quarantine`` is set where NIXL may still
+    be writing. When ``close`` cannot drain within ``close_timeout_s``, agent, handles and files are leaked with one
+    warning, because freeing them would free memory under the kernel.
+    """
+
+    def __init__(
+        self, plugin: NixlPlugin, *, params: Mapping[str, str] | None = None, close_timeout_s: float = 30.0
+    ) -> None:
+        self.name = plugin.name
+        self.memory_kinds = plugin.memory_kinds
+        self.limits = plugin.limits
+        self.reports_short_io = plugin.reports_short_io
+        self._plugin = plugin
+        self._params = {**plugin.params, **(params or {})}
+        self._close_timeout_s = close_timeout_s
+        self._pid = os.getpid()
+        self._agent: Any = None
+        self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
+        self._agent_name = f"nixl-offload-{self._pid}-{next(_agent_numbers)}"
+        self._table = HandleTable(plugin.name)
+        self._registered: dict[MemoryId | FileId, Any] = {}
+        self._prepared: set[_NixlPrepared] = set()
+        self._in_flight: set[_NixlTransfer] = set()
+        self._quarantined: list[_NixlTransfer] = []
+        self._closed = False
+
+    # Regions and files
+
+    def register_memory(self, region: MemoryRegion) -> MemoryId:
+        """See Mover."""
+        agent = self._usable_agent()
+        if region.kind not in self.memory_kinds:
+            kinds = ", ".join(sorted(kind.value for kind in self.memory_kinds))
+            raise MoverError(f"{self.name}: moves {kinds}, not {region.kind.value}")
+        descriptor = [(region.address, region.length_bytes, region.device_id, "")]
+        registered = self._translate(
+            "register memory", lambda: agent.register_memory(descriptor, region.kind.name, [self._plugin.plugin])
+        )
+        memory = self._table.add_memory(MemoryEntry(region))
+        self._registered[memory] = registered
+        return memory
+
+    def unregister_memory(self, memory: MemoryId) -> None:
+        """See Mover. Raises MoverError while a transfer is in flight or quarantined."""
+        agent = self._usable_agent()
+        self._table.pop_memory(memory)
+        registered = self._registered.pop(memory)
+        self._translate("unregister memory", lambda: agent.deregister_memory(registered, [self._plugin.plugin]))
+
+    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
+        """See Mover."""
+        agent = self._usable_agent()
+        fd, direct = open_regular_file(path, direct_io=direct_io)
+        try:
+            # Empty meta info is fd mode: the device id is the descriptor.
+            registered = self._translate(
+                f"register {path}",
+                lambda: agent.register_memory([(0, length_bytes, fd, "")], "FILE", [self._plugin.plugin]),
+            )
+        except MoverError:
+            os.close(fd)
+            raise
+        file = self._table.add_file(FileEntry(fd, path, length_bytes, direct_io, direct))
+        self._registered[file] = registered
+        return file
+
+    def close_file(self, file: FileId) -> None:
+        """See Mover. Raises MoverError while a transfer is in flight or quarantined."""
+        agent = self._usable_agent()
+        entry = self._table.pop_file(file)
+        registered = self._registered.pop(file)
+        try:
+            self._translate("deregister file", lambda: agent.deregister_memory(registered, [self._plugin.plugin]))
+        finally:
+            os.close(entry.fd)
+
+    # Transfers
+
+    def submit(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        """See Mover."""
+        agent = self._usable_agent()
+        m, mem, f, fil = self._table.check(self.limits, memory, memory_extents, file, file_extents)
+        total_bytes = int(mem[:, 1].sum())
+        if not len(mem):
+            return Transfer(op, 0, TransferState.DONE)
+        file_end = int((fil[:, 0] + fil[:, 1]).max())
+        if total_bytes > self.limits.max_extent_bytes:
+            mem, fil = mem[::-1], fil[::-1]  # neighbours in falling order are not merged past the limit
+        handle = self._translate(
+            "initialize transfer",
+            lambda: agent.initialize_xfer(
+                op.name,
+                agent.get_xfer_descs(_descriptors(mem, m.region.address, m.region.device_id), m.region.kind.name),
+                agent.get_xfer_descs(_descriptors(fil, 0, f.fd), "FILE"),
+                self._agent_name,
+                b"",
+                [self._plugin.plugin],
+            ),
+        )
+        return self._launch(_NixlTransfer(op, total_bytes, memory=m, file=f, handle=handle, file_end=file_end))
+
+    def prepare_memory(self, memory: MemoryId, extents: Extents) -> Prepared:
+        """See Mover."""
+        region = self._table.memory(memory).region
+        checked = checked_extents(extents, region.length_bytes, f"memory {memory}")
+        rows = _descriptors(checked, region.address, region.device_id)
+        return self._prepare(memory, checked, "NIXL_INIT_AGENT", rows, region.kind.name)
+
+    def prepare_file(self, file: FileId, extents: Extents) -> Prepared:
+        """See Mover."""
+        entry = self._table.file(file)
+        checked = checked_extents(extents, entry.length_bytes, entry.path)
+        return self._prepare(file, checked, self._agent_name, _descriptors(checked, 0, entry.fd), "FILE")
+
+    def _prepare(
+        self, handle: MemoryId | FileId, extents: Extents, side: str, rows: npt.NDArray[np.uint64], kind: str
+    ) -> Prepared:
+        agent = self._usable_agent()
+        dlist = None
+        if len(extents):
+            dlist = self._translate("prepare", lambda: agent.prep_xfer_dlist(side, rows, kind, [self._plugin.plugin]))
+        prepared = _NixlPrepared(handle, extents, dlist, int(extents[:, 1].max(initial=0)))
+        self._prepared.add(prepared)
+        return prepared
+
+    def release_prepared(self, prepared: Prepared) -> None:
+        """See Mover. Safe while a transfer of it is in flight: NIXL's handle goes with the last transfer."""
+        agent = self._usable_agent()
+        if not isinstance(prepared, _NixlPrepared) or prepared not in self._prepared:
+            raise MoverError(f"{self.name}: not prepared here, or released before")
+        self._prepared.discard(prepared)
+        if prepared.dlist is not None and not any(prepared in t.keep for t in (*self._in_flight, *self._quarantined)):
+            self._translate("release prepared", lambda: agent.release_dlist_handle(prepared.dlist))
+
+    def submit_prepared(self, op: Op, memory: Prepared, memory_rows: Rows, file: Prepared, file_rows: Rows) -> Transfer:
+        """See Mover."""
+        agent = self._usable_agent()
+        if not isinstance(memory, _NixlPrepared) or not isinstance(file, _NixlPrepared):
+            raise MoverError(f"{self.name}: not prepared here")
+        if memory not in self._prepared or file not in self._prepared:
+            raise MoverError(f"{self.name}: prepared elsewhere, or released before")
+        m, f = self._table.memory(MemoryId(memory.handle)), self._table.file(FileId(file.handle))
+        mem, fil = _taken(memory.extents, memory_rows), _taken(file.extents, file_rows)
+        if len(mem) != len(fil) or not np.array_equal(mem[:, 1], fil[:, 1]):
+            raise MoverError(f"{self.name}: memory and file extents must have the same lengths, row by row")
+        if f.direct_asked:
+            check_alignment(mem, m.region.address, fil, self.limits.alignment_bytes)
+        if not len(mem):
+            return Transfer(op, 0, TransferState.DONE)
+        check_limits(self.name, len(mem), int(mem[:, 1].max()), self.limits)
+        total_bytes = int(mem[:, 1].sum())
+        step = -1 if total_bytes > self.limits.max_extent_bytes else 1
+        memory_index = np.ascontiguousarray(np.asarray(memory_rows)[::step], dtype=np.int32)
+        file_index = np.ascontiguousarray(np.asarray(file_rows)[::step], dtype=np.int32)
+        handle = self._translate(
+            "make transfer",
+            lambda: agent.make_prepped_xfer(
+                op.name, memory.dlist, memory_index, file.dlist, file_index, b"", [self._plugin.plugin]
+            ),
+        )
+        file_end = int((fil[:, 0] + fil[:, 1]).max())
+        return self._launch(
+            _NixlTransfer(op, total_bytes, memory=m, file=f, handle=handle, file_end=file_end, keep=[memory, file])
+        )
+
+    def _launch(self, transfer: _NixlTransfer) -> Transfer:
+        transfer.memory.in_flight += 1
+        transfer.file.in_flight += 1
+        self._in_flight.add(transfer)
+        try:
+            state = self._agent.transfer(transfer.handle)
+        except self._errors as error:
+            # Part of it may be queued in the plugin or in the kernel, and nothing would ever tell.
+            self._finish(transfer, f"{self.name}: not started whole: {_words(error)}", quarantine=True)
+        else:
+            if state != "PROC":
+                self._settle(transfer, state)
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """See Mover. POSIX moves bytes only in here, 64 I/Os a call."""
+        if transfer.state is not TransferState.PENDING or not isinstance(transfer, _NixlTransfer):
+            return transfer.state
+        if os.getpid() != self._pid:
+            transfer.error, transfer.quarantine = self._fork_message(), True
+            transfer.state = TransferState.FAILED
+            return transfer.state
+        try:
+            state = self._agent.check_xfer_state(transfer.handle)
+        except self._errors as error:
+            self._finish(
+                transfer,
+                f"{self.name}: {transfer.op.value} of {transfer.file.path} failed or came short: {_words(error)}",
+                quarantine=not self._plugin.settles_before_error,
+            )
+        else:
+            if state != "PROC":
+                self._settle(transfer, state)
+        return transfer.state
+
+    def _settle(self, transfer: _NixlTransfer, state: str) -> None:
+        error = None
+        if state != "DONE":
+            error = f"{self.name}: {transfer.op.value} of {transfer.file.path} failed: {state}"
+        elif not self.reports_short_io and os.fstat(transfer.file.fd).st_size < transfer.file_end:
+            error = f"{self.name}: {transfer.file.path} ends before byte {transfer.file_end}"
+        self._finish(transfer, error, quarantine=state != "DONE" and not self._plugin.settles_before_error)
+
+    def _finish(self, transfer: _NixlTransfer, error: str | None, *, quarantine: bool) -> None:
+        """Make final. A quarantined transfer keeps its handle and its shares of memory and file for ever."""
+        self._in_flight.discard(transfer)
+        if quarantine:
+            self._quarantined.append(transfer)
+        else:
+            transfer.memory.in_flight -= 1
+            transfer.file.in_flight -= 1
+            try:
+                self._agent.release_xfer_handle(transfer.handle)
+            except self._errors as release_error:
+                logger.warning("%s: could not release a finished handle: %s", self.name, _words(release_error))
+            keep, transfer.keep, transfer.handle = transfer.keep, [], None
+            for prepared in keep:
+                if prepared not in self._prepared and not any(prepared in t.keep for t in self._in_flight):
+                    self._agent.release_dlist_handle(prepared.dlist)
+        transfer.error, transfer.quarantine = error, quarantine
+        transfer.state = TransferState.DONE if error is None else TransferState.FAILED
+
+    # The end
+
+    def close(self) -> None:
+        """See Mover. Waits ``close_timeout_s`` at most; in a forked child it does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        deadline = time.monotonic() + self._close_timeout_s
+        while self._in_flight and time.monotonic() < deadline:
+            for transfer in list(self._in_flight):
+                self.poll(transfer)
+            if self._in_flight:
+                time.sleep(0.0002)
+        if self._in_flight or self._quarantined:
+            logger.warning(
+                "%s: %d transfers did not end within %.0f s, %d more are quarantined; leaking their memory and files",
+                self.name,
+                len(self._in_flight),
+                self._close_timeout_s,
+                len(self._quarantined),
+            )
+            for transfer in list(self._in_flight):
+                self._finish(transfer, f"{self.name}: still in flight when the mover was closed", quarantine=True)
+            # Collected objects release themselves; these must never be.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._agent, self._quarantined, self._registered)))
+            self._closed = True
+            return
+        for prepared in list(self._prepared):
+            self.release_prepared(prepared)
+        for file in list(self._table.files):
+            self.close_file(file)
+        for memory in list(self._table.memories):
+            self.unregister_memory(memory)
+        self._closed = True
+        self._agent = None
+
+    # NIXL itself
+
+    def _usable_agent(self) -> Any:
+        if os.getpid() != self._pid:
+            raise MoverError(self._fork_message())
+        if self._closed:
+            raise MoverError(f"{self.name}: this mover is closed")
+        if self._agent is None:
+            self._agent = self._make_agent()
+        return self._agent
+
+    def _make_agent(self) -> Any:
+        api = _import_nixl()
+        # A class per status, derived from nothing in common; here all of them mean the same.
+        own = (value for value in vars(api.nixlBind).values() if isinstance(value, type))
+        self._errors += tuple(value for value in own if issubclass(value, Exception))
+        try:
+            config = api.nixl_agent_config(
+                enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            )
+            agent = api.nixl_agent(self._agent_name, config)
+            agent.create_backend(self._plugin.plugin, self._params)
+        except self._errors as error:
+            raise MoverUnavailableError(
+                f"{self.name}: NIXL's {self._plugin.plugin} plugin does not start here: {_words(error)}"
+            ) from error
+        return agent
+
+    def _translate(self, what: str, call: Any) -> Any:
+        try:
+            return call()
+        except self._errors as error:
+            raise MoverError(f"{self.name}: {what}: {_words(error)}") from error
+
+    def _fork_message(self) -> str:
+        return fork_message(self.name, self._pid)
+
+
+def _import_nixl() -> ModuleType:
+    """Import NIXL quietly: unless NIXL_LOG_LEVEL says otherwise, it logs agents to stdout and failures to stderr.
+
+    Its level is read once per process; where someone else has imported it already, theirs stays.
+    """
+    if "nixl._api" in sys.modules:
+        return sys.modules["nixl._api"]
+    quiet = "NIXL_LOG_LEVEL" not in os.environ and not logger.isEnabledFor(logging.DEBUG)
+    if quiet:
+        os.environ["NIXL_LOG_LEVEL"] = "FATAL"
+    try:
+        return importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise MoverUnavailableError(f"NIXL cannot be imported ({error}); `pip install nixl` brings it") from error
+    finally:
+        if quiet:
+            del os.environ["NIXL_LOG_LEVEL"]
+
+
+def _descriptors(extents: Extents, base: int, device_id: int) -> npt.NDArray[np.uint64]:
+    """Rows of (address, length, device id), as NIXL wants them."""
+    rows = np.empty((len(extents), 3), dtype=np.uint64)
+    rows[:, 0] = extents[:, 0] + base
+    rows[:, 1] = extents[:, 1]
+    rows[:, 2] = device_id
+    return rows
+
+
+def _taken(extents: Extents, rows: Rows) -> Extents:
+    """``extents[rows]``, or MoverError where a row does not exist. A negative one is not taken from the end."""
+    index = np.asarray(rows)
+    if index.ndim != 1 or (len(index) and (index.min() < 0 or index.max() >= len(extents))):
+        raise MoverError(f"rows must be a list of numbers below {len(extents)}")
+    return extents[index] if len(index) else extents[:0]
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
