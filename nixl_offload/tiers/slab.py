@@ -1,0 +1,260 @@
+"""Which slots of a slab are taken: extents of one size, each lent to one size class at a time, slots inside.
+
+Threading: no I/O, no lock, no clock; called by the scheduler's thread alone. Every rank's slab has this geometry.
+Ownership: a slot belongs to the caller from ``allocate`` or ``adopt`` until ``free``; nobody else gets it meanwhile.
+Memory: one byte per slot of the extents in use, nothing per slot elsewhere; ten million slots cost ten megabytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from nixl_offload.errors import IndexStateError, LayoutError
+from nixl_offload.types import PAGE_BYTES, align_up
+
+EXTENTS_WANTED = 256
+"""A slab is cut into about this many: fine enough to share among classes, coarse enough to preallocate quickly."""
+SLOTS_PER_EXTENT_MIN = 4
+EXTENT_MAX_BYTES = 1 << 30
+_POOL = -1
+
+
+def choose_extent_bytes(rank_bytes: int, slot_classes: Sequence[int]) -> int:
+    """Return the extent size for a fresh slab: a multiple of the largest class, so that that class wastes nothing.
+
+    About ``rank_bytes / EXTENTS_WANTED``, at least four slots of the largest class, at most 1 GiB (four slots win).
+    A slab so small that not every class could have an extent gets smaller extents, down to one slot.
+    """
+    largest = max(slot_classes)
+    smallest_extent = SLOTS_PER_EXTENT_MIN * largest
+    wanted = max(smallest_extent, min(EXTENT_MAX_BYTES, rank_bytes // EXTENTS_WANTED))
+    extent = align_up(wanted, largest)
+    if rank_bytes // extent < len(slot_classes):
+        extent = max(largest, rank_bytes // len(slot_classes) // largest * largest)
+    return extent
+
+
+class SlabAllocator:
+    """Hands out and takes back slots of a few sizes in ``[0, rank_bytes)``.
+
+    An extent is lent to a class when the class needs it and returns to the pool as soon as its last slot is free. The
+    lowest free slot of the lowest extent goes first, so what is in use stays together at the front of the file.
+    """
+
+    def __init__(self, rank_bytes: int, slot_classes: Sequence[int], extent_bytes: int | None = None) -> None:
+        """Start empty. ``rank_bytes`` is rounded down to whole extents (attribute ``rank_bytes``).
+
+        ``slot_classes`` are slot sizes in bytes, each a positive multiple of ``PAGE_BYTES``; duplicates count once.
+        ``extent_bytes`` None: chosen by ``choose_extent_bytes``. Raises LayoutError.
+        """
+        classes = sorted(set(slot_classes))
+        if not classes or any(size <= 0 or size % PAGE_BYTES for size in classes):
+            raise LayoutError(f"slot sizes must be positive multiples of {PAGE_BYTES}, got {list(slot_classes)}")
+        extent = choose_extent_bytes(rank_bytes, classes) if extent_bytes is None else extent_bytes
+        if extent < classes[-1] or extent % PAGE_BYTES:
+            raise LayoutError(
+                f"extents of {extent} bytes do not hold a slot of {classes[-1]} or are no multiple of {PAGE_BYTES}"
+            )
+        self.extent_bytes = extent
+        self.extent_count = max(0, rank_bytes) // extent
+        self.rank_bytes = self.extent_count * extent
+        self.slot_classes = tuple(classes)
+        self._number = {size: number for number, size in enumerate(classes)}
+        self._slots = [extent // size for size in classes]
+        self._held = [0] * len(classes)
+        self._taken_slots = [0] * len(classes)
+        self._roomy: list[list[int]] = [[] for _ in classes]
+        """Per class a heap of extents that may have a free slot; full ones are weeded out when they come up."""
+        self._in_roomy = bytearray(self.extent_count)
+        self._owner = array("i", [_POOL]) * self.extent_count
+        self._used = array("q", [0]) * self.extent_count
+        self._lowest_free = array("q", [0]) * self.extent_count
+        """No slot below this one is free."""
+        self._taken: list[bytearray | None] = [None] * self.extent_count
+        self._pool = list(range(self.extent_count))
+        """A heap; may still name extents that ``adopt`` took out, which are weeded out when they come up."""
+        self._in_pool = bytearray(b"\x01") * self.extent_count
+        self._draining: int | None = None
+        self._may_grow = True
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slots taken, per rank."""
+        return sum(taken * size for taken, size in zip(self._taken_slots, self.slot_classes, strict=True))
+
+    @property
+    def extents_in_use(self) -> int:
+        """Extents lent to some class."""
+        return sum(self._held)
+
+    def used_slots(self, slot_bytes: int) -> int:
+        """Slots of this class that are taken."""
+        return self._taken_slots[self._class(slot_bytes)]
+
+    def set_growth(self, allowed: bool) -> None:
+        """Allow (the default) or forbid taking extents from the pool: on a full disk only backed extents are of use."""
+        self._may_grow = allowed
+
+    def allocate(self, slot_bytes: int) -> int | None:
+        """Take a free slot and return its byte offset; None when the class has no room and the pool is empty.
+
+        Raises LayoutError for a size that is not a class.
+        """
+        number = self._class(slot_bytes)
+        extent = self._extent_with_room(number)
+        if extent is None:
+            return None
+        taken = self._map(extent)
+        slot = taken.find(0, self._lowest_free[extent])
+        taken[slot] = 1
+        self._lowest_free[extent] = slot + 1
+        self._used[extent] += 1
+        self._taken_slots[number] += 1
+        return extent * self.extent_bytes + slot * slot_bytes
+
+    def free(self, offset: int, slot_bytes: int) -> None:
+        """Give a slot back. Raises IndexStateError, changing nothing, when it is not a taken slot of this class."""
+        number = self._number.get(slot_bytes)
+        extent, slot = self._locate(offset, slot_bytes)
+        taken = self._taken[extent] if 0 <= extent < self.extent_count and self._owner[extent] == number else None
+        if number is None or taken is None or not 0 <= slot < len(taken) or not taken[slot]:
+            raise IndexStateError(f"slot of {slot_bytes} bytes at {offset} is not taken, so it cannot be freed")
+        taken[slot] = 0
+        self._used[extent] -= 1
+        self._taken_slots[number] -= 1
+        self._lowest_free[extent] = min(self._lowest_free[extent], slot)
+        if not self._used[extent]:
+            self._release(extent, number)
+        elif not self._in_roomy[extent] and extent != self._draining:
+            self._offer(extent, number)
+
+    def adopt(self, offset: int, slot_bytes: int) -> bool:
+        """Mark a slot that an earlier run filled as taken.
+
+        False, changing nothing, when it does not fit: unknown size, misaligned, beyond ``rank_bytes``, in an extent of
+        another class, or taken already.
+        """
+        number = self._number.get(slot_bytes)
+        if number is None:
+            return False
+        extent, slot = self._locate(offset, slot_bytes)
+        if not 0 <= extent < self.extent_count or not 0 <= slot < self._slots[number]:
+            return False
+        if self._owner[extent] == _POOL:
+            self._lend(extent, number)
+        elif self._owner[extent] != number:
+            return False
+        taken = self._map(extent)
+        if taken[slot]:
+            return False
+        taken[slot] = 1
+        self._used[extent] += 1
+        self._taken_slots[number] += 1
+        return True
+
+    def reclaimable(self, slot_bytes: int, *, nothing_evictable: bool = False) -> tuple[int, int] | None:
+        """Propose the byte range of an extent to be emptied for a class that has no room, or None.
+
+        Answers only when the class has no free slot, the pool is empty, and the class holds less than
+        1 / (2 * classes) of the extents; ``nothing_evictable`` says that its own slots cannot be freed either and
+        waives the last condition. The range is the least used extent of the class that holds most. Until it is empty
+        no new slot is taken from it, unless its own class has no other.
+        """
+        number = self._class(slot_bytes)
+        if self._extent_with_room(number, lend=False) is not None:
+            return None
+        if not nothing_evictable and self._held[number] * 2 * len(self.slot_classes) >= self.extent_count:
+            return None
+        if self._draining is not None:
+            if self._owner[self._draining] != number:
+                return self._range(self._draining)
+            self._draining = None
+        others = [other for other in range(len(self.slot_classes)) if other != number]
+        richest = max(others, key=self._held.__getitem__, default=None)
+        if richest is None or self._held[richest] < 2 or self._held[richest] <= self._held[number]:
+            return None
+        extent = min(
+            (extent for extent, owner in enumerate(self._owner) if owner == richest), key=self._used.__getitem__
+        )
+        self._withdraw(extent, richest)
+        self._draining = extent
+        return self._range(extent)
+
+    def _class(self, slot_bytes: int) -> int:
+        number = self._number.get(slot_bytes)
+        if number is None:
+            raise LayoutError(f"no size class of {slot_bytes} bytes; there are {list(self.slot_classes)}")
+        return number
+
+    def _locate(self, offset: int, slot_bytes: int) -> tuple[int, int]:
+        """Return (extent, slot); slot is -1 when ``offset`` is not where a slot begins."""
+        if slot_bytes <= 0:
+            return -1, -1
+        extent, inside = divmod(offset, self.extent_bytes)
+        slot, rest = divmod(inside, slot_bytes)
+        return extent, -1 if rest else slot
+
+    def _range(self, extent: int) -> tuple[int, int]:
+        return extent * self.extent_bytes, (extent + 1) * self.extent_bytes
+
+    def _map(self, extent: int) -> bytearray:
+        taken = self._taken[extent]
+        if taken is None:
+            raise IndexStateError(f"extent {extent} is lent to no class")
+        return taken
+
+    def _extent_with_room(self, number: int, *, lend: bool = True) -> int | None:
+        """Return an extent of this class with a free slot, from the pool if need be.
+
+        With ``lend`` False an extent of the pool is only named, not lent.
+        """
+        roomy, slots = self._roomy[number], self._slots[number]
+        while roomy:
+            if self._used[roomy[0]] < slots:
+                return roomy[0]
+            self._in_roomy[heappop(roomy)] = 0
+        while self._may_grow and self._pool:
+            extent = self._pool[0]
+            if self._owner[extent] == _POOL:
+                if lend:
+                    self._lend(extent, number)
+                return extent
+            self._in_pool[heappop(self._pool)] = 0
+        draining = self._draining
+        if draining is not None and self._owner[draining] == number and self._used[draining] < slots:
+            if lend:
+                self._draining = None
+                self._offer(draining, number)
+            return draining
+        return None
+
+    def _lend(self, extent: int, number: int) -> None:
+        self._owner[extent] = number
+        self._used[extent] = 0
+        self._lowest_free[extent] = 0
+        self._taken[extent] = bytearray(self._slots[number])
+        self._held[number] += 1
+        self._offer(extent, number)
+
+    def _release(self, extent: int, number: int) -> None:
+        self._withdraw(extent, number)
+        if self._draining == extent:
+            self._draining = None
+        self._owner[extent] = _POOL
+        self._taken[extent] = None
+        self._held[number] -= 1
+        if not self._in_pool[extent]:
+            self._in_pool[extent] = 1
+            heappush(self._pool, extent)
+
+    def _offer(self, extent: int, number: int) -> None:
+        heappush(self._roomy[number], extent)
+        self._in_roomy[extent] = 1
+
+    def _withdraw(self, extent: int, number: int) -> None:
+        if self._in_roomy[extent]:
+            self._in_roomy[extent] = 0
+            self._roomy[number].remove(extent)
+            heapify(self._roomy[number])

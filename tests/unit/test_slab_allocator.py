@@ -1,0 +1,327 @@
+"""The slab allocator against a plain model: no slot twice, none lost, none out of bounds, none forgotten."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from nixl_offload.errors import IndexStateError, LayoutError
+from nixl_offload.tiers.slab import SlabAllocator, choose_extent_bytes
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SMALL, MIDDLE, LARGE = 4 * KIB, 12 * KIB, 20 * KIB
+EXTENT = 64 * KIB
+
+
+def take_all(slab: SlabAllocator, slot_bytes: int) -> list[int]:
+    """Allocate until there is no room."""
+    offsets = []
+    while (offset := slab.allocate(slot_bytes)) is not None:
+        offsets.append(offset)
+    return offsets
+
+
+def test_every_slot_once_and_the_whole_slab() -> None:
+    """All slots of a class are distinct, disjoint and inside; the largest class wastes no byte of an extent."""
+    slab = SlabAllocator(10 * MIB, [LARGE])
+    offsets = take_all(slab, LARGE)
+    assert len(offsets) == len(set(offsets)) == slab.rank_bytes // LARGE
+    assert slab.rank_bytes <= 10 * MIB < slab.rank_bytes + slab.extent_bytes
+    ordered = sorted(offsets)
+    assert all(b - a >= LARGE for a, b in pairwise(ordered))
+    assert ordered[-1] + LARGE <= slab.rank_bytes
+    assert slab.used_bytes == len(offsets) * LARGE
+
+
+def test_freed_slots_come_back_one_by_one() -> None:
+    """Regression: an eviction that forgot its slot's number before freeing it made all later chunks share one slot."""
+    slab = SlabAllocator(4 * EXTENT, [SMALL], EXTENT)
+    offsets = take_all(slab, SMALL)
+    assert slab.allocate(SMALL) is None
+    victims = random.Random(1).sample(offsets, 40)
+    for victim in victims:
+        slab.free(victim, SMALL)
+    again = take_all(slab, SMALL)
+    assert sorted(again) == sorted(victims)
+
+
+def test_free_refuses_what_is_not_taken() -> None:
+    """Double free, a wrong class, a wrong offset and a place outside are bugs of the caller and change nothing."""
+    slab = SlabAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
+    offset = slab.allocate(SMALL)
+    other = slab.allocate(LARGE)
+    assert offset is not None
+    assert other is not None
+    wrong = [
+        (offset, LARGE),
+        (other, SMALL),
+        (offset + 1, SMALL),
+        (-SMALL, SMALL),
+        (4 * EXTENT, SMALL),
+        (offset, 0),
+        (offset + SMALL, SMALL),
+        (2 * EXTENT, SMALL),
+        (offset, 8 * KIB),
+        (EXTENT + 3 * LARGE, LARGE),
+    ]
+    for place, size in wrong:
+        with pytest.raises(IndexStateError):
+            slab.free(place, size)
+    slab.free(offset, SMALL)
+    with pytest.raises(IndexStateError):
+        slab.free(offset, SMALL)
+    assert slab.used_slots(SMALL) == 0
+    assert slab.used_slots(LARGE) == 1
+
+
+def test_an_empty_extent_serves_another_class() -> None:
+    """An extent returns to the pool with its last slot, and another class may have it."""
+    slab = SlabAllocator(EXTENT, [SMALL, LARGE], EXTENT)
+    offsets = take_all(slab, SMALL)
+    assert slab.allocate(LARGE) is None
+    for offset in offsets:
+        slab.free(offset, SMALL)
+    assert slab.extents_in_use == 0
+    assert take_all(slab, LARGE) == [0, LARGE, 2 * LARGE]
+
+
+@pytest.mark.parametrize(
+    ("offset", "slot_bytes"),
+    [
+        (0, SMALL),
+        (EXTENT, SMALL),
+        (EXTENT + LARGE + SMALL, LARGE),
+        (EXTENT + 3 * LARGE, LARGE),
+        (4 * EXTENT, LARGE),
+        (-LARGE, LARGE),
+        (2 * EXTENT, 8 * KIB),
+        (2 * EXTENT, 0),
+    ],
+    ids=["taken", "other class", "misaligned", "past the last slot", "beyond capacity", "negative", "no class", "zero"],
+)
+def test_adopt_refuses_what_does_not_fit(offset: int, slot_bytes: int) -> None:
+    """A row of the durable index that disagrees with the geometry is refused and changes nothing."""
+    slab = SlabAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
+    assert slab.adopt(0, SMALL)
+    assert slab.adopt(EXTENT + LARGE, LARGE)
+    before = slab.used_bytes, slab.extents_in_use
+    assert not slab.adopt(offset, slot_bytes)
+    assert (slab.used_bytes, slab.extents_in_use) == before
+
+
+def test_reopening_restores_exactly_what_was_taken() -> None:
+    """Adopting the taken slots of one allocator in any order leaves another one with the same free slots."""
+    dice = random.Random(7)
+    first = SlabAllocator(16 * EXTENT, [SMALL, MIDDLE, LARGE], EXTENT)
+    taken = {}
+    for _ in range(150):
+        size = dice.choice(first.slot_classes)
+        if (offset := first.allocate(size)) is not None:
+            taken[offset] = size
+    for offset in dice.sample(sorted(taken), 60):
+        first.free(offset, taken.pop(offset))
+    second = SlabAllocator(16 * EXTENT, [SMALL, MIDDLE, LARGE], EXTENT)
+    rows = list(taken.items())
+    dice.shuffle(rows)
+    assert all(second.adopt(offset, size) for offset, size in rows)
+    assert not any(second.adopt(offset, size) for offset, size in rows)
+    for size in first.slot_classes:
+        a, b = sorted(take_all(first, size)), sorted(take_all(second, size))
+        assert a == b
+        assert not set(b) & {offset for offset, s in taken.items() if s == size}
+
+
+def test_a_starved_class_gets_the_cheapest_extent_of_the_richest() -> None:
+    """With the pool empty, the class without extents is offered the least used extent of the richest, and gets it."""
+    slab = SlabAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
+    offsets = take_all(slab, SMALL)
+    cheap = [offset for offset in offsets if 3 * EXTENT <= offset < 4 * EXTENT]
+    for offset in cheap[2:]:
+        slab.free(offset, SMALL)
+    assert slab.reclaimable(SMALL) is None, "the rich class has room, nothing is to be emptied for it"
+    assert slab.reclaimable(LARGE) == (3 * EXTENT, 4 * EXTENT)
+    slab.free(cheap[0], SMALL)
+    assert slab.allocate(LARGE) is None, "one slot is still in use"
+    assert slab.reclaimable(LARGE) == (3 * EXTENT, 4 * EXTENT), "the same extent until it is empty"
+    slab.free(cheap[1], SMALL)
+    assert slab.allocate(LARGE) == 3 * EXTENT
+    assert slab.reclaimable(LARGE) is None
+
+
+def test_a_draining_extent_takes_no_new_slots_unless_its_class_has_no_other() -> None:
+    """Emptying is not undone by the rich class as long as that one has room elsewhere, and never blocks it for good."""
+    slab = SlabAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
+    offsets = take_all(slab, SMALL)
+    start, end = slab.reclaimable(LARGE) or (-1, -1)
+    inside = [offset for offset in offsets if start <= offset < end]
+    outside = [offset for offset in offsets if not start <= offset < end]
+    slab.free(inside[0], SMALL)
+    slab.free(outside[-1], SMALL)
+    assert slab.allocate(SMALL) == outside[-1]
+    assert slab.allocate(SMALL) == inside[0]
+    assert slab.allocate(SMALL) is None
+
+
+def test_a_class_with_its_fair_share_is_not_fed() -> None:
+    """A class at or above 1 / (2 * classes) of the extents evicts its own, unless it has nothing to evict."""
+    slab = SlabAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
+    large = [slab.allocate(LARGE) for _ in range(2 * (EXTENT // LARGE))]
+    assert None not in large
+    take_all(slab, SMALL)
+    assert slab.allocate(LARGE) is None
+    assert slab.reclaimable(LARGE) is None
+    assert slab.reclaimable(LARGE, nothing_evictable=True) is not None
+
+
+def test_the_last_extent_of_a_class_is_never_taken() -> None:
+    """One extent for two classes: there is no fair division, so nothing is proposed and nothing thrashes."""
+    slab = SlabAllocator(EXTENT, [SMALL, LARGE], EXTENT)
+    take_all(slab, SMALL)
+    assert slab.reclaimable(LARGE, nothing_evictable=True) is None
+
+
+def test_growth_can_be_forbidden() -> None:
+    """On a full disk the slots of extents in use go on serving, and none comes from the pool."""
+    slab = SlabAllocator(4 * EXTENT, [SMALL], EXTENT)
+    offsets = [slab.allocate(SMALL) for _ in range(EXTENT // SMALL)]
+    slab.set_growth(False)
+    assert slab.allocate(SMALL) is None
+    assert offsets[3] is not None
+    slab.free(offsets[3], SMALL)
+    assert slab.allocate(SMALL) == offsets[3]
+    slab.set_growth(True)
+    assert slab.allocate(SMALL) == EXTENT
+
+
+@pytest.mark.parametrize("rank_bytes", [300 * KIB, 10 * MIB, GIB, 100 * GIB, 4000 * GIB])
+@pytest.mark.parametrize(
+    "classes", [[64 * KIB + 4 * KIB], [2 * MIB + 4 * KIB, 64 * KIB], [36 * KIB, 4 * KIB, 32 * MIB]]
+)
+def test_extent_size(rank_bytes: int, classes: list[int]) -> None:
+    """Extents hold whole slots of the largest class, are page multiples and lie within their bounds."""
+    extent = choose_extent_bytes(rank_bytes, classes)
+    assert extent % 4096 == 0
+    assert extent % max(classes) == 0
+    assert extent <= GIB + max(classes)
+    if rank_bytes >= len(classes) * 4 * max(classes):
+        assert extent >= 4 * max(classes)
+        assert rank_bytes // extent >= len(classes), "every class can have an extent"
+
+
+@pytest.mark.parametrize(
+    ("classes", "extent"),
+    [([], None), ([0], None), ([-4096], None), ([5000], None), ([SMALL, LARGE], SMALL), ([SMALL], 5000)],
+)
+def test_impossible_geometry_is_refused(classes: list[int], extent: int | None) -> None:
+    """Sizes that O_DIRECT could not write and extents that hold no slot are errors at once."""
+    with pytest.raises(LayoutError):
+        SlabAllocator(MIB, classes, extent)
+    with pytest.raises(LayoutError):
+        SlabAllocator(MIB, [SMALL]).allocate(LARGE)
+
+
+def test_ten_million_slots_are_cheap() -> None:
+    """A slab of 10 M slots costs kilobytes before use, and taking and freeing slots is far from quadratic."""
+    slot = 68 * KIB
+    slab = SlabAllocator(10_000_000 * slot, [slot])
+    assert slab.rank_bytes // slot > 9_900_000
+    assert sum(map(sys.getsizeof, vars(slab).values())) < 100 * KIB
+    began = time.process_time()
+    offsets = [slab.allocate(slot) for _ in range(200_000)]
+    for offset in offsets:
+        assert offset is not None
+        slab.free(offset, slot)
+    assert time.process_time() - began < 5, "far from quadratic"
+    assert slab.extents_in_use == 0
+
+
+class SlabModel(RuleBasedStateMachine):
+    """Random calls against a dict of taken slots; after each step no two slots overlap and the books agree."""
+
+    slots = Bundle("slots")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = (SMALL, MIDDLE, LARGE)
+        self.slab = SlabAllocator(6 * EXTENT, self.classes, EXTENT)
+        self.taken: dict[int, int] = {}
+
+    def owners(self) -> dict[int, int]:
+        return {offset // EXTENT: size for offset, size in self.taken.items()}
+
+    def room(self, size: int) -> bool:
+        owners = self.owners()
+        if len(owners) < 6:
+            return True
+        mine = [extent for extent, owner in owners.items() if owner == size]
+        return sum(s == size for s in self.taken.values()) < len(mine) * (EXTENT // size)
+
+    @rule(target=slots, size=st.sampled_from([SMALL, MIDDLE, LARGE]), count=st.integers(1, 30))
+    def allocate(self, size: int, count: int) -> object:
+        new = []
+        for _ in range(count):
+            room = self.room(size)
+            offset = self.slab.allocate(size)
+            assert (offset is not None) == room
+            if offset is not None:
+                assert offset not in self.taken
+                self.taken[offset] = size
+                new.append((offset, size))
+        return multiple(*new)
+
+    @rule(slot=consumes(slots))
+    def free(self, slot: tuple[int, int]) -> None:
+        offset, size = slot
+        self.slab.free(offset, size)
+        del self.taken[offset]
+        with pytest.raises(IndexStateError):
+            self.slab.free(offset, size)
+
+    @rule(
+        target=slots, extent=st.integers(-1, 6), slot=st.integers(0, 16), size=st.sampled_from([SMALL, MIDDLE, LARGE])
+    )
+    def adopt(self, extent: int, slot: int, size: int) -> object:
+        offset = extent * EXTENT + slot * size
+        extent, inside = divmod(offset, EXTENT)
+        fits = 0 <= extent < 6 and inside % size == 0 and inside + size <= EXTENT
+        expected = fits and self.owners().get(extent, size) == size and offset not in self.taken
+        assert self.slab.adopt(offset, size) == expected
+        if not expected:
+            return multiple()
+        self.taken[offset] = size
+        return offset, size
+
+    @rule(size=st.sampled_from([SMALL, MIDDLE, LARGE]), nothing=st.booleans())
+    def reclaim(self, size: int, nothing: bool) -> None:
+        proposal = self.slab.reclaimable(size, nothing_evictable=nothing)
+        if proposal is not None:
+            assert not self.room(size)
+            assert self.owners()[proposal[0] // EXTENT] != size
+            assert proposal[1] - proposal[0] == EXTENT
+
+    @invariant()
+    def books_agree(self) -> None:
+        end = 0
+        for offset, size in sorted(self.taken.items()):
+            assert offset >= end
+            end = offset + size
+        assert end <= self.slab.rank_bytes
+        assert self.slab.used_bytes == sum(self.taken.values())
+        assert self.slab.extents_in_use == len(self.owners())
+
+
+SlabModel.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestSlabModel = SlabModel.TestCase
