@@ -1,0 +1,70 @@
+"""The command ``nixl-offload``: parses arguments, calls one command, turns our errors into exit codes.
+
+Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from nixl_offload import __version__
+from nixl_offload.cli import show
+from nixl_offload.errors import ConfigError, NixlOffloadError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+_DESCRIPTION = """\
+Keeps vLLM's KV cache on local files, so that a prompt once seen is loaded instead of computed again.
+
+Start with a config file, say kv.yaml:
+
+    chunk_tokens: 256
+    tiers:
+      - {kind: file, path: /mnt/nvme/kv, capacity: 500GiB}
+
+then
+
+    nixl-offload show kv.yaml            # checks it, prints what to pass to vLLM
+    vllm serve MODEL --kv-transfer-config "$(nixl-offload show --kv-transfer-config kv.yaml)"
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Usage errors leave by SystemExit(2), as argparse does."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments, sys.stdout)
+        sys.stdout.flush()
+    except ConfigError as exc:
+        return _complain(str(exc), EXIT_USAGE, sys.stderr)
+    except NixlOffloadError as exc:
+        return _complain(str(exc), EXIT_FAILED, sys.stderr)
+    except BrokenPipeError:
+        # The reader has gone (`| head`); keep the interpreter from complaining about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nixl-offload", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    show.add_parser(commands)
+    return parser
+
+
+def _complain(message: str, code: int, stream: TextIO) -> int:
+    print(f"nixl-offload: {message}", file=stream)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

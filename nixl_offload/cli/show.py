@@ -1,0 +1,54 @@
+"""``nixl-offload show FILE``: the checked config with its defaults, and the exact ``--kv-transfer-config`` for vLLM.
+
+Threading: pure but for reading the file and printing. Touches no storage and needs neither vLLM nor a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from typing import Any, TextIO
+
+import yaml
+
+from nixl_offload.config import kv_transfer_config, load_config
+
+_DESCRIPTION = """\
+Checks FILE and prints it as nixl-offload understands it, defaults filled in, followed by the option to give to
+`vllm serve`. The file is named by its absolute path there, so it must be readable under that path by every worker.
+Exit code 2, with one line per problem, when FILE is wrong.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``show`` to the command line."""
+    parser = commands.add_parser(
+        "show",
+        help="check a config file and print what to pass to vLLM",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="the YAML config")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print {config, kv_transfer_config} as JSON")
+    form.add_argument(
+        "--kv-transfer-config", action="store_true", help='print only the JSON for vLLM, for "$(...)" in a shell'
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Print to ``out``. Raises ConfigError when the file is wrong."""
+    config = load_config(arguments.file)
+    transfer: dict[str, Any] = kv_transfer_config(config, os.path.abspath(arguments.file))
+    if arguments.json:
+        print(json.dumps({"config": config.to_dict(), "kv_transfer_config": transfer}, indent=2), file=out)
+    elif arguments.kv_transfer_config:
+        print(json.dumps(transfer), file=out)
+    else:
+        print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), file=out)
+        print("# for vLLM:", file=out)
+        print(f"--kv-transfer-config {shlex.quote(json.dumps(transfer))}", file=out)
+    return 0

@@ -1,0 +1,137 @@
+"""The fingerprint of everything that makes stored bytes interchangeable. Two engines that differ in any of it never
+see each other's chunks.
+
+Threading: immutable values and pure functions, safe anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from nixl_offload.errors import NamespaceError
+
+FORMAT_VERSION: Final = 1
+"""Version of the bytes of a stored chunk. A new one makes a new namespace, so that old chunks are never read."""
+
+_DOMAIN: Final = b"nixl-offload namespace 1\0"
+_RANK_DOMAIN: Final = b"nixl-offload rank 1\0"
+_SHORT_NAME_CHARS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFields:
+    """One KV-cache group of the model."""
+
+    group_id: int
+    tokens_per_block: int
+    layers: int
+    """How many layers one block of the group spans."""
+    slot_bytes: int
+    """Bytes of a stored chunk of the group on one rank, header page and padding included."""
+    sliding_window_chunks: int = 0
+    """0 for full attention."""
+    spec: str = ""
+    """What else decides how bytes lie in a page, such as ``FLASH_ATTN FullAttentionSpec page_bytes=16384``."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFields:
+    """What the fingerprint covers. The rank is not part of it: see ``Namespace.rank_digest``."""
+
+    tenant: str
+    model: str
+    """Name or path as served."""
+    revision: str
+    """Empty where the model has none."""
+    model_digest: str
+    """Identity of the model's config and weights, as far as it can be known without reading them all."""
+    dtype: str
+    """Of the KV cache, ``fp8_e4m3`` and the like included."""
+    kv_layout: str
+    """Order of layers, blocks, heads, tokens and channels in memory, such as ``LBHNC``; empty where vLLM names none."""
+    blocks_per_chunk: int
+    tokens_per_hash: int
+    hash_algorithm: str
+    """Of vLLM's block hashes."""
+    hash_seed: str
+    """PYTHONHASHSEED where the algorithm depends on it, else empty."""
+    groups: tuple[GroupFields, ...]
+    """In any order; group ids are unique."""
+    tp_size: int
+    pp_size: int
+    pcp_size: int
+    dcp_size: int
+    world_size: int
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A fingerprint and what went into it. Make one with ``Namespace.from_fields``."""
+
+    fields: NamespaceFields
+    digest: bytes
+    """SHA-256 of the canonical fields, 32 bytes. The same on every rank."""
+
+    @classmethod
+    def from_fields(cls, namespace_fields: NamespaceFields) -> Namespace:
+        """Fingerprint ``namespace_fields``.
+
+        Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a field that
+        is quietly wrong would let foreign bytes in.
+        """
+        _check(namespace_fields, "namespace")
+        if not namespace_fields.groups:
+            raise NamespaceError("namespace.groups is empty; a model has at least one KV-cache group")
+        for position, group in enumerate(namespace_fields.groups):
+            if type(group) is not GroupFields:
+                raise NamespaceError(f"namespace.groups[{position}] must be GroupFields, not {type(group).__name__}")
+            _check(group, f"namespace.groups[{position}]")
+        ids = [group.group_id for group in namespace_fields.groups]
+        if len(set(ids)) != len(ids):
+            raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
+        canonical = json.dumps(_plain(namespace_fields), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return cls(namespace_fields, hashlib.sha256(_DOMAIN + canonical.encode("ascii")).digest())
+
+    @property
+    def name(self) -> str:
+        """Short name for directories and object prefixes: the first 128 bits in hex, nothing a user typed."""
+        return self.digest.hex()[:_SHORT_NAME_CHARS]
+
+    def rank_digest(self, rank: int) -> bytes:
+        """Return the 32 bytes that the shard headers of ``rank`` carry. Raises NamespaceError (impossible rank)."""
+        if not 0 <= rank < self.fields.world_size:
+            raise NamespaceError(f"rank {rank} is outside the world of {self.fields.world_size} ranks")
+        return hashlib.sha256(_RANK_DOMAIN + self.digest + rank.to_bytes(4, "big")).digest()
+
+    def manifest(self) -> dict[str, Any]:
+        """Return digest and fields as plain data for a human to read next to the chunks; never read back as truth."""
+        return {"namespace": self.digest.hex(), "fields": _plain(self.fields)}
+
+
+def _plain(value: NamespaceFields) -> dict[str, Any]:
+    plain: dict[str, Any] = {field.name: getattr(value, field.name) for field in fields(value)}
+    groups = sorted(value.groups, key=lambda group: group.group_id)
+    plain["groups"] = [{field.name: getattr(group, field.name) for field in fields(group)} for group in groups]
+    return plain
+
+
+_TYPES: Final[dict[str, type]] = {"str": str, "int": int, "tuple[GroupFields, ...]": tuple}
+_MAY_BE_ZERO: Final = frozenset({"group_id", "sliding_window_chunks"})
+_MAY_BE_EMPTY: Final = frozenset({"revision", "kv_layout", "hash_seed", "spec"})
+
+
+def _check(value: NamespaceFields | GroupFields, where: str) -> None:
+    """Types and ranges by the annotations: dataclasses check neither, and True, 1 and "1" must not mix."""
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if type(item) is not _TYPES[str(field.type)]:
+            raise NamespaceError(f"{where}.{field.name} must be {field.type}, not {type(item).__name__}")
+        if item == "" and field.name not in _MAY_BE_EMPTY:
+            raise NamespaceError(f"{where}.{field.name} is empty")
+        least = 0 if field.name in _MAY_BE_ZERO else 1
+        if isinstance(item, int) and item < least:
+            raise NamespaceError(f"{where}.{field.name} is {item}; allowed: {least} or more")
