@@ -42,6 +42,12 @@ class NamespaceFields:
     """What the fingerprint covers. The rank is not part of it: see ``Namespace.rank_digest``."""
 
     tenant: str
+    engine: str
+    """Serving engine and its minor version, such as ``vllm 0.33``: it decides what lies where inside a block."""
+    platform: str
+    """Kind of device, as far as kernels lay values out differently, such as ``cuda:9.0``."""
+    attention_backend: str | None
+    """Name of the backend where the operator chose one."""
     model: str
     """Name or path as served."""
     revision: str

@@ -1,0 +1,196 @@
+"""The scheduler's half of a file tier: which chunk rests in which slot, what goes when room is needed, what survives.
+
+Threading: called by the scheduler's thread alone. The durable twin writes behind on a thread of its own.
+Ownership: owns the tier's directory (and its lock), index, slot allocator and durable twin. The bytes belong to the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nixl_offload.config import FileTier as FileTierConfig
+from nixl_offload.errors import IndexStateError
+from nixl_offload.index import Index, State
+from nixl_offload.index.durable import DurableIndex
+from nixl_offload.namespace import Namespace
+from nixl_offload.tiers.directory import TierDirectory
+from nixl_offload.tiers.slab import SlabAllocator
+from nixl_offload.types import Key, Location
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPlace:
+    """Where the ranks find their slabs; travels to them with each job. Equal geometry on every rank."""
+
+    directory: str
+    rank_namespaces: tuple[bytes, ...]
+    """Per rank, the 32 bytes its shard headers carry."""
+    rank_bytes: int
+    extent_bytes: int
+
+
+class FileTier:
+    """Slots of a slab, one index for all ranks. Every method returns at once and never raises for reasons of storage."""
+
+    def __init__(
+        self, position: int, directory: TierDirectory, index: Index, allocator: SlabAllocator, durable: DurableIndex
+    ) -> None:
+        self._position = position
+        self._directory = directory
+        self._index = index
+        self._allocator = allocator
+        self._durable = durable
+        self.place = SlabPlace(
+            directory=str(directory.namespace_path),
+            namespace=directory.namespace.digest,
+            rank_bytes=allocator.rank_bytes,
+            extent_bytes=allocator.extent_bytes,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        config: FileTierConfig,
+        *,
+        position: int,
+        namespace: Namespace,
+        slot_classes: Sequence[int],
+        world_size: int,
+        dp_index: int = 0,
+        dp_size: int = 1,
+    ) -> FileTier:
+        """Lock the directory, reopen what an earlier engine left there, and return the tier.
+
+        ``slot_classes`` are the sizes in bytes of the slots that the groups of the model need on each rank.
+        Raises TierError (locked by another engine, no permission, too little capacity).
+        """
+        directory = TierDirectory.open(
+            config.path,
+            capacity_bytes=config.capacity,
+            namespace=namespace,
+            slot_classes=slot_classes,
+            world_size=world_size,
+            dp_index=dp_index,
+            dp_size=dp_size,
+        )
+        try:
+            allocator = SlabAllocator(directory.rank_bytes, slot_classes)
+            geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(world_size)}
+            durable, rows = DurableIndex.open(directory.index_path, geometry)
+        except BaseException:
+            directory.close()
+            raise
+        index = Index(policy=config.policy)
+        stale: list[Key] = []
+        for key, offset, slot_bytes in rows:
+            location = Location(position, offset, slot_bytes)
+            if slot_bytes not in slot_classes or not allocator.adopt(offset, slot_bytes):
+                stale.append(key)
+                continue
+            try:
+                index.insert_ready(key, location)
+            except IndexStateError:
+                allocator.free(offset, slot_bytes)
+                stale.append(key)
+        for key in stale:
+            durable.delete(key)
+        logger.info(
+            "File tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks)%s",
+            config.path,
+            len(index),
+            allocator.rank_bytes / 2**30,
+            world_size,
+            f", {len(stale)} index rows dropped" if stale else "",
+        )
+        return cls(position, directory, index, allocator, durable)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def state(self, key: Key) -> State | None:
+        """Return the state of ``key`` in this tier, None when it does not know the key."""
+        return self._index.state(key)
+
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
+        """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
+        offset = self._allocator.allocate(slot_bytes)
+        if offset is None:
+            offset = self._make_room(slot_bytes, evicted)
+        if offset is None:
+            return None
+        location = Location(self._position, offset, slot_bytes)
+        self._index.insert_writing(key, location)
+        return location
+
+    def commit(self, key: Key) -> bool:
+        """WRITING to READY; the durable twin learns it. False when the chunk had been dropped meanwhile."""
+        freed = self._index.commit(key)
+        if freed is not None:
+            self._free(freed)
+            return False
+        self._durable.put(key, self._index.location(key))
+        return True
+
+    def abort(self, key: Key) -> None:
+        """Give a WRITING chunk's slot back."""
+        self._free(self._index.abort(key))
+
+    def pin(self, key: Key) -> Location:
+        """Forbid eviction of a READY chunk and return where it is."""
+        return self._index.pin(key)
+
+    def unpin(self, key: Key) -> None:
+        """Take one pin back; frees the slot of a chunk that was dropped meanwhile."""
+        freed = self._index.unpin(key)
+        if freed is not None:
+            self._free(freed)
+
+    def touch(self, key: Key) -> None:
+        """Mark as recently used; unknown keys are ignored."""
+        self._index.touch(key)
+
+    def drop(self, key: Key) -> None:
+        """Never serve this chunk again."""
+        self._durable.delete(key)
+        freed = self._index.drop(key)
+        if freed is not None:
+            self._free(freed)
+
+    def clear(self) -> list[Key]:
+        """Drop everything; returns the keys whose slots were free at once."""
+        freed = self._index.clear()
+        for key, location in freed:
+            self._durable.delete(key)
+            self._free(location)
+        return [key for key, _ in freed]
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write the durable twin out and release the lock. Idempotent."""
+        self._durable.close(timeout_s)
+        self._directory.close()
+
+    def _make_room(self, slot_bytes: int, evicted: list[Key]) -> int | None:
+        starved = self._allocator.reclaimable(slot_bytes)
+        if starved is not None:
+            for key in self._index.keys_between(*starved):
+                if self._index.state(key) is State.READY:
+                    self.drop(key)
+                    evicted.append(key)
+            offset = self._allocator.allocate(slot_bytes)
+            if offset is not None:
+                return offset
+        victim = self._index.evict(slot_bytes)
+        if victim is None:
+            return None
+        key, location = victim
+        self._durable.delete(key)
+        self._free(location)
+        evicted.append(key)
+        return self._allocator.allocate(slot_bytes)
+
+    def _free(self, location: Location) -> None:
+        self._allocator.free(location.offset, location.slot_bytes)

@@ -1,0 +1,140 @@
+"""``NixlOffloadConnector``: vLLM's offloading connector with a failure channel and our two halves in it.
+
+Threading: one instance per role; vLLM calls each from one thread. The rule that holds throughout: nothing that storage
+does or fails to do raises into vLLM. Loads that fail are reported as such and recomputed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, PromMetric, PromMetricT
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from nixl_offload.config import Config, blocks_per_chunk, from_extra_config
+from nixl_offload.vllm.compat import check_version, settle_extra_config
+from nixl_offload.vllm.identity import group_tokens, warn_about_hash
+from nixl_offload.vllm.manager import NixlOffloadManager
+from nixl_offload.vllm.messages import RankGeometry, WorkerReport
+from nixl_offload.vllm.plugin import SPEC_NAME, register
+from nixl_offload.vllm.spec import NixlOffloadSpec
+from nixl_offload.vllm.worker import NixlConnectorWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+
+logger = logging.getLogger(__name__)
+
+
+class NixlOffloadScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler half; hears of failures before it hears of completions."""
+
+    @property
+    def offload_manager(self) -> NixlOffloadManager:
+        """The manager, as what it is."""
+        assert isinstance(self.manager, NixlOffloadManager)
+        return self.manager
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Settle tickets first, so that a failed chunk is gone before its request is looked up again."""
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, WorkerReport):
+            self.offload_manager.settle(meta.tickets)
+        super().update_connector_output(connector_output)
+
+
+class NixlOffloadConnector(OffloadingConnector):
+    """Registered as ``NixlOffloadConnector``; configured by ``kv_connector_extra_config: {"config": FILE}``."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Read the config, put it in force, and build this role's half.
+
+        Raises ConfigError, NotSupportedError or TierError in words meant for the operator: at start, and only there.
+        """
+        check_version()
+        register()
+        # Past OffloadingConnector.__init__, which would build vLLM's own halves.
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        config = self._put_in_force(vllm_config, kv_cache_config, role)
+        offloading_config = build_offloading_config(vllm_config, kv_cache_config)
+        self._canonical_layout = offloading_config.canonical_layout
+        self.connector_scheduler: NixlOffloadScheduler | None = None
+        self.connector_worker: NixlConnectorWorker | None = None
+        spec = NixlOffloadSpec(offloading_config, config_file=config, vllm_config=vllm_config)
+        if role == KVConnectorRole.SCHEDULER:
+            warn_about_hash(vllm_config)
+            self.connector_scheduler = NixlOffloadScheduler(spec, vllm_config, kv_cache_config)
+        else:
+            self.connector_worker = NixlConnectorWorker(spec, vllm_config, kv_cache_config)
+
+    @staticmethod
+    def _put_in_force(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: KVConnectorRole) -> Config:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        extra = transfer.kv_connector_extra_config
+        config = from_extra_config(extra)
+        tokens = group_tokens(vllm_config, kv_cache_config)
+        extra.update(config.vllm)
+        extra["spec_name"] = SPEC_NAME
+        extra["blocks_per_chunk"] = blocks_per_chunk(config.chunk_tokens, max(tokens))
+        told = settle_extra_config(extra, len(tokens))
+        if role == KVConnectorRole.SCHEDULER:
+            if told:
+                logger.warning("%s", told)
+            # Read by vLLM's scheduler right after it has built the connector.
+            transfer.kv_load_failure_policy = config.on_load_failure
+        return config
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler's half what a chunk needs on this rank."""
+        return self.connector_worker.geometry() if self.connector_worker is not None else None
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Open the tiers, now that every rank has told its geometry. Called once, before the first step."""
+        ranks = [item for item in metadata.values() if isinstance(item, RankGeometry)]
+        if self.connector_scheduler is not None and ranks:
+            slot_bytes = tuple(max(sizes) for sizes in zip(*(rank.slot_bytes for rank in ranks), strict=True))
+            self.connector_scheduler.offload_manager.open(slot_bytes, self._kv_cache_config)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return completions and, for models with several KV groups, the requests whose load failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self.connector_worker is not None:
+            results.failed_recving = self.connector_worker.take_failed_requests() & results.finished_recving
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that no load filled (models with a single KV group): vLLM keeps the prefix before them."""
+        return self.connector_worker.take_failed_blocks() if self.connector_worker is not None else set()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Name our spec before vLLM asks it for metric definitions: this process never builds the connector."""
+        register()
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        transfer.kv_connector_extra_config.setdefault("spec_name", SPEC_NAME)
+        parent = cast(Any, super())
+        return cast(
+            KVConnectorPromMetrics,
+            parent.build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues),
+        )

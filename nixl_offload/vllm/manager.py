@@ -1,0 +1,184 @@
+"""The scheduler's half behind vLLM's ``OffloadingManager``: translates vLLM's questions into the catalog's.
+
+Threading: called by the scheduler's thread. Nothing here blocks on storage and nothing raises for reasons of storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from nixl_offload.catalog import NOWHERE, Catalog, Lookup
+from nixl_offload.config import Config
+from nixl_offload.config import FileTier as FileTierSettings
+from nixl_offload.tiers.file import FileTier, SlabPlace
+from nixl_offload.types import Key, Outcome, key_group
+from nixl_offload.vllm.identity import build_namespace
+from nixl_offload.vllm.messages import ChunkSpec, TicketReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+_ANSWERS = {Lookup.MISS: LookupResult.MISS, Lookup.HIT: LookupResult.HIT, Lookup.PENDING: LookupResult.HIT_PENDING}
+
+STORE_BACKLOG_STAGINGS = 4
+"""Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
+
+
+class NixlOffloadManager(OffloadingManager):
+    """Answers vLLM from the catalog. Until ``open`` every lookup is a miss and nothing is stored."""
+
+    def __init__(self, offloading: OffloadingConfig, config: Config, vllm_config: VllmConfig) -> None:
+        """Remember what ``open`` will need; touches no storage."""
+        self._offloading = offloading
+        self._config = config
+        self._vllm_config = vllm_config
+        self._catalog: Catalog | None = None
+        self._tier: FileTier | None = None
+        self._place: SlabPlace | None = None
+        self._events: list[OffloadingEvent] = []
+
+    def open(self, slot_bytes: tuple[int, ...], kv_cache_config: KVCacheConfig) -> None:
+        """Open the tiers. ``slot_bytes``: what a chunk of each KV cache group needs on each rank.
+
+        Raises TierError or ConfigError, in words for the operator, when a tier cannot be used: at start, and only there.
+        """
+        namespace = build_namespace(self._vllm_config, kv_cache_config, self._offloading, self._config, slot_bytes)
+        parallel = self._offloading.parallel
+        (position, tier_config), = (
+            (position, tier) for position, tier in enumerate(self._config.tiers) if isinstance(tier, FileTierSettings)
+        )
+        self._tier = FileTier.open(
+            tier_config,
+            position=position,
+            namespace=namespace,
+            slot_classes=sorted(set(slot_bytes)),
+            world_size=parallel.world_size,
+            dp_index=parallel.data_parallel_index,
+            dp_size=parallel.data_parallel_size,
+        )
+        self._place = self._tier.place
+        by_group = {group.group_id: size for group, size in zip(self._offloading.groups, slot_bytes, strict=True)}
+        self._catalog = Catalog(
+            [self._tier],
+            world_size=parallel.world_size,
+            slot_bytes=lambda key: by_group[key_group(key)],
+            store_backlog_bytes=STORE_BACKLOG_STAGINGS * self._config.staging_bytes,
+        )
+
+    # What vLLM asks while it schedules.
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Every request is offloaded chunk by chunk."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Say whether one chunk can be loaded."""
+        if self._catalog is None:
+            return LookupResult.MISS
+        return _ANSWERS[self._catalog.lookup(Key(key), time.monotonic())]
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """Return the tier that served a hit: this one is a disk."""
+        return CacheHitSource.DISK
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Mark chunks as recently used."""
+        if self._catalog is not None:
+            self._catalog.touch(Key(key) for key in keys)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSpec:
+        """Pin chunks and tell the ranks where they are."""
+        wanted = tuple(Key(key) for key in keys)
+        if self._catalog is None:
+            return ChunkSpec(0, wanted, (NOWHERE,) * len(wanted), None)
+        grant = self._catalog.prepare_load(wanted, time.monotonic())
+        return ChunkSpec(grant.ticket, grant.keys, grant.locations, self._place)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Reserve room for what is not stored yet. Fewer keys, or none, when there is no room or storage is too slow."""
+        if self._catalog is None:
+            return PrepareStoreOutput([], ChunkSpec(0, (), (), None), [])
+        grant = self._catalog.reserve((Key(key) for key in keys), time.monotonic())
+        self._collect_events()
+        if grant is None:
+            return PrepareStoreOutput([], ChunkSpec(0, (), (), None), [])
+        spec = ChunkSpec(grant.ticket, grant.keys, grant.locations, self._place)
+        return PrepareStoreOutput([OffloadKey(key) for key in grant.keys], spec, [])
+
+    # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so tickets
+    # settle here, from our own message, and those two have nothing left to do.
+
+    def settle(self, reports: Mapping[int, TicketReport]) -> None:
+        """Take the ranks' word on tickets: READY, dropped, or gone."""
+        if self._catalog is None:
+            return
+        for ticket, report in reports.items():
+            settled = self._catalog.report(ticket, report.ranks, report.failures)
+            if settled is not None and settled.failed:
+                counts: dict[Outcome, int] = {}
+                for outcome in settled.failed.values():
+                    counts[outcome] = counts.get(outcome, 0) + 1
+                logger.debug(
+                    "%s of %d chunks: %s",
+                    "Store" if settled.is_store else "Load",
+                    len(settled.keys),
+                    ", ".join(f"{number} {outcome.value}" for outcome, number in counts.items()),
+                )
+        self._collect_events()
+
+    def has_pending_work(self) -> bool:
+        """Keep an idle engine stepping until every rank has reported every ticket."""
+        return self._catalog is not None and self._catalog.open_tickets > 0
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what was stored and removed since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def reset_cache(self) -> None:
+        """Forget everything. Slots that a rank may still touch come back as their tickets settle."""
+        if self._catalog is not None:
+            self._catalog.clear()
+            self._collect_events()
+            logger.info("File tier: cleared by reset_prefix_cache")
+
+    def shutdown(self) -> None:
+        """Write the durable index out and release the directory's lock."""
+        if self._tier is not None:
+            self._tier.close()
+
+    def _collect_events(self) -> None:
+        assert self._catalog is not None
+        stored, removed = self._catalog.take_changes()
+        if not self._offloading.enable_kv_cache_events:
+            return
+        for keys, is_removal in ((stored, False), (removed, True)):
+            if keys:
+                self._events.append(
+                    OffloadingEvent(
+                        keys=[OffloadKey(key) for key in keys],
+                        medium=Medium.STORAGE,
+                        removed=is_removal,
+                        locality=Locality.LOCAL,
+                    )
+                )

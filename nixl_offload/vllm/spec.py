@@ -1,0 +1,44 @@
+"""The offloading spec: what vLLM's connector asks for a manager (scheduler) and a worker (each rank).
+
+Threading: built once per role, read-only afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from nixl_offload.config import Config
+from nixl_offload.errors import NotSupportedError
+from nixl_offload.vllm.manager import NixlOffloadManager
+from nixl_offload.vllm.worker import NixlOffloadingWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class NixlOffloadSpec(OffloadingSpec):
+    """Ties our config to vLLM's normalised one."""
+
+    def __init__(
+        self, config: OffloadingConfig, *, config_file: Config | None = None, vllm_config: VllmConfig | None = None
+    ) -> None:
+        """Take vLLM's normalised config and ours. Raises NotSupportedError when built without our connector."""
+        super().__init__(config)
+        if config_file is None or vllm_config is None:
+            raise NotSupportedError(
+                'NixlOffloadSpec works only inside NixlOffloadConnector: set "kv_connector": "NixlOffloadConnector" '
+                "(the stock OffloadingConnector stops the engine at the first failed transfer)"
+            )
+        self.config_file = config_file
+        self.vllm_config = vllm_config
+
+    def get_manager(self) -> OffloadingManager:
+        """Return the scheduler's half; its tiers open when the ranks have told their geometry."""
+        return NixlOffloadManager(self.config, self.config_file, self.vllm_config)
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return this rank's half over ``kv_caches``."""
+        return NixlOffloadingWorker(self.config, self.config_file, kv_caches)

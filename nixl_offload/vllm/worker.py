@@ -1,0 +1,274 @@
+"""A rank's half behind vLLM's worker: jobs in, outcomes out, and the failure channel that vLLM's own worker lacks.
+
+Threading: called by the worker's main thread; the engine's pump thread is behind it. Submitting never raises and never
+blocks on I/O: a job that cannot be done is a job that failed, and a failed load is a recompute.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from nixl_offload.config import Config
+from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.errors import LayoutError, NixlOffloadError
+from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec, split_job
+from nixl_offload.types import Outcome, key_group
+from nixl_offload.vllm.messages import ChunkSpec, RankGeometry, TicketReport, WorkerReport
+from nixl_offload.vllm.rank_engine import open_engine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from nixl_offload.vllm.spec import NixlOffloadSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RankJob:
+    """All there is to know of a job on this rank, from submission to report."""
+
+    ticket: int
+    is_store: bool
+    chunks: tuple[ChunkIO, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """One finished job with the job it belongs to."""
+
+    job: RankJob
+    result: JobResult
+
+
+def canonical_layout(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
+    """Describe vLLM's canonical KV caches in plain numbers."""
+    tensors = tuple(
+        RegionSpec(
+            region=number,
+            base_address=item.tensor.data_ptr(),
+            num_blocks=item.tensor.shape[0],
+            stride_bytes=item.tensor.stride(0) * item.tensor.element_size(),
+            page_bytes=item.page_size_bytes,
+        )
+        for number, item in enumerate(kv_caches.tensors)
+    )
+    groups = tuple(
+        GroupLayout(tuple((ref.tensor_idx, ref.page_size_bytes) for ref in refs)) for refs in kv_caches.group_data_refs
+    )
+    return KVLayout(tensors, groups, blocks_per_chunk)
+
+
+class NixlOffloadingWorker(OffloadingWorker):
+    """vLLM's worker contract over our engine, which opens with the first job (it says where the slab is)."""
+
+    def __init__(self, offloading: OffloadingConfig, config: Config, kv_caches: CanonicalKVCaches) -> None:
+        self._config = config
+        self._rank = offloading.parallel.rank
+        self._group_ids = tuple(group.group_id for group in offloading.groups)
+        self._positions = {group: position for position, group in enumerate(self._group_ids)}
+        self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
+        self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
+        self._engine: Engine | None = None
+        self._broken = False
+        self._jobs: dict[int, RankJob] = {}
+        self._refused: list[JobResult] = []
+
+    def geometry(self) -> RankGeometry:
+        """Return the slot sizes that this rank needs, per group."""
+        return RankGeometry(tuple(self.layout.slot_bytes(group) for group in range(len(self._group_ids))))
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Queue a store. Always True: failure is an outcome, not an exception."""
+        self._submit(job_id, dst_spec, src_spec, is_store=True, expedited=False)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Queue a load; ``expedited`` ones are waited for within the step and go first."""
+        self._submit(job_id, src_spec, dst_spec, is_store=False, expedited=expedited)
+        return True
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until the source blocks of stores may be reused and loads have finished."""
+        if self._engine is not None:
+            self._engine.wait(job_ids)
+
+    def take_results(self) -> list[RankResult]:
+        """Return jobs that finished since the last call, each exactly once."""
+        results, self._refused = self._refused, []
+        if self._engine is not None:
+            results = results + self._engine.finished()
+        return [RankResult(self._jobs.pop(result.job_id), result) for result in results]
+
+    def get_finished(self) -> list[TransferResult]:
+        """Serve vLLM's own contract; our connector worker uses ``take_results``, which keeps outcomes per chunk."""
+        return [
+            TransferResult(
+                job_id=item.result.job_id,
+                success=all(outcome is Outcome.OK for outcome in item.result.outcomes),
+                transfer_size=item.result.bytes_moved,
+                transfer_time=item.result.seconds,
+            )
+            for item in self.take_results()
+        ]
+
+    def shutdown(self) -> None:
+        """Drain within a deadline and release everything."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _submit(
+        self, job_id: int, spec: LoadStoreSpec, blocks: GPULoadStoreSpec, *, is_store: bool, expedited: bool
+    ) -> None:
+        assert isinstance(spec, ChunkSpec)
+        try:
+            chunks = self._chunks(spec, blocks, is_store=is_store)
+        except LayoutError as error:
+            logger.error("Job %d refused: %s", job_id, error)
+            chunks = self._whole_job(spec, blocks)
+            self._refuse(job_id, spec, chunks, is_store, str(error))
+            return
+        engine = self._open(spec)
+        if engine is None:
+            self._refuse(job_id, spec, chunks, is_store, "storage is not available on this rank")
+            return
+        self._jobs[job_id] = RankJob(spec.ticket, is_store, chunks)
+        if is_store:
+            engine.submit_store(job_id, chunks)
+        else:
+            engine.submit_load(job_id, chunks, expedited=expedited)
+
+    def _chunks(self, spec: ChunkSpec, blocks: GPULoadStoreSpec, *, is_store: bool) -> tuple[ChunkIO, ...]:
+        parts = split_job(
+            [key_group(key) for key in spec.keys],
+            np.asarray(blocks.block_ids),
+            blocks.group_sizes,
+            blocks.block_indices,
+            self._group_ids,
+            self.layout.blocks_per_chunk,
+            require_full_tail=is_store,
+        )
+        return tuple(
+            ChunkIO(
+                spec.keys[part.key_index],
+                spec.locations[part.key_index],
+                self._positions[part.group],
+                part.block_ids,
+                part.first_block,
+            )
+            for part in parts
+        )
+
+    def _whole_job(self, spec: ChunkSpec, blocks: GPULoadStoreSpec) -> tuple[ChunkIO, ...]:
+        # The arithmetic did not fit, so no block can be told to belong to a chunk: every chunk stands for all of them.
+        every = np.asarray(blocks.block_ids, dtype=np.int32)
+        return tuple(ChunkIO(key, place, 0, every, 0) for key, place in zip(spec.keys, spec.locations, strict=True))
+
+    def _refuse(
+        self, job_id: int, spec: ChunkSpec, chunks: tuple[ChunkIO, ...], is_store: bool, why: str
+    ) -> None:
+        self._jobs[job_id] = RankJob(spec.ticket, is_store, chunks)
+        outcomes = (Outcome.FAILED,) * len(chunks)
+        self._refused.append(JobResult(job_id, is_store, outcomes, 0, 0.0, (why,)))
+
+    def _open(self, spec: ChunkSpec) -> Engine | None:
+        if self._engine is None and not self._broken and spec.place is not None:
+            try:
+                self._engine = open_engine(self._config, self._tensors, self.layout, spec.place, self._rank)
+            except NixlOffloadError as error:
+                self._broken = True
+                logger.error("Offloading is off on rank %d until the engine restarts: %s", self._rank, error)
+            except Exception:
+                self._broken = True
+                logger.exception("Offloading is off on rank %d until the engine restarts", self._rank)
+        return self._engine
+
+
+class NixlConnectorWorker(OffloadingConnectorWorker):
+    """vLLM's connector worker, without its assertions that storage never fails."""
+
+    def __init__(self, spec: NixlOffloadSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._report = WorkerReport()
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._single_group = len(spec.config.groups) == 1
+
+    @property
+    def rank_worker(self) -> NixlOffloadingWorker:
+        """Our worker. Exists once the KV caches are registered."""
+        assert isinstance(self.worker, NixlOffloadingWorker)
+        return self.worker
+
+    def geometry(self) -> RankGeometry | None:
+        """Return what a chunk needs on this rank, once the KV caches are registered."""
+        return self.rank_worker.geometry() if self.worker is not None else None
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Collect outcomes. A failed load is reported as received *and* as failed, so that its request resumes."""
+        received: set[str] = set()
+        for item in self.rank_worker.take_results():
+            job, result = item.job, item.result
+            failures = {
+                position: outcome for position, outcome in enumerate(result.outcomes) if outcome is not Outcome.OK
+            }
+            self._report.mark_completed(result.job_id)
+            self._report.tickets[job.ticket] = TicketReport(1, failures)
+            if result.bytes_moved:
+                stats = self._report.transfer_stats
+                (stats.store if job.is_store else stats.load).record(result.bytes_moved, result.seconds)
+            request = self._load_jobs.pop(result.job_id, None)
+            if request is not None:
+                received.add(request)
+            if failures and not job.is_store:
+                self._fail_load(job, request, failures)
+        return set(), received
+
+    def take_failed_requests(self) -> set[str]:
+        """Return requests whose load failed since the last call (models with several KV groups)."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return blocks that a load did not fill since the last call (models with one KV group)."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return what has finished since the last call, None when nothing has."""
+        if self._report.is_empty():
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def _fail_load(self, job: RankJob, request: str | None, failures: dict[int, Outcome]) -> None:
+        logger.warning(
+            "Load of request %s: %d of %d chunks not usable (%s); recomputing",
+            request,
+            len(failures),
+            len(job.chunks),
+            ", ".join(sorted({outcome.value for outcome in failures.values()})),
+        )
+        if self._single_group:
+            for position in failures:
+                self._failed_blocks.update(job.chunks[position].block_ids.tolist())
+        elif request is not None:
+            self._failed_requests.add(request)
