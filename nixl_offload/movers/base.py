@@ -16,6 +16,8 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
+from nixl_offload.errors import MoverError
+
 MemoryId = NewType("MemoryId", int)
 FileId = NewType("FileId", int)
 
@@ -99,6 +101,14 @@ class Prepared:
     extents: Extents
 
 
+def rows_of(extents: Extents, rows: Rows) -> Extents:
+    """``extents[rows]``, or MoverError where a row does not exist; a negative one is not taken from the end."""
+    index = np.asarray(rows)
+    if index.ndim != 1 or (len(index) and (index.min() < 0 or index.max() >= len(extents))):
+        raise MoverError(f"rows must be a list of numbers below {len(extents)}")
+    return extents[index] if len(index) else extents[:0]
+
+
 class Mover(ABC):
     """Moves bytes between registered memory and opened files.
 
@@ -166,7 +176,7 @@ class Mover(ABC):
         return self.submit(
             op,
             MemoryId(memory.handle),
-            memory.extents[memory_rows],
+            rows_of(memory.extents, memory_rows),
             FileId(file.handle),
-            file.extents[file_rows],
+            rows_of(file.extents, file_rows),
         )

@@ -37,6 +37,7 @@ from nixl_offload.movers.base import (
     Rows,
     Transfer,
     TransferState,
+    rows_of,
 )
 from nixl_offload.movers.handles import (
     FileEntry,
@@ -294,7 +295,7 @@ class NixlMover(Mover):
         if memory not in self._prepared or file not in self._prepared:
             raise MoverError(f"{self.name}: prepared elsewhere, or released before")
         m, f = self._table.memory(MemoryId(memory.handle)), self._table.file(FileId(file.handle))
-        mem, fil = _taken(memory.extents, memory_rows), _taken(file.extents, file_rows)
+        mem, fil = rows_of(memory.extents, memory_rows), rows_of(file.extents, file_rows)
         if len(mem) != len(fil) or not np.array_equal(mem[:, 1], fil[:, 1]):
             raise MoverError(f"{self.name}: memory and file extents must have the same lengths, row by row")
         if f.direct_asked:
@@ -478,14 +479,6 @@ def _descriptors(extents: Extents, base: int, device_id: int) -> npt.NDArray[np.
     rows[:, 1] = extents[:, 1]
     rows[:, 2] = device_id
     return rows
-
-
-def _taken(extents: Extents, rows: Rows) -> Extents:
-    """``extents[rows]``, or MoverError where a row does not exist. A negative one is not taken from the end."""
-    index = np.asarray(rows)
-    if index.ndim != 1 or (len(index) and (index.min() < 0 or index.max() >= len(extents))):
-        raise MoverError(f"rows must be a list of numbers below {len(extents)}")
-    return extents[index] if len(index) else extents[:0]
 
 
 def _words(error: Exception) -> str:

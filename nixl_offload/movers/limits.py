@@ -1,0 +1,319 @@
+"""A wrapper that makes any mover take transfers of any size: it splits them, and queues what the mover cannot hold yet.
+
+Threading: as the wrapped mover: one thread drives it. Ownership: it owns the wrapped mover and closes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nixl_offload.errors import MoverError
+from nixl_offload.movers.base import (
+    UNLIMITED,
+    Extents,
+    FileId,
+    MemoryId,
+    MemoryRegion,
+    Mover,
+    MoverLimits,
+    Op,
+    Prepared,
+    Rows,
+    Transfer,
+    TransferState,
+    rows_of,
+)
+from nixl_offload.movers.handles import FileEntry, HandleTable, MemoryEntry
+
+
+def split_extents(memory_extents: Extents, file_extents: Extents, max_extent_bytes: int) -> tuple[Extents, Extents]:
+    """Cut every row longer than ``max_extent_bytes`` into pieces of that size and a rest, both sides alike. Pure."""
+    lengths = memory_extents[:, 1]
+    if not len(lengths) or int(lengths.max()) <= max_extent_bytes:
+        return memory_extents, file_extents
+    pieces = -(-lengths // max_extent_bytes)
+    row = np.repeat(np.arange(len(lengths)), pieces)
+    first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    skipped = (np.arange(len(row)) - first) * max_extent_bytes
+    size = np.minimum(lengths[row] - skipped, max_extent_bytes)
+    return (
+        np.stack([memory_extents[row, 0] + skipped, size], axis=1),
+        np.stack([file_extents[row, 0] + skipped, size], axis=1),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What becomes one transfer of the wrapped mover: extents, or rows of prepared sides."""
+
+    owner: _LimitedTransfer
+    count: int
+    memory: MemoryId | Prepared
+    memory_rows: Extents | Rows
+    file: FileId | Prepared
+    file_rows: Extents | Rows
+
+
+@dataclass(slots=True, eq=False)
+class _LimitedTransfer(Transfer):
+    waiting: int = 0
+    """Parts not yet handed to the wrapped mover."""
+    running: dict[Transfer, int] = field(default_factory=dict)
+    """Inner transfers in flight and their extents."""
+    entries: tuple[MemoryEntry, FileEntry] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LimitedPrepared(Prepared):
+    inner: Prepared
+    fits: bool
+    """No extent needs cutting, so rows of ``inner`` can be used as they are."""
+
+
+class LimitedMover(Mover):
+    """The contract of the wrapped mover without its limits; alignment stays, for nobody can split that away.
+
+    A transfer is final only when all its parts are. One failed part fails it: parts not yet started never start, those
+    that run are waited for, and it is quarantined if any of them is. Parts start in the order of ``submit``.
+    """
+
+    def __init__(self, mover: Mover, *, close_timeout_s: float = 30.0) -> None:
+        inner = mover.limits
+        self.name = mover.name
+        self.memory_kinds = mover.memory_kinds
+        self.limits = MoverLimits(
+            alignment_bytes=inner.alignment_bytes,
+            max_extent_bytes=UNLIMITED,
+            max_extents_per_transfer=UNLIMITED,
+            max_extents_in_flight=UNLIMITED,
+        )
+        self.inner = mover
+        self._inner_limits = inner
+        # Cut on the grid, or the second piece of an aligned extent would not be aligned.
+        self._piece_bytes = max(inner.max_extent_bytes // inner.alignment_bytes, 1) * inner.alignment_bytes
+        self._per_transfer = min(inner.max_extents_per_transfer, inner.max_extents_in_flight)
+        self._close_timeout_s = close_timeout_s
+        self._table = HandleTable(mover.name)
+        self._queue: deque[_Part] = deque()
+        self._running: dict[Transfer, _LimitedTransfer] = {}
+        self._extents_running = 0
+        self._inner_ids: dict[int, int] = {}
+        self._prepared: set[_LimitedPrepared] = set()
+        self._closed = False
+
+    # Regions and files: the wrapped mover's, with their sizes kept, so that submit can refuse before it queues.
+
+    def register_memory(self, region: MemoryRegion) -> MemoryId:
+        """See Mover."""
+        inner = self.inner.register_memory(region)
+        memory = self._table.add_memory(MemoryEntry(region))
+        self._inner_ids[memory] = inner
+        return memory
+
+    def unregister_memory(self, memory: MemoryId) -> None:
+        """See Mover. Raises MoverError while a transfer is in flight, queued or quarantined."""
+        self._table.memory(memory)
+        entry = self._table.pop_memory(memory)
+        try:
+            self.inner.unregister_memory(MemoryId(self._inner_ids[memory]))
+        except MoverError:
+            self._table.memories[memory] = entry
+            raise
+        del self._inner_ids[memory]
+
+    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
+        """See Mover."""
+        inner = self.inner.open_file(path, length_bytes, direct_io=direct_io)
+        file = self._table.add_file(FileEntry(-1, path, length_bytes, direct_io, direct_io))
+        self._inner_ids[file] = inner
+        return file
+
+    def close_file(self, file: FileId) -> None:
+        """See Mover. Raises MoverError while a transfer is in flight, queued or quarantined."""
+        entry = self._table.pop_file(file)
+        try:
+            self.inner.close_file(FileId(self._inner_ids[file]))
+        except MoverError:
+            self._table.files[file] = entry
+            raise
+        del self._inner_ids[file]
+
+    # Transfers
+
+    def submit(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        """See Mover. Never refuses for size or number."""
+        m, mem, f, fil = self._table.check(self.limits, memory, memory_extents, file, file_extents)
+        transfer = _LimitedTransfer(op, int(mem[:, 1].sum()), entries=(m, f))
+        mem, fil = split_extents(mem, fil, self._piece_bytes)
+        inner_memory, inner_file = MemoryId(self._inner_ids[memory]), FileId(self._inner_ids[file])
+        return self._enqueue(transfer, inner_memory, mem, inner_file, fil)
+
+    def prepare_memory(self, memory: MemoryId, extents: Extents) -> Prepared:
+        """See Mover."""
+        self._table.memory(memory)
+        return self._prepare(memory, self.inner.prepare_memory(MemoryId(self._inner_ids[memory]), extents))
+
+    def prepare_file(self, file: FileId, extents: Extents) -> Prepared:
+        """See Mover."""
+        self._table.file(file)
+        return self._prepare(file, self.inner.prepare_file(FileId(self._inner_ids[file]), extents))
+
+    def _prepare(self, handle: MemoryId | FileId, inner: Prepared) -> Prepared:
+        fits = int(inner.extents[:, 1].max(initial=0)) <= self._inner_limits.max_extent_bytes
+        prepared = _LimitedPrepared(handle, inner.extents, inner, fits)
+        self._prepared.add(prepared)
+        return prepared
+
+    def release_prepared(self, prepared: Prepared) -> None:
+        """See Mover."""
+        if not isinstance(prepared, _LimitedPrepared) or prepared not in self._prepared:
+            raise MoverError(f"{self.name}: not prepared here, or released before")
+        self._prepared.discard(prepared)
+        self.inner.release_prepared(prepared.inner)
+
+    def submit_prepared(self, op: Op, memory: Prepared, memory_rows: Rows, file: Prepared, file_rows: Rows) -> Transfer:
+        """See Mover. Never refuses for size or number."""
+        if not isinstance(memory, _LimitedPrepared) or not isinstance(file, _LimitedPrepared):
+            raise MoverError(f"{self.name}: not prepared here")
+        if memory not in self._prepared or file not in self._prepared:
+            raise MoverError(f"{self.name}: prepared elsewhere, or released before")
+        mem, fil = rows_of(memory.extents, memory_rows), rows_of(file.extents, file_rows)
+        if not (memory.fits and file.fits):
+            return self.submit(op, MemoryId(memory.handle), mem, FileId(file.handle), fil)
+        m, mem, f, fil = self._table.check(self.limits, MemoryId(memory.handle), mem, FileId(file.handle), fil)
+        transfer = _LimitedTransfer(op, int(mem[:, 1].sum()), entries=(m, f))
+        return self._enqueue(transfer, memory.inner, np.asarray(memory_rows), file.inner, np.asarray(file_rows))
+
+    def _enqueue(
+        self,
+        transfer: _LimitedTransfer,
+        memory: MemoryId | Prepared,
+        memory_rows: Extents | Rows,
+        file: FileId | Prepared,
+        file_rows: Extents | Rows,
+    ) -> Transfer:
+        if self._closed:
+            raise MoverError(f"{self.name}: this mover is closed")
+        count = len(memory_rows)
+        if not count:
+            transfer.state, transfer.entries = TransferState.DONE, None
+            return transfer
+        for start in range(0, count, self._per_transfer):
+            end = min(start + self._per_transfer, count)
+            part = _Part(transfer, end - start, memory, memory_rows[start:end], file, file_rows[start:end])
+            self._queue.append(part)
+            transfer.waiting += 1
+        self._hold(transfer)
+        # A single part that the wrapped mover refuses at once was never started: that is an exception, not a failure.
+        refused = self._start_waiting(raise_for=transfer if transfer.waiting == 1 else None)
+        if refused is not None:
+            transfer.state = TransferState.FAILED
+            self._let_go(transfer)
+            raise refused
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """See Mover. While parts of it wait in the queue this pushes everything on, so that their turn comes."""
+        if transfer.state is not TransferState.PENDING or not isinstance(transfer, _LimitedTransfer):
+            return transfer.state
+        for inner in list(self._running if transfer.waiting else transfer.running):
+            self._poll_inner(inner)
+        self._start_waiting()
+        self._settle(transfer)
+        return transfer.state
+
+    def _poll_inner(self, inner: Transfer) -> None:
+        if self.inner.poll(inner) is TransferState.PENDING:
+            return
+        owner = self._running.pop(inner)
+        self._extents_running -= owner.running.pop(inner)
+        if inner.state is TransferState.FAILED:
+            owner.error = owner.error or inner.error
+            owner.quarantine |= inner.quarantine
+            self._drop_waiting(owner)
+        # Its owner may not be the transfer that is polled now; it becomes final when its own turn comes.
+
+    def _start_waiting(self, raise_for: _LimitedTransfer | None = None) -> MoverError | None:
+        """Hand over parts while they fit. Returns the refusal of ``raise_for``'s part; others fail their owner."""
+        limits = self._inner_limits
+        while self._queue:
+            part = self._queue[0]
+            fits = self._extents_running + part.count <= limits.max_extents_in_flight
+            if not fits or len(self._running) >= limits.max_transfers_in_flight:
+                return None
+            self._queue.popleft()
+            part.owner.waiting -= 1
+            try:
+                inner = self._hand_over(part)
+            except MoverError as error:
+                if part.owner is raise_for:
+                    return error
+                part.owner.error = part.owner.error or str(error)
+                self._drop_waiting(part.owner)
+                continue
+            part.owner.running[inner] = part.count
+            self._running[inner] = part.owner
+            self._extents_running += part.count
+        return None
+
+    def _hand_over(self, part: _Part) -> Transfer:
+        op = part.owner.op
+        if isinstance(part.memory, Prepared) and isinstance(part.file, Prepared):
+            return self.inner.submit_prepared(
+                op, part.memory, part.memory_rows.astype(np.int32), part.file, part.file_rows.astype(np.int32)
+            )
+        assert not isinstance(part.memory, Prepared)
+        assert not isinstance(part.file, Prepared)
+        return self.inner.submit(
+            op, part.memory, part.memory_rows.astype(np.int64), part.file, part.file_rows.astype(np.int64)
+        )
+
+    def _drop_waiting(self, owner: _LimitedTransfer) -> None:
+        if owner.waiting:
+            self._queue = deque(part for part in self._queue if part.owner is not owner)
+            owner.waiting = 0
+
+    def _settle(self, transfer: _LimitedTransfer) -> None:
+        if transfer.waiting or transfer.running:
+            return
+        transfer.state = TransferState.DONE if transfer.error is None else TransferState.FAILED
+        if not transfer.quarantine:
+            self._let_go(transfer)
+
+    def _hold(self, transfer: _LimitedTransfer) -> None:
+        if transfer.entries is not None:
+            for entry in transfer.entries:
+                entry.in_flight += 1
+
+    def _let_go(self, transfer: _LimitedTransfer) -> None:
+        if transfer.entries is not None:
+            for entry in transfer.entries:
+                entry.in_flight -= 1
+            transfer.entries = None
+
+    def close(self) -> None:
+        """See Mover. What is queued is still moved, for ``close_timeout_s`` at most; then the queue is dropped."""
+        if self._closed:
+            return
+        self._closed = True
+        owners = {*self._running.values(), *(part.owner for part in self._queue)}
+        deadline = time.monotonic() + self._close_timeout_s
+        while time.monotonic() < deadline:
+            owners = {owner for owner in owners if self.poll(owner) is TransferState.PENDING}
+            if not owners:
+                break
+            time.sleep(0.0002)
+        for owner in owners:
+            owner.error = owner.error or f"{self.name}: closed before it was started whole"
+            self._drop_waiting(owner)
+        self.inner.close()
+        for owner in owners:
+            self.poll(owner)
+        self._table.memories.clear()
+        self._table.files.clear()

@@ -1,0 +1,190 @@
+"""Which mover this machine can really run: each candidate must make a round trip through a scratch file first.
+
+Threading: call it in the process and on the thread that will drive the mover. The scratch file is private and removed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from nixl_offload.errors import MoverError, MoverUnavailableError
+from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, TransferState
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.limits import LimitedMover
+from nixl_offload.movers.nixl import PLUGINS, NixlMover
+from nixl_offload.types import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+MoverChoice = Literal["auto", "gds_mt", "gds", "posix", "copy"]
+PosixApi = Literal["auto", "io_uring", "aio"]
+
+SCRATCH_BYTES = 4 * PAGE_BYTES
+_PROBE_TIMEOUT_S = 10.0
+
+_POSIX = {"io_uring": "posix_uring", "aio": "posix_aio"}
+_HELP = {
+    "gds_mt": "it needs an NVIDIA GPU, libcufile and libcudart on the library path, and a filesystem that cuFile takes",
+    "gds": "it needs an NVIDIA GPU, libcufile and libcudart on the library path, and a filesystem that cuFile takes",
+    "posix_uring": "io_uring may be disabled (kernel.io_uring_disabled, or a container's seccomp profile); try aio",
+    "posix_aio": "the machine may be out of aio contexts (fs.aio-max-nr); try io_uring",
+    "copy": "check that the directory exists and can be written",
+}
+
+
+class Probe(NamedTuple):
+    """What became of one candidate."""
+
+    name: str
+    ok: bool
+    reason: str
+
+
+class OpenedMover(NamedTuple):
+    """The mover to use, already without limits, and how it was chosen, best candidate first."""
+
+    mover: Mover
+    report: tuple[Probe, ...]
+
+
+def candidates(kind: MoverChoice, memory_kind: MemoryKind, posix_api: PosixApi = "auto") -> list[str]:
+    """Names of movers to try, best first. Pure.
+
+    For VRAM, POSIX and copy stand at the end: they cannot touch it, so choosing them means packing through host memory.
+    """
+    posix = [_POSIX[api] for api in ("io_uring", "aio") if posix_api in {"auto", api}]
+    if kind == "posix":
+        return posix
+    if kind != "auto":
+        return [kind]
+    gds = ["gds_mt", "gds"] if memory_kind is MemoryKind.VRAM else []
+    return [*gds, *posix, "copy"]
+
+
+def make_mover(name: str) -> Mover:
+    """A bare mover by name: ``copy`` or one of ``nixl.PLUGINS``. Starts nothing yet."""
+    return CopyMover() if name == "copy" else NixlMover(PLUGINS[name])
+
+
+def open_mover(
+    kind: MoverChoice,
+    memory_kind: MemoryKind,
+    directory: str,
+    posix_api: PosixApi = "auto",
+    *,
+    scratch: MemoryRegion | None = None,
+) -> OpenedMover:
+    """Open the best mover of ``kind`` that can really move bytes between this memory and a file in ``directory``.
+
+    ``scratch`` is at least ``SCRATCH_BYTES`` of the memory to probe VRAM with, page-aligned; None takes it from torch's
+    current CUDA device. Says at INFO what was chosen and what was passed over, and why.
+    Raises MoverUnavailableError when nothing of ``kind`` can run, with the reasons and what would help.
+    """
+    report: list[Probe] = []
+    names = candidates(kind, memory_kind, posix_api)
+    for name in names:
+        mover = make_mover(name)
+        # Movers that cannot touch VRAM are used through host memory, so that is what they are tried with.
+        probed_kind = memory_kind if memory_kind in mover.memory_kinds else MemoryKind.DRAM
+        try:
+            note = probe_round_trip(mover, probed_kind, directory, scratch if probed_kind is memory_kind else None)
+        except MoverError as error:
+            mover.close()
+            report.append(Probe(name, False, str(error).removeprefix(f"{name}: ")))
+            continue
+        if probed_kind is not memory_kind:
+            note += "; packs through host memory"
+        report.append(Probe(name, True, note))
+        passed = "".join(f"; passed over {probe.name}: {probe.reason}" for probe in report[:-1])
+        logger.info("files in %s are moved by %s (%s)%s", directory, name, note, passed)
+        return OpenedMover(LimitedMover(mover), tuple(report))
+    reasons = "; ".join(f"{probe.name}: {probe.reason} ({_HELP[probe.name]})" for probe in report)
+    raise MoverUnavailableError(f"mover {kind!r} cannot move {memory_kind.value} to files in {directory}: {reasons}")
+
+
+def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: MemoryRegion | None = None) -> str:
+    """Move a page from a scratch file to memory and on to another place of the file, and compare. Returns a remark.
+
+    The memory itself is never looked at, so it may be on a device. The mover stays open. Raises MoverError.
+    """
+    try:
+        fd, path = tempfile.mkstemp(prefix=".mover-probe-", dir=directory)
+    except OSError as error:
+        raise MoverError(f"cannot make a scratch file in {directory}: {error.strerror}") from error
+    try:
+        pattern = os.urandom(PAGE_BYTES)
+        os.pwrite(fd, pattern + bytes(3 * PAGE_BYTES), 0)
+        os.fsync(fd)
+        region, keep = (scratch, None) if scratch is not None else _scratch(kind)
+        try:
+            _round_trip(mover, region, path)
+        except MoverError:
+            # Whatever went wrong, late I/O must not find this memory in other hands.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(keep))
+            raise
+        arrived = os.pread(fd, PAGE_BYTES, 2 * PAGE_BYTES)
+        around = os.pread(fd, PAGE_BYTES, PAGE_BYTES) + os.pread(fd, PAGE_BYTES, 3 * PAGE_BYTES)
+        del keep
+    except OSError as error:
+        raise MoverError(f"scratch file in {directory}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+        os.unlink(path)
+    if arrived != pattern or any(around):
+        raise MoverError("the round trip came back with other bytes")
+    if mover.name.startswith("gds") and not os.path.exists("/proc/driver/nvidia-fs"):
+        return "round trip ok; nvidia-fs is not loaded, so cuFile may be bouncing through host memory"
+    return "round trip ok"
+
+
+def _round_trip(mover: Mover, region: MemoryRegion, path: str) -> None:
+    memory = mover.register_memory(region)
+    try:
+        file = mover.open_file(path, SCRATCH_BYTES, direct_io=True)
+        try:
+            _move(mover, lambda: mover.submit(Op.READ, memory, _page(1), file, _page(0)))
+            _move(mover, lambda: mover.submit(Op.WRITE, memory, _page(1), file, _page(2)))
+        finally:
+            mover.close_file(file)
+    finally:
+        mover.unregister_memory(memory)
+
+
+def _page(number: int) -> Extents:
+    return np.array([[number * PAGE_BYTES, PAGE_BYTES]], dtype=np.int64)
+
+
+def _move(mover: Mover, submit: Callable[[], Any]) -> None:
+    transfer = submit()
+    deadline = time.monotonic() + _PROBE_TIMEOUT_S
+    while mover.poll(transfer) is TransferState.PENDING:
+        if time.monotonic() > deadline:
+            raise MoverError(f"a page did not move within {_PROBE_TIMEOUT_S:.0f} s")
+        time.sleep(0.0002)
+    if transfer.state is TransferState.FAILED:
+        raise MoverError(transfer.error or "failed")
+
+
+def _scratch(kind: MemoryKind) -> tuple[MemoryRegion, object]:
+    """Memory to probe with, and what keeps it alive."""
+    if kind is MemoryKind.DRAM:
+        pages = mmap.mmap(-1, SCRATCH_BYTES)
+        return MemoryRegion(ctypes.addressof(ctypes.c_char.from_buffer(pages)), SCRATCH_BYTES), pages
+    try:
+        import torch
+    except ImportError as error:
+        raise MoverError("no torch to take device memory from") from error
+    if not torch.cuda.is_available():
+        raise MoverError("no CUDA device")
+    tensor = torch.empty(SCRATCH_BYTES + PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    address = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+    return MemoryRegion(address, SCRATCH_BYTES, kind, tensor.device.index), tensor
