@@ -1,0 +1,38 @@
+"""The checksum of stored blocks, on the CPU: one XXH3-64 (seed 0) per block, over the block's bytes as they lie in
+the payload.
+
+``checksum_torch`` computes the same value on the device that holds the bytes. Why this one:
+docs/decisions/0002-checksum.md.
+Threading: pure functions, safe anywhere. The GIL is released while a block of more than a few KiB is hashed; the
+caller keeps the buffer alive and unchanged until the call returns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+ALGORITHM_XXH3_64 = 1
+"""What a header's ``algorithm`` field says when its checksums are those of this module."""
+
+
+def block_checksum(data: memoryview | npt.NDArray[np.uint8]) -> int:
+    """Return the checksum of one block, ``0 <= value < 2**64``.
+
+    ``data``: C-contiguous bytes, in host memory. Raises BufferError or ValueError when they are not contiguous.
+    """
+    return xxhash.xxh3_64_intdigest(data.data if isinstance(data, np.ndarray) else data)
+
+
+def block_checksums(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """Return the checksum of every row of ``payload``, shape ``(blocks, block_bytes)``, as shape ``(blocks,)``.
+
+    Rows must be contiguous; the distance between them is free. Raises ValueError for any other shape or type.
+    """
+    if payload.dtype != np.uint8 or payload.ndim != 2:
+        raise ValueError(f"payload must be uint8 of shape (blocks, block_bytes), not {payload.dtype} {payload.shape}")
+    if payload.size and payload.shape[1] > 1 and payload.strides[1] != 1:
+        raise ValueError(f"the bytes of a block must be contiguous; the stride between them is {payload.strides[1]}")
+    digest = xxhash.xxh3_64_intdigest
+    return np.array([digest(row) for row in payload], dtype=np.uint64)

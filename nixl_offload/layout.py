@@ -1,0 +1,373 @@
+"""Where the blocks of a job lie: pure arithmetic from vLLM's KV tensors and block lists to coalesced extents of
+memory and payload.
+
+The payload of a shard is block-major: block 0 with the page of each layer of its group, then block 1, and so on,
+without gaps. A job whose numbers do not fit is refused, never guessed at.
+Threading: immutable descriptions and pure functions; safe anywhere. The arrays handed out belong to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from nixl_offload.errors import LayoutError
+from nixl_offload.format import MAX_BLOCKS_PER_CHUNK
+from nixl_offload.format import slot_bytes as format_slot_bytes
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSpec:
+    """One KV tensor: ``num_blocks`` pages of ``page_bytes``, ``stride_bytes`` apart, the first at ``base_address``."""
+
+    region: int
+    """The caller's name for the memory; not interpreted here."""
+    base_address: int
+    num_blocks: int
+    stride_bytes: int
+    page_bytes: int
+    """The page with its padding; what a group stores of it is in its ``GroupLayout``."""
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first of block 0 to the last of the last block."""
+        return (self.num_blocks - 1) * self.stride_bytes + self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """What one block of a KV-cache group consists of: the unpadded page of each layer, and the tensor it is in."""
+
+    refs: tuple[tuple[int, int], ...]
+    """``(tensor_index, page_bytes)`` in payload order."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in the payload."""
+        return sum(page_bytes for _, page_bytes in self.refs)
+
+
+class ChunkBlocks(NamedTuple):
+    """The blocks of a job that belong to one of its keys."""
+
+    key_index: int
+    """Position of the key in the job."""
+    group: int
+    """Position in ``KVLayout.groups``; not the group id that the key carries, where some groups are not offloaded."""
+    block_ids: Int32Array
+    """Shape ``(n,)``: consecutive blocks of the chunk."""
+    first_block: int
+    """Position of the first of them in the chunk."""
+
+
+class ChunkExtents(NamedTuple):
+    """Extents, one per row, in payload order: ``length`` bytes at both ``memory_offset`` and ``payload_offset``."""
+
+    tensor_index: Int32Array
+    memory_offset: Int64Array
+    """From the tensor's ``base_address``."""
+    payload_offset: Int64Array
+    """From the first byte after the header page."""
+    length: Int64Array
+
+
+class JobExtents(NamedTuple):
+    """The extents of many chunks: those of chunk ``i`` are rows ``chunk_starts[i]`` to ``chunk_starts[i + 1]``."""
+
+    chunk_starts: Int64Array
+    """Shape ``(chunks + 1,)``."""
+    extents: ChunkExtents
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupTable:
+    """A group's refs as arrays, shape ``(refs,)`` each."""
+
+    tensor_index: Int32Array
+    stride: Int64Array
+    page: Int64Array
+    offset_in_block: Int64Array
+    block_bytes: int
+    num_blocks: int
+    can_coalesce: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """All KV memory of one worker and how its groups are stored.
+
+    Raises LayoutError when a group refers to a tensor that is not there or to more of a page than there is, or when a
+    chunk has more blocks than a header page has checksums for.
+    """
+
+    tensors: tuple[RegionSpec, ...]
+    groups: tuple[GroupLayout, ...]
+    blocks_per_chunk: int
+    _tables: tuple[_GroupTable, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.blocks_per_chunk <= MAX_BLOCKS_PER_CHUNK:
+            raise LayoutError(f"a chunk of {self.blocks_per_chunk} blocks; 1 to {MAX_BLOCKS_PER_CHUNK} are possible")
+        for index, tensor in enumerate(self.tensors):
+            if tensor.num_blocks < 1 or not 1 <= tensor.page_bytes <= tensor.stride_bytes:
+                raise LayoutError(
+                    f"tensor {index}: {tensor.num_blocks} pages of {tensor.page_bytes} bytes, "
+                    f"{tensor.stride_bytes} apart"
+                )
+        tables = tuple(self._table(position, group) for position, group in enumerate(self.groups))
+        object.__setattr__(self, "_tables", tables)
+
+    def group(self, position: int) -> GroupLayout:
+        """Return a group by its position. Raises LayoutError when there is none."""
+        if not 0 <= position < len(self.groups):
+            raise LayoutError(f"group {position} of {len(self.groups)}")
+        return self.groups[position]
+
+    def slot_bytes(self, position: int) -> int:
+        """Return what one shard of the group takes on the medium: header page, payload, padding."""
+        return format_slot_bytes(self.blocks_per_chunk, self.group(position).block_bytes)
+
+    def is_group_direct_capable(self, position: int, alignment_bytes: int) -> bool:
+        """Say whether every extent that this group can ever have is aligned, wherever its blocks lie."""
+        _check_alignment(alignment_bytes)
+        return all(
+            (self.tensors[tensor].base_address | self.tensors[tensor].stride_bytes | page_bytes) % alignment_bytes == 0
+            for tensor, page_bytes in self.group(position).refs
+        )
+
+    def _table(self, position: int, group: GroupLayout) -> _GroupTable:
+        if not group.refs:
+            raise LayoutError(f"group {position} stores nothing: it has no refs")
+        for tensor_index, page_bytes in group.refs:
+            if not 0 <= tensor_index < len(self.tensors):
+                raise LayoutError(f"group {position} refers to tensor {tensor_index} of {len(self.tensors)}")
+            if not 1 <= page_bytes <= self.tensors[tensor_index].page_bytes:
+                raise LayoutError(
+                    f"group {position} stores {page_bytes} bytes of the pages of tensor {tensor_index}, "
+                    f"which have {self.tensors[tensor_index].page_bytes}"
+                )
+        tensors = [self.tensors[tensor_index] for tensor_index, _ in group.refs]
+        pages = np.array([page_bytes for _, page_bytes in group.refs], dtype=np.int64)
+        # Two extents in payload order touch in memory only where a block's last page ends where the next block's
+        # first begins.
+        touches = group.refs[0][0] == group.refs[-1][0] and group.refs[-1][1] == tensors[-1].stride_bytes
+        return _GroupTable(
+            tensor_index=np.array([tensor_index for tensor_index, _ in group.refs], dtype=np.int32),
+            stride=np.array([tensor.stride_bytes for tensor in tensors], dtype=np.int64),
+            page=pages,
+            offset_in_block=np.cumsum(pages) - pages,
+            block_bytes=group.block_bytes,
+            num_blocks=min(tensor.num_blocks for tensor in tensors),
+            can_coalesce=touches,
+        )
+
+
+def sub_block_ids(chunk_ids: npt.ArrayLike, blocks_per_chunk: int, skip: int, count: int) -> Int64Array:
+    """Number the blocks inside chunks: chunk ``c`` holds ``c * blocks_per_chunk`` and the following.
+
+    Returns ``count`` numbers, shape ``(count,)``, of the blocks of ``chunk_ids`` one after the other, the first
+    ``skip`` left out. Raises LayoutError unless they begin in the first chunk and end in the last.
+    """
+    chunks = np.asarray(chunk_ids, dtype=np.int64)
+    if not 0 <= skip < blocks_per_chunk:
+        raise LayoutError(f"{skip} blocks to skip in a chunk of {blocks_per_chunk}")
+    if count < 1 or -(-(skip + count) // blocks_per_chunk) != len(chunks):
+        raise LayoutError(
+            f"{count} blocks from block {skip} of the first chunk on do not end in the last "
+            f"of {len(chunks)} chunks of {blocks_per_chunk}"
+        )
+    numbers: Int64Array = chunks[:, np.newaxis] * blocks_per_chunk + np.arange(blocks_per_chunk, dtype=np.int64)
+    return numbers.ravel()[skip : skip + count]
+
+
+def split_job(
+    key_groups: Sequence[int],
+    block_ids: npt.NDArray[np.integer],
+    group_sizes: Sequence[int],
+    block_indices: Sequence[int],
+    group_ids: Sequence[int],
+    *,
+    blocks_per_chunk: int,
+    require_full_tail: bool = False,
+) -> list[ChunkBlocks]:
+    """Deal the blocks of a job out to its keys, by the arithmetic of vLLM's ``GPULoadStoreSpec``.
+
+    Within a group the blocks fill the chunks one after the other; the first lies at ``block_indices %
+    blocks_per_chunk`` of the first.
+
+    Args:
+        key_groups: the group id of each key, in the job's order.
+        block_ids: shape ``(n,)``, group after group.
+        group_sizes: how many of them belong to each group, zeros included.
+        block_indices: per group, the request's number of its first block.
+        group_ids: per group, the group id that its keys carry.
+        blocks_per_chunk: of every group.
+        require_full_tail: a store: the last chunk of each group must be filled to its end. A load may stop inside it.
+
+    Returns:
+        One entry per key, in the job's order.
+
+    Raises:
+        LayoutError: the numbers do not fit each other. A store from a sliding window with holes among its blocks is
+        such a
+            case: where the holes are cannot be known, so the whole job is refused.
+    """
+    if not len(group_sizes) == len(block_indices) == len(group_ids):
+        raise LayoutError(
+            f"{len(group_sizes)} group sizes, {len(block_indices)} block indices and {len(group_ids)} group ids"
+        )
+    ids: Int32Array = np.ascontiguousarray(block_ids, dtype=np.int32)
+    if ids.ndim != 1 or min(group_sizes, default=0) < 0 or sum(group_sizes) != len(ids):
+        raise LayoutError(f"group sizes {list(group_sizes)} for block ids of shape {ids.shape}")
+    keys_of = _keys_by_group(key_groups, group_ids)
+
+    chunks: list[ChunkBlocks | None] = [None] * len(key_groups)
+    begin = 0
+    for position, (size, block_index) in enumerate(zip(group_sizes, block_indices, strict=True)):
+        keys = keys_of[position]
+        if size == 0 and not keys:
+            continue
+        if block_index < 0:
+            raise LayoutError(f"group {group_ids[position]} begins with block {block_index}")
+        skip = block_index % blocks_per_chunk
+        if require_full_tail and skip + size != len(keys) * blocks_per_chunk:
+            raise LayoutError(
+                f"group {group_ids[position]}: {size} blocks from block {skip} of the first chunk on do not fill "
+                f"{len(keys)} chunks of {blocks_per_chunk} to the end"
+            )
+        try:
+            numbers = sub_block_ids(range(len(keys)), blocks_per_chunk, skip, size)
+        except LayoutError as error:
+            raise LayoutError(f"group {group_ids[position]}: {error}") from error
+        cuts = np.flatnonzero(numbers % blocks_per_chunk == 0).tolist()
+        starts = cuts if skip == 0 else [0, *cuts]
+        for key_index, start, end in zip(keys, starts, [*starts[1:], size], strict=True):
+            chunks[key_index] = ChunkBlocks(
+                key_index, position, ids[begin + start : begin + end], skip if start == 0 else 0
+            )
+        begin += size
+    return [chunk for chunk in chunks if chunk is not None]
+
+
+def chunk_extents(
+    layout: KVLayout, group: int, block_ids: npt.NDArray[np.integer], first_block: int, *, coalesce: bool = True
+) -> ChunkExtents:
+    """Return the extents of one chunk's blocks, in payload order.
+
+    ``block_ids``: shape ``(n,)``; they are blocks ``first_block`` onwards of the chunk. ``coalesce`` joins neighbours
+    that touch both in memory and in the payload. Raises LayoutError for ids outside the tensors or blocks outside the
+    chunk.
+    """
+    ids = np.asarray(block_ids, dtype=np.int32)
+    return job_extents(layout, [ChunkBlocks(0, group, ids, first_block)], coalesce=coalesce).extents
+
+
+def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks], *, coalesce: bool = True) -> JobExtents:
+    """Return the extents of many chunks at once: what ``chunk_extents`` gives for each, in the order of ``chunks``.
+
+    Extents of different chunks are never joined. Raises LayoutError as ``chunk_extents`` does.
+    """
+    by_group: dict[int, list[int]] = {}
+    for index, chunk in enumerate(chunks):
+        by_group.setdefault(chunk.group, []).append(index)
+    parts = []
+    for group, members in by_group.items():
+        layout.group(group)
+        sizes = np.array([len(chunks[index].block_ids) for index in members], dtype=np.int64)
+        firsts = np.array([chunks[index].first_block for index in members], dtype=np.int64)
+        _check_chunk_bounds(sizes, firsts, layout.blocks_per_chunk)
+        owners = np.repeat(np.array(members, dtype=np.int64), sizes)
+        # Position in the chunk: the running number of the block, less where its chunk began.
+        positions = np.arange(len(owners), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes - firsts, sizes)
+        ids = np.concatenate([chunks[index].block_ids for index in members])
+        parts.append(_group_extents(layout._tables[group], ids, positions, owners, coalesce))
+    return _assemble(parts, len(chunks))
+
+
+def is_direct_capable(extents: ChunkExtents, alignment_bytes: int, base_addresses: npt.NDArray[np.integer]) -> bool:
+    """Say whether every address, payload offset and length is a multiple of ``alignment_bytes``, a power of two.
+
+    ``base_addresses``: shape ``(tensors,)``. The header page before the payload keeps the alignment up to 4 KiB.
+    """
+    _check_alignment(alignment_bytes)
+    bases = np.asarray(base_addresses, dtype=np.int64)
+    bits = (bases[extents.tensor_index] + extents.memory_offset) | extents.payload_offset | extents.length
+    return int(np.bitwise_or.reduce(bits, initial=0)) % alignment_bytes == 0
+
+
+_Part = tuple[Int64Array, ChunkExtents]
+
+
+def _group_extents(
+    table: _GroupTable, ids: Int32Array, positions: Int64Array, owners: Int64Array, coalesce: bool
+) -> _Part:
+    """Expand blocks of one group to extents; return the chunk that owns each, too."""
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= table.num_blocks:
+        raise LayoutError(f"block ids {lowest} to {highest} of a KV cache of {table.num_blocks} blocks")
+    refs = len(table.page)
+    memory = (ids.astype(np.int64)[:, np.newaxis] * table.stride).ravel()
+    payload = ((positions * table.block_bytes)[:, np.newaxis] + table.offset_in_block).ravel()
+    length = np.tile(table.page, len(ids))
+    tensor = np.tile(table.tensor_index, len(ids))
+    owner = np.repeat(owners, refs) if refs > 1 else owners
+    if not (coalesce and table.can_coalesce):
+        return owner, ChunkExtents(tensor, memory, payload, length)
+    end = payload + length
+    joined = memory[:-1] + length[:-1] == memory[1:]
+    joined &= end[:-1] == payload[1:]
+    joined &= owner[:-1] == owner[1:]
+    joined &= tensor[:-1] == tensor[1:]
+    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
+    tails = np.concatenate((heads[1:], [len(memory)])) - 1
+    return owner[heads], ChunkExtents(tensor[heads], memory[heads], payload[heads], end[tails] - payload[heads])
+
+
+def _assemble(parts: Sequence[_Part], chunk_count: int) -> JobExtents:
+    """Put the groups' extents into the order of the chunks."""
+    if not parts:
+        empty = np.empty(0, dtype=np.int64)
+        return JobExtents(
+            np.zeros(chunk_count + 1, dtype=np.int64), ChunkExtents(np.empty(0, dtype=np.int32), empty, empty, empty)
+        )
+    owner, extents = parts[0]
+    if len(parts) > 1:
+        owner = np.concatenate([part_owner for part_owner, _ in parts])
+        columns = [np.concatenate(column) for column in zip(*(part for _, part in parts), strict=True)]
+        order = np.argsort(owner, kind="stable")
+        owner = owner[order]
+        extents = ChunkExtents(*(column[order] for column in columns))
+    return JobExtents(np.searchsorted(owner, np.arange(chunk_count + 1)), extents)
+
+
+def _keys_by_group(key_groups: Sequence[int], group_ids: Sequence[int]) -> list[list[int]]:
+    """For each group the positions of its keys."""
+    position_of = {group_id: position for position, group_id in enumerate(group_ids)}
+    if len(position_of) != len(group_ids):
+        raise LayoutError(f"group ids {list(group_ids)} repeat")
+    keys: list[list[int]] = [[] for _ in group_ids]
+    for key_index, group_id in enumerate(key_groups):
+        position = position_of.get(group_id)
+        if position is None:
+            raise LayoutError(f"key {key_index} belongs to group {group_id}; the job has {list(group_ids)}")
+        keys[position].append(key_index)
+    return keys
+
+
+def _check_chunk_bounds(sizes: Int64Array, firsts: Int64Array, blocks_per_chunk: int) -> None:
+    bad = np.flatnonzero((sizes < 1) | (firsts < 0) | (firsts + sizes > blocks_per_chunk))
+    if bad.size:
+        size, first = int(sizes[bad[0]]), int(firsts[bad[0]])
+        raise LayoutError(f"blocks {first} to {first + size} of a chunk of {blocks_per_chunk}")
+
+
+def _check_alignment(alignment_bytes: int) -> None:
+    if alignment_bytes < 1 or alignment_bytes & (alignment_bytes - 1):
+        raise LayoutError(f"an alignment of {alignment_bytes} bytes is not a power of two")

@@ -1,0 +1,280 @@
+"""A shard is accepted only when every byte that will be used is the one that was stored under the wanted key."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_offload.checksum import block_checksums
+from nixl_offload.errors import FormatError, LayoutError
+from nixl_offload.format import (
+    HEADER_BYTES,
+    MAX_BLOCKS_PER_CHUNK,
+    Expected,
+    ShardHeader,
+    check_header,
+    decode_header,
+    encode_header,
+    make_header,
+    slot_bytes,
+    verify_blocks,
+    verify_checksums,
+    verify_payload,
+)
+
+BLOCKS, BLOCK_BYTES = 4, 600
+EXPECT = Expected(namespace=bytes(range(32)), key=b"k" * 32 + bytes(4), group=0, blocks=BLOCKS, block_bytes=BLOCK_BYTES)
+
+
+def make_shard(expect: Expected = EXPECT, first_valid_block: int = 0, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """A whole slot: header page, payload of random bytes, padding."""
+    slot = np.zeros(slot_bytes(expect.blocks, expect.block_bytes), dtype=np.uint8)
+    payload = slot[HEADER_BYTES : HEADER_BYTES + expect.blocks * expect.block_bytes]
+    payload[:] = np.random.default_rng(seed).integers(0, 256, payload.size, dtype=np.uint8)
+    checksums = block_checksums(payload.reshape(expect.blocks, -1)[first_valid_block:])
+    header = make_header(expect, checksums, first_valid_block=first_valid_block, created_s=1_800_000_000)
+    encode_header(header, slot[:HEADER_BYTES])
+    return slot
+
+
+def read_shard(
+    slot: npt.NDArray[np.uint8], expect: Expected = EXPECT, first: int = 0, last: int = BLOCKS
+) -> ShardHeader:
+    """Everything a load does before it believes the bytes."""
+    header = check_header(slot[:HEADER_BYTES], expect)
+    verify_payload(header, slot[HEADER_BYTES:], first, last)
+    return header
+
+
+def reason(slot: npt.NDArray[np.uint8], expect: Expected = EXPECT, first: int = 0, last: int = BLOCKS) -> str:
+    with pytest.raises(FormatError) as caught:
+        read_shard(slot, expect, first, last)
+    return caught.value.reason
+
+
+def reseal(page: npt.NDArray[np.uint8], offset: int, code: str, value: int) -> npt.NDArray[np.uint8]:
+    """Change a field and make the page's own checksum right again: what a faulty writer would leave."""
+    page = page.copy()
+    struct.pack_into(code, page, offset, value)
+    page[-8:] = block_checksums(page[None, :-8]).view(np.uint8)
+    return page
+
+
+@given(
+    expect=st.builds(
+        Expected,
+        namespace=st.binary(min_size=32, max_size=32),
+        key=st.binary(min_size=1, max_size=64),
+        group=st.integers(0, 2**32 - 1),
+        blocks=st.integers(1, MAX_BLOCKS_PER_CHUNK),
+        block_bytes=st.integers(1, 2**40),
+    ),
+    created_s=st.integers(0, 2**64 - 1),
+    data=st.data(),
+)
+def test_a_header_comes_back_as_it_was(expect: Expected, created_s: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, expect.blocks - 1))
+    checksums = np.random.default_rng(first).integers(0, 2**64 - 1, expect.blocks - first, dtype=np.uint64)
+    header = make_header(expect, checksums, first_valid_block=first, created_s=created_s)
+    page = encode_header(header)
+    assert check_header(page, expect) == header
+    assert header.payload_bytes == expect.blocks * expect.block_bytes
+    assert header.checksums == (0,) * first + tuple(checksums.tolist())
+
+
+def test_the_bytes_are_those_of_the_documentation() -> None:
+    """docs/format.md is a promise to other readers: the offsets in its table, checked one by one."""
+    page = bytes(make_shard(first_valid_block=1)[:HEADER_BYTES])
+    header = decode_header(page)
+    assert page[0:8] == b"NIXLOFF1"
+    assert struct.unpack_from("<4H", page, 8) == (1, 4096, 1, 0)
+    assert page[16:48] == EXPECT.namespace
+    assert struct.unpack_from("<IHH", page, 48) == (0, BLOCKS, 1)
+    assert struct.unpack_from("<3Q", page, 56) == (BLOCK_BYTES, BLOCKS * BLOCK_BYTES, 1_800_000_000)
+    assert struct.unpack_from("<H", page, 80) == (len(EXPECT.key),)
+    assert page[88:152] == EXPECT.key.ljust(64, b"\0")
+    assert struct.unpack_from(f"<{BLOCKS}Q", page, 192) == header.checksums
+    assert header.checksums[0] == 0
+    rest = set(page[82:88] + page[152:192] + page[192 + 8 * BLOCKS : 4088])
+    assert rest == {0}
+
+
+def test_encoding_leaves_nothing_of_what_the_page_held_before() -> None:
+    page = np.full(HEADER_BYTES, 0xAB, dtype=np.uint8)
+    header = decode_header(make_shard()[:HEADER_BYTES])
+    assert bytes(encode_header(header, page)) == bytes(encode_header(header))
+    assert bytes(encode_header(header, memoryview(bytearray(HEADER_BYTES)))) == bytes(page)
+
+
+def test_a_whole_shard_is_accepted_and_so_is_any_part_of_it() -> None:
+    slot = make_shard()
+    for first in range(BLOCKS):
+        for last in range(first + 1, BLOCKS + 1):
+            read_shard(slot, first=first, last=last)
+
+
+@given(st.integers(0, HEADER_BYTES * 8 - 1))
+def test_any_flipped_bit_of_the_header_is_found(bit: int) -> None:
+    slot = make_shard()
+    slot[bit // 8] ^= 1 << (bit % 8)
+    assert reason(slot) in {"magic", "version", "header_checksum"}
+
+
+@given(st.integers(0, BLOCKS * BLOCK_BYTES * 8 - 1))
+def test_any_flipped_bit_of_the_payload_is_found_in_its_block(bit: int) -> None:
+    slot = make_shard()
+    slot[HEADER_BYTES + bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(FormatError, match=f"^block {bit // 8 // BLOCK_BYTES} of {BLOCKS} ") as caught:
+        read_shard(slot)
+    assert caught.value.reason == "checksum"
+
+
+def test_a_bad_block_does_not_spoil_the_others() -> None:
+    """A load that needs only the tail of a chunk is not refused for a byte it will not use."""
+    slot = make_shard()
+    slot[HEADER_BYTES] ^= 1
+    read_shard(slot, first=1)
+    assert reason(slot, first=0, last=1) == "checksum"
+
+
+@given(st.integers(0, slot_bytes(BLOCKS, BLOCK_BYTES) - 1))
+def test_truncation_is_found(length: int) -> None:
+    """Whether the missing rest reads as nothing, as zeros, or as what the buffer held before."""
+    slot = make_shard()
+    end = HEADER_BYTES + BLOCKS * BLOCK_BYTES
+    if length < end:
+        assert reason(slot[:length]) == "length"
+        zeroed = np.concatenate((slot[:length], np.zeros(len(slot) - length, dtype=np.uint8)))
+        stale = np.concatenate((slot[:length], make_shard(replace(EXPECT, key=b"old"), seed=1)[length:]))
+        for rest in (zeroed, stale):
+            if not np.array_equal(rest[:end], slot[:end]):
+                assert reason(rest) != ""
+
+
+@given(st.integers(1, slot_bytes(BLOCKS, BLOCK_BYTES) - 1), st.booleans())
+def test_a_torn_write_is_found(cut: int, same_key: bool) -> None:
+    """New bytes up to some point, then what the slot held before: refused, unless all that counts is of one of them."""
+    old_expect = EXPECT if same_key else replace(EXPECT, key=b"o" * 36)
+    shards = [(EXPECT, make_shard(seed=1)), (old_expect, make_shard(old_expect, seed=2))]
+    torn = np.concatenate((shards[0][1][:cut], shards[1][1][cut:]))
+    end = HEADER_BYTES + BLOCKS * BLOCK_BYTES
+    for expect, _ in shards:
+        if any(expect == owner and np.array_equal(torn[:end], whole[:end]) for owner, whole in shards):
+            read_shard(torn, expect)
+        else:
+            reason(torn, expect)
+
+
+def test_swapped_shards_are_found() -> None:
+    """Each is whole, but not the wanted one."""
+    for other in (
+        replace(EXPECT, key=b"x" * 36),
+        replace(EXPECT, namespace=bytes(32)),
+        replace(EXPECT, group=1),
+        replace(EXPECT, blocks=2, block_bytes=2 * BLOCK_BYTES),
+        replace(EXPECT, block_bytes=BLOCK_BYTES + 1),
+    ):
+        slot = make_shard(other)
+        read_shard(slot, other, last=other.blocks)
+        assert reason(slot) in {"key", "namespace", "blocks", "length"}
+
+
+def test_a_payload_under_another_shards_header_is_found() -> None:
+    mine, other = make_shard(seed=1), make_shard(seed=2)
+    mine[HEADER_BYTES:] = other[HEADER_BYTES:]
+    assert reason(mine) == "checksum"
+
+
+@given(st.permutations(range(BLOCKS)))
+def test_swapped_blocks_are_found(order: list[int]) -> None:
+    """Each block is whole; the header binds its place."""
+    slot = make_shard()
+    payload = slot[HEADER_BYTES : HEADER_BYTES + BLOCKS * BLOCK_BYTES].reshape(BLOCKS, BLOCK_BYTES)
+    payload[:] = payload[order]
+    if order == sorted(order):
+        read_shard(slot)
+    else:
+        assert reason(slot) == "checksum"
+
+
+def test_blocks_that_were_never_stored_are_refused() -> None:
+    """The sliding window had left them behind: their place in the payload holds anything at all."""
+    slot = make_shard(first_valid_block=2)
+    read_shard(slot, first=2)
+    assert reason(slot, first=1) == "blocks"
+    assert reason(slot, first=2, last=BLOCKS + 1) in {"blocks", "length"}
+    assert reason(slot, first=3, last=3) == "blocks"
+
+
+def test_blocks_and_checksums_from_elsewhere_are_verified_alike() -> None:
+    slot = make_shard()
+    header = decode_header(slot[:HEADER_BYTES])
+    rows = slot[HEADER_BYTES : HEADER_BYTES + BLOCKS * BLOCK_BYTES].reshape(BLOCKS, BLOCK_BYTES)
+    verify_blocks(header, rows[1:3], 1)
+    verify_checksums(header, block_checksums(rows[3:]), 3)
+    with pytest.raises(FormatError, match="block 0 of 4"):
+        verify_blocks(header, rows[1:3], 0)
+    with pytest.raises(FormatError, match="block 2 of 4"):
+        verify_checksums(header, block_checksums(rows[[1, 3]]), 1)
+    with pytest.raises(FormatError, match="rows of 600 bytes"):
+        verify_blocks(header, rows[:, 1:], 0)
+
+
+def test_each_reason_names_what_was_expected_and_what_was_found() -> None:
+    page = make_shard()[:HEADER_BYTES]
+    cases = [
+        (page[:-1], "length", "4096 bytes, this one 4095"),
+        (np.zeros_like(page), "magic", b"NIXLOFF1".hex()),
+        (reseal(page, 8, "<H", 2), "version", "version 2; this reader knows 1"),
+        (reseal(page, 12, "<H", 9), "version", "algorithm 9"),
+        (reseal(page, 14, "<H", 1), "version", "flags 0x1"),
+        (reseal(page, 10, "<H", 512), "length", "header of 512 bytes"),
+        (reseal(page, 64, "<Q", 7), "length", "payload of 7 bytes"),
+        (reseal(page, 80, "<H", 65), "key", "65 bytes"),
+        (reseal(page, 80, "<H", 0), "key", "0 bytes"),
+        (reseal(page, 54, "<H", BLOCKS), "blocks", "first valid one 4"),
+        (reseal(page, 200, "<Q", 1), None, ""),
+    ]
+    for bad, expected_reason, words in cases:
+        if expected_reason is None:
+            decode_header(bad)
+            continue
+        with pytest.raises(FormatError, match=words) as caught:
+            decode_header(bad)
+        assert caught.value.reason == expected_reason
+
+
+def test_what_does_not_fit_the_page_is_refused_before_anything_is_written() -> None:
+    header = decode_header(make_shard()[:HEADER_BYTES])
+    too_many = MAX_BLOCKS_PER_CHUNK + 1
+    for bad, words in (
+        (replace(header, blocks_per_chunk=too_many, checksums=(0,) * too_many), "1 to 487"),
+        (replace(header, blocks_per_chunk=0, checksums=()), "chunk of 0 blocks"),
+        (replace(header, first_valid_block=BLOCKS), "first valid block 4"),
+        (replace(header, checksums=header.checksums[1:]), "3 checksums for 4 blocks"),
+        (replace(header, namespace=b"short"), "5 bytes"),
+        (replace(header, key=b""), "key of 0 bytes"),
+        (replace(header, key=bytes(65)), "key of 65 bytes"),
+        (replace(header, block_bytes=0), "block_bytes 0"),
+        (replace(header, group=-1), "group -1"),
+    ):
+        page = np.full(HEADER_BYTES, 7, dtype=np.uint8)
+        with pytest.raises(LayoutError, match=words):
+            encode_header(bad, page)
+        assert set(page.tolist()) == {7}
+    with pytest.raises(LayoutError, match="4096 bytes"):
+        encode_header(header, np.zeros(4095, dtype=np.uint8))
+    with pytest.raises(LayoutError, match="a checksum each"):
+        make_header(EXPECT, np.zeros(3, dtype=np.uint64))
+
+
+def test_slots_are_whole_pages() -> None:
+    assert slot_bytes(1, 1) == 8192
+    assert slot_bytes(4, 1024) == 8192
+    assert slot_bytes(4, 1025) == 12288
