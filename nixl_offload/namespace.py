@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -26,15 +27,14 @@ class GroupFields:
     """One KV-cache group of the model."""
 
     group_id: int
+    layer_count: int
+    layers_digest: str
+    """From ``digest_names`` over the group's layer names, in order."""
     tokens_per_block: int
-    layers: int
-    """How many layers one block of the group spans."""
     slot_bytes: int
     """Bytes of a stored chunk of the group on one rank, header page and padding included."""
-    sliding_window_chunks: int = 0
-    """0 for full attention."""
-    spec: str = ""
-    """What else decides how bytes lie in a page, such as ``FLASH_ATTN FullAttentionSpec page_bytes=16384``."""
+    spec: str
+    """vLLM's description of the group's cache: kind of attention, heads, head size, page bytes, window, dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,57 +50,38 @@ class NamespaceFields:
     """Name of the backend where the operator chose one."""
     model: str
     """Name or path as served."""
-    revision: str
-    """Empty where the model has none."""
+    revision: str | None
     model_digest: str
     """Identity of the model's config and weights, as far as it can be known without reading them all."""
     dtype: str
     """Of the KV cache, ``fp8_e4m3`` and the like included."""
     kv_layout: str
-    """Order of layers, blocks, heads, tokens and channels in memory, such as ``LBHNC``; empty where vLLM names none."""
+    """Order of layers, blocks, heads, tokens and channels in memory, such as ``LBHNC``."""
+    tokens_per_block: int
+    """Of the group with the largest blocks."""
     blocks_per_chunk: int
     tokens_per_hash: int
     hash_algorithm: str
     """Of vLLM's block hashes."""
-    hash_seed: str
-    """PYTHONHASHSEED where the algorithm depends on it, else empty."""
+    hash_seed: str | None
+    """PYTHONHASHSEED where the algorithm depends on it."""
     groups: tuple[GroupFields, ...]
     """In any order; group ids are unique."""
-    tp_size: int
-    pp_size: int
-    pcp_size: int
-    dcp_size: int
+    tp: int
+    pp: int
+    pcp: int
+    dcp: int
     world_size: int
     format_version: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A fingerprint and what went into it. Make one with ``Namespace.from_fields``."""
+    """A fingerprint and what went into it. Make one with ``make_namespace``."""
 
     fields: NamespaceFields
     digest: bytes
     """SHA-256 of the canonical fields, 32 bytes. The same on every rank."""
-
-    @classmethod
-    def from_fields(cls, namespace_fields: NamespaceFields) -> Namespace:
-        """Fingerprint ``namespace_fields``.
-
-        Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a field that
-        is quietly wrong would let foreign bytes in.
-        """
-        _check(namespace_fields, "namespace")
-        if not namespace_fields.groups:
-            raise NamespaceError("namespace.groups is empty; a model has at least one KV-cache group")
-        for position, group in enumerate(namespace_fields.groups):
-            if type(group) is not GroupFields:
-                raise NamespaceError(f"namespace.groups[{position}] must be GroupFields, not {type(group).__name__}")
-            _check(group, f"namespace.groups[{position}]")
-        ids = [group.group_id for group in namespace_fields.groups]
-        if len(set(ids)) != len(ids):
-            raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
-        canonical = json.dumps(_plain(namespace_fields), sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return cls(namespace_fields, hashlib.sha256(_DOMAIN + canonical.encode("ascii")).digest())
 
     @property
     def name(self) -> str:
@@ -118,6 +99,31 @@ class Namespace:
         return {"namespace": self.digest.hex(), "fields": _plain(self.fields)}
 
 
+def make_namespace(namespace_fields: NamespaceFields) -> Namespace:
+    """Fingerprint ``namespace_fields``.
+
+    Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a field that is
+    quietly wrong would let foreign bytes in.
+    """
+    _check(namespace_fields, "namespace")
+    if not namespace_fields.groups:
+        raise NamespaceError("namespace.groups is empty; a model has at least one KV-cache group")
+    for position, group in enumerate(namespace_fields.groups):
+        if type(group) is not GroupFields:
+            raise NamespaceError(f"namespace.groups[{position}] must be GroupFields, not {type(group).__name__}")
+        _check(group, f"namespace.groups[{position}]")
+    ids = [group.group_id for group in namespace_fields.groups]
+    if len(set(ids)) != len(ids):
+        raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
+    canonical = json.dumps(_plain(namespace_fields), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return Namespace(namespace_fields, hashlib.sha256(_DOMAIN + canonical.encode("ascii")).digest())
+
+
+def digest_names(names: Sequence[str]) -> str:
+    """Return a hex digest of ``names`` in their order, unambiguous whatever characters they hold."""
+    return hashlib.sha256(json.dumps(list(names), separators=(",", ":")).encode("ascii")).hexdigest()
+
+
 def _plain(value: NamespaceFields) -> dict[str, Any]:
     plain: dict[str, Any] = {field.name: getattr(value, field.name) for field in fields(value)}
     groups = sorted(value.groups, key=lambda group: group.group_id)
@@ -126,18 +132,19 @@ def _plain(value: NamespaceFields) -> dict[str, Any]:
 
 
 _TYPES: Final[dict[str, type]] = {"str": str, "int": int, "tuple[GroupFields, ...]": tuple}
-_MAY_BE_ZERO: Final = frozenset({"group_id", "sliding_window_chunks"})
-_MAY_BE_EMPTY: Final = frozenset({"revision", "kv_layout", "hash_seed", "spec"})
 
 
 def _check(value: NamespaceFields | GroupFields, where: str) -> None:
     """Types and ranges by the annotations: dataclasses check neither, and True, 1 and "1" must not mix."""
     for field in fields(value):
         item = getattr(value, field.name)
-        if type(item) is not _TYPES[str(field.type)]:
-            raise NamespaceError(f"{where}.{field.name} must be {field.type}, not {type(item).__name__}")
-        if item == "" and field.name not in _MAY_BE_EMPTY:
+        annotation = str(field.type)
+        if item is None and annotation.endswith(" | None"):
+            continue
+        if type(item) is not _TYPES[annotation.removesuffix(" | None")]:
+            raise NamespaceError(f"{where}.{field.name} must be {annotation}, not {type(item).__name__}")
+        if item == "":
             raise NamespaceError(f"{where}.{field.name} is empty")
-        least = 0 if field.name in _MAY_BE_ZERO else 1
+        least = 0 if field.name == "group_id" else 1
         if isinstance(item, int) and item < least:
             raise NamespaceError(f"{where}.{field.name} is {item}; allowed: {least} or more")
