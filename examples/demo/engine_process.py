@@ -1,0 +1,171 @@
+"""A vLLM engine as a process of its own, driven over pipes: one JSON object per line in, one per line out.
+
+The other end is ``examples.demo.engine.Engine``. A process of its own makes "stop the engine, start a new one" mean
+what it says, and lets a test kill it at any moment. End of input is a clean shutdown: no engine outlives its owner.
+
+Threading: one thread reads a request, does it, answers. What vLLM prints goes to stderr: stdout is the protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+Reply = dict[str, Any]
+
+QUIET_S = 0.5
+"""An engine in processes of its own is called idle when its byte counters have not moved for this long."""
+
+
+class EngineHost:
+    """Owns one ``vllm.LLM``. Every public method is an operation of the protocol: keyword arguments in, JSON out."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**options)
+        self._in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 16, together: bool = False, timeout_s: float | None = None
+    ) -> Reply:
+        """Answer token-id prompts greedily, one after the other or, with ``together``, as one batch.
+
+        Each answer: ``tokens``, ``logprobs`` of the chosen tokens, ``cached_tokens`` (prompt tokens that were not
+        computed), ``ttft_s``, ``total_s``, and, unless ``together``, how far vLLM's counters moved (``counters``).
+        """
+        if together:
+            return {"answers": self._generate(prompts, max_tokens)}
+        answers = []
+        for prompt in prompts:
+            before = self._counters()
+            [answer] = self._generate([prompt], max_tokens)
+            after = self._counters()
+            answer["counters"] = {name: value - before.get(name, 0) for name, value in after.items()}
+            answers.append(answer)
+        return {"answers": answers}
+
+    def metrics(self) -> Reply:
+        """All of vLLM's counters and gauges, by name, summed over their labels."""
+        return {"metrics": self._counters(gauges=True)}
+
+    def reset_prefix_cache(self, connector: bool = False) -> Reply:
+        """Make vLLM forget its prefix cache (with ``connector`` the connector's, too). ``done``: whether it did."""
+        return {"done": self._llm.reset_prefix_cache(reset_connector=connector)}
+
+    def settle(self, deadline_s: float = 60.0) -> Reply:
+        """Step the engine until nothing is left to do, background stores included. ``idle``: False at the deadline."""
+        deadline = time.monotonic() + deadline_s
+        if self._in_process:
+            engine = self._llm.llm_engine
+            scheduler = engine.engine_core.engine_core.scheduler
+            while scheduler.has_requests():
+                if time.monotonic() > deadline:
+                    return {"idle": False}
+                engine.step()
+                time.sleep(0.001)
+            return {"idle": True}
+        quiet_since, last = time.monotonic(), self._transferred()
+        while time.monotonic() - quiet_since < QUIET_S:
+            if time.monotonic() > deadline:
+                return {"idle": False}
+            self._generate([[2, 3, 4]], 1)  # the frontend learns the counters only with the answer to a request
+            now = self._transferred()
+            if now != last:
+                quiet_since, last = time.monotonic(), now
+            time.sleep(0.05)
+        return {"idle": True}
+
+    def worker(self, method: str, args: list[Any] | None = None) -> Reply:
+        """Call a method of the worker (or of its ``worker_extension_cls``) on every rank."""
+        return {"results": self._llm.collective_rpc(method, args=tuple(args or ()))}
+
+    def about(self) -> Reply:
+        """What is running: device, and the size of the KV cache."""
+        from vllm import __version__
+        from vllm.platforms import current_platform
+
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return {
+            "vllm": __version__,
+            "device": current_platform.get_device_name(),
+            "block_size": cache.block_size,
+            "gpu_blocks": cache.num_gpu_blocks,
+        }
+
+    def shutdown(self, timeout_s: float = 60.0) -> Reply:
+        """Stop the engine and its processes cleanly; the connector drains what it will."""
+        self._llm.llm_engine.engine_core.shutdown(timeout=timeout_s)
+        return {}
+
+    def _generate(self, prompts: list[list[int]], max_tokens: int) -> list[Reply]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=1, detokenize=False, ignore_eos=True)
+        start = time.perf_counter()
+        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        total_s = time.perf_counter() - start
+        answers = []
+        for output in outputs:
+            completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            chosen = zip(completion.logprobs or [], tokens, strict=True)
+            answers.append(
+                {
+                    "tokens": tokens,
+                    "logprobs": [by_token[token].logprob for by_token, token in chosen],
+                    "finish_reason": completion.finish_reason,
+                    "cached_tokens": output.num_cached_tokens or 0,
+                    "ttft_s": output.metrics.first_token_latency if output.metrics else None,
+                    "total_s": total_s,
+                }
+            )
+        return answers
+
+    def _counters(self, *, gauges: bool = False) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if type(metric).__name__ in ("Counter", "Gauge") if gauges else type(metric).__name__ == "Counter":
+                totals[metric.name] = totals.get(metric.name, 0) + metric.value
+        return totals
+
+    def _transferred(self) -> tuple[float, ...]:
+        counters = self._counters()
+        return tuple(counters.get(f"vllm:kv_offload_{way}_bytes", 0) for way in ("store", "load"))
+
+
+def main() -> int:
+    """Serve requests from stdin until ``shutdown`` or end of input. Exit code 0 after a clean shutdown."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    host: EngineHost | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        operation = request.pop("op")
+        reply: Reply
+        try:
+            if operation == "start":
+                host = EngineHost(**request)
+                reply = {"ok": True, **host.about()}
+            elif host is None or operation.startswith("_"):
+                raise ValueError(f"cannot do {operation!r} now")
+            else:
+                reply = {"ok": True, **getattr(host, operation)(**request)}
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong is told to the other end
+            traceback.print_exc()
+            reply = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+        if operation == "shutdown":
+            return 0
+    if host is not None:
+        host.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Fixtures for tests that run a real vLLM. They are skipped, with a reason, where vLLM is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # for `examples` and `tests` when pytest was not started as `python -m pytest`
+
+from tests.vllm.harness import Workshop  # noqa: E402 - needs the path above
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test below this directory; skip them where there is no vLLM."""
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Iterator[Workshop]:
+    """Makes engines for the tests of a module; ends them all afterwards."""
+    made = Workshop()
+    yield made
+    made.close()

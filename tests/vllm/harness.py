@@ -1,0 +1,107 @@
+"""Real vLLM engines for tests: tiny models, quick starts, hard deadlines, and a way to poison the KV cache.
+
+Threading: one test at a time. Ownership: ``Workshop`` owns engines and a scratch directory; ``close`` ends them all.
+
+An engine start costs 8 to 15 s, so tests share engines: an engine for a module, ``reset_prefix_cache()`` between tests.
+``in_process`` engines (the default) are one process: quick, and a kill takes all of it. ``in_process=False`` is what
+``vllm serve`` runs: scheduler and worker in processes of their own.
+
+Bit-identical answers: the KV of a prompt does not depend on how often it was computed, but the last bits of the answer
+depend on the shape of the last prefill step. A prompt from ``prompts`` is a whole number of prefill steps, each a whole
+number of chunks, and a tail shorter than a block. So its last step has the same shape whether the rest was computed,
+taken from vLLM's prefix cache or loaded, and ``Answer.same_as`` may compare bit by bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from examples.demo.engine import Answer, Engine, EngineError, quick_environment
+from examples.demo.model import TINY, TINY_HYBRID, ModelShape, random_prompts, write_model
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "CHUNK_TOKENS",
+    "MAX_BATCHED_TOKENS",
+    "TAIL_TOKENS",
+    "TINY",
+    "TINY_HYBRID",
+    "Answer",
+    "Engine",
+    "EngineError",
+    "Workshop",
+    "file_tier",
+    "prompts",
+]
+
+BLOCK_TOKENS = 64
+CHUNK_TOKENS = 256
+MAX_BATCHED_TOKENS = 512
+TAIL_TOKENS = 50
+
+
+class Workshop:
+    """Makes models and engines in a scratch directory of its own, and ends and removes everything at ``close``."""
+
+    def __init__(self) -> None:
+        self.scratch = Path(tempfile.mkdtemp(prefix="nixl-offload-tests-"))
+        self._engines: list[Engine] = []
+
+    def start_engine(
+        self,
+        shape: ModelShape = TINY,
+        connector: Mapping[str, Any] | str | None = None,
+        *,
+        in_process: bool = True,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Start a float32 engine on ``shape``'s model. ``connector`` is our config (mapping or path); None means none.
+
+        ``options`` are ``vllm.LLM``'s and override the defaults: 64-token blocks, a KV cache of 64 MiB (512 blocks of
+        TINY), at most 512 tokens a step.
+        """
+        model = write_model(self.scratch / f"model-{abs(hash(shape)):x}", shape)
+        options = {
+            "dtype": "float32",
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": shape.max_tokens,
+            "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 64 << 20,
+            "worker_extension_cls": "tests.vllm.poison.PoisonExtension",
+            **options,
+        }
+        engine = Engine(
+            model,
+            connector=connector,
+            log=self.scratch / f"engine-{len(self._engines)}.log",
+            environment={**quick_environment(scratch=self.scratch, in_process=in_process), **(environment or {})},
+            **options,
+        )
+        self._engines.append(engine)
+        return engine
+
+    def close(self) -> None:
+        """Kill what still runs and remove the scratch directory. Idempotent."""
+        for engine in self._engines:
+            engine.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def file_tier(path: Path, *, capacity: str = "256MiB", **fields: Any) -> dict[str, Any]:
+    """Our config with one file tier at ``path``; ``fields`` are further top-level fields of the config."""
+    return {
+        "chunk_tokens": CHUNK_TOKENS,
+        "tiers": [{"kind": "file", "path": str(path), "capacity": capacity}],
+        **fields,
+    }
+
+
+def prompts(count: int, *, steps: int = 3, seed: int, shape: ModelShape = TINY) -> list[list[int]]:
+    """Random prompts of ``steps`` full prefill steps (two chunks each) and a short tail; each test takes its own seed."""
+    return random_prompts(shape, [steps * MAX_BATCHED_TOKENS + TAIL_TOKENS] * count, seed=seed)

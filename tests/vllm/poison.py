@@ -1,0 +1,38 @@
+"""A worker extension that damages KV caches in place, so that tests can prove that a wrong KV block would be noticed.
+
+Threading: runs in the worker's thread, between steps, through ``LLM.collective_rpc``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PoisonExtension:
+    """Mixed into vLLM's worker class; ``self`` is the worker."""
+
+    model_runner: Any
+
+    def clear_kv(self) -> None:
+        """Fill the KV cache with zeros. Only after ``reset_prefix_cache``."""
+        for cache in self._caches():
+            cache.zero_()
+
+    def written_blocks(self) -> list[int]:
+        """Blocks written since ``clear_kv``. Block 0 is vLLM's null block and left out."""
+        [first, *_] = self._caches()
+        return [index for index in range(1, len(first)) if bool(first[index].any())]
+
+    def poison_blocks(self, blocks: list[int]) -> None:
+        """Turn the sign of every key and value in ``blocks``. Twice restores them exactly."""
+        for cache in self._caches():
+            cache[blocks] = -cache[blocks]
+
+    def kv_groups(self) -> list[tuple[str, int]]:
+        """Kind of attention and number of layers of each KV-cache group."""
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        return [(type(group.kv_cache_spec).__name__, len(group.layer_names)) for group in groups]
+
+    def _caches(self) -> list[Any]:
+        """The tensors, each memory once: layers of different groups share theirs."""
+        return list({cache.data_ptr(): cache for cache in self.model_runner.kv_caches}.values())
