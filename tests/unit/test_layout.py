@@ -1,0 +1,362 @@
+"""The arithmetic from jobs to extents, against a model in plain loops that moves real bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nixl_offload.errors import LayoutError
+from nixl_offload.format import MAX_BLOCKS_PER_CHUNK, slot_bytes
+from nixl_offload.layout import (
+    ChunkBlocks,
+    ChunkExtents,
+    GroupLayout,
+    KVLayout,
+    RegionSpec,
+    chunk_extents,
+    is_direct_capable,
+    job_extents,
+    split_job,
+    sub_block_ids,
+)
+
+NUM_BLOCKS = 40
+
+
+def region(
+    page_bytes: int, stride_bytes: int | None = None, base_address: int = 0, num_blocks: int = NUM_BLOCKS
+) -> RegionSpec:
+    return RegionSpec(0, base_address, num_blocks, stride_bytes or page_bytes, page_bytes)
+
+
+def one_tensor_per_layer(blocks_per_chunk: int) -> KVLayout:
+    return KVLayout((region(48), region(48), region(48)), (GroupLayout(((0, 48), (1, 48), (2, 48))),), blocks_per_chunk)
+
+
+def packed_blocks(blocks_per_chunk: int) -> KVLayout:
+    """Block-outermost: one tensor, which every group refers to whole."""
+    return KVLayout((region(96),), (GroupLayout(((0, 96),)), GroupLayout(((0, 96),))), blocks_per_chunk)
+
+
+def aliased_hybrid(blocks_per_chunk: int) -> KVLayout:
+    """Full attention, sliding window and a padded Mamba state share the tensors; one group has fewer layers."""
+    groups = (GroupLayout(((0, 64), (1, 64))), GroupLayout(((0, 64),)), GroupLayout(((0, 37), (1, 37))))
+    return KVLayout((region(64), region(64)), groups, blocks_per_chunk)
+
+
+def padded_pages(blocks_per_chunk: int) -> KVLayout:
+    return KVLayout((region(64), region(80)), (GroupLayout(((0, 50), (1, 80))),), blocks_per_chunk)
+
+
+def strided_views(blocks_per_chunk: int) -> KVLayout:
+    """Layers interleaved per block but registered one by one: the stride exceeds the page."""
+    return KVLayout((region(32, 96), region(32, 96)), (GroupLayout(((0, 32), (1, 32))),), blocks_per_chunk)
+
+
+def mla(blocks_per_chunk: int) -> KVLayout:
+    """One latent page per layer, and an indexer whose pages have another size."""
+    return KVLayout((region(72), region(72), region(24)), (GroupLayout(((0, 72), (1, 72), (2, 24))),), blocks_per_chunk)
+
+
+def one_layer_twice(blocks_per_chunk: int) -> KVLayout:
+    """Two layers of one group alias the same tensor: blocks touch in memory and in the payload, pages do not."""
+    return KVLayout((region(16), region(8)), (GroupLayout(((0, 16), (1, 8), (0, 16))),), blocks_per_chunk)
+
+
+LAYOUTS = [one_tensor_per_layer, packed_blocks, aliased_hybrid, padded_pages, strided_views, mla, one_layer_twice]
+
+Row = tuple[int, int, int, int]
+
+
+def naive_extents(
+    layout: KVLayout, group: int, block_ids: Sequence[int], first_block: int, coalesce: bool
+) -> list[Row]:
+    """``chunk_extents`` in plain loops."""
+    rows: list[Row] = []
+    for position, block_id in enumerate(block_ids):
+        payload = (first_block + position) * layout.group(group).block_bytes
+        for tensor, page_bytes in layout.group(group).refs:
+            memory = block_id * layout.tensors[tensor].stride_bytes
+            if coalesce and rows:
+                last_tensor, last_memory, last_payload, last_length = rows[-1]
+                if (last_tensor, last_memory + last_length, last_payload + last_length) == (tensor, memory, payload):
+                    rows[-1] = (tensor, last_memory, last_payload, last_length + page_bytes)
+                    payload += page_bytes
+                    continue
+            rows.append((tensor, memory, payload, page_bytes))
+            payload += page_bytes
+    return rows
+
+
+def rows_of(extents: ChunkExtents) -> list[Row]:
+    assert [column.dtype for column in extents] == [np.int32, np.int64, np.int64, np.int64]
+    return list(zip(*(column.tolist() for column in extents), strict=True))
+
+
+@st.composite
+def chunks_of(draw: st.DrawFn, layout: KVLayout) -> ChunkBlocks:
+    """Any part of a chunk of any group, its blocks scattered or in runs."""
+    size = draw(st.integers(1, layout.blocks_per_chunk))
+    first = draw(st.integers(0, layout.blocks_per_chunk - size))
+    ids = draw(
+        st.one_of(
+            st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=size, max_size=size),
+            st.integers(0, NUM_BLOCKS - size).map(lambda start: list(range(start, start + size))),
+        )
+    )
+    group = draw(st.integers(0, len(layout.groups) - 1))
+    return ChunkBlocks(0, group, np.array(ids, dtype=np.int32), first)
+
+
+@pytest.mark.parametrize("make_layout", LAYOUTS)
+@settings(max_examples=60)
+@given(st.integers(1, 9), st.booleans(), st.data())
+def test_extents_are_those_of_the_model(make_layout: object, blocks: int, coalesce: bool, data: st.DataObject) -> None:
+    """For every layout, chunks of any number of blocks, unaligned heads and short tails."""
+    assert callable(make_layout)
+    layout: KVLayout = make_layout(blocks)
+    chunks = data.draw(st.lists(chunks_of(layout), min_size=1, max_size=6))
+    expected = [naive_extents(layout, c.group, c.block_ids.tolist(), c.first_block, coalesce) for c in chunks]
+    for chunk, rows in zip(chunks, expected, strict=True):
+        found = chunk_extents(layout, chunk.group, chunk.block_ids, chunk.first_block, coalesce=coalesce)
+        assert rows_of(found) == rows
+    job = job_extents(layout, chunks, coalesce=coalesce)
+    everything, starts = rows_of(job.extents), job.chunk_starts.tolist()
+    assert [everything[begin:end] for begin, end in pairwise(starts)] == expected
+
+
+@pytest.mark.parametrize("make_layout", LAYOUTS)
+@pytest.mark.parametrize("coalesce", [False, True])
+def test_bytes_stored_by_extents_come_back_by_extents(make_layout: object, coalesce: bool) -> None:
+    """Gathering by the extents gives the documented payload, and scattering it into other blocks restores them."""
+    assert callable(make_layout)
+    layout: KVLayout = make_layout(5)
+    random = np.random.default_rng(0)
+    memory = [random.integers(0, 256, tensor.span_bytes, dtype=np.uint8) for tensor in layout.tensors]
+    for position, group in enumerate(layout.groups):
+        source = np.array([7, 8, 9, 30, 2], dtype=np.int32)
+        payload = np.zeros(5 * group.block_bytes, dtype=np.uint8)
+        for tensor, offset, at, length in rows_of(chunk_extents(layout, position, source, 0, coalesce=coalesce)):
+            payload[at : at + length] = memory[tensor][offset : offset + length]
+        pages = [
+            memory[tensor][block * layout.tensors[tensor].stride_bytes :][:page_bytes]
+            for block in source.tolist()
+            for tensor, page_bytes in group.refs
+        ]
+        np.testing.assert_array_equal(payload, np.concatenate(pages))
+
+        restored = [np.zeros_like(tensor) for tensor in memory]
+        for tensor, offset, at, length in rows_of(chunk_extents(layout, position, source[2:], 2, coalesce=coalesce)):
+            restored[tensor][offset : offset + length] = payload[at : at + length]
+        for block in range(NUM_BLOCKS):
+            for tensor, page_bytes in group.refs:
+                begin = block * layout.tensors[tensor].stride_bytes
+                page = restored[tensor][begin : begin + page_bytes]
+                if block in source[2:]:
+                    np.testing.assert_array_equal(page, memory[tensor][begin : begin + page_bytes])
+                else:
+                    assert not page.any()
+
+
+def test_consecutive_packed_blocks_are_one_extent() -> None:
+    """The block-outermost layout is worth having because of this."""
+    extents = chunk_extents(packed_blocks(16), 0, np.arange(3, 19, dtype=np.int32), 0)
+    assert rows_of(extents) == [(0, 3 * 96, 0, 16 * 96)]
+
+
+def test_extents_of_different_chunks_are_never_joined() -> None:
+    """Even where the second begins, in memory and in its own payload, exactly where the first ended."""
+    halves = [ChunkBlocks(0, 0, np.array([4, 5]), 0), ChunkBlocks(1, 0, np.array([6, 7]), 2)]
+    job = job_extents(packed_blocks(4), halves)
+    assert job.chunk_starts.tolist() == [0, 1, 2]
+    assert rows_of(job.extents) == [(0, 4 * 96, 0, 192), (0, 6 * 96, 192, 192)]
+
+
+def test_an_empty_job_has_no_extents() -> None:
+    job = job_extents(packed_blocks(4), [])
+    assert job.chunk_starts.tolist() == [0]
+    assert rows_of(job.extents) == []
+
+
+@pytest.mark.parametrize(
+    ("group", "block_ids", "first_block", "words"),
+    [
+        (0, [0, NUM_BLOCKS], 0, "block ids 0 to 40 of a KV cache of 40 blocks"),
+        (0, [-1, 3], 0, "block ids -1 to 3"),
+        (0, [1, 2], 3, "blocks 3 to 5 of a chunk of 4"),
+        (0, [1, 2], -1, "blocks -1 to 1"),
+        (0, [], 0, "blocks 0 to 0"),
+        (2, [1], 0, "group 2 of 2"),
+    ],
+)
+def test_blocks_that_do_not_exist_are_refused(group: int, block_ids: list[int], first_block: int, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        chunk_extents(packed_blocks(4), group, np.array(block_ids, dtype=np.int32), first_block)
+
+
+def test_the_smallest_tensor_of_a_group_limits_its_block_ids() -> None:
+    layout = KVLayout((region(8), region(8, num_blocks=3)), (GroupLayout(((0, 8), (1, 8))),), 4)
+    with pytest.raises(LayoutError, match="3 blocks"):
+        chunk_extents(layout, 0, np.array([3], dtype=np.int32), 0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "refs", "blocks_per_chunk", "words"),
+    [
+        ((region(8),), ((1, 8),), 4, "tensor 1 of 1"),
+        ((region(8),), ((0, 9),), 4, "9 bytes of the pages of tensor 0, which have 8"),
+        ((region(8),), ((0, 0),), 4, "0 bytes"),
+        ((region(8),), (), 4, "no refs"),
+        ((region(9, 8),), ((0, 8),), 4, "9 bytes, 8 apart"),
+        ((region(8, num_blocks=0),), ((0, 8),), 4, "0 pages"),
+        ((region(8),), ((0, 8),), 0, "chunk of 0 blocks"),
+        ((region(8),), ((0, 8),), MAX_BLOCKS_PER_CHUNK + 1, "1 to 487"),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused(
+    tensors: tuple[RegionSpec, ...], refs: tuple[tuple[int, int], ...], blocks_per_chunk: int, words: str
+) -> None:
+    with pytest.raises(LayoutError, match=words):
+        KVLayout(tensors, (GroupLayout(refs),), blocks_per_chunk)
+
+
+def test_slots_and_blocks_have_the_size_of_the_unpadded_pages() -> None:
+    layout = aliased_hybrid(40)
+    assert [group.block_bytes for group in layout.groups] == [128, 64, 74]
+    assert [layout.slot_bytes(group) for group in range(3)] == [slot_bytes(40, size) for size in (128, 64, 74)]
+
+
+def test_direct_needs_every_address_offset_and_length_aligned() -> None:
+    group = (GroupLayout(((0, 4096), (1, 4096))),)
+    for stride, page, second_base, direct in (
+        (4096, 4096, 1 << 20, True),
+        (8192, 4096, 1 << 20, True),
+        (4096, 4096, (1 << 20) + 512, False),
+        (4608, 4096, 1 << 20, False),
+    ):
+        tensors = (region(page, stride, base_address=1 << 16), region(page, stride, base_address=second_base))
+        layout = KVLayout(tensors, group, 4)
+        bases = np.array([tensor.base_address for tensor in tensors])
+        extents = chunk_extents(layout, 0, np.array([5, 6, 11]), 1)
+        assert is_direct_capable(extents, 4096, bases) is direct
+        assert layout.is_group_direct_capable(0, 4096) is direct
+        assert is_direct_capable(extents, 1, bases)
+    with pytest.raises(LayoutError, match="power of two"):
+        is_direct_capable(extents, 3000, bases)
+    unpadded = KVLayout(tensors, (GroupLayout(((0, 4000),)),), 4)
+    assert not unpadded.is_group_direct_capable(0, 4096)
+
+
+# From a job's numbers to the blocks of each chunk.
+
+
+def test_sub_blocks_of_chunks_0_1_3_with_the_first_skipped() -> None:
+    """A case that others got wrong: chunks of four blocks each, the first sub-block left out."""
+    assert sub_block_ids([0, 1, 3], 4, 1, 11).tolist() == [1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=8), st.integers(1, 7), st.data())
+def test_sub_blocks_are_those_of_the_model(chunk_ids: list[int], blocks_per_chunk: int, data: st.DataObject) -> None:
+    skip = data.draw(st.integers(0, blocks_per_chunk - 1))
+    least = (len(chunk_ids) - 1) * blocks_per_chunk + 1 - skip
+    count = data.draw(st.integers(max(1, least), len(chunk_ids) * blocks_per_chunk - skip))
+    everything = [chunk * blocks_per_chunk + block for chunk in chunk_ids for block in range(blocks_per_chunk)]
+    assert sub_block_ids(chunk_ids, blocks_per_chunk, skip, count).tolist() == everything[skip : skip + count]
+
+
+@pytest.mark.parametrize(("skip", "count"), [(0, 13), (1, 12), (0, 8), (1, 7), (4, 8), (-1, 12), (0, 0)])
+def test_sub_blocks_that_do_not_end_in_the_last_chunk_are_refused(skip: int, count: int) -> None:
+    with pytest.raises(LayoutError):
+        sub_block_ids([0, 1, 3], 4, skip, count)
+
+
+def plain(chunks: Sequence[ChunkBlocks]) -> list[tuple[int, int, list[int], int]]:
+    assert all(chunk.block_ids.dtype == np.int32 for chunk in chunks)
+    return [(chunk.key_index, chunk.group, chunk.block_ids.tolist(), chunk.first_block) for chunk in chunks]
+
+
+def test_a_load_may_begin_and_end_inside_a_chunk() -> None:
+    """Block 5 of the request is block 1 of its second chunk; the last chunk is needed for one block only."""
+    chunks = split_job([0, 0, 0], np.arange(10, 18), [8], [5], [0], blocks_per_chunk=4)
+    assert plain(chunks) == [(0, 0, [10, 11, 12], 1), (1, 0, [13, 14, 15, 16], 0), (2, 0, [17], 0)]
+
+
+def test_a_load_may_touch_only_the_tail_of_one_chunk() -> None:
+    assert plain(split_job([0], np.array([7]), [1], [7], [0], blocks_per_chunk=4)) == [(0, 0, [7], 3)]
+
+
+def test_groups_are_told_apart_by_their_keys_group_ids() -> None:
+    """Positions and ids differ where a group is not offloaded; a group may have nothing in a job."""
+    ids = np.array([1, 2, 3, 4, 9, 8])
+    chunks = split_job([2, 2, 7], ids, [4, 0, 2], [0, 0, 6], [2, 5, 7], blocks_per_chunk=2, require_full_tail=True)
+    assert plain(chunks) == [(0, 0, [1, 2], 0), (1, 0, [3, 4], 0), (2, 2, [9, 8], 0)]
+
+
+def test_a_store_may_begin_inside_its_first_chunk() -> None:
+    """The sliding window has left the first block behind."""
+    chunks = split_job([0, 0], np.array([5, 6, 7]), [3], [1], [0], blocks_per_chunk=2, require_full_tail=True)
+    assert plain(chunks) == [(0, 0, [5], 1), (1, 0, [6, 7], 0)]
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.booleans(), st.data())
+def test_blocks_are_dealt_out_as_in_the_model(
+    blocks_per_chunk: int, chunk_counts: list[int], is_store: bool, data: st.DataObject
+) -> None:
+    """Fill the chunks block by block, group after group, and compare; keys of the groups in any interleaving."""
+    key_groups = data.draw(st.permutations([g + 10 for g, count in enumerate(chunk_counts) for _ in range(count)]))
+    expected: dict[int, tuple[int, int, list[int], int]] = {}
+    group_sizes, block_indices, next_id = [], [], 100
+    for group, count in enumerate(chunk_counts):
+        skip = data.draw(st.integers(0, blocks_per_chunk - 1)) if count else 0
+        short = data.draw(st.integers(0, blocks_per_chunk - 1 - (skip if count == 1 else 0))) if count else 0
+        size = count * blocks_per_chunk - skip - (0 if is_store else short)
+        group_sizes.append(size)
+        block_indices.append(skip + blocks_per_chunk * data.draw(st.integers(0, 3)))
+        keys = [index for index, key_group in enumerate(key_groups) if key_group == group + 10]
+        for number in range(skip, skip + size):
+            key = keys[number // blocks_per_chunk]
+            expected.setdefault(key, (key, group, [], number % blocks_per_chunk))[2].append(next_id)
+            next_id += 1
+    found = split_job(
+        key_groups,
+        np.arange(100, next_id),
+        group_sizes,
+        block_indices,
+        [g + 10 for g in range(len(chunk_counts))],
+        blocks_per_chunk=blocks_per_chunk,
+        require_full_tail=is_store,
+    )
+    assert plain(found) == [expected[key] for key in sorted(expected)]
+
+
+@pytest.mark.parametrize(
+    ("key_groups", "ids", "numbers", "is_store", "words"),
+    [
+        ([0], [1, 2, 3], ([3], [0], [0]), True, "do not fill 1 chunks of 4"),
+        ([0, 0], [1, 2, 3, 4, 5, 6, 7], ([7], [0], [0]), True, "do not fill 2 chunks"),
+        ([0, 0], [1, 2, 3, 4], ([4], [0], [0]), False, "do not end in the last of 2 chunks"),
+        ([0], [1, 2, 3, 4], ([4], [1], [0]), False, "do not end in the last of 1 chunks"),
+        ([0], [1], ([1], [-1], [0]), False, "begins with block -1"),
+        ([1], [1], ([1], [0], [0]), False, "group 1; the job has"),
+        ([0], [1, 2], ([1], [0], [0]), False, "group sizes"),
+        ([0], [1], ([1, 0], [0], [0]), False, "2 group sizes, 1 block indices"),
+        ([0], [1], ([1, 0], [0, 0], [0, 0]), False, "repeat"),
+        ([0], [], ([0], [0], [0]), False, "0 blocks"),
+        ([], [1], ([1], [0], [0]), False, "of 0 chunks"),
+        ([0], [1], ([2, -1], [0, 0], [0, 1]), False, "group sizes"),
+    ],
+)
+def test_a_job_whose_numbers_do_not_fit_is_refused(
+    key_groups: list[int], ids: list[int], numbers: tuple[list[int], list[int], list[int]], is_store: bool, words: str
+) -> None:
+    """Holes in a sliding window show up like this: too few blocks for the keys, and no telling where they miss."""
+    # ``numbers``: group sizes, block indices, group ids.
+    block_ids: npt.NDArray[np.int32] = np.array(ids, dtype=np.int32)
+    with pytest.raises(LayoutError, match=words):
+        split_job(key_groups, block_ids, *numbers, blocks_per_chunk=4, require_full_tail=is_store)
