@@ -7,11 +7,12 @@ Ownership: owns the tier's directory (and its lock), index, slot allocator and d
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nixl_offload.config import FileTier as FileTierConfig
-from nixl_offload.errors import IndexStateError
+from nixl_offload.errors import IndexStateError, TierError
 from nixl_offload.index import Index, State
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.namespace import Namespace
@@ -20,6 +21,9 @@ from nixl_offload.tiers.slab import SlabAllocator
 from nixl_offload.types import Key, Location
 
 logger = logging.getLogger(__name__)
+
+HEAL_EVERY_S = 5.0
+"""A directory that vanished is looked for this often, and only while stores fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +41,23 @@ class FileTier:
     """Slots of a slab, one index for all ranks. Every method returns at once and never raises for reasons of storage."""
 
     def __init__(
-        self, position: int, directory: TierDirectory, index: Index, allocator: SlabAllocator, durable: DurableIndex
+        self,
+        position: int,
+        place: SlabPlace,
+        index: Index,
+        allocator: SlabAllocator,
+        durable: DurableIndex,
+        directory: TierDirectory | None = None,
     ) -> None:
+        """Put the parts together; ``open`` is the usual way. ``directory`` is closed with the tier."""
+        self.place = place
         self._position = position
         self._directory = directory
         self._index = index
         self._allocator = allocator
         self._durable = durable
-        self.place = SlabPlace(
-            directory=str(directory.namespace_path),
-            namespace=directory.namespace.digest,
-            rank_bytes=allocator.rank_bytes,
-            extent_bytes=allocator.extent_bytes,
-        )
+        self._next_heal_s = 0.0
+        self._healer: threading.Thread | None = None
 
     @classmethod
     def open(
@@ -70,7 +78,7 @@ class FileTier:
         """
         directory = TierDirectory.open(
             config.path,
-            capacity_bytes=config.capacity,
+            capacity_bytes=config.capacity_bytes,
             namespace=namespace,
             slot_classes=slot_classes,
             world_size=world_size,
@@ -78,9 +86,9 @@ class FileTier:
             dp_size=dp_size,
         )
         try:
-            allocator = SlabAllocator(directory.rank_bytes, slot_classes)
+            allocator = SlabAllocator(directory.rank_bytes, slot_classes, directory.extent_bytes)
             geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(world_size)}
-            durable, rows = DurableIndex.open(directory.index_path, geometry)
+            durable, rows = DurableIndex.open(str(directory.index_path), geometry)
         except BaseException:
             directory.close()
             raise
@@ -106,7 +114,13 @@ class FileTier:
             world_size,
             f", {len(stale)} index rows dropped" if stale else "",
         )
-        return cls(position, directory, index, allocator, durable)
+        place = SlabPlace(
+            directory=str(directory.namespace_path),
+            rank_namespaces=tuple(namespace.rank_digest(rank) for rank in range(world_size)),
+            rank_bytes=allocator.rank_bytes,
+            extent_bytes=allocator.extent_bytes,
+        )
+        return cls(position, place, index, allocator, durable, directory)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -161,17 +175,39 @@ class FileTier:
             self._free(freed)
 
     def clear(self) -> list[Key]:
-        """Drop everything; returns the keys whose slots were free at once."""
-        freed = self._index.clear()
-        for key, location in freed:
+        """Drop everything, now and for the next start; returns the keys whose slots were free at once."""
+        for key in self._index.keys_between(0, self.place.rank_bytes):
             self._durable.delete(key)
+        freed = self._index.clear()
+        for _, location in freed:
             self._free(location)
         return [key for key, _ in freed]
 
+    def heal(self, now_s: float) -> None:
+        """After failed stores: see on a thread of its own whether the directory vanished, and take it into possession again.
+
+        At most one such thread, at most every ``HEAL_EVERY_S`` seconds (``now_s``: monotonic). Never raises.
+        """
+        if self._directory is None or now_s < self._next_heal_s:
+            return
+        self._next_heal_s = now_s + HEAL_EVERY_S
+        self._healer = threading.Thread(target=self._restore, args=(self._directory,), name="nixl-offload-heal")
+        self._healer.start()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Write the durable twin out and release the lock. Idempotent."""
+        if self._healer is not None:
+            self._healer.join()
         self._durable.close(timeout_s)
-        self._directory.close()
+        if self._directory is not None:
+            self._directory.close()
+
+    @staticmethod
+    def _restore(directory: TierDirectory) -> None:
+        try:
+            directory.restore()
+        except TierError as error:
+            logger.debug("%s", error)
 
     def _make_room(self, slot_bytes: int, evicted: list[Key]) -> int | None:
         starved = self._allocator.reclaimable(slot_bytes)

@@ -134,6 +134,8 @@ class NixlOffloadManager(OffloadingManager):
             return
         for ticket, report in reports.items():
             settled = self._catalog.report(ticket, report.ranks, report.failures)
+            if settled is not None and settled.is_store and Outcome.FAILED in settled.failed.values():
+                self._tier_heal()
             if settled is not None and settled.failed:
                 counts: dict[Outcome, int] = {}
                 for outcome in settled.failed.values():
@@ -166,6 +168,10 @@ class NixlOffloadManager(OffloadingManager):
         """Write the durable index out and release the directory's lock."""
         if self._tier is not None:
             self._tier.close()
+
+    def _tier_heal(self) -> None:
+        assert self._tier is not None
+        self._tier.heal(time.monotonic())
 
     def _collect_events(self) -> None:
         assert self._catalog is not None

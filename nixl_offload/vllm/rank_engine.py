@@ -12,6 +12,7 @@ import torch
 
 from nixl_offload.config import Config, FileTier
 from nixl_offload.engine import Engine
+from nixl_offload.errors import NotSupportedError
 from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.movers.select import open_mover
@@ -32,12 +33,14 @@ def open_engine(
     )
     slab.open()
     kind = MemoryKind.VRAM if tensors[0].is_cuda else MemoryKind.DRAM
-    mover = open_mover(tier.mover, memory_kind=kind, directory=place.directory, posix_api=tier.posix_api)
+    if tier.mover == "kvikio":
+        raise NotSupportedError("mover: kvikio is not built yet; use auto, gds_mt, gds or posix")
+    opened = open_mover(tier.mover, memory_kind=kind, directory=place.directory, posix_api=tier.posix_api)
     return Engine(
         tensors=tensors,
         layout=layout,
         slab=slab,
-        mover=mover,
+        mover=opened.mover,
         rank_namespace=place.rank_namespaces[rank],
         staging_bytes=config.staging_bytes,
         verify=config.verify,

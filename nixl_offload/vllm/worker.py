@@ -81,7 +81,6 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._config = config
         self._rank = offloading.parallel.rank
         self._group_ids = tuple(group.group_id for group in offloading.groups)
-        self._positions = {group: position for position, group in enumerate(self._group_ids)}
         self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
         self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
         self._engine: Engine | None = None
@@ -163,14 +162,14 @@ class NixlOffloadingWorker(OffloadingWorker):
             blocks.group_sizes,
             blocks.block_indices,
             self._group_ids,
-            self.layout.blocks_per_chunk,
+            blocks_per_chunk=self.layout.blocks_per_chunk,
             require_full_tail=is_store,
         )
         return tuple(
             ChunkIO(
                 spec.keys[part.key_index],
                 spec.locations[part.key_index],
-                self._positions[part.group],
+                part.group,
                 part.block_ids,
                 part.first_block,
             )
@@ -227,7 +226,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         received: set[str] = set()
         for item in self.rank_worker.take_results():
             job, result = item.job, item.result
-            failures = {
+            failures: dict[int, Outcome] = {
                 position: outcome for position, outcome in enumerate(result.outcomes) if outcome is not Outcome.OK
             }
             self._report.mark_completed(result.job_id)

@@ -1,0 +1,164 @@
+"""The catalog's decisions, with the real index and slot allocator behind a tier that has no disk.
+
+Proves: a chunk is served only after every rank stored it; one rank's failure drops it; a failed load drops it too; no
+location is handed out twice while a ticket is open, resets included; stores are shed, never queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.catalog import Catalog, Lookup
+from nixl_offload.index import DurableIndex, Index, State
+from nixl_offload.tiers.file import FileTier, SlabPlace
+from nixl_offload.tiers.slab import SlabAllocator
+from nixl_offload.types import Key, Outcome
+
+SLOT = 8192
+
+
+MakeCatalog = Callable[..., Catalog]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeCatalog]:
+    """Return a maker of catalogs over one file tier; closes their durable twins."""
+    opened: list[FileTier] = []
+
+    def build(slots: int = 8, world_size: int = 1, backlog: int = 1 << 30) -> Catalog:
+        place = SlabPlace(
+            directory=str(tmp_path), rank_namespaces=(b"n" * 32,), rank_bytes=slots * SLOT, extent_bytes=SLOT
+        )
+        twin, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
+        tier = FileTier(0, place, Index(), SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), twin)
+        opened.append(tier)
+        return Catalog([tier], world_size=world_size, slot_bytes=lambda key: SLOT, store_backlog_bytes=backlog)
+
+    yield build
+    for tier in opened:
+        tier.close()
+
+
+def _key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big") + bytes(4))
+
+
+def _store(catalog: Catalog, *numbers: int) -> None:
+    grant = catalog.reserve([_key(number) for number in numbers], 0.0)
+    assert grant is not None
+    catalog.report(grant.ticket, 1, {})
+
+
+def test_a_chunk_is_served_only_after_all_ranks_have_stored_it(make: MakeCatalog) -> None:
+    catalog = make(world_size=2)
+    grant = catalog.reserve([_key(1)], 0.0)
+    assert grant is not None
+    assert catalog.lookup(_key(1), 0.1) is Lookup.PENDING
+    assert catalog.report(grant.ticket, 1, {}) is None
+    assert catalog.lookup(_key(1), 0.1) is Lookup.PENDING
+    assert catalog.report(grant.ticket, 1, {}) is not None
+    assert catalog.lookup(_key(1), 0.1) is Lookup.HIT
+    assert catalog.take_changes() == ([_key(1)], [])
+
+
+def test_one_failed_rank_drops_the_chunk_and_keeps_its_siblings(make: MakeCatalog) -> None:
+    catalog = make(world_size=2)
+    grant = catalog.reserve([_key(1), _key(2)], 0.0)
+    assert grant is not None
+    catalog.report(grant.ticket, 1, {0: Outcome.FAILED})
+    settled = catalog.report(grant.ticket, 1, {})
+    assert settled is not None
+    assert settled.failed == {_key(1): Outcome.FAILED}
+    assert catalog.lookup(_key(1), 0.0) is Lookup.MISS
+    assert catalog.lookup(_key(2), 0.0) is Lookup.HIT
+    again = catalog.reserve([_key(1), _key(2)], 0.0)
+    assert again is not None
+    assert again.keys == (_key(1),), "the damaged chunk is stored anew, the good one is not"
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED])
+def test_a_failed_load_drops_the_chunk(make: MakeCatalog, outcome: Outcome) -> None:
+    catalog = make()
+    _store(catalog, 1, 2)
+    grant = catalog.prepare_load([_key(1), _key(2)], 0.0)
+    catalog.report(grant.ticket, 1, {1: outcome})
+    assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
+    assert catalog.lookup(_key(2), 0.0) is Lookup.MISS
+
+
+def test_a_load_given_up_for_load_shedding_keeps_the_chunk(make: MakeCatalog) -> None:
+    catalog = make()
+    _store(catalog, 1)
+    grant = catalog.prepare_load([_key(1)], 0.0)
+    catalog.report(grant.ticket, 1, {0: Outcome.DROPPED})
+    assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
+
+
+def test_a_chunk_that_is_gone_gets_a_location_nobody_can_read(make: MakeCatalog) -> None:
+    catalog = make()
+    grant = catalog.prepare_load([_key(9)], 0.0)
+    assert grant.locations[0].offset < 0
+    catalog.report(grant.ticket, 1, {0: Outcome.FAILED})
+    assert catalog.open_tickets == 0
+
+
+def test_a_pinned_chunk_is_not_evicted_and_its_slot_not_reused(make: MakeCatalog) -> None:
+    catalog = make(slots=2)
+    _store(catalog, 1, 2)
+    load = catalog.prepare_load([_key(1)], 0.0)
+    grant = catalog.reserve([_key(3), _key(4)], 0.0)
+    assert grant is not None
+    assert grant.keys == (_key(3),), "only one slot could be had: the other is being read"
+    assert load.locations[0] not in grant.locations
+    assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
+
+
+def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(make: MakeCatalog) -> None:
+    catalog = make(slots=2)
+    _store(catalog, 1)
+    loading = catalog.prepare_load([_key(1)], 0.0)
+    storing = catalog.reserve([_key(2)], 0.0)
+    assert storing is not None
+    catalog.clear()
+    assert catalog.lookup(_key(1), 0.0) is Lookup.MISS
+    assert catalog.lookup(_key(2), 0.0) is Lookup.MISS
+    assert catalog.reserve([_key(3)], 0.0) is None, "both slots are still in somebody's hands"
+    catalog.report(loading.ticket, 1, {})
+    catalog.report(storing.ticket, 1, {})
+    assert catalog.lookup(_key(2), 0.0) is Lookup.MISS, "stored before the reset, so never served after it"
+    grant = catalog.reserve([_key(3), _key(4)], 0.0)
+    assert grant is not None
+    assert set(grant.locations) == {*loading.locations, *storing.locations}
+
+
+def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeCatalog) -> None:
+    catalog = make(backlog=2 * SLOT)
+    grant = catalog.reserve([_key(number) for number in range(5)], 0.0)
+    assert grant is not None
+    assert grant.keys == (_key(0), _key(1)), "a prefix is worth keeping, a suffix is not"
+    assert catalog.reserve([_key(7)], 0.0) is None
+    catalog.report(grant.ticket, 1, {})
+    assert catalog.reserve([_key(7)], 0.0) is not None
+
+
+def test_stuck_storage_does_not_hold_requests_back(make: MakeCatalog) -> None:
+    catalog = make()
+    catalog.reserve([_key(1)], 10.0)
+    assert catalog.lookup(_key(1), 11.0) is Lookup.PENDING
+    assert catalog.lookup(_key(1), 13.0) is Lookup.MISS
+
+
+def test_reports_of_unknown_tickets_are_ignored(make: MakeCatalog) -> None:
+    assert make().report(77, 1, {0: Outcome.FAILED}) is None
+
+
+def test_eviction_tells_what_was_removed(make: MakeCatalog) -> None:
+    catalog = make(slots=1)
+    _store(catalog, 1)
+    _store(catalog, 2)
+    assert catalog.take_changes() == ([_key(1), _key(2)], [_key(1)])
+    assert catalog._tiers[0].state(_key(1)) is None
+    assert catalog._tiers[0].state(_key(2)) is State.READY
