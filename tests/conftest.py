@@ -1,0 +1,70 @@
+"""Rules for every test: GPU tests run only where a GPU is, and no test leaves a thread or a child process behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_GRACE_S = 5.0
+_FOREIGN_THREADS = ("TMonitor",)
+"""Classes of daemon threads that third parties start once per process and never stop (tqdm)."""
+_FOREIGN_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` on a machine without one."""
+    wanted = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanted or _has_gpu():
+        return
+    for item in wanted:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail the test when a thread or a child process that it started is alive some seconds after it."""
+    threads, children = set(threading.enumerate()), _children()
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while True:
+        left = [thread.name for thread in threading.enumerate() if thread not in threads and not _is_foreign(thread)]
+        left += [name for pid, name in _children().items() if pid not in children and not _is_foreign_child(name)]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    if left:
+        pytest.fail(f"left behind: {', '.join(left)}")
+
+
+def _has_gpu() -> bool:
+    torch = pytest.importorskip("torch")
+    return bool(torch.cuda.is_available())
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    return type(thread).__name__ in _FOREIGN_THREADS
+
+
+def _is_foreign_child(name: str) -> bool:
+    return any(foreign in name for foreign in _FOREIGN_CHILDREN)
+
+
+def _children() -> dict[int, str]:
+    """Return pid and command line of this process's children, zombies included."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:
+            continue
+        for pid in pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            found[int(pid)] = f"process {pid} ({command.strip()[:120] or 'zombie'})"
+    return found

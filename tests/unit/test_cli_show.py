@@ -1,0 +1,122 @@
+"""``nixl-offload show``: what it prints can be fed back, vLLM accepts it, and errors are messages with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nixl_offload import __version__
+from nixl_offload.cli.main import main
+from nixl_offload.config import load_config, parse_config
+
+TEXT = "tiers: [{kind: file, path: /mnt/nvme/kv, capacity: 1.5GB}]\nvllm: {offload_prompt_only: false}\n"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config in the current directory, so that ``kv.yaml`` alone names it."""
+    path = tmp_path / "kv.yaml"
+    path.write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_what_is_printed_can_be_read_back(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "kv.yaml"]) == 0
+    checked, _, option = capsys.readouterr().out.partition("# for vLLM:\n")
+    assert parse_config(yaml.safe_load(checked)) == load_config(file)
+    name, transfer = shlex.split(option)
+    assert name == "--kv-transfer-config"
+    assert json.loads(transfer)["kv_connector_extra_config"] == {"config": str(file), "offload_prompt_only": False}
+
+
+def test_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--json", "kv.yaml"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["config"]["tiers"][0]["capacity"] == "1.5GB"
+    assert main(["show", "--kv-transfer-config", "kv.yaml"]) == 0
+    assert json.loads(capsys.readouterr().out) == shown["kv_transfer_config"]
+
+
+@pytest.mark.slow
+def test_vllm_accepts_the_transfer_config(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own, because importing vLLM warns and starts threads."""
+    pytest.importorskip("torch")
+    main(["show", "--kv-transfer-config", str(file)])
+    code = (
+        "import json, sys; from vllm.config import KVTransferConfig; c = KVTransferConfig(**json.loads(sys.argv[1])); "
+        "print(c.is_kv_transfer_instance, c.kv_connector, c.kv_load_failure_policy); "
+        "print(c.kv_connector_extra_config['config'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, capsys.readouterr().out], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["True NixlOffloadConnector recompute", str(file)]
+
+
+def test_a_wrong_config_is_a_message_and_exit_code_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("tiers: [{kind: memory, capacity: 1GiB}]\nchunk: 3\n")
+    assert main(["show", "kv.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "nixl-offload: kv.yaml:1: tiers[0].kind: 'memory' is not available in nixl-offload 0.1; available: file",
+        captured.err.splitlines()[1],
+    ]
+    assert captured.err.splitlines()[1].startswith("kv.yaml:2: chunk: unknown field")
+
+
+def test_a_missing_file_is_a_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "/nonexistent/kv.yaml"]) == 2
+    assert capsys.readouterr().err == "nixl-offload: /nonexistent/kv.yaml: cannot be read: No such file or directory\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["shwo"], ["show"], ["show", "--json", "--kv-transfer-config", "x"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: nixl-offload" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in (
+        (["--version"], f"nixl-offload {__version__}\n"),
+        (["--help"], "nixl-offload show kv.yaml"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+def test_a_reader_that_goes_away_is_no_traceback(file: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m nixl_offload.cli.main show {shlex.quote(str(file))} | true"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+
+
+def test_needs_neither_vllm_nor_torch(file: Path) -> None:
+    """So that ``show`` is quick, and works on a machine that only holds the configs."""
+    code = (
+        "import sys; from nixl_offload.cli.main import main; code = main(['show', sys.argv[1]]); "
+        "sys.exit(code or bool({'torch', 'vllm', 'nixl'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_are_valid(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(example)]) == 0
+    assert capsys.readouterr().out

@@ -1,0 +1,394 @@
+"""Config: what is accepted, what it becomes, and that every refusal says line, path, value and what is allowed."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_offload.config import (
+    Config,
+    FileTier,
+    blocks_per_chunk,
+    from_extra_config,
+    kv_transfer_config,
+    load_config,
+    merge_extra_config,
+    parse_config,
+)
+from nixl_offload.config import problems as config_problems
+from nixl_offload.errors import ConfigError
+from nixl_offload.units import format_duration, format_size, parse_duration, parse_size
+
+FILE_TIER: dict[str, Any] = {"kind": "file", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
+MINIMAL: dict[str, Any] = {"tiers": [FILE_TIER]}
+WHOLE = """\
+tenant: default
+chunk_tokens: 256
+verify: checksum
+on_load_failure: recompute
+staging: 256MiB
+tiers:
+  - {kind: memory, capacity: 32GiB, policy: lru}
+  - {kind: file, path: /mnt/nvme/kv, capacity: 500GiB, layout: slab, mover: auto, direct_io: true, policy: lru}
+  - {kind: s3, bucket: kv-cache, prefix: prod, endpoint: "https://s3.example", region: us-east-1, addressing: path, mover: auto, ttl: 7d}
+vllm: {offload_prompt_only: false, self_describing_kv_events: true}
+"""  # noqa: E501  # the file as a user would write it
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "kv.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(mapping: Any, source: str = "inline") -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(mapping, source)
+    return str(caught.value)
+
+
+def file_refusal(tmp_path: Path, text: str) -> str:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    return str(caught.value).replace(str(path), "kv.yaml")
+
+
+def everything_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lift the table of what this release builds, so that the rest of the schema can be tested now."""
+    monkeypatch.setattr(config_problems, "AVAILABLE", {"memory": {}, "file": {}, "s3": {}})
+
+
+def test_defaults() -> None:
+    config = parse_config(MINIMAL)
+    assert config.to_dict() == {
+        "tenant": "default",
+        "chunk_tokens": 256,
+        "verify": "checksum",
+        "on_load_failure": "recompute",
+        "staging": "256MiB",
+        "tiers": [
+            {
+                "kind": "file",
+                "path": "/mnt/nvme/kv",
+                "capacity": "500GiB",
+                "layout": "slab",
+                "mover": "auto",
+                "posix_api": "auto",
+                "direct_io": True,
+                "policy": "lru",
+            }
+        ],
+        "vllm": {},
+    }
+    tier = config.tiers[0]
+    assert isinstance(tier, FileTier)
+    assert tier.capacity_bytes == 500 << 30
+    assert config.staging_bytes == 256 << 20
+
+
+def test_the_whole_schema_is_read_and_rendered_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything_available(monkeypatch)
+    config = load_config(write(tmp_path, WHOLE))
+    assert [tier.kind for tier in config.tiers] == ["memory", "file", "s3"]
+    assert config.to_dict()["tiers"][2]["ttl"] == "7d"
+    assert config.vllm == {"offload_prompt_only": False, "self_describing_kv_events": True}
+    assert parse_config(config.to_dict()) == config
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = parse_config(MINIMAL)
+    with pytest.raises(ValueError, match="frozen"):
+        config.tenant = "other"  # type: ignore[misc]  # the point of the test
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"tiers": []}, "inline: tiers: is empty; allowed: one or more of memory, file, s3"),
+        ({"tiers": {"kind": "file"}}, "inline: tiers: {'kind': 'file'} is refused; allowed: a list"),
+        ({"tiers": [7]}, "inline: tiers[0]: 7 is refused; allowed: a mapping"),
+        ({"tiers": [{"path": "/a"}]}, "inline: tiers[0].kind: is required; allowed: memory, file, s3"),
+        (
+            {"tiers": [{**FILE_TIER, "kind": "fle"}]},
+            "inline: tiers[0].kind: 'fle' is unknown (did you mean 'file'?); allowed: memory, file, s3",
+        ),
+        (
+            {"tiers": [{"kind": "file", "path": "/a"}]},
+            "inline: tiers[0].capacity: is required; for example: capacity: ",
+        ),
+        ({"tiers": [{**FILE_TIER, "path": "kv"}]}, "inline: tiers[0].path: 'kv' is not an absolute path; allowed: "),
+        (
+            {"tiers": [{**FILE_TIER, "capacity": "1KiB"}]},
+            "inline: tiers[0].capacity: '1KiB' is too small; allowed: 8KiB",
+        ),
+        ({"tiers": [{**FILE_TIER, "capacity": True}]}, "inline: tiers[0].capacity: True is not a size; allowed: "),
+        ({"tiers": [{**FILE_TIER, "capacity": 1.5e9}]}, "inline: tiers[0].capacity: 1500000000.0 is not a size"),
+        (
+            {"tiers": [{**FILE_TIER, "direct_io": "yes"}]},
+            "inline: tiers[0].direct_io: 'yes' is refused; allowed: true or",
+        ),
+        (
+            {"tiers": [{**FILE_TIER, "policy": "s3fif"}]},
+            "inline: tiers[0].policy: 's3fif' is unknown (did you mean 's3fifo'?); allowed: lru, s3fifo",
+        ),
+        (
+            {"tiers": [{**FILE_TIER, "polcy": "lru"}]},
+            "inline: tiers[0].polcy: unknown field (did you mean 'policy'?); allowed: kind, path, capacity, ",
+        ),
+        ({"tenent": "a"}, "inline: tenent: unknown field (did you mean 'tenant'?); allowed: tenant, chunk_tokens, "),
+        ({"tenant": "a/../b"}, "inline: tenant: 'a/../b' is not a tenant name; allowed: 1 to 64 of "),
+        ({"chunk_tokens": "256"}, "inline: chunk_tokens: '256' is refused; allowed: a whole number"),
+        ({"chunk_tokens": 0}, "inline: chunk_tokens: 0 is too small; allowed: 1 or more"),
+        ({"verify": "none"}, "inline: verify: 'none' is unknown; allowed: checksum, header"),
+        ({"on_load_failure": "retry"}, "inline: on_load_failure: 'retry' is unknown; allowed: recompute, fail"),
+        ({"staging": "512KiB"}, "inline: staging: '512KiB' is too small; allowed: 1MiB or more"),
+        ({"vllm": {"block_size": 16}}, "inline: vllm.block_size: is set by nixl-offload; say chunk_tokens"),
+        ({"vllm": {"spec_name": "X"}}, "inline: vllm.spec_name: is set by nixl-offload itself; remove it"),
+        ({"vllm": {"a": float("nan")}}, "inline: vllm.a: nan cannot be handed to vLLM as JSON"),
+        ({"vllm": [1]}, "inline: vllm: [1] is refused; allowed: a mapping"),
+    ],
+)
+def test_refusals_name_path_value_and_what_is_allowed(change: dict[str, Any], expected: str) -> None:
+    message = refusal({**MINIMAL, **change})
+    assert message.startswith(expected)
+    assert "\n" not in message, "one fault, one line"
+
+
+def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+    message = file_refusal(
+        tmp_path,
+        "tenent: a\ntiers:\n  - kind: file\n    path: /mnt/kv\n    capacity: 500 gigs\nchunk_tokens: x\n",
+    )
+    assert [line.split(": ")[:2] for line in message.splitlines()] == [
+        ["kv.yaml:1", "tenent"],
+        ["kv.yaml:5", "tiers[0].capacity"],
+        ["kv.yaml:6", "chunk_tokens"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        (
+            {"kind": "memory", "capacity": "1GiB"},
+            "tiers[0].kind: 'memory' is not available in nixl-offload 0.1; available:",
+        ),
+        (
+            {"kind": "s3", "bucket": "b" * 9},
+            "tiers[0].kind: 's3' is not available in nixl-offload 0.1; available: file",
+        ),
+        ({"kind": "s3", "nonsense": 1}, "tiers[0].kind: 's3' is not available in nixl-offload 0.1; available: file"),
+        (
+            {**FILE_TIER, "layout": "tree"},
+            "tiers[0].layout: 'tree' is not available in nixl-offload 0.1; available: slab",
+        ),
+        (
+            {**FILE_TIER, "mover": "kvikio"},
+            "tiers[0].mover: 'kvikio' is not available in nixl-offload 0.1; available: auto",
+        ),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_in_a_sentence(tier: dict[str, Any], expected: str) -> None:
+    message = refusal({"tiers": [tier]})
+    assert message.startswith(f"inline: {expected}")
+    assert "\n" not in message, "other faults of such a tier are of no interest"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (["file", "memory"], "tiers[1]: 'memory' comes after 'file'; allowed: any of memory, file, s3, in this order"),
+        (["s3", "file"], "tiers[1]: 'file' comes after 's3'; allowed: "),
+        (["file", "file"], "tiers[1]: 'file' is given twice; allowed: "),
+        (["memory", "file", "memory"], "tiers[2]: 'memory' is given twice; allowed: "),
+    ],
+)
+def test_order_of_tiers(kinds: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything_available(monkeypatch)
+    tiers = {
+        "memory": {"kind": "memory", "capacity": "1GiB"},
+        "file": FILE_TIER,
+        "s3": {"kind": "s3", "bucket": "kv-cache"},
+    }
+    assert refusal({"tiers": [tiers[kind] for kind in kinds]}).startswith(f"inline: {expected}")
+
+
+@pytest.mark.parametrize("kinds", [["memory"], ["file"], ["s3"], ["memory", "s3"], ["memory", "file"], ["file", "s3"]])
+def test_any_subset_in_order_is_accepted(kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    everything_available(monkeypatch)
+    tiers = {
+        "memory": {"kind": "memory", "capacity": "1GiB"},
+        "file": FILE_TIER,
+        "s3": {"kind": "s3", "bucket": "kv-cache"},
+    }
+    assert [tier.kind for tier in parse_config({"tiers": [tiers[kind] for kind in kinds]}).tiers] == kinds
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        {"kind": "s3", "bucket": "kv-cache", "aws_secret_access_key": "hunter2"},
+        {"kind": "s3", "bucket": "kv-cache", "access_key": "hunter2"},
+        {"kind": "s3", "bucket": "kv-cache", "session_token": "hunter2"},
+        {"kind": "s3", "bucket": "kv-cache", "password": "hunter2"},
+        {"kind": "s3", "bucket": "kv-cache", "credentials": {"a": "hunter2"}},
+        {"kind": "s3", "bucket": "kv-cache", "endpoint": "https://me:hunter2@s3.example"},
+        {"kind": "s3", "bucket": "https://me:hunter2@s3.example/kv"},
+    ],
+)
+@pytest.mark.parametrize("available", [True, False])
+def test_credentials_are_refused_and_never_repeated(
+    tier: dict[str, Any], available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if available:
+        everything_available(monkeypatch)
+    message = refusal({"tiers": [tier]})
+    assert "hunter2" not in message
+    if len(tier) == 3 and "endpoint" not in tier:
+        assert "AWS chain" in message
+
+
+def test_credentials_in_the_passthrough_are_refused_too() -> None:
+    message = refusal({**MINIMAL, "vllm": {"deep": [{"secret_key": "hunter2"}]}})
+    assert message.startswith("inline: vllm.deep[0].secret_key: credentials are not part of this file")
+    assert "hunter2" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "kv.yaml: tiers: is required; for example: tiers: "),
+        ("- 1\n", "kv.yaml: [1] is not a mapping"),
+        ("tiers: [\n", "kv.yaml:2:1: not valid YAML: "),
+        ("tenant: a\ntenant: b\n", "kv.yaml:2: tenant: given twice, first in line 1; say it once"),
+        ("tiers:\n  - {kind: file, kind: s3}\n", "kv.yaml:2: tiers[0].kind: given twice"),
+        ("tiers: &a [*a]\n", "kv.yaml:1:12: not valid YAML: anchors and aliases are not supported here"),
+        ("1: 2\n", "kv.yaml:1: the file: the key '1' is not plain text"),
+        ("? [a]\n: b\n", "kv.yaml:1: the file: the key a collection is not plain text"),
+        ("a: !!python/object/apply:os.getcwd []\n", "kv.yaml:1:4: not valid YAML: could not determine a constructor"),
+        ("a: 2024-13-45\n", "kv.yaml: not valid YAML: month must be in 1..12"),
+        ("a: 1\n---\nb: 2\n", "kv.yaml:2:1: not valid YAML: "),
+        ("[" * 5000, "kv.yaml: nested too deeply"),
+    ],
+)
+def test_yaml_that_says_something_else_than_a_reader_sees(tmp_path: Path, text: str, expected: str) -> None:
+    assert file_refusal(tmp_path, text).startswith(expected)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"tenant: \xff\n")
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text"):
+        load_config(tmp_path / "bytes.yaml")
+
+
+def test_extra_config_names_a_file_or_holds_the_mapping(tmp_path: Path) -> None:
+    path = write(tmp_path, "tiers: [{kind: file, path: /mnt/nvme/kv, capacity: 500GiB}]\n")
+    assert from_extra_config({"config": str(path)}) == from_extra_config({"config": MINIMAL}) == parse_config(MINIMAL)
+    for extra in ({}, {"config": None}, {"config": 3}):
+        with pytest.raises(ConfigError, match=r"^kv_connector_extra_config\.config: .*allowed: the path"):
+            from_extra_config(extra)
+
+
+def test_passthrough_reaches_vllm_once() -> None:
+    config = parse_config({**MINIMAL, "vllm": {"offload_prompt_only": False}})
+    transfer = kv_transfer_config(config, "/etc/kv.yaml")
+    assert transfer == {
+        "kv_connector": "NixlOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": "/etc/kv.yaml", "offload_prompt_only": False},
+    }
+    assert merge_extra_config({"config": "x"}, config) == {"config": "x", "offload_prompt_only": False}
+    with pytest.raises(ConfigError, match=r"vllm\.offload_prompt_only: .*say it in one place"):
+        merge_extra_config({"config": "x", "offload_prompt_only": True}, config)
+
+
+def test_failure_policy_reaches_vllm() -> None:
+    config = parse_config({**MINIMAL, "on_load_failure": "fail"})
+    assert kv_transfer_config(config, "/etc/kv.yaml")["kv_load_failure_policy"] == "fail"
+
+
+def test_blocks_per_chunk_never_rounds() -> None:
+    assert blocks_per_chunk(256, 16) == 16
+    assert blocks_per_chunk(16, 16) == 1
+    with pytest.raises(ConfigError, match=r"chunk_tokens: 100 is not a multiple .* 16 tokens; nearest: 96 or 112"):
+        blocks_per_chunk(100, 16)
+    with pytest.raises(ConfigError, match=r"nearest: 32$"):
+        blocks_per_chunk(16, 32)
+    with pytest.raises(ConfigError, match="block size is 0"):
+        blocks_per_chunk(16, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("500GiB", 500 << 30), ("1.5GB", 1_500_000_000), ("0.5 MiB", 1 << 19), ("7B", 7), (4096, 4096), ("2kB", 2000)],
+)
+def test_sizes(text: object, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "1e9", "500", "1.5B", "1 2GiB", "9000PiB", None, True, 2.0, b"1B"]
+)
+def test_not_sizes(text: object) -> None:
+    with pytest.raises(ValueError, match="allowed"):
+        parse_size(text)
+
+
+def test_a_misspelt_unit_is_guessed() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 500GiB\?"):
+        parse_size("500G")
+    with pytest.raises(ValueError, match=r"did you mean 2MiB\?"):
+        parse_size("2mib")
+
+
+@given(st.integers(min_value=0, max_value=2**63 - 1) | st.integers(0, 8191).map(lambda n: n << 40))
+def test_sizes_survive_rendering(size_bytes: int) -> None:
+    assert parse_size(format_size(size_bytes)) == size_bytes
+
+
+def test_durations() -> None:
+    assert parse_duration("7d") == 7 * 86400
+    assert parse_duration("1.5h") == 5400
+    assert parse_duration("250ms") == 0.25
+    for text in ("7", 7, "7 weeks", "", "-1s", None, "1d12h"):
+        with pytest.raises(ValueError, match="allowed"):
+            parse_duration(text)
+
+
+@given(st.integers(min_value=1, max_value=10**10))
+def test_durations_survive_rendering(duration_ms: int) -> None:
+    assert parse_duration(format_duration(duration_ms / 1000)) == duration_ms / 1000
+
+
+_YAML_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+_FIELDS = st.sampled_from(
+    ["tenant", "chunk_tokens", "verify", "on_load_failure", "staging", "tiers", "vllm", "kind", "path", "capacity"]
+)
+_TIERS = st.lists(
+    st.dictionaries(_FIELDS, _YAML_VALUES).flatmap(
+        lambda tier: st.sampled_from(["memory", "file", "s3"]).map(lambda kind: {**tier, "kind": kind})
+    ),
+    max_size=3,
+)
+
+
+@given(_YAML_VALUES | st.dictionaries(_FIELDS, _YAML_VALUES) | st.fixed_dictionaries({"tiers": _TIERS}))
+def test_whatever_is_written_it_is_a_config_or_a_config_error(data: Any) -> None:
+    """No input leads to another exception than ConfigError."""
+    with contextlib.suppress(ConfigError):
+        assert isinstance(parse_config(data), Config)
