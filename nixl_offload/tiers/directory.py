@@ -1,0 +1,311 @@
+"""The scheduler's hold on a file tier's directory: the lock, the namespace's place in it, and how large slabs may be.
+
+Threading: one owner, the scheduler's thread, at start and end; nothing here runs while requests are served, except
+``check`` and ``restore``. Ownership: whoever holds a ``TierDirectory`` is the only engine on that directory.
+
+    <path>/lock                        held as long as the engine lives
+    <path>/dp-<i>/…                    one such root per data-parallel engine, where there are several
+    <path>/<namespace>/manifest.json   for people, and for recognising the directory; its mtime is the last use
+    <path>/<namespace>/index.sqlite    the durable index
+    <path>/<namespace>/rank-00000.slab one slab per rank
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from nixl_offload.errors import ConfigError, TierError
+from nixl_offload.index.database import max_bytes
+from nixl_offload.namespace import Namespace
+from nixl_offload.tiers import foreign
+from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.oserrors import tier_error
+from nixl_offload.tiers.slab import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
+from nixl_offload.tiers.slab_file import make_private_directory, nearest_filesystem, rank_file_name
+from nixl_offload.types import PAGE_BYTES, align_up
+from nixl_offload.units import format_size
+
+logger = logging.getLogger(__name__)
+
+METADATA_SHARE: Final = 256
+"""One byte in so many is left for the filesystem's own bookkeeping of a slab: at worst a 16-byte record per 4 KiB."""
+_SMALL_FILES_BYTES: Final = 256 << 10
+_SMALL_FILES_PER_RANK_BYTES: Final = 2 * PAGE_BYTES
+_INDEX_NAME: Final = "index.sqlite"
+_RANK_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
+
+
+class TierDirectory:
+    """A locked directory with room for this namespace. Made by ``open``; give it back with ``close``."""
+
+    def __init__(self, namespace: Namespace, root: Path, locks: tuple[DirectoryLock, ...], dp_size: int) -> None:
+        """Use ``open``."""
+        self.namespace = namespace
+        self.root = root
+        self.namespace_path = root / namespace.name
+        self.index_path = self.namespace_path / _INDEX_NAME
+        self.rank_bytes = 0
+        """What each rank's slab may hold, in whole extents. The same for all ranks."""
+        self.extent_bytes = 0
+        """Size of the slab's extents; stays the same over restarts as long as it suits the capacity."""
+        self._locks = locks
+        self._dp_size = dp_size
+        self._filesystem = 0
+        self._manifest = ""
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        capacity_bytes: int,
+        namespace: Namespace,
+        slot_classes: Sequence[int],
+        world_size: int,
+        dp_index: int = 0,
+        dp_size: int = 1,
+        index_bytes: Callable[[int], int] = max_bytes,
+    ) -> TierDirectory:
+        """Lock ``path``, make room in it, and work out the slabs' size.
+
+        ``capacity_bytes`` holds for all that lies under ``path``: slabs of all ranks and data-parallel engines,
+        indexes, other namespaces. The latter are removed whole, least recently used first, while this namespace
+        cannot have half.
+        ``index_bytes`` bounds the durable index by its number of keys.
+        Raises TierError (``locked`` by another engine; ``full`` when others' files take the capacity; causes of the
+        operating system) and ConfigError (capacity too small for this model; names the least that would do).
+        """
+        base = Path(os.path.abspath(path))
+        root = base if dp_size == 1 else base / f"dp-{dp_index}"
+        with ExitStack() as undo:
+            try:
+                make_private_directory(root)
+                base_lock = DirectoryLock(base / "lock")
+                undo.callback(base_lock.release)
+                base_lock.acquire(shared=dp_size > 1)
+                locks = [base_lock]
+                if dp_size > 1:
+                    locks.append(DirectoryLock(root / "lock"))
+                    undo.callback(locks[-1].release)
+                    locks[-1].acquire()
+                directory = cls(namespace, root, tuple(locks), dp_size)
+                directory._settle(base, capacity_bytes, tuple(slot_classes), world_size, index_bytes)
+            except OSError as error:
+                raise tier_error(error, f"cannot use the directory {root}") from error
+            undo.pop_all()
+        return directory
+
+    def rank_path(self, rank: int) -> Path:
+        """Return where the slab of ``rank`` lies."""
+        return self.namespace_path / rank_file_name(rank)
+
+    def check(self) -> str | None:
+        """Return None while the lock is on the directory that bears the name; ``missing`` when it is not."""
+        held = all(lock.is_held() for lock in self._locks)
+        return None if held and self.namespace_path.is_dir() else "missing"
+
+    def restore(self) -> None:
+        """Take a directory that vanished into possession again: make it anew, on its filesystem only, and lock it.
+
+        No-op while ``check`` is content. Raises TierError: ``missing`` (its filesystem is gone), ``locked`` (another
+        engine was quicker: this one must not store any more), or a cause of the operating system.
+        """
+        if self.check() is None:
+            return
+        if nearest_filesystem(self.root) != self._filesystem:
+            raise TierError(f"the filesystem of {self.root} is not mounted", cause="missing")
+        try:
+            make_private_directory(self.root)
+            for lock in self._locks:
+                lock.acquire(shared=self._dp_size > 1 and lock is self._locks[0])
+            make_private_directory(self.namespace_path)
+            self._write_manifest()
+        except OSError as error:
+            raise tier_error(error, f"cannot make {self.namespace_path} again") from error
+
+    def measure_bytes(self) -> int:
+        """Return the real bytes under this engine's root now, the promise that ``capacity_bytes`` bounds."""
+        return foreign.tree_bytes(self.root)
+
+    def close(self) -> None:
+        """Release the locks. Idempotent. The bytes stay for the next engine."""
+        for lock in reversed(self._locks):
+            lock.release()
+
+    def _settle(
+        self,
+        base: Path,
+        capacity_bytes: int,
+        slot_classes: tuple[int, ...],
+        world_size: int,
+        index_bytes: Callable[[int], int],
+    ) -> None:
+        """Do all that follows the lock. Raises OSError, TierError, ConfigError."""
+        budget = _Budget(slot_classes, world_size, index_bytes)
+        share_bytes = capacity_bytes // self._dp_size
+        least_bytes = budget.least_bytes()
+        if share_bytes < least_bytes:
+            raise ConfigError(
+                f"capacity {format_size(capacity_bytes)} of {base} is too small for this model: slots of "
+                f"{max(slot_classes)} bytes on {world_size} ranks and {self._dp_size} data-parallel engines need "
+                f"at least {format_size(least_bytes * self._dp_size)}"
+            )
+        available_bytes = self._make_room(base, share_bytes)
+        if available_bytes < least_bytes:
+            raise TierError(
+                f"files that are not ours leave {max(0, available_bytes)} bytes of the capacity of {self.root}; at "
+                f"least {least_bytes} are needed. Move them away or raise the capacity.",
+                cause="full",
+            )
+        rank_bytes = budget.rank_bytes(available_bytes)
+        self.extent_bytes = self._extent_bytes(rank_bytes, slot_classes)
+        self.rank_bytes = rank_bytes // self.extent_bytes * self.extent_bytes
+        make_private_directory(self.namespace_path)
+        self.namespace_path.chmod(0o700)
+        self._filesystem = self.namespace_path.stat().st_dev
+        self._trim(world_size)
+        self._warn_if_disk_is_smaller(world_size)
+        slab = {
+            "extent_bytes": self.extent_bytes,
+            "slot_classes": sorted(set(slot_classes)),
+            "world_size": world_size,
+        }
+        self._manifest = json.dumps({**self.namespace.manifest(), "slab": slab}, indent=2, sort_keys=True) + "\n"
+        self._write_manifest()
+
+    def _make_room(self, base: Path, share_bytes: int) -> int:
+        """Remove other namespaces while this one cannot have half of ``share_bytes``; return what it can have."""
+        ours = {self.namespace_path, *(lock.path for lock in self._locks)}
+        found = [(foreign.survey(self.root, ours), 1)]
+        if self._dp_size > 1:
+            siblings = {base / f"dp-{index}" for index in range(self._dp_size)}
+            found.append((foreign.survey(base, ours | siblings), self._dp_size))
+        available_bytes = share_bytes - self._unexpected_bytes()
+        namespaces = []
+        for part, sharers in found:
+            available_bytes -= -(-part.other_bytes // sharers)
+            for namespace in part.namespaces:
+                charged_bytes = -(-namespace.size_bytes // sharers)
+                available_bytes -= charged_bytes
+                namespaces.append((namespace, charged_bytes))
+        for namespace, charged_bytes in sorted(namespaces, key=lambda pair: pair[0].used_s):
+            if available_bytes >= share_bytes // 2:
+                break
+            if not _unused(namespace.path.parent, {lock.path for lock in self._locks}):
+                continue
+            try:
+                foreign.remove(namespace)
+            except OSError as error:
+                logger.warning("File tier %s: cannot remove the unused namespace %s: %s", base, namespace.path, error)
+                continue
+            available_bytes += charged_bytes
+            logger.info(
+                "File tier %s: removed namespace %s (%.1f MiB, of another model or configuration, least recently used) "
+                "to make room",
+                base,
+                namespace.path.name,
+                namespace.size_bytes / 2**20,
+            )
+        return available_bytes
+
+    def _unexpected_bytes(self) -> int:
+        """Bytes in our own namespace that are neither slabs nor index nor manifest."""
+        if not self.namespace_path.is_dir():
+            return 0
+        return sum(
+            foreign.tree_bytes(path)
+            for path in self.namespace_path.iterdir()
+            if not path.name.startswith((_INDEX_NAME, foreign.MANIFEST_NAME)) and not _RANK_NAME.fullmatch(path.name)
+        )
+
+    def _extent_bytes(self, rank_bytes: int, slot_classes: tuple[int, ...]) -> int:
+        """Keep the extents of the last run where they still suit, for a chunk's offset is valid only under them."""
+        fresh = choose_extent_bytes(rank_bytes, slot_classes)
+        slab: Any = (foreign.read_manifest(self.namespace_path) or {}).get("slab")
+        if not isinstance(slab, dict) or slab.get("slot_classes") != sorted(set(slot_classes)):
+            return fresh
+        kept = slab.get("extent_bytes")
+        if type(kept) is not int or kept < max(slot_classes) or kept % PAGE_BYTES:
+            return fresh
+        enough = min(rank_bytes // fresh, SLOTS_PER_EXTENT_MIN * len(set(slot_classes)))
+        return kept if rank_bytes // kept >= enough else fresh
+
+    def _trim(self, world_size: int) -> None:
+        """Cut slabs to a capacity that shrank; remove slabs of ranks that do not exist."""
+        for path in self.namespace_path.iterdir():
+            named = _RANK_NAME.fullmatch(path.name)
+            if named is None:
+                continue
+            if path.is_symlink() or int(named[1]) >= world_size:
+                path.unlink()
+            elif path.stat().st_size > self.rank_bytes:
+                os.truncate(path, self.rank_bytes)
+
+    def _warn_if_disk_is_smaller(self, world_size: int) -> None:
+        space = os.statvfs(self.namespace_path)
+        wanted_bytes = world_size * self.rank_bytes - foreign.tree_bytes(self.namespace_path)
+        free_bytes = space.f_bavail * space.f_frsize
+        if space.f_blocks and free_bytes < wanted_bytes:
+            logger.warning(
+                "File tier %s: the capacity allows %.1f GiB more, the disk has %.1f GiB free; storing stops when full",
+                self.root,
+                wanted_bytes / 2**30,
+                free_bytes / 2**30,
+            )
+
+    def _write_manifest(self) -> None:
+        """Put the manifest in place whole, or only touch it when it says the same: that works on a full disk too."""
+        path = self.namespace_path / foreign.MANIFEST_NAME
+        if foreign.read_manifest(self.namespace_path) != json.loads(self._manifest):
+            draft = path.with_suffix(".tmp")
+            draft.unlink(missing_ok=True)
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                os.fchmod(fd, 0o600)
+                file.write(self._manifest)
+            draft.replace(path)
+        os.utime(path)
+
+
+class _Budget:
+    """How many bytes each rank's slab gets out of what this namespace may use."""
+
+    def __init__(self, slot_classes: Sequence[int], world_size: int, index_bytes: Callable[[int], int]) -> None:
+        self._smallest = min(slot_classes)
+        self._least_rank_bytes = len(set(slot_classes)) * SLOTS_PER_EXTENT_MIN * max(slot_classes)
+        self._world_size = world_size
+        self._index_bytes = index_bytes
+        self._small_files_bytes = _SMALL_FILES_BYTES + world_size * _SMALL_FILES_PER_RANK_BYTES
+
+    def rank_bytes(self, available_bytes: int) -> int:
+        """Return the share of one rank: what index, small files and the filesystem's bookkeeping leave."""
+        keys = max(0, available_bytes) // self._world_size // self._smallest
+        slabs_bytes = available_bytes - self._index_bytes(keys) - self._small_files_bytes
+        return max(0, slabs_bytes * METADATA_SHARE // (METADATA_SHARE + 1) // self._world_size)
+
+    def least_bytes(self) -> int:
+        """Return what lets every class have an extent of four slots, to the MiB."""
+        available_bytes = align_up(self._world_size * self._least_rank_bytes, 1 << 20)
+        while self.rank_bytes(available_bytes) < self._least_rank_bytes:
+            available_bytes += max(1 << 20, align_up(available_bytes // 64, 1 << 20))
+        return available_bytes
+
+
+def _unused(root: Path, own_locks: set[Path]) -> bool:
+    """Say whether no other engine holds ``root``, the directory in which a foreign namespace lies."""
+    if root / "lock" in own_locks:
+        return True
+    lock = DirectoryLock(root / "lock")
+    try:
+        lock.acquire()
+    except TierError:
+        return False
+    lock.release()
+    return True

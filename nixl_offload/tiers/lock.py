@@ -1,0 +1,96 @@
+"""One engine per directory: a lock that the kernel drops when its holder dies, however it dies.
+
+Threading: no lock of its own; one owner per object. Ownership: a lock belongs to the process that took it, and a forked
+child does not keep it alive. The file stays behind when the lock is released, for removing it would race with others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+
+from nixl_offload.errors import TierError
+from nixl_offload.tiers.oserrors import tier_error
+
+_HINT_MAX_BYTES = 4096
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+class DirectoryLock:
+    """flock on a file. The file's content says who holds it: a hint for people, never evidence."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the lock file; ``acquire`` takes it."""
+        self.path = path
+        self._fd = -1
+        self._identity = (0, 0)
+
+    def acquire(self, *, shared: bool = False) -> None:
+        """Take the lock at once. Raises TierError: ``locked`` (says by whom), or why the file cannot be opened."""
+        while not self.is_held():
+            self.release()
+            try:
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                os.fchmod(self._fd, 0o600)
+                fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                status = os.fstat(self._fd)
+            except BlockingIOError as error:
+                holder = self._holder()
+                self.release()
+                raise TierError(
+                    f"{self.path.parent} is in use by another engine ({holder}). "
+                    "Stop that engine, or give this one a path of its own.",
+                    cause="locked",
+                ) from error
+            except OSError as error:
+                self.release()
+                raise tier_error(error, f"cannot lock {self.path}") from error
+            self._identity = (status.st_dev, status.st_ino)
+        _held.add(self)
+        self._write_hint()
+
+    def is_held(self) -> bool:
+        """Say whether this object holds the lock *on the file that bears the name now*."""
+        if self._fd < 0:
+            return False
+        try:
+            status = self.path.stat(follow_symlinks=False)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self._identity
+
+    def release(self) -> None:
+        """Let go. Idempotent."""
+        _held.discard(self)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write_hint(self) -> None:
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        hint = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started}) + "\n"
+        with contextlib.suppress(OSError):  # a full disk must not keep an engine from serving what it has
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, hint.encode(), 0)
+
+    def _holder(self) -> str:
+        try:
+            hint = json.loads(os.pread(self._fd, _HINT_MAX_BYTES, 0))
+            return f"pid {int(hint['pid'])} on {str(hint['host'])[:64]!r} since {str(hint['since'])[:32]}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "which one is not known"
+
+
+def _forget_after_fork() -> None:
+    """Close a child's copies: closing one descriptor of several drops no flock, keeping it open would prolong it."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

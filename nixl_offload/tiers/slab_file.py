@@ -1,0 +1,300 @@
+"""One rank's slab on disk: one file, real space under every slot before it is written, and a cheap look at its health.
+
+Threading: one owner, the engine's pump thread. Calls do metadata I/O (milliseconds; see ``ensure``), never payload.
+Ownership: owns the file's descriptor; another engine is kept out by the scheduler's lock (``directory.py``).
+The mover opens the same path by itself; when ``reopen`` returns True its file must be closed and opened again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.tiers.oserrors import cause_of, tier_error
+from nixl_offload.types import PAGE_BYTES, align_up
+
+logger = logging.getLogger(__name__)
+
+ZERO_STEP_BYTES: Final = 64 << 20
+"""Where the filesystem cannot preallocate, the file grows by zeros to the next multiple of this."""
+_ZEROS: Final = bytes(1 << 20)
+_KEEP_SIZE: Final = 0x01
+_PUNCH_HOLE: Final = 0x02
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.fallocate.restype = ctypes.c_int
+
+
+def rank_file_name(rank: int) -> str:
+    """Return the name of a rank's slab within its namespace's directory."""
+    return f"rank-{rank:05d}.slab"
+
+
+def make_private_directory(directory: Path) -> None:
+    """Make ``directory`` and its missing parents, each 0700 whatever the umask. Raises OSError."""
+    missing = []
+    while not directory.is_dir():
+        missing.append(directory)
+        directory = directory.parent
+    for child in reversed(missing):
+        child.mkdir(0o700, exist_ok=True)
+        child.chmod(0o700)
+
+
+def nearest_filesystem(directory: Path) -> int:
+    """Return the device number of the filesystem that ``directory`` is on, or would be made on."""
+    while not directory.is_dir():
+        directory = directory.parent
+    return directory.stat().st_dev
+
+
+class SlabFile:
+    """The file behind ``[0, rank_bytes)`` of one rank. Make, then ``open``.
+
+    ``direct_io`` asks for O_DIRECT; after ``open`` the attribute ``direct_io`` says whether the filesystem does it.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], rank_bytes: int, extent_bytes: int, *, direct_io: bool = True
+    ) -> None:
+        """Remember the geometry, which is that of the allocator. Nothing is touched before ``open``."""
+        self.path = Path(path)
+        self.rank_bytes = rank_bytes
+        self.extent_bytes = extent_bytes
+        self.direct_io = False
+        self._wants_direct_io = direct_io
+        self._told_buffered = False
+        self._can_preallocate = True
+        self._fd = -1
+        self._identity = (0, 0)
+        self._filesystem: int | None = None
+        self._backed = bytearray(-(-rank_bytes // extent_bytes))
+        self._short_bytes = 0
+        """What the last refused preallocation needed; 0 when none was refused."""
+
+    def open(self) -> None:
+        """Open or create the file (0600, directories 0700). What is there stays, except beyond ``rank_bytes``.
+
+        Raises TierError. After a failure the file is closed and ``open`` or ``reopen`` may be tried again.
+        """
+        self.close()
+        try:
+            make_private_directory(self.path.parent)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise TierError(f"{self.path} is not a regular file", cause="io")
+            if stat.S_IMODE(status.st_mode) != 0o600:
+                os.fchmod(self._fd, 0o600)
+            self.discard_beyond(self.rank_bytes)
+        except OSError as error:
+            self.close()
+            raise tier_error(error, f"cannot open the slab {self.path}") from error
+        except TierError:
+            self.close()
+            raise
+        self._identity = (status.st_dev, status.st_ino)
+        self._filesystem = status.st_dev
+        self._short_bytes = 0
+        self.direct_io = self._wants_direct_io and self._direct_io_works()
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent; the bytes stay."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def ensure(self, offset: int, length_bytes: int) -> None:
+        """Put real space under ``[offset, offset + length_bytes)``, whole extents at a time, before it is written.
+
+        Afterwards the file's size covers the range and a write into it cannot meet a full disk (copy-on-write
+        filesystems excepted). Costs nothing for extents known to be backed, else one fallocate. Where the filesystem
+        has none, the file grows by zeros up to the end of the range, rounded up to ``ZERO_STEP_BYTES``.
+        Raises LayoutError (outside the slab) and TierError; a refused extent leaves no space taken.
+        """
+        end = offset + length_bytes
+        if offset < 0 or length_bytes <= 0 or end > self.rank_bytes:
+            raise LayoutError(f"[{offset}, {end}) is outside the slab's {self.rank_bytes} bytes")
+        if not self._can_preallocate:
+            self._grow(end)
+            return
+        first, last = offset // self.extent_bytes, (end - 1) // self.extent_bytes
+        extent = self._backed.find(0, first, last + 1)
+        while extent >= 0:
+            if not self._back(extent):
+                self._grow(end)
+                return
+            self._backed[extent] = 1
+            extent = self._backed.find(0, extent, last + 1)
+
+    def check(self) -> str | None:
+        """Look whether storing can work now. Returns None, or the ``TierError.cause`` that stands against it.
+
+        ``missing``: the path is gone, or it is another file than the one opened; ``reopen`` is needed. ``full``: there
+        is still not the space that the last refused ``ensure`` wanted.
+        """
+        try:
+            probe = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            return cause_of(error.errno)
+        try:
+            status = os.fstat(probe)
+            space = os.fstatvfs(probe)
+        except OSError as error:
+            return cause_of(error.errno)
+        finally:
+            os.close(probe)
+        if self._fd < 0 or (status.st_dev, status.st_ino) != self._identity:
+            return "missing"
+        if space.f_blocks and space.f_bavail * space.f_frsize < self._short_bytes:
+            return "full"
+        return None
+
+    def reopen(self) -> bool:
+        """Make storing possible again after trouble. True: a different file is open now, without the chunks.
+
+        A vanished directory is made anew, but only on the filesystem where it was; nothing is created under an empty
+        mount point. Raises TierError with the cause that still stands against it.
+        """
+        cause = self.check()
+        if cause is None:
+            return False
+        if cause != "missing":
+            raise TierError(f"{self.path} is not usable yet", cause=cause)
+        if self._filesystem is not None and nearest_filesystem(self.path.parent) != self._filesystem:
+            raise TierError(f"the filesystem of {self.path} is not mounted", cause="missing")
+        before = self._identity
+        self.open()
+        return self._identity != before
+
+    def discard_beyond(self, rank_bytes: int) -> None:
+        """Cut the file off at ``rank_bytes`` when it is longer, and hold to that capacity. Raises OSError."""
+        if os.fstat(self._fd).st_size > rank_bytes:
+            os.ftruncate(self._fd, rank_bytes)
+        self.rank_bytes = rank_bytes
+        self._backed = bytearray(-(-rank_bytes // self.extent_bytes))
+
+    def _back(self, extent: int) -> bool:
+        """Preallocate one extent, or undo and raise. False when the filesystem has no fallocate."""
+        start = extent * self.extent_bytes
+        length = min(self.extent_bytes, self.rank_bytes - start)
+        self._require_same_file()
+        size = os.fstat(self._fd).st_size
+        self._require_space(start + length - max(start, size))
+        fresh = start >= size
+        holds_data = not fresh and self._holds_data(start, start + length)
+        try:
+            _fallocate(self._fd, 0, start, length)
+        except OSError as error:
+            if error.errno in {errno.EOPNOTSUPP, errno.ENOSYS}:
+                self._can_preallocate = False
+                logger.warning(
+                    "%s: this filesystem cannot preallocate; the file grows by zeros, which costs time",
+                    self.path,
+                )
+                return False
+            if fresh:
+                os.ftruncate(self._fd, size)
+            elif not holds_data:
+                _fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, length)
+            self._refuse(error, length)
+        self._short_bytes = 0
+        return True
+
+    def _grow(self, end: int) -> None:
+        """Without fallocate: everything below the file's size was written once, so only its end needs care."""
+        size = os.fstat(self._fd).st_size
+        if end <= size:
+            return
+        self._require_same_file()
+        end = min(align_up(end, ZERO_STEP_BYTES), self.rank_bytes)
+        self._require_space(end - size)
+        position = size
+        try:
+            while position < end:
+                position += os.pwrite(self._fd, memoryview(_ZEROS)[: end - position], position)
+        except OSError as error:
+            os.ftruncate(self._fd, size)
+            self._refuse(error, end - size)
+        self._short_bytes = 0
+
+    def _refuse(self, error: OSError, needed_bytes: int) -> None:
+        if cause_of(error.errno) == "full":
+            self._short_bytes = needed_bytes
+        raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}") from error
+
+    def _require_same_file(self) -> None:
+        try:
+            status = self.path.stat(follow_symlinks=False)
+        except OSError as error:
+            raise tier_error(error, f"the slab {self.path} is gone") from error
+        if self._fd < 0 or (status.st_dev, status.st_ino) != self._identity:
+            raise TierError(f"{self.path} is another file than the one that was opened", cause="missing")
+
+    def _require_space(self, needed_bytes: int) -> None:
+        """Refuse early rather than take a disk's last blocks away from others and give them back."""
+        space = os.fstatvfs(self._fd)
+        if needed_bytes > 0 and space.f_blocks and space.f_bavail * space.f_frsize < needed_bytes:
+            self._refuse(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed_bytes)
+
+    def _holds_data(self, start: int, end: int) -> bool:
+        try:
+            return os.lseek(self._fd, start, os.SEEK_DATA) < end
+        except OSError as error:
+            return error.errno != errno.ENXIO
+
+    def _direct_io_works(self) -> bool:
+        """Write and read one page with O_DIRECT in a nameless neighbour, for an open alone proves nothing."""
+        neighbour = self.path.with_name(f".{self.path.name}.direct-{os.getpid()}")
+        page = mmap.mmap(-1, PAGE_BYTES)
+        pattern = os.urandom(PAGE_BYTES)
+        fd = -1
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(neighbour, flags | os.O_DIRECT, 0o600)
+            page[:] = pattern
+            os.pwritev(fd, [page], 0)
+            page[:] = bytes(PAGE_BYTES)
+            os.preadv(fd, [page], 0)
+            why = None if page[:] == pattern else "it returned other bytes than were written"
+        except OSError as error:
+            if cause_of(error.errno) != "io":
+                return self._direct_open_works()
+            why = os.strerror(error.errno or 0)
+        finally:
+            page.close()
+            if fd >= 0:
+                os.close(fd)
+            with contextlib.suppress(OSError):
+                neighbour.unlink()
+        if why is not None and not self._told_buffered:
+            self._told_buffered = True
+            logger.warning(
+                "%s: the filesystem cannot do direct I/O (%s); going on through the page cache", self.path, why
+            )
+        return why is None
+
+    def _direct_open_works(self) -> bool:
+        """On a full or read-only disk nothing can be tried out; then the open has to do."""
+        try:
+            os.close(os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        except OSError:
+            return False
+        return True
+
+
+def _fallocate(fd: int, mode: int, offset: int, length_bytes: int) -> None:
+    """fallocate(2) itself: glibc's posix_fallocate would emulate it by touching every block, over data too."""
+    while _libc.fallocate(fd, mode, offset, length_bytes) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

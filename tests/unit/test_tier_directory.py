@@ -1,0 +1,292 @@
+"""The tier's directory: its lock, the capacity as a promise, what may be removed and what never is, the geometry."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_offload.errors import ConfigError, TierError
+from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
+from nixl_offload.tiers.directory import TierDirectory
+from nixl_offload.tiers.slab import SlabAllocator
+from nixl_offload.tiers.slab_file import SlabFile
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SLOT = 68 * KIB
+
+
+def namespace(model: str = "model") -> Namespace:
+    """Return a namespace that differs from others in the model's name alone."""
+    plain: dict[str, object] = {"str": "x", "str | None": None, "int": 1}
+    group = GroupFields(**{field.name: plain[str(field.type)] for field in fields(GroupFields)})
+    plain["tuple[GroupFields, ...]"] = (group,)
+    return make_namespace(
+        NamespaceFields(**{**{field.name: plain[str(field.type)] for field in fields(NamespaceFields)}, "model": model})
+    )
+
+
+def open_tier(path: Path, capacity_bytes: int = 16 * MIB, model: str = "model", **options: Any) -> TierDirectory:
+    """Open with a modest index, so that small capacities do."""
+    arguments: dict[str, Any] = {"slot_classes": [SLOT], "world_size": 1, "index_bytes": lambda n: 65536 + 300 * n}
+    arguments.update(options)
+    return TierDirectory.open(path, capacity_bytes=capacity_bytes, namespace=namespace(model), **arguments)
+
+
+def fill(tier: TierDirectory, ranks: int = 1) -> None:
+    """Back every extent of every rank, as a full cache does."""
+    for rank in range(ranks):
+        slab = SlabFile(tier.rank_path(rank), tier.rank_bytes, tier.extent_bytes, direct_io=False)
+        slab.open()
+        slab.ensure(0, tier.rank_bytes)
+        slab.close()
+
+
+def test_everything_is_private_and_where_the_readme_says(tmp_path: Path) -> None:
+    """Directories 0700, files 0600, a manifest that people can read, names from digests only."""
+    tier = open_tier(tmp_path / "a" / "kv")
+    fill(tier)
+    assert tier.namespace_path == tmp_path / "a" / "kv" / namespace().name
+    manifest = json.loads((tier.namespace_path / "manifest.json").read_text())
+    assert manifest["fields"]["model"] == "model"
+    assert manifest["namespace"] == namespace().digest.hex()
+    paths = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
+    assert {path.name for path in paths if path.is_file()} == {"lock", "manifest.json", "rank-00000.slab"}
+    for path in paths:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert tier.check() is None
+    tier.close()
+    tier.close()
+
+
+def test_a_second_opening_is_refused_until_the_first_closes(tmp_path: Path) -> None:
+    """One engine per path, and the refusal names the holder."""
+    first = open_tier(tmp_path)
+    with pytest.raises(TierError, match=f"pid {os.getpid()} on ") as caught:
+        open_tier(tmp_path, model="other")
+    assert caught.value.cause == "locked"
+    first.close()
+    open_tier(tmp_path, model="other").close()
+
+
+def test_a_failed_opening_leaves_no_lock(tmp_path: Path) -> None:
+    """An error after the lock was taken releases it."""
+    with pytest.raises(ConfigError):
+        open_tier(tmp_path, capacity_bytes=MIB // 2)
+    open_tier(tmp_path).close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("capacity_bytes", [4 * MIB, 16 * MIB, 50_000_000])
+def test_capacity_is_a_promise(tmp_path: Path, ranks: int, capacity_bytes: int) -> None:
+    """With all slabs full, real bytes and the index's reserve stay within the capacity and use most of it."""
+    tier = open_tier(tmp_path / "kv", capacity_bytes, world_size=ranks)
+    fill(tier, ranks)
+    index_bytes = 65536 + 300 * ranks * (tier.rank_bytes // SLOT)
+    used_bytes = tier.measure_bytes() + index_bytes
+    assert 0.75 * capacity_bytes < used_bytes <= capacity_bytes
+    assert tier.rank_bytes % tier.extent_bytes == 0
+    assert SlabAllocator(tier.rank_bytes, [SLOT], tier.extent_bytes).rank_bytes == tier.rank_bytes
+    tier.close()
+
+
+def test_too_small_a_capacity_names_the_least(tmp_path: Path) -> None:
+    """The sentence says how much would do; that much does, and gives every class an extent of four slots."""
+    classes = [SLOT, 20 * KIB]
+    with pytest.raises(ConfigError, match=r"need at least (\d+)MiB") as caught:
+        open_tier(tmp_path, MIB, slot_classes=classes, world_size=2)
+    least_bytes = int(str(caught.value).rsplit(" ", 1)[1].removesuffix("MiB")) * MIB
+    tier = open_tier(tmp_path, least_bytes, slot_classes=classes, world_size=2)
+    assert tier.extent_bytes >= 4 * SLOT
+    assert tier.rank_bytes >= 2 * tier.extent_bytes
+    tier.close()
+
+
+def make_foreign(path: Path, model: str, used_s: float, capacity_bytes: int = 64 * MIB) -> Path:
+    """Leave the full slab of another model behind, last used at ``used_s``."""
+    tier = open_tier(path, capacity_bytes, model)
+    slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, direct_io=False)
+    slab.open()
+    slab.ensure(0, 4 * MIB)
+    slab.close()
+    os.utime(tier.namespace_path / "manifest.json", (used_s, used_s))
+    tier.close()
+    return tier.namespace_path
+
+
+def test_foreign_namespaces_go_oldest_first_and_only_as_far_as_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three namespaces of 4 MiB in 16 MiB: one must go for us to have half, and it is the least recently used one."""
+    young, old, middle = (make_foreign(tmp_path, name, used) for name, used in (("y", 3e8), ("o", 1e8), ("m", 2e8)))
+    with caplog.at_level(logging.INFO):
+        tier = open_tier(tmp_path)
+    assert not old.exists()
+    assert middle.exists()
+    assert young.exists()
+    assert [record.message for record in caplog.records if old.name in record.message and "removed" in record.message]
+    fill(tier)
+    assert tier.measure_bytes() <= 16 * MIB
+    assert tier.rank_bytes > 6 * MIB
+    tier.close()
+
+
+def test_opening_counts_as_use(tmp_path: Path) -> None:
+    """A namespace that was opened again is the most recently used one, though its manifest did not change."""
+    first = make_foreign(tmp_path, "first", 1e8)
+    second = make_foreign(tmp_path, "second", 2e8)
+    third = make_foreign(tmp_path, "third", 3e8)
+    open_tier(tmp_path, 64 * MIB, "first").close()
+    open_tier(tmp_path).close()
+    assert first.exists()
+    assert not second.exists()
+    assert third.exists()
+
+
+def test_what_is_not_recognised_is_counted_and_never_removed(tmp_path: Path) -> None:
+    """Users' files, directories that only look like ours, and what a link points to survive; their bytes count."""
+    outside = tmp_path / "outside"
+    real = make_foreign(outside, "real", 1e8)
+    root = tmp_path / "kv"
+    root.mkdir()
+    (root / real.name).symlink_to(real)
+    no_manifest = root / ("ab" * 16)
+    no_manifest.mkdir()
+    (no_manifest / "rank-00000.slab").write_bytes(bytes(MIB))
+    wrong_manifest = root / ("cd" * 16)
+    wrong_manifest.mkdir()
+    (wrong_manifest / "manifest.json").write_text(json.dumps({"namespace": "ef" * 32}))
+    (wrong_manifest / "data").write_bytes(bytes(MIB))
+    (root / "notes.txt").write_bytes(bytes(8 * MIB))
+    tier = open_tier(root)
+    fill(tier)
+    assert tier.measure_bytes() <= 16 * MIB
+    tier.close()
+    for path in (root / real.name, real / "rank-00000.slab", no_manifest / "rank-00000.slab", wrong_manifest / "data",
+                 root / "notes.txt"):  # fmt: skip
+        assert path.exists(), path
+    (root / "notes.txt").write_bytes(bytes(14 * MIB))
+    with pytest.raises(TierError, match="not ours") as caught:
+        open_tier(root)
+    assert caught.value.cause == "full"
+
+
+def test_links_inside_a_removed_namespace_are_not_followed(tmp_path: Path) -> None:
+    """Removing a namespace removes links in it, never what they point to."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    root = tmp_path / "kv"
+    victim = make_foreign(root, "victim", 1e8)
+    (victim / "link").symlink_to(precious)
+    (victim / "directory").mkdir()
+    (victim / "directory" / "deep").symlink_to(precious)
+    (root / "bulk").write_bytes(bytes(6 * MIB))
+    open_tier(root).close()
+    assert not victim.exists()
+    assert (precious / "file").read_text() == "kept"
+
+
+def test_a_smaller_capacity_cuts_the_slabs_and_keeps_the_geometry(tmp_path: Path) -> None:
+    """Chunks below the new end keep their place, those beyond are refused, and the files shrink."""
+    tier = open_tier(tmp_path, 64 * MIB)
+    fill(tier)
+    before = tier.rank_bytes, tier.extent_bytes
+    with tier.rank_path(0).open("r+b") as file:
+        file.write(b"kept")
+    (tier.namespace_path / "rank-00007.slab").write_bytes(bytes(MIB))
+    tier.close()
+    tier = open_tier(tmp_path, 32 * MIB)
+    assert tier.rank_bytes < before[0]
+    assert tier.extent_bytes == before[1]
+    assert tier.rank_path(0).stat().st_size == tier.rank_bytes
+    assert tier.rank_path(0).read_bytes()[:4] == b"kept"
+    assert not (tier.namespace_path / "rank-00007.slab").exists(), "a rank that does not exist"
+    slab = SlabAllocator(tier.rank_bytes, [SLOT], tier.extent_bytes)
+    assert slab.adopt(0, SLOT)
+    assert not slab.adopt(tier.rank_bytes, SLOT)
+    assert tier.measure_bytes() <= 32 * MIB
+    tier.close()
+
+
+def test_a_larger_capacity_keeps_the_geometry(tmp_path: Path) -> None:
+    """Extents stay as they were, for the offsets of what is stored depend on them."""
+    tier = open_tier(tmp_path, 64 * MIB)
+    extent_bytes = tier.extent_bytes
+    tier.close()
+    tier = open_tier(tmp_path, GIB)
+    assert tier.extent_bytes == extent_bytes != TierDirectoryDefault.extent_bytes(tmp_path / "fresh")
+    tier.close()
+
+
+class TierDirectoryDefault:
+    """The geometry that a fresh directory of 1 GiB gets."""
+
+    @staticmethod
+    def extent_bytes(path: Path) -> int:
+        tier = open_tier(path, GIB)
+        tier.close()
+        return tier.extent_bytes
+
+
+@pytest.mark.parametrize("extent", ["x", -1, True, 4096, 68 * KIB + 1, 1 << 60, None])
+def test_a_manifest_is_never_trusted(tmp_path: Path, extent: object) -> None:
+    """A damaged or forged manifest costs the old geometry, nothing else."""
+    tier = open_tier(tmp_path)
+    right = tier.extent_bytes
+    tier.close()
+    path = tier.namespace_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["slab"]["extent_bytes"] = extent
+    path.write_text(json.dumps(manifest) if extent is not None else "{torn")
+    tier = open_tier(tmp_path)
+    assert tier.extent_bytes == right
+    assert json.loads(path.read_text())["slab"]["extent_bytes"] == right
+    tier.close()
+
+
+def test_data_parallel_engines_share_path_and_capacity(tmp_path: Path) -> None:
+    """Each has its root and its part; together they keep the promise; an engine of another shape is kept out."""
+    engines = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_size=2) for index in range(2)]
+    assert [tier.root.name for tier in engines] == ["dp-0", "dp-1"]
+    for refused in ({}, {"dp_index": 1, "dp_size": 2}):
+        with pytest.raises(TierError) as caught:
+            open_tier(tmp_path, 32 * MIB, **refused)
+        assert caught.value.cause == "locked"
+    for tier in engines:
+        fill(tier)
+    assert sum(tier.measure_bytes() for tier in engines) <= 32 * MIB
+    for tier in engines:
+        assert tier.check() is None
+        tier.close()
+    alone = open_tier(tmp_path, 32 * MIB)
+    fill(alone)
+    assert alone.measure_bytes() <= 32 * MIB, "what two engines left counts for one"
+    assert alone.rank_bytes > 14 * MIB
+    alone.close()
+    pair = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_size=2) for index in range(2)]
+    for tier in pair:
+        fill(tier)
+        tier.close()
+    used_bytes = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*"))
+    assert used_bytes <= 32 * MIB, "and what one left counts for two"
+
+
+def test_a_namespace_of_a_running_engine_is_not_removed(tmp_path: Path) -> None:
+    """Engines with different numbers of siblings on one path: what another one holds is counted, not removed."""
+    other = open_tier(tmp_path, 64 * MIB, "other", dp_index=3, dp_size=4)
+    fill(other)
+    tier = open_tier(tmp_path, 30 * MIB, dp_index=0, dp_size=2)
+    assert other.rank_path(0).exists()
+    assert tier.rank_bytes < 8 * MIB
+    tier.close()
+    other.close()
+    tier = open_tier(tmp_path, 30 * MIB, dp_index=0, dp_size=2)
+    assert not other.namespace_path.exists()
+    tier.close()
