@@ -1,1 +1,9 @@
+"""Key -> location: what a tier holds, in which state, and its durable twin. See the modules for threading."""
+
 from __future__ import annotations
+
+from nixl_offload.index.durable import DurableIndex
+from nixl_offload.index.memory import Index, Occupancy
+from nixl_offload.index.states import State
+
+__all__ = ["DurableIndex", "Index", "Occupancy", "State"]

@@ -1,0 +1,260 @@
+"""The SQLite file behind a durable index: schema, opening, one batch, reading back, and how large it can get.
+
+Threading: a ``Database`` is used by one thread at a time; ``read_rows`` has a connection of its own and may run beside.
+Failure: methods raise sqlite3.Error or OSError as they come, ``translate`` names the cause; a batch is there whole or
+not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from nixl_offload.errors import TierError
+from nixl_offload.types import Key
+
+BATCH_OPS = 1024
+"""Most operations in one transaction."""
+
+_APPLICATION_ID = 0x6E69786C
+_SCHEMA_VERSION = 1
+_PAGE_BYTES = 4096
+_CHECKPOINT_PAGES = 1000
+_PAGES_DIRTIED_PER_OP = 8
+"""A put that replaces two rows touches a leaf of each tree for each row, and may split or merge a few."""
+_ROWS_PER_STATEMENT = 256
+_ROWS_PER_READ = 50_000
+
+_SCHEMA = (
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    # seq grows with each put: reading in its order gives the oldest first.
+    "CREATE TABLE slot (seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, offset INTEGER NOT NULL UNIQUE, "
+    "slot_bytes INTEGER NOT NULL)",
+)
+
+Put = tuple[Key, int, int]
+"""key, offset, slot_bytes."""
+Delete = tuple[Key]
+Row = tuple[Key, int, int]
+
+_T = TypeVar("_T")
+
+
+class UnusableError(Exception):
+    """The file is a database, but not one that this build and geometry can use."""
+
+
+class Database:
+    """One connection at most to the file at ``path``, whose directory somebody else makes."""
+
+    def __init__(self, path: str, geometry: Mapping[str, str]) -> None:
+        self.path = path
+        self._geometry = dict(geometry)
+        self._connection: sqlite3.Connection | None = None
+        self._file_id = (0, 0)
+
+    def connect(self) -> None:
+        """Open the file, or create it, mode 0600. Raises UnusableError, sqlite3.Error, OSError; then it is not open."""
+        # Made here rather than by SQLite for its mode, which SQLite gives to its two side files too.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+        finally:
+            os.close(descriptor)
+        self._file_id = _file_id(self.path)
+        self._connection = _connect(self.path)
+        try:
+            self._prepare(self._connection)
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def newest(self) -> int:
+        """Return the seq of the youngest row, 0 if there is none."""
+        assert self._connection is not None, "connect first"
+        (seq,) = self._connection.execute("SELECT coalesce(max(seq), 0) FROM slot").fetchone()
+        return int(seq)
+
+    def write(self, batch: Sequence[Put | Delete]) -> None:
+        """Connect if need be and apply ``batch`` (at most ``BATCH_OPS``) in its order, as one transaction."""
+        if self._connection is None:
+            self.connect()
+        elif _file_id(self.path) != self._file_id:
+            # An open file outlives its name: without this look, writing would go on into nowhere.
+            raise FileNotFoundError(errno.ENOENT, "the index was removed or replaced", self.path)
+        connection = self._connection
+        assert connection is not None, "connected above"
+        gone_keys, gone_offsets, rows = effect(batch)
+        # Few large statements: each hands over the interpreter's lock, and a busy engine keeps it for milliseconds.
+        connection.execute("BEGIN IMMEDIATE")
+        for keys in _pieces(gone_keys):
+            connection.execute(f"DELETE FROM slot WHERE key IN ({_marks(len(keys))})", keys)
+        for offsets in _pieces(gone_offsets):
+            connection.execute(f"DELETE FROM slot WHERE offset IN ({_marks(len(offsets))})", offsets)
+        for piece in _pieces(rows):
+            places = ",".join(["(?,?,?)"] * len(piece))
+            values = [value for row in piece for value in row]
+            connection.execute(f"INSERT OR REPLACE INTO slot (key, offset, slot_bytes) VALUES {places}", values)
+        connection.execute("COMMIT")
+
+    def disconnect(self) -> None:
+        """Close the connection, if there is one, rolling back what is not committed. Never raises."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        # Closing rolls back. It may fail on failing storage, and then there is nothing left to give up.
+        with contextlib.suppress(sqlite3.Error):
+            connection.close()
+
+    def delete(self) -> None:
+        """Disconnect and remove the file and its side files. Raises OSError."""
+        self.disconnect()
+        # The log first: a log without its database is never replayed, a database without its log is merely older.
+        for name in (self.path + "-wal", self.path + "-shm", self.path):
+            if os.path.lexists(name):
+                os.unlink(name)
+
+    def read_rows(self, newest: int) -> Iterator[Row]:
+        """Yield rows with seq up to ``newest``, oldest first, in short reads: between them the log can be checkpointed.
+
+        Raises sqlite3.Error when a read fails; what was yielded before is good.
+        """
+        last = 0
+        connection = _connect(self.path)
+        try:
+            while rows := connection.execute(
+                "SELECT key, offset, slot_bytes, seq FROM slot WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?",
+                (last, newest, _ROWS_PER_READ),
+            ).fetchall():
+                last = rows[-1][3]
+                for key, offset, slot_bytes, _ in rows:
+                    # SQLite types values, not columns: a damaged page may hold others than were written.
+                    if type(key) is bytes and type(offset) is int and type(slot_bytes) is int:
+                        yield Key(key), offset, slot_bytes
+        finally:
+            connection.close()
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        run = connection.execute
+        run(f"PRAGMA page_size={_PAGE_BYTES}")
+        run("PRAGMA journal_mode=WAL")
+        run("PRAGMA synchronous=NORMAL")
+        run(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
+        run(f"PRAGMA journal_size_limit={_CHECKPOINT_PAGES * _PAGE_BYTES}")
+        # A page spilled within a transaction may be logged twice, and max_bytes counts on once.
+        run("PRAGMA cache_spill=OFF")
+        run(f"PRAGMA cache_size={2 * BATCH_OPS}")
+        (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
+        if not tables:
+            run("BEGIN IMMEDIATE")
+            for statement in _SCHEMA:
+                run(statement)
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", self._geometry.items())
+            run(f"PRAGMA application_id={_APPLICATION_ID}")
+            run(f"PRAGMA user_version={_SCHEMA_VERSION}")
+            run("COMMIT")
+            return
+        (application_id,) = run("PRAGMA application_id").fetchone()
+        (version,) = run("PRAGMA user_version").fetchone()
+        if (application_id, version) != (_APPLICATION_ID, _SCHEMA_VERSION):
+            raise UnusableError("not an index of this version")
+        if dict(run("SELECT name, value FROM meta")) != self._geometry:
+            raise UnusableError("written for another geometry")
+
+
+def effect(batch: Iterable[Put | Delete]) -> tuple[list[Key], list[int], list[Put]]:
+    """Plan a batch: what it amounts to when its operations are done in their order.
+
+    Returns keys whose rows go, offsets whose rows go, and then rows to put, oldest first, each of which also displaces
+    whatever has its key or its offset.
+    """
+    keys: dict[Key, None] = {}
+    offsets: dict[int, None] = {}
+    rows: dict[Key, Put] = {}
+    key_at: dict[int, Key] = {}
+    for op in batch:
+        key = op[0]
+        keys[key] = None
+        old = rows.pop(key, None)
+        if old is not None:
+            del key_at[old[1]]
+        if len(op) == 3:
+            offset = op[1]
+            offsets[offset] = None
+            displaced = key_at.pop(offset, None)
+            if displaced is not None:
+                del rows[displaced]
+            rows[key] = op
+            key_at[offset] = key
+    return [k for k in keys if k not in rows], [o for o in offsets if o not in key_at], list(rows.values())
+
+
+def max_bytes(n_keys: int, key_bytes: int = 64) -> int:
+    """Upper bound of what the file and its side files take while there are never more than ``n_keys`` rows.
+
+    ``key_bytes`` is the length of the longest key. Several times what is typical: the bound is that of a table that was
+    filled and emptied at random, whose pages SQLite merges only when they are two thirds empty.
+    """
+    rowid_bytes, integer_bytes, cell_bytes = 9, 8, 2 + 3
+    row_bytes = cell_bytes + rowid_bytes + 6 + key_bytes + 2 * integer_bytes
+    key_entry_bytes = cell_bytes + 4 + key_bytes + integer_bytes
+    offset_entry_bytes = cell_bytes + 3 + 2 * integer_bytes
+    content_bytes = n_keys * (row_bytes + key_entry_bytes + offset_entry_bytes)
+    leaf_pages = 3 * -(-content_bytes // (_PAGE_BYTES - 12))
+    inner_pages = leaf_pages // 16
+    fixed_pages = 32
+    log_pages = _CHECKPOINT_PAGES + BATCH_OPS * _PAGES_DIRTIED_PER_OP
+    log_bytes = 32 + log_pages * (24 + _PAGE_BYTES)
+    log_index_bytes = (log_pages // 4096 + 2) * 32768
+    return (leaf_pages + inner_pages + fixed_pages) * _PAGE_BYTES + log_bytes + log_index_bytes
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether ``error`` says that the file itself is beyond use, rather than that storage has trouble."""
+    # sqlite3 raises subclasses of DatabaseError for everything but SQLITE_CORRUPT and SQLITE_NOTADB.
+    return isinstance(error, UnusableError) or type(error) is sqlite3.DatabaseError
+
+
+def translate(error: Exception, path: str) -> TierError:
+    """Translate: the cause is ``full``, ``readonly``, ``missing``, ``locked``, ``permission`` or ``io``."""
+    text = str(error)
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT) or "is full" in text:
+        cause = "full"
+    elif number in (errno.ENOENT, errno.ENOTDIR) or not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        cause = "missing"
+    elif number == errno.EROFS or "readonly" in text:
+        cause = "readonly"
+    elif number in (errno.EACCES, errno.EPERM):
+        cause = "permission"
+    elif "locked" in text:
+        cause = "locked"
+    else:
+        cause = "io"
+    translated = TierError(f"index {path}: {text}", cause=cause)
+    translated.__cause__ = error
+    return translated
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    name = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    # The writer's connection is made by the thread that opens the index, and used by the writer alone from then on.
+    return sqlite3.connect(f"file:{name}?mode=rw", uri=True, timeout=1.0, isolation_level=None, check_same_thread=False)
+
+
+def _file_id(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def _marks(count: int) -> str:
+    return ",".join("?" * count)
+
+
+def _pieces(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(items), _ROWS_PER_STATEMENT):
+        yield items[start : start + _ROWS_PER_STATEMENT]
