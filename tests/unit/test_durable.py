@@ -1,0 +1,554 @@
+"""The durable twin: what it was told is there after a restart, whatever happens between, and it is never in the way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nixl_offload.index.database import BATCH_OPS, Database, UnusableError, effect, is_damage, max_bytes, translate
+from nixl_offload.index.durable import DurableIndex
+from nixl_offload.types import Key, Location
+
+GEOMETRY = {"namespace": "aa", "slot_classes": "4096"}
+WAIT_S = 20.0
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big") + bytes(4))
+
+
+def place(number: int) -> Location:
+    return Location(0, number * 4096, 4096)
+
+
+def row(number: int, slot: int) -> tuple[Key, int, int]:
+    return key(number), slot * 4096, 4096
+
+
+def reread(path: str, geometry: dict[str, str] | None = None) -> list[tuple[Key, int, int]]:
+    twin, rows = DurableIndex.open(path, GEOMETRY if geometry is None else geometry)
+    found = list(rows)
+    assert twin.close(WAIT_S)
+    return found
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[str]:
+    """Give a path for a database; afterwards no writer may be left."""
+    yield str(tmp_path / "index.sqlite")
+    assert [t.name for t in threading.enumerate() if t.name == "nixl-offload-index"] == []
+
+
+def test_a_restart_finds_what_was_put_in_its_order(path: str) -> None:
+    """Puts come back oldest first, deletes do not come back, a key put again is young again."""
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    assert list(rows) == []
+    for number in (5, 3, 9, 1):
+        twin.put(key(number), place(number))
+    twin.delete(key(3))
+    twin.delete(key(77))
+    assert twin.flush(WAIT_S)
+    twin.put(key(5), place(5))
+    assert twin.close(WAIT_S)
+    assert reread(path) == [row(9, 9), row(1, 1), row(5, 5)]
+
+
+def test_a_slot_has_one_key_and_a_key_one_slot(path: str) -> None:
+    """The last put wins, within a batch and across batches."""
+    twin, _ = DurableIndex.open(path, GEOMETRY)
+    twin.put(key(1), place(0))
+    twin.put(key(2), place(0))
+    twin.put(key(3), place(1))
+    assert twin.flush(WAIT_S)
+    twin.put(key(3), place(2))
+    twin.put(key(4), place(0))
+    assert twin.close(WAIT_S)
+    assert reread(path) == [row(3, 2), row(4, 0)]
+
+
+Op = tuple[bool, int, int]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 5)), max_size=40), st.integers(1, 7))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_batch_amounts_to_its_calls_one_by_one(ops: list[Op], batch_ops: int) -> None:
+    """Rows after any batches are those after the same calls done singly, in the same order."""
+    expected: list[tuple[Key, int, int]] = []
+    actual: list[tuple[Key, int, int]] = []
+    calls = [row(number, slot) if put else (key(number),) for put, number, slot in ops]
+    for call in calls:
+        expected = [r for r in expected if r[0] != call[0] and (len(call) == 1 or r[1] != call[1])]
+        if len(call) == 3:
+            expected.append(call)
+    for start in range(0, len(calls), batch_ops):
+        gone_keys, gone_offsets, rows = effect(calls[start : start + batch_ops])
+        touched_keys = {*gone_keys, *(r[0] for r in rows)}
+        touched_offsets = {*gone_offsets, *(r[1] for r in rows)}
+        actual = [r for r in actual if r[0] not in touched_keys and r[1] not in touched_offsets] + rows
+    assert actual == expected
+
+
+def test_random_calls_leave_the_rows_of_a_model(path: str) -> None:
+    """5000 calls in many batches through the real database, more than one statement each."""
+    choose = random.Random(3)
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0)
+    model: dict[Key, tuple[int, int]] = {}
+    for _ in range(5000):
+        number, slot = choose.randrange(1500), choose.randrange(1500)
+        if choose.random() < 0.7:
+            twin.put(key(number), place(slot))
+            model = {k: v for k, v in model.items() if v[0] != slot * 4096}
+            model.pop(key(number), None)
+            model[key(number)] = (slot * 4096, 4096)
+        else:
+            twin.delete(key(number))
+            model.pop(key(number), None)
+    assert twin.close(WAIT_S)
+    assert reread(path) == [(k, *v) for k, v in model.items()]
+
+
+def test_put_and_delete_do_not_wait_for_the_storage(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a write hangs, calls go on; afterwards all of them are there."""
+    hangs, go_on = threading.Event(), threading.Event()
+    write = Database.write
+
+    def hanging(self: Database, batch: list[tuple[Key, int, int] | tuple[Key]]) -> None:
+        hangs.set()
+        assert go_on.wait(WAIT_S)
+        write(self, batch)
+
+    monkeypatch.setattr(Database, "write", hanging)
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0)
+    twin.put(key(0), place(0))
+    assert hangs.wait(WAIT_S)
+    for number in range(1, 3000):
+        twin.put(key(number), place(number))
+    assert not twin.flush(0.01)
+    go_on.set()
+    assert twin.flush(WAIT_S)
+    assert twin.close(WAIT_S)
+    assert len(reread(path)) == 3000
+
+
+def test_calls_after_close_are_ignored(path: str) -> None:
+    """A straggler neither raises nor starts anything; closing twice is the same as once."""
+    twin, _ = DurableIndex.open(path, GEOMETRY)
+    assert twin.close(WAIT_S)
+    twin.put(key(1), place(1))
+    twin.delete(key(1))
+    assert twin.close(WAIT_S)
+    assert reread(path) == []
+
+
+def test_rows_stop_at_what_was_there_when_it_opened(path: str) -> None:
+    """Rows that are put while the old ones are still being read do not appear among them."""
+    twin, _ = DurableIndex.open(path, GEOMETRY)
+    twin.put(key(1), place(1))
+    twin.put(key(2), place(2))
+    assert twin.close(WAIT_S)
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    twin.put(key(3), place(3))
+    assert twin.flush(WAIT_S)
+    assert list(rows) == [row(1, 1), row(2, 2)]
+    assert twin.close(WAIT_S)
+
+
+def test_files_are_for_the_owner_alone(path: str) -> None:
+    """The database and SQLite's side files have mode 0600, whatever the umask, also when the file was there before."""
+    Path(path).touch(mode=0o644)
+    old_umask = os.umask(0)
+    try:
+        twin, _ = DurableIndex.open(path, GEOMETRY)
+        twin.put(key(1), place(1))
+        assert twin.flush(WAIT_S)
+        names = sorted(os.listdir(os.path.dirname(path)))
+        assert names == ["index.sqlite", "index.sqlite-shm", "index.sqlite-wal"]
+        for name in names:
+            assert stat.S_IMODE(os.stat(os.path.join(os.path.dirname(path), name)).st_mode) == 0o600
+        assert twin.close(WAIT_S)
+    finally:
+        os.umask(old_umask)
+    assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
+
+
+def test_odd_names_are_names(tmp_path: Path) -> None:
+    """SQLite's URI syntax does not leak through."""
+    path = str(tmp_path / "a b?mode=memory#c%20.sqlite")
+    twin, _ = DurableIndex.open(path, GEOMETRY)
+    twin.put(key(1), place(1))
+    assert twin.close(WAIT_S)
+    assert os.listdir(tmp_path) == [os.path.basename(path)]
+    assert reread(path) == [row(1, 1)]
+
+
+def fill(path: str, count: int = 20_000) -> None:
+    twin, _ = DurableIndex.open(path, GEOMETRY)
+    for number in range(count):
+        twin.put(key(number), place(number))
+    assert twin.close(WAIT_S)
+
+
+def other_schema(path: str) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE slot (what TEXT)")
+    connection.commit()
+    connection.close()
+
+
+def other_version(path: str) -> None:
+    fill(path, 10)
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version=99")
+    connection.commit()
+    connection.close()
+
+
+def cut_short(path: str) -> None:
+    fill(path)
+    os.truncate(path, 5000)
+
+
+def no_database(path: str) -> None:
+    Path(path).write_bytes(b"this is no database " * 1000)
+
+
+def bad_first_page(path: str) -> None:
+    fill(path, 10)
+    with open(path, "r+b") as file:
+        file.seek(100)
+        file.write(b"\xff" * 200)
+
+
+@pytest.mark.parametrize("spoil", [other_schema, other_version, cut_short, no_database, bad_first_page])
+def test_an_unusable_database_is_deleted_with_one_warning(
+    path: str, spoil: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It starts empty, works, and keeps no junk beside it."""
+    spoil(path)
+    caplog.set_level(logging.WARNING)
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    assert list(rows) == []
+    assert len(caplog.records) == 1
+    assert "deleted, starting empty" in caplog.text
+    twin.put(key(1), place(1))
+    assert twin.close(WAIT_S)
+    assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
+    assert reread(path) == [row(1, 1)]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("other", [{**GEOMETRY, "slot_classes": "8192"}, {}, {**GEOMETRY, "more": "1"}])
+def test_another_geometry_starts_empty(path: str, other: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """Offsets of another geometry mean nothing here."""
+    fill(path, 10)
+    assert len(reread(path)) == 10
+    assert reread(path, other) == []
+    assert "another geometry" in caplog.text
+    assert reread(path) == []
+
+
+def test_damage_met_while_reading_costs_rows_and_nothing_else(
+    path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows before the damage are given, the database is made anew, and what is put then is kept."""
+    fill(path)
+    monkeypatch.setattr("nixl_offload.index.database._ROWS_PER_READ", 100)
+    size_bytes = os.path.getsize(path)
+    with open(path, "r+b") as file:
+        file.seek(size_bytes // 2 // 4096 * 4096)
+        file.write(b"\xff" * (size_bytes // 8))
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    found = list(rows)
+    assert found == [row(n, n) for n in range(len(found))]
+    assert 0 < len(found) < 20_000
+    twin.put(key(7), place(500_000))
+    assert twin.close(WAIT_S)
+    assert "made anew" in caplog.text
+    assert reread(path) == [row(7, 500_000)]
+
+
+def test_a_full_disk_is_told_once_and_waited_out(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """SQLite's own "full" (here by a page limit): one warning, calls go on, and all is there once there is room."""
+    caplog.set_level(logging.INFO)
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
+    assert twin.flush(WAIT_S)
+    prepare = Database._prepare
+    limited = threading.Event()
+    limited.set()
+
+    def with_limit(self: Database, connection: sqlite3.Connection) -> None:
+        prepare(self, connection)
+        if limited.is_set():
+            connection.execute("PRAGMA max_page_count=20")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Database, "_prepare", with_limit)
+        connection = twin._database._connection
+        assert connection is not None
+        connection.execute("PRAGMA max_page_count=20")
+        for number in range(3000):
+            twin.put(key(number), place(number))
+        wait_until(lambda: bool(caplog.records))
+        assert not twin.flush(0.1)
+        twin.delete(key(0))
+        limited.clear()
+        assert twin.flush(WAIT_S)
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
+    assert "full" in caplog.messages[0]
+    assert twin.close(WAIT_S)
+    assert reread(path) == [row(n, n) for n in range(1, 3000)]
+
+
+@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), sqlite3.OperationalError("disk I/O error")])
+def test_failures_of_several_causes_are_told_once_each(
+    path: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Alternating causes, many attempts: two warnings."""
+    write = Database.write
+    attempts = 0
+
+    def failing(self: Database, batch: list[tuple[Key, int, int] | tuple[Key]]) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts <= 10:
+            raise error if attempts % 2 else OSError(28, "No space left on device")
+        write(self, batch)
+
+    monkeypatch.setattr(Database, "write", failing)
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.001)
+    twin.put(key(1), place(1))
+    assert twin.flush(WAIT_S)
+    assert attempts >= 11
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 2
+    assert twin.close(WAIT_S)
+    assert reread(path) == [row(1, 1)]
+
+
+def test_a_vanished_directory_is_noticed_and_its_return_too(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Moved away and back with its contents: nothing is lost, and meanwhile nothing is written elsewhere."""
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
+    twin.put(key(1), place(1))
+    assert twin.flush(WAIT_S)
+    directory = os.path.dirname(path)
+    os.rename(directory, directory + ".away")
+    twin.put(key(2), place(2))
+    wait_until(lambda: bool(caplog.records))
+    assert not twin.flush(0.05)
+    assert not os.path.exists(directory)
+    os.rename(directory + ".away", directory)
+    assert twin.flush(WAIT_S)
+    assert twin.close(WAIT_S)
+    assert len(caplog.records) == 1
+    assert reread(path) == [row(1, 1), row(2, 2)]
+
+
+def test_a_deleted_database_is_made_again(path: str) -> None:
+    """What comes afterwards is kept; an open file without a name would swallow it."""
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
+    twin.put(key(1), place(1))
+    assert twin.flush(WAIT_S)
+    for name in os.listdir(os.path.dirname(path)):
+        os.unlink(os.path.join(os.path.dirname(path), name))
+    twin.put(key(2), place(2))
+    assert twin.flush(WAIT_S)
+    assert twin.close(WAIT_S)
+    assert reread(path) == [row(2, 2)]
+
+
+def test_opening_without_a_directory_serves_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No exception, one warning, no rows; the database is made when the directory appears."""
+    directory = tmp_path / "later"
+    path = str(directory / "index.sqlite")
+    twin, rows = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
+    assert list(rows) == []
+    twin.put(key(1), place(1))
+    assert not twin.flush(0.05)
+    directory.mkdir()
+    assert twin.flush(WAIT_S)
+    assert twin.close(WAIT_S)
+    assert len(caplog.records) == 1
+    assert reread(path) == [row(1, 1)]
+
+
+def test_closing_while_storage_fails_says_so_and_ends(tmp_path: Path) -> None:
+    """One attempt, then the writer is gone: shutdown does not hang on a dead disk."""
+    twin, _ = DurableIndex.open(str(tmp_path / "never" / "index.sqlite"), GEOMETRY, retry_interval_s=1000.0)
+    twin.put(key(1), place(1))
+    assert not twin.close(WAIT_S)
+    assert not twin._writer.is_alive()
+
+
+def test_the_queue_is_bounded_and_its_loss_leaves_no_stale_row(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Storage is away for more calls than may wait: afterwards the database holds what came last, all of it true."""
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01, max_queued_ops=100)
+    for number in range(50):
+        twin.put(key(number), place(number))
+    assert twin.flush(WAIT_S)
+    directory = os.path.dirname(path)
+    os.rename(directory, directory + ".away")
+    truth = {key(number): place(number) for number in range(50)}
+    for number in range(50, 5000):
+        gone = key(number - 50)
+        location = truth.pop(gone)
+        twin.delete(gone)
+        truth[key(number)] = location
+        twin.put(key(number), location)
+        assert len(twin._queue) <= 100
+    os.rename(directory + ".away", directory)
+    assert twin.flush(WAIT_S)
+    assert twin.close(WAIT_S)
+    assert "made anew" in caplog.text
+    found = reread(path)
+    assert 0 < len(found) <= 100
+    for k, offset, slot_bytes in found:
+        assert truth[k] == Location(0, offset, slot_bytes)
+
+
+CHILD = """
+    import sys
+    from nixl_offload.index.durable import DurableIndex
+    from nixl_offload.types import Key, Location
+    path, start = sys.argv[1], int(sys.argv[2])
+    twin, rows = DurableIndex.open(path, {"namespace": "aa", "slot_classes": "4096"}, batch_delay_s=0.0)
+    list(rows)
+    n = start
+    while True:
+        twin.put(Key(n.to_bytes(32, "big") + bytes(4)), Location(0, n % 5000 * 4096, 4096))
+        if n % 7 == 0:
+            twin.delete(Key((n - 3).to_bytes(32, "big") + bytes(4)))
+        n += 1
+        if n % 2000 == 0:
+            assert twin.flush(20)
+            print(n, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_a_database_that_reopens(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Five times: all that was flushed is there (unless replaced later), every row is one that was put, no warning."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    start = 10
+    for round_number in range(5):
+        command = [sys.executable, "-c", textwrap.dedent(CHILD), path, str(start)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as child:
+            assert child.stdout is not None
+            for _ in range(2):
+                flushed = int(child.stdout.readline())
+            # Somewhere between two flushes, at another place each time.
+            threading.Event().wait(0.003 * round_number)
+            child.send_signal(signal.SIGKILL)
+        found = reread(path)
+        assert caplog.records == []
+        numbers = [int.from_bytes(k[:32], "big") for k, _, _ in found]
+        assert numbers == sorted(numbers)
+        assert all(offset == n % 5000 * 4096 for n, (_, offset, _) in zip(numbers, found, strict=True))
+        newest = numbers[-1]
+        assert newest >= flushed - 1
+        alive = {n for n in range(max(10, newest - 4999), newest + 1) if (n + 3) % 7 or n + 3 > newest}
+        assert alive <= set(numbers)
+        start = newest + 1
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+
+
+def disk_bytes(path: str) -> int:
+    return sum(os.path.getsize(path + end) for end in ("", "-wal", "-shm") if os.path.exists(path + end))
+
+
+def test_max_bytes_holds_under_churn(tmp_path: Path) -> None:
+    """Filled, thinned out at random and filled again, several times, with the longest keys: never above the bound."""
+    path = str(tmp_path / "index.sqlite")
+    choose = random.Random(11)
+    n_keys, highest_bytes = 6_000, 0
+    alive: dict[int, Key] = {}
+    free = list(range(n_keys))
+    database = Database(path, GEOMETRY)
+    for _ in range(5):
+        batch: list[tuple[Key, int, int] | tuple[Key]] = []
+        choose.shuffle(free)
+        while free:
+            slot = free.pop()
+            alive[slot] = Key(choose.randbytes(64))
+            batch.append((alive[slot], (1 << 45) + slot * 4096, 1 << 30))
+        for slot in choose.sample(sorted(alive), int(0.66 * n_keys)):
+            batch.append((alive.pop(slot),))
+            free.append(slot)
+        for start in range(0, len(batch), BATCH_OPS):
+            database.write(batch[start : start + BATCH_OPS])
+            highest_bytes = max(highest_bytes, disk_bytes(path))
+    database.disconnect()
+    bound_bytes = max_bytes(n_keys, 64)
+    fixed_bytes = max_bytes(0, 64)
+    assert highest_bytes <= bound_bytes
+    assert os.path.getsize(path) <= bound_bytes - fixed_bytes
+    # And it is a bound that one can live with: 1 KiB per key of some 100 KiB.
+    assert bound_bytes - fixed_bytes < 1024 * n_keys
+
+
+def test_one_batch_of_random_keys_keeps_to_the_log_bound(tmp_path: Path) -> None:
+    """The log's share of max_bytes: a full batch that replaces random rows of a larger table."""
+    path = str(tmp_path / "index.sqlite")
+    choose = random.Random(5)
+    database = Database(path, GEOMETRY)
+    keys = [Key(choose.randbytes(64)) for _ in range(12_000)]
+    slots = list(range(len(keys)))
+    for _ in range(2):
+        choose.shuffle(slots)
+        for start in range(0, len(keys), BATCH_OPS):
+            pairs = zip(keys[start : start + BATCH_OPS], slots[start : start + BATCH_OPS], strict=True)
+            database.write([(k, s * 4096, 4096) for k, s in pairs])
+            assert os.path.getsize(path + "-wal") <= max_bytes(0)
+        choose.shuffle(keys)
+    database.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (OSError(28, "No space left on device"), "full"),
+        (sqlite3.OperationalError("database or disk is full"), "full"),
+        (OSError(30, "Read-only file system"), "readonly"),
+        (sqlite3.OperationalError("attempt to write a readonly database"), "readonly"),
+        (FileNotFoundError(2, "No such file or directory"), "missing"),
+        (PermissionError(13, "Permission denied"), "permission"),
+        (sqlite3.OperationalError("database is locked"), "locked"),
+        (sqlite3.OperationalError("disk I/O error"), "io"),
+        (UnusableError("written for another geometry"), "io"),
+    ],
+)
+def test_errors_are_translated_to_one_cause(tmp_path: Path, error: Exception, cause: str) -> None:
+    """The words of sqlite3 are matched; this notices when they change."""
+    translated = translate(error, str(tmp_path / "index.sqlite"))
+    assert translated.cause == cause
+    assert translated.__cause__ is error
+    assert str(error) in str(translated)
+
+
+def test_damage_is_told_from_trouble() -> None:
+    """Only damage costs the database; a full disk must not."""
+    assert is_damage(sqlite3.DatabaseError("database disk image is malformed"))
+    assert is_damage(UnusableError("x"))
+    assert not is_damage(sqlite3.OperationalError("database or disk is full"))
+    assert not is_damage(OSError(5, "Input/output error"))
