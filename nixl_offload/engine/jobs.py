@@ -1,0 +1,300 @@
+"""One record per job, and every transition of its chunks: the whole bookkeeping of the engine, without any I/O.
+
+Threading: ``JobTable`` is shared by the engine's caller and its pump. Its one lock guards every mutable field of
+``Job`` and ``Task``; both decide by the table's methods, which hold that lock for microseconds, and act outside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from nixl_offload.engine.packer import Fence
+from nixl_offload.types import Key, Location, Outcome
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkIO:
+    """One chunk of a job on this rank."""
+
+    key: Key
+    location: Location
+    group: int
+    """Position in ``KVLayout.groups``."""
+    block_ids: npt.NDArray[np.int32]
+    """GPU blocks that hold consecutive blocks of the chunk; shape (n,), n >= 1."""
+    first_block: int
+    """Position in the chunk of ``block_ids[0]``; 0 unless only a tail of the chunk is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What became of a job. ``outcomes`` has one entry per ChunkIO, in the order they were submitted."""
+
+    job_id: int
+    is_store: bool
+    outcomes: tuple[Outcome, ...]
+    bytes_moved: int
+    """Payload bytes of the chunks that are OK."""
+    seconds: float
+    """From submit to the last chunk."""
+    errors: tuple[str, ...]
+    """Short distinct phrases for a log line; empty if all is well."""
+
+
+class Stage(Enum):
+    """Where a chunk stands. ``SOURCE`` is the only stage of a store in which its KV blocks must not be overwritten by
+    others; a queued store may be dropped instead.
+    """
+
+    QUEUED = "queued"
+    SOURCE = "source"
+    """Store: the KV blocks are being read (gathered, or by the mover itself)."""
+    IO = "io"
+    """Store: only staging is read from here on. Load: reading from storage."""
+    SCATTER = "scatter"
+    """Load: verified, on its way from staging to the KV blocks."""
+    DONE = "done"
+
+
+TRANSITIONS: dict[Stage, frozenset[Stage]] = {
+    Stage.QUEUED: frozenset({Stage.SOURCE, Stage.IO, Stage.DONE}),
+    Stage.SOURCE: frozenset({Stage.IO, Stage.DONE}),
+    Stage.IO: frozenset({Stage.SCATTER, Stage.DONE}),
+    Stage.SCATTER: frozenset({Stage.DONE}),
+    Stage.DONE: frozenset(),
+}
+
+
+class Lane(Enum):
+    """Queues, served in this order: loads overtake stores, and what a caller stands waiting for comes first."""
+
+    URGENT_STORE = "urgent_store"
+    EXPEDITED_LOAD = "expedited_load"
+    LOAD = "load"
+    STORE = "store"
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One chunk of a job on its way. ``stage`` and ``outcome`` change only through ``JobTable``."""
+
+    job: Job
+    io: ChunkIO
+    size_bytes: int
+    """Payload bytes of its blocks: what the queue limit and ``bytes_moved`` count."""
+    stage: Stage = Stage.QUEUED
+    outcome: Outcome | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One transfer job of vLLM: the only record of it."""
+
+    job_id: int
+    is_store: bool
+    fence: Fence
+    """Done when the compute stream is past the submit: only then may KV blocks be touched."""
+    submitted_s: float
+    tasks: list[Task] = field(default_factory=list)
+    unfinished: int = 0
+
+
+class JobTable:
+    """The live jobs, their queues and their results.
+
+    After any failure still holds: each accepted job yields exactly one ``JobResult``, and a task that is DONE never
+    leaves that stage.
+    """
+
+    def __init__(self, *, store_queue_limit_bytes: int, clock: Callable[[], float]) -> None:
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._progress = threading.Condition(self._lock)
+        self._clock = clock
+        self._limit_bytes = store_queue_limit_bytes
+        self._jobs: dict[int, Job] = {}
+        self._lanes: dict[Lane, deque[Task]] = {lane: deque() for lane in Lane}
+        self._results: list[JobResult] = []
+        self._queued_store_bytes = 0
+        self._refusal: str | None = None
+        """Why every new job fails; None while the pump lives."""
+        self._woken = False
+
+    # -- the caller's side ------------------------------------------------------------------------------------------
+
+    def add(self, job: Job, chunks: Sequence[tuple[ChunkIO, int]], lane: Lane) -> None:
+        """Accept ``job`` with its (chunk, payload bytes) pairs, all queued in ``lane``.
+
+        Where queued stores reach their limit, the rest of the job becomes DROPPED at once: the queue has a bound. A job
+        id that is still live is a bug of the caller: it is logged and ignored, so no job is launched twice.
+        """
+        with self._lock:
+            if job.job_id in self._jobs:
+                logger.error("job %d was submitted twice; the second submit is ignored", job.job_id)
+                return
+            self._jobs[job.job_id] = job
+            job.tasks = [Task(job, io, size_bytes) for io, size_bytes in chunks]
+            job.unfinished = len(job.tasks)
+            if not job.tasks:
+                self._emit(job)
+            full = False
+            for task in job.tasks:
+                if job.is_store:
+                    self._queued_store_bytes += task.size_bytes
+                full = full or (job.is_store and self._queued_store_bytes > self._limit_bytes)
+                if self._refusal is not None:
+                    self._finish(task, Outcome.FAILED, self._refusal)
+                elif full:
+                    self._finish(task, Outcome.DROPPED, "store queue is full")
+                else:
+                    self._lanes[lane].append(task)
+            self._wake()
+
+    def drain(self) -> list[JobResult]:
+        """Return the results since the last call; each job appears in exactly one of them."""
+        with self._lock:
+            results, self._results = self._results, []
+            return results
+
+    def wait_source_free(self, job_ids: Collection[int], grace_s: float) -> None:
+        """Block until no store among ``job_ids`` will read its KV blocks any more; what is still queued after
+        ``grace_s`` is DROPPED. Loads among them are waited for until they are finished.
+        """
+        with self._lock:
+            jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
+            if not jobs:
+                return
+            for job in jobs:
+                queued = [task for task in job.tasks if task.stage is Stage.QUEUED]
+                self._lanes[Lane.URGENT_STORE if job.is_store else Lane.EXPEDITED_LOAD].extend(queued)
+            self._wake()
+            stores = [job for job in jobs if job.is_store]
+            self._progress.wait_for(lambda: not any(_reads_source(job) for job in stores), grace_s)
+            for job in stores:
+                for task in job.tasks:
+                    if task.stage is Stage.QUEUED:
+                        self._finish(task, Outcome.DROPPED, "its blocks were needed before storage had time for it")
+            self._progress.wait_for(
+                lambda: all(not (_reads_source(job) if job.is_store else job.unfinished) for job in jobs)
+            )
+
+    def wait_all(self, timeout_s: float) -> bool:
+        """Block until every job is finished; False if that took longer than ``timeout_s``."""
+        with self._lock:
+            return self._progress.wait_for(lambda: not self._jobs, timeout_s)
+
+    def idle(self) -> bool:
+        """True if no job is live and no result waits to be drained."""
+        with self._lock:
+            return not self._jobs and not self._results
+
+    # -- the pump's side --------------------------------------------------------------------------------------------
+
+    def take(self, lane: Lane, fits: Callable[[Task], bool]) -> Task | None:
+        """Claim the first queued task of ``lane`` if ``fits`` says so (called under the lock: pure and quick)."""
+        with self._lock:
+            queue = self._lanes[lane]
+            while queue:
+                task = queue[0]
+                if task.stage is not Stage.QUEUED:
+                    queue.popleft()  # dropped, failed, or claimed through another lane
+                    continue
+                if not fits(task):
+                    return None
+                queue.popleft()
+                self._move(task, Stage.SOURCE if task.job.is_store else Stage.IO)
+                return task
+            return None
+
+    def empty(self) -> bool:
+        """True if no job is live."""
+        with self._lock:
+            return not self._jobs
+
+    def advance(self, task: Task, stage: Stage) -> bool:
+        """Move a task on; waiters learn it. False, and nothing changed, if the task was given up meanwhile."""
+        with self._lock:
+            if task.stage is Stage.DONE:
+                return False
+            self._move(task, stage)
+            return True
+
+    def finish(self, task: Task, outcome: Outcome, error: str | None = None) -> None:
+        """Give a task its outcome; the first one counts, later ones are ignored."""
+        with self._lock:
+            self._finish(task, outcome, error)
+
+    def overdue_loads(self, timeout_s: float) -> list[Task]:
+        """Return the unfinished tasks of loads that were submitted more than ``timeout_s`` ago."""
+        with self._lock:
+            limit_s = self._clock() - timeout_s
+            late = (job for job in self._jobs.values() if not job.is_store and job.submitted_s <= limit_s)
+            return [task for job in late for task in job.tasks if task.stage is not Stage.DONE]
+
+    def give_up(self, why: str) -> None:
+        """Refuse what comes and end what is there: queued stores are DROPPED, all else is FAILED."""
+        with self._lock:
+            self._refusal = why
+            for job in list(self._jobs.values()):
+                for task in job.tasks:
+                    queued_store = job.is_store and task.stage is Stage.QUEUED
+                    self._finish(task, Outcome.DROPPED if queued_store else Outcome.FAILED, why)
+
+    def sleep(self, seconds: float | None) -> None:
+        """Pump only: sleep until woken by new work, at most ``seconds`` (None: no limit)."""
+        with self._lock:
+            if not self._woken:
+                self._work.wait(seconds)
+            self._woken = False
+
+    def wake(self) -> None:
+        """Wake the pump."""
+        with self._lock:
+            self._wake()
+
+    # -- under the lock ---------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._woken = True
+        self._work.notify()
+
+    def _move(self, task: Task, stage: Stage) -> None:
+        if stage not in TRANSITIONS[task.stage]:
+            raise RuntimeError(f"chunk of job {task.job.job_id} cannot go from {task.stage.name} to {stage.name}")
+        if task.stage is Stage.QUEUED and task.job.is_store:
+            self._queued_store_bytes -= task.size_bytes
+        task.stage = stage
+        self._progress.notify_all()
+
+    def _finish(self, task: Task, outcome: Outcome, error: str | None) -> None:
+        if task.stage is Stage.DONE:
+            return
+        self._move(task, Stage.DONE)
+        task.outcome, task.error = outcome, error
+        task.job.unfinished -= 1
+        if not task.job.unfinished:
+            self._emit(task.job)
+
+    def _emit(self, job: Job) -> None:
+        del self._jobs[job.job_id]
+        ok_bytes = sum(task.size_bytes for task in job.tasks if task.outcome is Outcome.OK)
+        errors = tuple(dict.fromkeys(task.error for task in job.tasks if task.error is not None))
+        outcomes = tuple(task.outcome or Outcome.FAILED for task in job.tasks)
+        seconds = self._clock() - job.submitted_s
+        self._results.append(JobResult(job.job_id, job.is_store, outcomes, ok_bytes, seconds, errors))
+
+
+def _reads_source(job: Job) -> bool:
+    """Whether a store reads its KV blocks, or may yet."""
+    return any(task.stage in {Stage.QUEUED, Stage.SOURCE} for task in job.tasks)

@@ -1,0 +1,233 @@
+"""The pump: the one thread that drives mover, packer and staging, and takes every chunk from its queue to its outcome.
+
+Threading: everything here but ``start``, ``stop`` and ``alive`` runs on the pump's own thread.
+Ownership: a ``Flight`` owns its staging slots and its share of the KV blocks until each of its transfers is final. If
+the pump must end earlier, all that memory is kept for the life of the process instead of being freed under the kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nixl_offload.engine.jobs import JobTable, Lane, Stage, Task
+from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.engine.staging import Slot, StagingPool
+from nixl_offload.movers.base import Transfer, TransferState
+from nixl_offload.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.0005
+"""Pause between polls while something is in flight. NIXL's POSIX I/O moves only when polled: at 1 ms small extents run
+at full speed, at 5 ms at a third of it; without a pause polling burns half a CPU second per GB."""
+STUCK_POLL_S = 0.005
+"""The pause once nothing has moved for ``STUCK_AFTER_S``: a hung disk shall not cost a core."""
+STUCK_AFTER_S = 0.25
+MAX_FLIGHTS = 32
+"""Chunks in flight. Bounds descriptors in the mover and what one poll costs; 32 chunks keep any NVMe busy."""
+MAX_STORE_FLIGHTS = 24
+"""Of those, stores; the rest is left for loads, so that no load waits behind a wall of writes."""
+EXPIRE_EVERY_S = 0.05
+
+LEAKED: list[object] = []
+"""Whatever may still be touched by I/O when an engine had to end; never freed."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One chunk between its queue and its outcome. ``steps`` yields whenever it waits for a transfer or a fence."""
+
+    task: Task
+    direct: bool
+    steps: Iterator[None] = field(default_factory=lambda: iter(()))
+    draining: bool = False
+    """Its path crashed with transfers in flight; ``steps`` only waits for them."""
+    slots: list[tuple[StagingPool, Slot]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+
+    @property
+    def pending(self) -> bool:
+        """Whether some transfer is not final."""
+        return any(transfer.state is TransferState.PENDING for transfer in self.transfers)
+
+
+class Paths(Protocol):
+    """What the pump drives: how a chunk travels (``paths.ChunkPaths``)."""
+
+    def has_room(self, task: Task) -> bool:
+        """Whether staging allows to start ``task`` now. Pure and quick: called under the table's lock."""
+
+    def begin(self, task: Task) -> Flight:
+        """Start a chunk: acquire what it needs and return its flight. Every exception becomes its failure."""
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """Poll the mover."""
+
+    def close(self) -> None:
+        """Nothing is in flight: close files and mover."""
+
+
+class Pump:
+    """Runs until ``stop``. No exception of a chunk ends it; if it ends nonetheless, every job is FAILED."""
+
+    def __init__(
+        self, table: JobTable, paths: Paths, *, load_timeout_s: float, clock: Callable[[], float], name: str
+    ) -> None:
+        self._table = table
+        self._paths = paths
+        self._load_timeout_s = load_timeout_s
+        self._clock = clock
+        self._flights: list[Flight] = []
+        self._stores = 0
+        self._moved_s = clock()
+        self._expire_s = clock()
+        self._stop_by_s: float | None = None
+        self._log = RateLog(logger, clock)
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, deadline_s: float, patience_s: float = 1.0) -> bool:
+        """Let the pump finish what it can within ``deadline_s``; True if the thread is gone on return.
+
+        False means that it is caught in a system call that does not return; it is a daemon thread and holds on to its
+        memory.
+        """
+        self._stop_by_s = self._clock() + deadline_s
+        self._table.wake()
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s + patience_s)
+        return not self._thread.is_alive()
+
+    # -- the pump's thread ------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        why = "the engine is closed"
+        try:
+            self._loop()
+        except BaseException:
+            why = "the pump ended unexpectedly"
+            logger.critical("The pump thread ended; every job fails from now on and is recomputed", exc_info=True)
+        finally:
+            self._table.give_up(why)
+            self._close()
+
+    def _loop(self) -> None:
+        while True:
+            moved = self._launch()
+            moved |= self._push()
+            now_s = self._clock()
+            if moved:
+                self._moved_s = now_s
+                continue
+            self._expire(now_s)
+            if self._stop_by_s is not None:
+                if now_s >= self._stop_by_s or (not self._flights and self._table.empty()):
+                    return
+                self._table.sleep(POLL_S)
+            elif self._flights:
+                self._table.sleep(POLL_S if now_s - self._moved_s < STUCK_AFTER_S else STUCK_POLL_S)
+            else:
+                self._table.sleep(None)
+
+    def _launch(self) -> bool:
+        """Start queued chunks as far as limits allow; True if any was started."""
+        started = False
+        for lane in Lane:
+            while len(self._flights) < MAX_FLIGHTS and (task := self._table.take(lane, self._fits)) is not None:
+                started = True
+                try:
+                    flight = self._paths.begin(task)
+                except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
+                    self._crashed(task, error)
+                    continue
+                self._flights.append(flight)
+                self._stores += task.job.is_store
+                self._step(flight)
+        return started
+
+    def _fits(self, task: Task) -> bool:
+        if task.job.is_store and self._stores >= MAX_STORE_FLIGHTS:
+            return False
+        return self._paths.has_room(task)
+
+    def _push(self) -> bool:
+        """Move every flight on; True if any of them ended."""
+        ended = False
+        for flight in tuple(self._flights):
+            ended |= self._step(flight)
+        return ended
+
+    def _step(self, flight: Flight) -> bool:
+        """Resume a flight; True if it is over and its memory was given back."""
+        try:
+            next(flight.steps)
+            return False
+        except StopIteration:
+            pass
+        except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
+            self._crashed(flight.task, error)
+            if flight.pending and not flight.draining:
+                flight.draining = True
+                flight.steps = self._drain(flight)
+                return False
+        self._flights.remove(flight)
+        self._stores -= flight.task.job.is_store
+        if flight.task.stage is not Stage.DONE:
+            self._crashed(flight.task, RuntimeError("a chunk ended without an outcome"))
+        tainted = any(transfer.state is TransferState.PENDING or transfer.quarantine for transfer in flight.transfers)
+        for pool, slot in flight.slots:
+            if tainted:
+                pool.retire(slot)
+            else:
+                pool.release(slot)
+        if tainted:
+            LEAKED.append((self._paths, flight))
+        return True
+
+    def _drain(self, flight: Flight) -> Iterator[None]:
+        """Poll what a crashed flight has left until it is final. If that raises too, ``_step`` taints its slots."""
+        while any(self._paths.poll(transfer) is TransferState.PENDING for transfer in flight.transfers):
+            yield
+
+    def _crashed(self, task: Task, error: Exception) -> None:
+        """An exception that no path expects: a bug, ours or a mover's. The chunk fails, the pump goes on."""
+        self._log.error(f"crash:{type(error).__name__}", "A chunk failed unexpectedly: %r", error, exc_info=error)
+        self._table.finish(task, Outcome.FAILED, f"unexpected {type(error).__name__}")
+
+    def _expire(self, now_s: float) -> None:
+        """Fail loads that storage does not answer in time. Their memory stays with the flight until it is final;
+        direct loads cannot be given up, because the mover may still write to the KV blocks.
+        """
+        if now_s < self._expire_s:
+            return
+        self._expire_s = now_s + EXPIRE_EVERY_S
+        overdue = self._table.overdue_loads(self._load_timeout_s)
+        if not overdue:
+            return
+        held = {id(flight.task) for flight in self._flights if flight.direct or flight.task.stage is Stage.SCATTER}
+        for task in overdue:
+            if id(task) not in held:
+                self._table.finish(task, Outcome.FAILED, f"storage did not answer in {self._load_timeout_s:g} s")
+
+    def _close(self) -> None:
+        if self._flights:
+            LEAKED.append((self._paths, self._flights))
+            logger.error("%d transfers did not end; their memory is kept until the process exits", len(self._flights))
+            return
+        try:
+            self._paths.close()
+        except Exception:
+            LEAKED.append(self._paths)
+            logger.exception("Closing the mover failed; its memory is kept until the process exits")

@@ -1,0 +1,149 @@
+"""A rank's slab as the engine uses it: opened in the mover, given space before each write, watched, and reopened.
+
+Threading: the pump's thread, after ``connect`` at start. The calls do metadata I/O only and raise only TierError.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from os import PathLike
+from typing import Protocol
+
+from nixl_offload.errors import MoverError, TierError
+from nixl_offload.movers.base import FileId, Mover
+from nixl_offload.tiers.health import Health
+
+logger = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 1.0
+"""How often a slab that works is looked at before a store: a deleted file still takes writes, and nobody would know."""
+
+
+class Slab(Protocol):
+    """What the engine needs of ``tiers.slab_file.SlabFile``."""
+
+    @property
+    def path(self) -> PathLike[str]:
+        """The file."""
+
+    @property
+    def rank_bytes(self) -> int:
+        """Its capacity."""
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether it is to be opened with O_DIRECT."""
+
+    def ensure(self, offset: int, length_bytes: int) -> None:
+        """Put real space under a range. Raises TierError."""
+
+    def check(self) -> str | None:
+        """The cause that stands against storing now, or None."""
+
+    def reopen(self) -> bool:
+        """Make storing possible again; True: a different file is open now. Raises TierError."""
+
+
+class SlabLink:
+    """One slab, its file in the mover, and its health.
+
+    After a failure still holds: an open file stays readable, so loads go on while storing is paused.
+    """
+
+    def __init__(self, slab: Slab, mover: Mover, clock: Callable[[], float]) -> None:
+        self._slab = slab
+        self._mover = mover
+        self._clock = clock
+        self._health = Health(f"File tier {slab.path}")
+        self._file: FileId | None = None
+        self._current = False
+        self._stale: list[FileId] = []
+        self._check_s = clock()
+
+    @property
+    def file(self) -> FileId | None:
+        """The file to read from; None while none could be opened."""
+        return self._file
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is stored now, in a word."""
+        return self._health.cause or "none"
+
+    def connect(self) -> None:
+        """Open the file; if that fails, the tier starts out of use and is tried again later."""
+        self._probe(self._clock())
+
+    def may_store(self) -> bool:
+        """Whether to store now. Looks at a working slab once per ``CHECK_EVERY_S`` and probes a failed one when due."""
+        now_s = self._clock()
+        if not self._health.may_try(now_s):
+            return False
+        if self._health.cause is None and now_s < self._check_s:
+            return True
+        return self._probe(now_s)
+
+    def prepare_write(self, offset: int, length_bytes: int) -> FileId:
+        """Put space under a range and return the file to write to. Raises TierError after taking note of the cause."""
+        try:
+            self._slab.ensure(offset, length_bytes)
+            if self._file is None:
+                raise TierError(f"{self._slab.path} is not open", cause="missing")
+        except TierError as error:
+            self._health.failed(error.cause, str(error), self._clock())
+            raise
+        except OSError as error:
+            self._health.failed("io", str(error), self._clock())
+            raise TierError(str(error), cause="io") from error
+        return self._file
+
+    def write_failed(self, error: str) -> None:
+        """Take note that the mover failed to write."""
+        try:
+            cause = self._slab.check() or "io"
+        except OSError:
+            cause = "io"
+        self._health.failed(cause, error, self._clock())
+
+    def close(self) -> None:
+        """Close what is open in the mover. Nothing may be in flight."""
+        if self._file is not None:
+            self._stale.append(self._file)
+            self._file = None
+        self._close_stale()
+
+    def _probe(self, now_s: float) -> bool:
+        self._check_s = now_s + CHECK_EVERY_S
+        try:
+            if self._slab.reopen():
+                self._current = False
+            if not self._current:
+                self._open()
+        except TierError as error:
+            self._health.failed(error.cause, str(error), now_s)
+            return False
+        except (MoverError, OSError) as error:
+            self._health.failed("io", str(error), now_s)
+            return False
+        self._health.succeeded(now_s)
+        return True
+
+    def _open(self) -> None:
+        file = self._mover.open_file(str(self._slab.path), self._slab.rank_bytes, direct_io=self._slab.direct_io)
+        if self._file is not None:
+            self._stale.append(self._file)
+        self._file, self._current = file, True
+        self._close_stale()
+
+    def _close_stale(self) -> None:
+        """Close replaced files; one that is still in flight stays until the next time, or until the mover closes."""
+        self._stale = [file for file in self._stale if not self._closes(file)]
+
+    def _closes(self, file: FileId) -> bool:
+        try:
+            self._mover.close_file(file)
+        except MoverError as error:
+            logger.debug("A replaced slab stays open in the mover: %s", error)
+            return False
+        return True

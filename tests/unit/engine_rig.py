@@ -1,0 +1,167 @@
+"""A small worker for engine tests: KV tensors of every layout, a real slab on disk, an engine, and an independent idea
+of what the bytes of a chunk must be. Used by the unit and the fault tests.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.movers.base import Mover
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.types import Key, Location, Outcome, align_up
+
+NAMESPACE = bytes(range(32))
+NUM_BLOCKS = 40
+CHUNK_BLOCKS = 4
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``tensors``: (page, stride) of each; ``groups``: (tensor, stored bytes) of each layer of each group."""
+
+    tensors: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[tuple[int, int], ...], ...]
+    direct: bool = False
+
+
+SHAPES = {
+    "per_layer": Shape(((1536, 1536),) * 3, (((0, 1536), (1, 1536), (2, 1536)),)),
+    "per_layer_pages": Shape(((4096, 4096),) * 3, (((0, 4096), (1, 4096), (2, 4096)),)),
+    "packed_blocks": Shape(((24576, 24576),), (((0, 24576),),)),
+    "two_groups": Shape(((2048, 2048),) * 3, (((0, 2048), (1, 2048)), ((2, 1000),))),
+    "shared_tensors": Shape(((2048, 2048),) * 2, (((0, 2048), (1, 2048)), ((0, 1024), (1, 1024)))),
+    "padded": Shape(((4096, 6144),) * 2, (((0, 3000), (1, 2056)),)),
+    "mla": Shape(((1152, 1152),), (((0, 1152),),)),
+    "direct_blocks": Shape(((8192, 8192),), (((0, 8192),),), direct=True),
+    "direct_per_layer": Shape(((4096, 8192),) * 2, (((0, 4096), (1, 4096)),), direct=True),
+}
+
+
+@dataclass
+class Rig:
+    """Built by ``make``. ``kv`` are the tensors as numpy arrays of shape (NUM_BLOCKS, page)."""
+
+    shape: Shape
+    tensors: list[torch.Tensor]
+    kv: list[npt.NDArray[np.uint8]]
+    layout: KVLayout
+    slab: SlabFile
+    mover: Mover
+    engine: Engine
+    results: dict[int, JobResult] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        directory: Path,
+        shape: str | Shape = "per_layer",
+        mover: Mover | None = None,
+        *,
+        slots: int = 64,
+        staging_slots: int = 8,
+        seed: int = 1,
+        slab: Any = None,
+        namespace: bytes = NAMESPACE,
+        **options: Any,
+    ) -> Rig:
+        shape = SHAPES[shape] if isinstance(shape, str) else shape
+        rng = np.random.default_rng(seed)
+        tensors, kv, regions = [], [], []
+        for index, (page, stride) in enumerate(shape.tensors):
+            area = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * stride), dtype=np.uint8)
+            area[:] = rng.integers(0, 256, area.size, dtype=np.uint8)
+            rows = area.reshape(NUM_BLOCKS, stride)[:, :page]
+            tensor = torch.from_numpy(rows).view(torch.int8)
+            tensors.append(tensor)
+            kv.append(rows)
+            regions.append(RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, stride, page))
+        layout = KVLayout(tuple(regions), tuple(GroupLayout(refs) for refs in shape.groups), CHUNK_BLOCKS)
+        largest = max(layout.slot_bytes(group) for group in range(len(shape.groups)))
+        if slab is None:
+            extent = align_up(largest * 4, 65536)
+            slab = SlabFile(directory / "kv" / "rank.slab", extent * -(-slots // 4), extent, direct_io=True)
+            slab.open()
+        if shape.direct:
+            options.setdefault("direct_min_extent_bytes", 4096)
+        mover = mover or CopyMover()
+        engine = Engine(
+            tensors=tensors,
+            layout=layout,
+            slab=slab,
+            mover=mover,
+            rank_namespace=namespace,
+            staging_bytes=staging_slots * largest,
+            **options,
+        )
+        return cls(shape, tensors, kv, layout, slab, mover, engine)
+
+    def key(self, number: int, group: int = 0) -> Key:
+        return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
+
+    def location(self, slot: int) -> Location:
+        """Slots of one size class, so that chunks of any group fit."""
+        size = max(self.layout.slot_bytes(group) for group in range(len(self.shape.groups)))
+        return Location(0, slot * size, size)
+
+    def chunk(
+        self, number: int, blocks: Iterable[int], *, group: int = 0, first: int = 0, slot: int | None = None
+    ) -> ChunkIO:
+        """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
+        location = self.location(number if slot is None else slot)
+        return ChunkIO(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
+
+    def bytes_of(self, blocks: Sequence[int], group: int = 0) -> bytes:
+        """What the payload of these blocks must be."""
+        return b"".join(
+            self.kv[tensor][block, :size].tobytes() for block in blocks for tensor, size in self.shape.groups[group]
+        )
+
+    def wipe(self, value: int = 0) -> None:
+        for rows in self.kv:
+            rows[:] = value
+
+    def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> JobResult:
+        """Drain until ``job_id`` is there; a job that shows up twice is an error."""
+        deadline_s = time.monotonic() + timeout_s
+        while job_id not in self.results:
+            for result in self.engine.finished():
+                assert result.job_id not in self.results, f"job {result.job_id} ended twice"
+                self.results[result.job_id] = result
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"job {job_id} has not ended")
+            time.sleep(0.0005)
+        return self.results[job_id]
+
+    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+        self.engine.submit_store(job_id, chunks)
+        return self.collect(job_id).outcomes
+
+    def load(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+        self.engine.submit_load(job_id, chunks)
+        return self.collect(job_id).outcomes
+
+    def close(self) -> None:
+        self.engine.close()
+        self.mover.close()
+        self.slab.close()
+
+
+def until(condition: Any, timeout_s: float = DEADLINE_S) -> None:
+    """Poll ``condition`` until it is true."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.0005)
