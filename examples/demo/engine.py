@@ -108,10 +108,10 @@ class Engine:
         connector: Mapping[str, Any] | str | None,
         log: Path,
         environment: Mapping[str, str],
-        start_timeout_s: float = 180.0,
+        start_timeout_s: float = 300.0,
         **options: Any,
     ) -> None:
-        """Start an engine on ``model`` and wait until it is up. ``options`` are ``vllm.LLM``'s; ``log`` is appended to."""
+        """Start an engine on ``model`` and wait for it. ``options`` are ``vllm.LLM``'s; it appends to ``log``."""
         self.log = log
         self._pending = b""
         search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -27,7 +27,7 @@ class EngineHost:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self._llm = LLM(**options)
+        self._llm: Any = LLM(**options)
         self._in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
 
     def generate(

@@ -120,7 +120,7 @@ def _weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]
     generator = torch.Generator().manual_seed(seed)
 
     def normal(rows: int, columns: int, output_size: float) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * (output_size / columns**0.5)
+        return torch.randn(rows, columns, generator=generator).mul_(output_size / columns**0.5)
 
     attention_width, kv_width = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     yield "model.embed_tokens.weight", torch.randn(shape.vocab, shape.hidden, generator=generator)

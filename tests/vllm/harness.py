@@ -33,6 +33,7 @@ __all__ = [
     "Answer",
     "Engine",
     "EngineError",
+    "ModelShape",
     "Workshop",
     "file_tier",
     "prompts",
@@ -103,5 +104,5 @@ def file_tier(path: Path, *, capacity: str = "256MiB", **fields: Any) -> dict[st
 
 
 def prompts(count: int, *, steps: int = 3, seed: int, shape: ModelShape = TINY) -> list[list[int]]:
-    """Random prompts of ``steps`` full prefill steps (two chunks each) and a short tail; each test takes its own seed."""
+    """Random prompts: ``steps`` full prefill steps (two chunks each) and a short tail. Each test takes its own seed."""
     return random_prompts(shape, [steps * MAX_BATCHED_TOKENS + TAIL_TOKENS] * count, seed=seed)
