@@ -72,8 +72,11 @@ def fork_message(mover: str, pid: int) -> str:
 
 
 def checked_extents(extents: Extents, length_bytes: int, what: str) -> Extents:
-    """Return ``extents`` as a C-contiguous (n, 2) int64 array, all inside ``[0, length_bytes)``. Raises MoverError."""
-    array = np.ascontiguousarray(extents, dtype=np.int64)
+    """Return a copy of ``extents``, which the caller may go on changing, all of it inside ``[0, length_bytes)``.
+
+    Raises MoverError.
+    """
+    array = np.array(extents, dtype=np.int64, order="C")
     if array.ndim != 2 or array.shape[1] != 2:
         raise MoverError(f"extents of {what} must have shape (n, 2), not {array.shape}")
     offsets, lengths = array[:, 0], array[:, 1]

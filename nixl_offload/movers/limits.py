@@ -188,7 +188,7 @@ class LimitedMover(Mover):
             return self.submit(op, MemoryId(memory.handle), mem, FileId(file.handle), fil)
         m, mem, f, fil = self._table.check(self.limits, MemoryId(memory.handle), mem, FileId(file.handle), fil)
         transfer = _LimitedTransfer(op, int(mem[:, 1].sum()), entries=(m, f))
-        return self._enqueue(transfer, memory.inner, np.asarray(memory_rows), file.inner, np.asarray(file_rows))
+        return self._enqueue(transfer, memory.inner, np.array(memory_rows), file.inner, np.array(file_rows))
 
     def _enqueue(
         self,

@@ -72,8 +72,8 @@ class NixlPlugin:
     limits: MoverLimits
     settles_before_error: bool
     """An error is told only when nothing of the handle is in flight. Where False, a failed transfer is quarantined."""
-    reports_short_io: bool
-    """Where False, a short read is told as DONE, and only the checksum of what was read can tell."""
+    reports_failures: bool
+    """Where False, an I/O that failed or came short may be told as DONE: only a checksum of what was read can tell."""
 
 
 _POSIX_LIMITS = MoverLimits(
@@ -92,7 +92,7 @@ PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
             frozenset({MemoryKind.DRAM}),
             _POSIX_LIMITS,
             settles_before_error=True,
-            reports_short_io=True,
+            reports_failures=True,
         ),
         "posix_aio": NixlPlugin(
             "posix_aio",
@@ -101,7 +101,7 @@ PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
             frozenset({MemoryKind.DRAM}),
             _POSIX_LIMITS,
             settles_before_error=True,
-            reports_short_io=True,
+            reports_failures=True,
         ),
         "gds_mt": NixlPlugin(
             "gds_mt",
@@ -110,7 +110,7 @@ PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
             frozenset({MemoryKind.VRAM, MemoryKind.DRAM}),
             _POSIX_LIMITS,
             settles_before_error=True,
-            reports_short_io=True,
+            reports_failures=True,
         ),
         # A handle of several batches loses count of them, so a transfer is one batch, and the pool bounds how many.
         "gds": NixlPlugin(
@@ -126,7 +126,7 @@ PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
                 max_transfers_in_flight=16,
             ),
             settles_before_error=False,
-            reports_short_io=False,
+            reports_failures=False,
         ),
     }
 )
@@ -162,7 +162,7 @@ class NixlMover(Mover):
         self.name = plugin.name
         self.memory_kinds = plugin.memory_kinds
         self.limits = plugin.limits
-        self.reports_short_io = plugin.reports_short_io
+        self.reports_failures = plugin.reports_failures
         self._plugin = plugin
         self._params = {**plugin.params, **(params or {})}
         self._close_timeout_s = close_timeout_s
@@ -357,7 +357,7 @@ class NixlMover(Mover):
         error = None
         if state != "DONE":
             error = f"{self.name}: {transfer.op.value} of {transfer.file.path} failed: {state}"
-        elif not self.reports_short_io and os.fstat(transfer.file.fd).st_size < transfer.file_end:
+        elif not self.reports_failures and os.fstat(transfer.file.fd).st_size < transfer.file_end:
             error = f"{self.name}: {transfer.file.path} ends before byte {transfer.file_end}"
         self._finish(transfer, error, quarantine=state != "DONE" and not self._plugin.settles_before_error)
 

@@ -60,13 +60,14 @@ def candidates(kind: MoverChoice, memory_kind: MemoryKind, posix_api: PosixApi =
     """Names of movers to try, best first. Pure.
 
     For VRAM, POSIX and copy stand at the end: they cannot touch it, so choosing them means packing through host memory.
+    ``gds`` is never chosen by ``auto``: it tells I/O that failed as DONE (docs/decisions/0004-movers.md).
     """
     posix = [_POSIX[api] for api in ("io_uring", "aio") if posix_api in {"auto", api}]
     if kind == "posix":
         return posix
     if kind != "auto":
         return [kind]
-    gds = ["gds_mt", "gds"] if memory_kind is MemoryKind.VRAM else []
+    gds = ["gds_mt"] if memory_kind is MemoryKind.VRAM else []
     return [*gds, *posix, "copy"]
 
 

@@ -1,0 +1,227 @@
+/* libcufile.so.0 for machines without a GPU: "device" memory is host memory, and I/O is pread and pwrite.
+ *
+ * It exports what NIXL's GDS and GDS_MT plugins call and nothing more; the declarations follow NVIDIA's public cuFile API.
+ * Faults are injected through a file of 64-bit numbers that the test maps as well; its path is in CUFILE_EMULATION_CONTROL.
+ * Each batch does its I/O in order on a thread of its own, so that completions are late, as they are in the real one.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Places in the control file; emulation.py has the same list. "nth" counts from 1, 0 is never. */
+enum {
+    READS,            /* counters, kept here */
+    WRITES,
+    BUFFERS,          /* registered now */
+    FILES,            /* registered now */
+    FAIL_READ_NTH,
+    FAIL_WRITE_NTH,
+    SHORT_READ_NTH,
+    SHORT_WRITE_NTH,
+    SHORT_BYTES,      /* missing at the end of a short one */
+    DELAY_US,         /* before each I/O */
+    FAIL_REGISTER,    /* cuFileBufRegister refuses: a warning in the plugins, not an error */
+    FAIL_STATUS,      /* cuFileBatchIOGetStatus refuses */
+    PLACES
+};
+
+static int64_t fallback[PLACES];
+static int64_t *control = fallback;
+
+__attribute__((constructor)) static void map_control(void) {
+    const char *path = getenv("CUFILE_EMULATION_CONTROL");
+    int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (fd < 0)
+        return;
+    void *mapped = mmap(NULL, sizeof fallback, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (mapped != MAP_FAILED)
+        control = mapped;
+    close(fd);
+}
+
+static int64_t get(int place) { return __atomic_load_n(&control[place], __ATOMIC_SEQ_CST); }
+static int64_t add(int place, int64_t by) { return __atomic_add_fetch(&control[place], by, __ATOMIC_SEQ_CST); }
+
+typedef struct { int err; int cuda_err; } Error;
+typedef struct { int type; union { int fd; void *handle; } handle; const void *fs_ops; } Descr;
+typedef struct { int fd; } File;
+enum { OPCODE_READ = 0, OPCODE_WRITE = 1 };
+enum { STATUS_WAITING = 1, STATUS_CANCELED = 8, STATUS_COMPLETE = 16, STATUS_FAILED = 64 };
+enum { ERROR_DRIVER = 5001, ERROR_MEMORY = 5013, ERROR_INTERNAL = 5030 };
+
+static Error error_of(int err) { Error error = {err, 0}; return error; }
+
+static ssize_t move(int fd, char *memory, size_t size, off_t offset, int write) {
+    if (get(DELAY_US))
+        usleep((useconds_t)get(DELAY_US));
+    int64_t nth = add(write ? WRITES : READS, 1);
+    if (nth == get(write ? FAIL_WRITE_NTH : FAIL_READ_NTH)) {
+        errno = EIO;
+        return -1;
+    }
+    if (nth == get(write ? SHORT_WRITE_NTH : SHORT_READ_NTH))
+        size -= (size_t)get(SHORT_BYTES) < size ? (size_t)get(SHORT_BYTES) : size;
+    size_t done = 0;
+    while (done < size) {
+        ssize_t moved = write ? pwrite(fd, memory + done, size - done, offset + (off_t)done)
+                              : pread(fd, memory + done, size - done, offset + (off_t)done);
+        if (moved < 0)
+            return done ? (ssize_t)done : -1;
+        if (moved == 0)
+            break;
+        done += (size_t)moved;
+    }
+    return (ssize_t)done;
+}
+
+Error cuFileDriverOpen(void) { return error_of(0); }
+Error cuFileDriverClose_v2(void) { return error_of(0); }
+
+Error cuFileHandleRegister(void **handle, Descr *descr) {
+    File *file = malloc(sizeof *file);
+    if (!file || fcntl(descr->handle.fd, F_GETFD) < 0) {
+        free(file);
+        return error_of(ERROR_INTERNAL);
+    }
+    file->fd = descr->handle.fd;
+    *handle = file;
+    add(FILES, 1);
+    return error_of(0);
+}
+
+void cuFileHandleDeregister(void *handle) {
+    add(FILES, -1);
+    free(handle);
+}
+
+Error cuFileBufRegister(const void *base, size_t length, int flags) {
+    (void)base, (void)length, (void)flags;
+    if (get(FAIL_REGISTER))
+        return error_of(ERROR_MEMORY);
+    add(BUFFERS, 1);
+    return error_of(0);
+}
+
+Error cuFileBufDeregister(const void *base) {
+    (void)base;
+    add(BUFFERS, -1);
+    return error_of(0);
+}
+
+ssize_t cuFileRead(void *handle, void *base, size_t size, off_t file_offset, off_t base_offset) {
+    return move(((File *)handle)->fd, (char *)base + base_offset, size, file_offset, 0);
+}
+
+ssize_t cuFileWrite(void *handle, const void *base, size_t size, off_t file_offset, off_t base_offset) {
+    return move(((File *)handle)->fd, (char *)base + base_offset, size, file_offset, 1);
+}
+
+/* Batches */
+
+typedef struct {
+    int mode;
+    union { struct { void *base; off_t file_offset; off_t base_offset; size_t size; } batch; } u;
+    void *handle;
+    int opcode;
+    void *cookie;
+} Params;
+
+typedef struct { void *cookie; int status; size_t ret; } Event;
+
+typedef struct {
+    unsigned capacity, count, told;
+    Params *params;
+    Event *events;
+    unsigned finished;
+    int canceled, running;
+    pthread_t thread;
+} Batch;
+
+static void *run_batch(void *argument) {
+    Batch *batch = argument;
+    for (unsigned i = 0; i < batch->count; i++) {
+        Params *p = &batch->params[i];
+        Event *event = &batch->events[i];
+        event->cookie = p->cookie;
+        if (__atomic_load_n(&batch->canceled, __ATOMIC_SEQ_CST)) {
+            event->status = STATUS_CANCELED;
+            event->ret = 0;
+        } else {
+            ssize_t moved = move(((File *)p->handle)->fd, (char *)p->u.batch.base + p->u.batch.base_offset,
+                                 p->u.batch.size, p->u.batch.file_offset, p->opcode == OPCODE_WRITE);
+            event->status = moved < 0 ? STATUS_FAILED : STATUS_COMPLETE;
+            event->ret = (size_t)moved;
+        }
+        __atomic_store_n(&batch->finished, i + 1, __ATOMIC_SEQ_CST);
+    }
+    return NULL;
+}
+
+static void join_batch(Batch *batch) {
+    if (batch->running)
+        pthread_join(batch->thread, NULL);
+    batch->running = 0;
+}
+
+Error cuFileBatchIOSetUp(void **handle, unsigned capacity) {
+    Batch *batch = calloc(1, sizeof *batch);
+    batch->capacity = capacity;
+    batch->params = calloc(capacity, sizeof *batch->params);
+    batch->events = calloc(capacity, sizeof *batch->events);
+    *handle = batch;
+    return error_of(0);
+}
+
+Error cuFileBatchIOSubmit(void *handle, unsigned count, Params *params, unsigned flags) {
+    Batch *batch = handle;
+    (void)flags;
+    join_batch(batch);
+    if (count > batch->capacity)
+        return error_of(ERROR_INTERNAL);
+    memcpy(batch->params, params, count * sizeof *params);
+    batch->count = count;
+    batch->told = batch->finished = 0;
+    batch->canceled = 0;
+    batch->running = !pthread_create(&batch->thread, NULL, run_batch, batch);
+    return error_of(batch->running ? 0 : ERROR_INTERNAL);
+}
+
+/* Tells each completion once, as the real one does. */
+Error cuFileBatchIOGetStatus(void *handle, unsigned least, unsigned *count, Event *events, struct timespec *timeout) {
+    Batch *batch = handle;
+    (void)timeout;
+    if (get(FAIL_STATUS)) {
+        *count = 0;
+        return error_of(ERROR_INTERNAL);
+    }
+    unsigned told = 0;
+    do {
+        unsigned finished = __atomic_load_n(&batch->finished, __ATOMIC_SEQ_CST);
+        while (batch->told < finished && told < *count)
+            events[told++] = batch->events[batch->told++];
+    } while (told < least && batch->told < batch->count && !usleep(100));
+    *count = told;
+    return error_of(0);
+}
+
+Error cuFileBatchIOCancel(void *handle) {
+    __atomic_store_n(&((Batch *)handle)->canceled, 1, __ATOMIC_SEQ_CST);
+    return error_of(0);
+}
+
+void cuFileBatchIODestroy(void *handle) {
+    Batch *batch = handle;
+    __atomic_store_n(&batch->canceled, 1, __ATOMIC_SEQ_CST);
+    join_batch(batch);
+    free(batch->params);
+    free(batch->events);
+    free(batch);
+}

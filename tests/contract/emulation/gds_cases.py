@@ -1,0 +1,162 @@
+"""GDS and GDS_MT over the emulated cuFile: the suite and injected faults. Run in a child by ``test_movers.py``.
+
+The child's loader must find the emulation, so this module is not collected on its own: its name lacks ``test_``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_offload.errors import MoverError
+from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
+from nixl_offload.movers.limits import LimitedMover
+from nixl_offload.movers.nixl import PLUGINS, NixlMover
+from nixl_offload.movers.select import open_mover
+from nixl_offload.testing.mover_suite import KIB, MIB, MoverRigs, MoverSuite, Rig, extents
+
+from .build import Control
+
+
+@pytest.fixture(autouse=True)
+def control() -> Iterator[Control]:
+    """The emulation's control file, without faults before and after each case; nothing may stay registered."""
+    control = Control(Path(os.environ["CUFILE_EMULATION_CONTROL"]))
+    control.reset()
+    registered = control["buffers"], control["files"]
+    yield control
+    control.reset()
+    assert (control["buffers"], control["files"]) == registered
+
+
+class TestThreaded(MoverSuite):
+    """GDS_MT, bare."""
+
+    memory_kind = MemoryKind.VRAM
+
+    def make_mover(self) -> Mover:
+        return NixlMover(PLUGINS["gds_mt"])
+
+
+class TestThreadedLimited(TestThreaded):
+    """GDS_MT within LimitedMover."""
+
+    def make_mover(self) -> Mover:
+        return LimitedMover(NixlMover(PLUGINS["gds_mt"]))
+
+
+class TestBatch(MoverSuite):
+    """GDS, bare."""
+
+    memory_kind = MemoryKind.VRAM
+    reports_failures = False
+
+    def make_mover(self) -> Mover:
+        return NixlMover(PLUGINS["gds"])
+
+
+class TestBatchLimited(TestBatch):
+    """GDS within LimitedMover: 128 extents of 16 MiB a transfer, 16 transfers at once."""
+
+    def make_mover(self) -> Mover:
+        return LimitedMover(NixlMover(PLUGINS["gds"]))
+
+
+WHERE = extents(np.arange(64) * 64 * KIB, 64 * KIB)
+BACK = WHERE[::-1]
+
+
+class TestThreadedFaults(MoverRigs):
+    """What GDS_MT does when cuFile misbehaves."""
+
+    memory_kind = MemoryKind.VRAM
+
+    def make_mover(self) -> Mover:
+        return NixlMover(PLUGINS["gds_mt"])
+
+    @pytest.mark.parametrize(
+        ("op", "faults"),
+        [
+            (Op.READ, {"fail_read_nth": 5}),
+            (Op.READ, {"short_read_nth": 5, "short_bytes": 4096}),
+            (Op.READ, {"short_read_nth": 64, "short_bytes": 1}),
+            (Op.WRITE, {"fail_write_nth": 1}),
+            (Op.WRITE, {"short_write_nth": 40, "short_bytes": 64 * KIB}),
+        ],
+    )
+    def test_one_of_many_fails(self, rig: Rig, control: Control, op: Op, faults: dict[str, int]) -> None:
+        """FAILED, only when all siblings are through: nothing comes late, so no quarantine. The next one works."""
+        for place, value in {**faults, "delay_us": 200}.items():
+            control[place] = value
+        transfer = rig.move(op, WHERE, BACK)
+        assert transfer.state is TransferState.FAILED
+        assert not transfer.quarantine
+        assert control["reads"] + control["writes"] == len(WHERE)
+        rig.assert_memory_is_ours(transfer)
+        assert rig.move(op, WHERE, BACK).state is TransferState.DONE
+
+    def test_late(self, rig: Rig, control: Control) -> None:
+        """Slow storage: submit returns before anything is read, and the state is PENDING until the end."""
+        control["delay_us"] = 5000
+        transfer = rig.submit(Op.READ, WHERE, BACK)
+        assert rig.mover.poll(transfer) is TransferState.PENDING
+        assert control["reads"] < len(WHERE)
+        rig.wait(transfer)
+        assert np.array_equal(rig.memory.reshape(64, -1), rig.stored.reshape(64, -1)[::-1])
+
+    def test_unregistered_buffers_still_work(self, tmp_path: Path, control: Control) -> None:
+        """CuFile refuses the buffer: slower, never wrong."""
+        control["fail_register"] = 1
+        with self.open_rig(tmp_path / "data") as rig:
+            assert rig.move(Op.READ, WHERE, WHERE).state is TransferState.DONE
+            assert np.array_equal(rig.memory, rig.stored)
+
+    def test_auto_takes_it(self, tmp_path: Path) -> None:
+        """Device memory: auto takes GDS_MT when a round trip through it works."""
+        page = np.zeros(5 * 4096, dtype=np.uint8)
+        address = -(-int(page.ctypes.data) // 4096) * 4096
+        mover, report = open_mover(
+            "auto", MemoryKind.VRAM, str(tmp_path), scratch=MemoryRegion(address, 4 * 4096, MemoryKind.VRAM)
+        )
+        mover.close()
+        assert mover.name == "gds_mt"
+        assert [probe.name for probe in report] == ["gds_mt"]
+        assert not list(tmp_path.iterdir())
+
+
+class TestBatchFaults(MoverRigs):
+    """What GDS does when cuFile misbehaves, which is why auto never takes it."""
+
+    memory_kind = MemoryKind.VRAM
+
+    def make_mover(self) -> Mover:
+        return NixlMover(PLUGINS["gds"], close_timeout_s=0.2)
+
+    def test_tells_a_failed_read_as_done(self, rig: Rig, control: Control) -> None:
+        """Not what we want but what it does. When this fails, NIXL has been repaired: let auto take GDS then."""
+        control["fail_read_nth"] = 3
+        before = rig.memory.reshape(64, -1)[2].copy()
+        transfer = rig.move(Op.READ, WHERE, BACK)
+        assert transfer.state is TransferState.DONE
+        assert np.array_equal(rig.memory.reshape(64, -1)[2], before)
+
+    def test_what_never_ends_is_leaked_not_freed(
+        self, tmp_path: Path, control: Control, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """CuFile stops telling: PENDING for ever. Closing gives up in time, quarantines, and warns once."""
+        rig = Rig(self.make_mover(), tmp_path / "data", self.memory_kind, 4 * MIB, direct_io=True)
+        control["fail_status"] = 1
+        transfer = rig.submit(Op.READ, WHERE, BACK)
+        for _ in range(50):
+            assert rig.mover.poll(transfer) is TransferState.PENDING
+        rig.close()
+        assert (transfer.state, transfer.quarantine) == (TransferState.FAILED, True)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        with pytest.raises(MoverError):
+            rig.submit(Op.READ, WHERE, BACK)
+        control["buffers"] -= 1  # leaked on purpose
+        control["files"] -= 1
