@@ -15,7 +15,7 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.tiers.oserrors import cause_of, tier_error
@@ -202,10 +202,11 @@ class SlabFile:
                     self.path,
                 )
                 return False
-            if fresh:
-                os.ftruncate(self._fd, size)
-            elif not holds_data:
-                _fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, length)
+            with contextlib.suppress(OSError):  # where nothing may be changed, nothing was taken
+                if fresh:
+                    os.ftruncate(self._fd, size)
+                elif not holds_data:
+                    _fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, length)
             self._refuse(error, length)
         self._short_bytes = 0
         return True
@@ -223,11 +224,12 @@ class SlabFile:
             while position < end:
                 position += os.pwrite(self._fd, memoryview(_ZEROS)[: end - position], position)
         except OSError as error:
-            os.ftruncate(self._fd, size)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, size)
             self._refuse(error, end - size)
         self._short_bytes = 0
 
-    def _refuse(self, error: OSError, needed_bytes: int) -> None:
+    def _refuse(self, error: OSError, needed_bytes: int) -> NoReturn:
         if cause_of(error.errno) == "full":
             self._short_bytes = needed_bytes
         raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}") from error

@@ -1,0 +1,416 @@
+"""Real trouble under a slab: a full disk, a read-only one, a vanished directory, a second engine, a killed one.
+
+Each case ends with storing possible again, for that is half of the promise.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.namespace import Namespace
+from nixl_offload.tiers import slab_file
+from nixl_offload.tiers.directory import TierDirectory
+from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.slab_file import SlabFile
+
+if TYPE_CHECKING:
+    from conftest import SmallFilesystem
+
+KIB, MIB = 1 << 10, 1 << 20
+EXTENT = 4 * MIB
+LARGE_DISK = pytest.mark.parametrize("small_filesystem", [48 * MIB], indirect=True)
+
+
+@pytest.fixture
+def slab(request: pytest.FixtureRequest) -> Iterator[SlabFile]:
+    """A slab of 32 MiB, larger than what is left on a filled disk."""
+    where = "small_filesystem" if "small_filesystem" in request.fixturenames else "tmp_path"
+    place = request.getfixturevalue(where)
+    slab = SlabFile(getattr(place, "path", place) / "kv" / "ns" / "rank-00000.slab", 32 * MIB, EXTENT)
+    slab.open()
+    yield slab
+    slab.close()
+
+
+def refusal(slab: SlabFile, offset: int) -> str:
+    with pytest.raises(TierError) as caught:
+        slab.ensure(offset, 64 * KIB)
+    return caught.value.cause
+
+
+def allocated_bytes(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+def test_a_full_disk_refuses_whole_extents_and_resumes(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
+    """What is backed stays writable, what is refused takes nothing, and space that comes back is noticed."""
+    slab.ensure(0, 64 * KIB)
+    small_filesystem.fill(leave_bytes=EXTENT // 2)
+    free_bytes = small_filesystem.free_bytes
+    assert 0 < free_bytes < EXTENT
+    assert refusal(slab, EXTENT) == "full"
+    assert slab.check() == "full"
+    assert small_filesystem.free_bytes == free_bytes, "a refused extent leaves no space taken"
+    assert slab.path.stat().st_size == EXTENT
+    slab.ensure(EXTENT - 64 * KIB, 64 * KIB)
+    write_direct(slab.path, 0, EXTENT)
+    small_filesystem.fill()
+    write_direct(slab.path, 0, EXTENT)
+    with pytest.raises(TierError, match="not usable yet"):
+        slab.reopen()
+    small_filesystem.drain()
+    assert slab.check() is None
+    assert slab.reopen() is False, "the same file: nothing is lost"
+    slab.ensure(EXTENT, 64 * KIB)
+    assert slab.check() is None
+
+
+def test_space_lost_in_the_middle_of_preallocation_is_given_back(
+    small_filesystem: SmallFilesystem, slab: SlabFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When another writer was quicker, the half-reserved extent is undone, at the end of the file and in a hole."""
+    slab.ensure(2 * EXTENT, 64 * KIB)
+    small_filesystem.fill(leave_bytes=EXTENT // 2)
+    free_bytes = small_filesystem.free_bytes
+    monkeypatch.setattr(SlabFile, "_require_space", lambda self, needed_bytes: None)
+    for offset in (3 * EXTENT, 0):
+        assert refusal(slab, offset) == "full"
+        assert abs(small_filesystem.free_bytes - free_bytes) <= 8 * KIB
+        assert slab.path.stat().st_size == 3 * EXTENT
+
+
+def write_direct(path: Path, offset: int, length_bytes: int) -> None:
+    """Write as a mover does: past the page cache, in place."""
+    page = mmap.mmap(-1, length_bytes)
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    try:
+        assert os.pwritev(fd, [page], offset) == length_bytes
+    finally:
+        os.close(fd)
+        page.close()
+
+
+def test_a_disk_that_turns_read_only_under_an_open_slab(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
+    """Immutable files bind root and open descriptors alike; storing is refused in words and resumes."""
+    slab.ensure(0, 64 * KIB)
+    small_filesystem.make_read_only()
+    assert refusal(slab, EXTENT) == "permission"
+    assert slab.check() == "permission"
+    with pytest.raises(TierError):
+        slab.reopen()
+    small_filesystem.make_writable()
+    assert slab.check() is None
+    slab.ensure(EXTENT, 64 * KIB)
+
+
+def test_a_read_only_filesystem_at_the_start(small_filesystem: SmallFilesystem) -> None:
+    """A filesystem mounted read-only: the cause says so, for the slab and for the lock, and a later open succeeds."""
+    slab = SlabFile(small_filesystem.path / "ns" / "rank-00000.slab", 32 * MIB, EXTENT)
+    slab.open()
+    slab.close()
+    small_filesystem.make_read_only()
+    for opening in (slab.open, DirectoryLock(small_filesystem.path / "lock").acquire):
+        with pytest.raises(TierError) as caught:
+            opening()
+        assert caught.value.cause == "readonly"
+    assert slab.check() == "readonly"
+    small_filesystem.make_writable()
+    slab.open()
+    slab.ensure(0, 64 * KIB)
+    slab.close()
+
+
+def test_a_vanished_directory_is_made_again(tmp_path: Path, slab: SlabFile) -> None:
+    """The old inode is not written on: the loss is seen, a new file takes over, and the caller is told."""
+    slab.ensure(0, 64 * KIB)
+    (tmp_path / "kv").rename(tmp_path / "elsewhere")
+    assert slab.check() == "missing"
+    assert refusal(slab, EXTENT) == "missing"
+    assert slab.reopen() is True
+    assert slab.check() is None
+    slab.ensure(0, 64 * KIB)
+    assert allocated_bytes(slab.path) >= EXTENT
+    assert stat.S_IMODE(slab.path.parent.stat().st_mode) == 0o700
+    assert allocated_bytes(tmp_path / "elsewhere" / "ns" / "rank-00000.slab") < 2 * EXTENT, "the old one did not grow"
+
+
+def test_a_replaced_file_is_not_the_slab(slab: SlabFile) -> None:
+    """A restored backup under the same name is another file; what the old one held is not in it."""
+    slab.ensure(0, 64 * KIB)
+    slab.path.unlink()
+    slab.path.write_bytes(bytes(EXTENT))
+    assert slab.check() == "missing"
+    assert refusal(slab, EXTENT) == "missing"
+    assert slab.reopen() is True
+    slab.ensure(EXTENT, 64 * KIB)
+
+
+def test_nothing_is_created_under_an_empty_mount_point(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
+    """An unmounted disk must not turn into a cache on the system's own disk."""
+    slab.ensure(0, 64 * KIB)
+    small_filesystem.take_away(lazily=True)
+    assert slab.check() == "missing"
+    with pytest.raises(TierError, match="not mounted") as caught:
+        slab.reopen()
+    assert caught.value.cause == "missing"
+    assert list(small_filesystem.path.iterdir()) == []
+    small_filesystem.bring_back()
+    assert slab.reopen() in {False, True}
+    assert slab.check() is None
+    slab.ensure(EXTENT, 64 * KIB)
+
+
+def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> None:
+    """Regression: a file opened so that other offsets are truncated. A smaller capacity alone cuts, its tail only."""
+    path = tmp_path / "rank-00000.slab"
+    first = SlabFile(path, 32 * MIB, EXTENT)
+    first.open()
+    first.ensure(5 * EXTENT, EXTENT)
+    with path.open("r+b") as file:
+        for extent in (0, 3, 5):
+            file.seek(extent * EXTENT)
+            file.write(b"%d" % extent)
+    first.close()
+    again = SlabFile(path, 32 * MIB, EXTENT)
+    again.open()
+    again.ensure(0, 4 * EXTENT)
+    again.close()
+    content = path.read_bytes()
+    assert [content[extent * EXTENT : extent * EXTENT + 1] for extent in (0, 3, 5)] == [b"0", b"3", b"5"]
+    smaller = SlabFile(path, 16 * MIB, EXTENT)
+    smaller.open()
+    assert path.stat().st_size == 16 * MIB
+    assert path.read_bytes()[3 * EXTENT : 3 * EXTENT + 1] == b"3"
+    with pytest.raises(LayoutError):
+        smaller.ensure(16 * MIB - KIB, 2 * KIB)
+    smaller.close()
+
+
+def test_real_bytes_stay_within_the_slab(slab: SlabFile) -> None:
+    """Backing everything in any order takes the slab's size, no more, and the file's size covers it."""
+    for extent in (7, 0, 3, 1, 2, 6, 5, 4, 4, 0):
+        slab.ensure(extent * EXTENT + EXTENT - 4096, 4096)
+    assert 32 * MIB <= allocated_bytes(slab.path) <= 32 * MIB + 32 * MIB // 256
+    assert slab.path.stat().st_size == 32 * MIB
+
+
+def test_a_filesystem_without_fallocate_grows_by_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Space is real all the same, data below the file's end is never touched, and it is said once."""
+
+    def unsupported(fd: int, mode: int, offset: int, length_bytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no")
+
+    monkeypatch.setattr(slab_file, "_fallocate", unsupported)
+    monkeypatch.setattr(slab_file, "ZERO_STEP_BYTES", 3 * MIB)
+    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT)
+    slab.open()
+    slab.ensure(MIB, MIB)
+    assert slab.path.stat().st_size == 3 * MIB
+    slab.path.write_bytes(b"x" * 3 * MIB)
+    slab.ensure(30 * MIB, 2 * MIB)
+    slab.ensure(0, 4 * MIB)
+    assert slab.path.stat().st_size == 32 * MIB
+    assert allocated_bytes(slab.path) >= 32 * MIB
+    assert slab.path.read_bytes()[: 3 * MIB] == b"x" * 3 * MIB
+    assert len([record for record in caplog.records if "preallocate" in record.message]) == 1
+    slab.close()
+
+
+def test_a_full_tmpfs_without_fallocate_is_left_as_it_was(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growing by zeros into a full disk is refused and undone."""
+
+    def unsupported(fd: int, mode: int, offset: int, length_bytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no")
+
+    monkeypatch.setattr(slab_file, "_fallocate", unsupported)
+    monkeypatch.setattr(SlabFile, "_require_space", lambda self, needed_bytes: None)
+    slab = SlabFile(tmpfs / "rank-00000.slab", 32 * MIB, EXTENT)
+    slab.open()
+    assert refusal(slab, 0) == "full"
+    assert slab.path.stat().st_size == 0
+    slab.close()
+
+
+def test_direct_io_is_tried_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A filesystem whose O_DIRECT open succeeds and whose I/O fails goes on buffered, says so once, leaves no file."""
+    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT)
+    slab.open()
+    if not slab.direct_io:
+        pytest.skip("the filesystem of the temporary directory has no direct I/O to lose")
+
+    def refuse(fd: int, buffers: object, offset: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    for _ in range(2):
+        slab.open()
+        assert not slab.direct_io
+    assert len([record for record in caplog.records if "direct I/O" in record.message]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.slab"]
+    buffered = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, direct_io=False)
+    buffered.open()
+    assert not buffered.direct_io
+    buffered.close()
+    slab.close()
+
+
+@LARGE_DISK
+def test_direct_io_on_ext4(small_filesystem: SmallFilesystem, slab: SlabFile, caplog: pytest.LogCaptureFixture) -> None:
+    """ext4 does direct I/O; a full disk, where it cannot be tried out, does not hide that."""
+    assert slab.direct_io
+    small_filesystem.fill()
+    slab.open()
+    assert slab.direct_io
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
+def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
+    """0600 and 0700 under any umask, and a file that was left wide open is closed."""
+    before = os.umask(umask)
+    try:
+        slab = SlabFile(tmp_path / "a" / "b" / "rank-00000.slab", 32 * MIB, EXTENT)
+        slab.open()
+        lock = DirectoryLock(tmp_path / "a" / "lock")
+        lock.acquire()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", *(tmp_path / "a").rglob("*"))}
+    assert modes == {"a": 0o700, "b": 0o700, "rank-00000.slab": 0o600, "lock": 0o600}
+    slab.path.chmod(0o666)
+    slab.open()
+    assert stat.S_IMODE(slab.path.stat().st_mode) == 0o600
+    slab.close()
+    lock.release()
+
+
+def test_a_link_is_not_a_slab(tmp_path: Path) -> None:
+    """A symbolic link planted under the slab's name is refused, and its target untouched."""
+    target = tmp_path / "target"
+    target.write_bytes(b"precious")
+    (tmp_path / "rank-00000.slab").symlink_to(target)
+    with pytest.raises(TierError):
+        SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT).open()
+    assert target.read_bytes() == b"precious"
+    (tmp_path / "rank-00001.slab").mkdir()
+    with pytest.raises(TierError):
+        SlabFile(tmp_path / "rank-00001.slab", 32 * MIB, EXTENT).open()
+
+
+HOLDER = r"""
+import os, sys, time
+from pathlib import Path
+from nixl_offload.tiers.lock import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]))
+lock.acquire()
+if sys.argv[2] == "fork":
+    if os.fork() == 0:
+        os.write(1, b"child %d\n" % os.getpid())
+        time.sleep(60)
+        os._exit(0)
+os.write(1, b"engine %d\n" % os.getpid())
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("forks", ["alone", "fork"])
+def test_a_killed_engine_leaves_no_lock(tmp_path: Path, forks: str) -> None:
+    """A second process is refused and told by whom; after kill -9 it may, though a forked child lives on."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock"), forks]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as holder:
+        try:
+            assert holder.stdout is not None
+            said = {holder.stdout.readline().split()[0] for _ in range(2 if forks == "fork" else 1)}
+            assert said == ({"engine", "child"} if forks == "fork" else {"engine"})
+            lock = DirectoryLock(tmp_path / "lock")
+            with pytest.raises(TierError, match=f"pid {holder.pid} on ") as caught:
+                lock.acquire()
+            assert caught.value.cause == "locked"
+            holder.kill()
+            holder.wait()
+            lock.acquire()
+            assert lock.is_held()
+            lock.release()
+        finally:
+            os.killpg(holder.pid, signal.SIGKILL) if forks == "fork" else holder.kill()
+
+
+class NamedNamespace(Namespace):
+    """A namespace for tests that need only its name."""
+
+    def manifest(self) -> dict[str, object]:
+        return {"namespace": self.digest.hex()}
+
+
+def open_tier(path: Path) -> TierDirectory:
+    namespace = object.__new__(NamedNamespace)
+    object.__setattr__(namespace, "digest", bytes(range(32)))
+    return TierDirectory.open(
+        path,
+        capacity_bytes=32 * MIB,
+        namespace=namespace,
+        slot_classes=[64 * KIB],
+        world_size=1,
+        index_bytes=lambda n: n,
+    )
+
+
+def test_the_scheduler_takes_a_vanished_directory_back(tmp_path: Path) -> None:
+    """Directory and lock are made again; when another engine was quicker, this one is told to keep off."""
+    tier = open_tier(tmp_path / "kv")
+    tier.restore()
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    assert tier.check() == "missing"
+    tier.restore()
+    assert tier.check() is None
+    assert (tier.namespace_path / "manifest.json").is_file()
+    with pytest.raises(TierError):
+        open_tier(tmp_path / "kv")
+    (tmp_path / "kv").rename(tmp_path / "gone too")
+    other = open_tier(tmp_path / "kv")
+    with pytest.raises(TierError) as caught:
+        tier.restore()
+    assert caught.value.cause == "locked"
+    assert tier.check() == "missing"
+    other.close()
+    tier.restore()
+    assert tier.check() is None
+    tier.close()
+
+
+def test_starting_on_a_full_disk_keeps_what_is_there(
+    small_filesystem: SmallFilesystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that finds its disk full starts, serves the slab it has, and says how much room is missing."""
+    tier = open_tier(small_filesystem.path / "kv")
+    slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes)
+    slab.open()
+    slab.ensure(0, MIB)
+    slab.close()
+    tier.close()
+    small_filesystem.fill()
+    caplog.set_level(logging.INFO)
+    again = open_tier(small_filesystem.path / "kv")
+    assert (again.rank_bytes, again.extent_bytes) == (tier.rank_bytes, tier.extent_bytes)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    slab.open()
+    slab.ensure(0, MIB)
+    slab.close()
+    again.close()
