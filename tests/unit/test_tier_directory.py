@@ -123,7 +123,7 @@ def make_foreign(path: Path, model: str, used_s: float, capacity_bytes: int = 64
 def test_foreign_namespaces_go_oldest_first_and_only_as_far_as_needed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three namespaces of over 3 MiB in 16 MiB: one must go for us to have half, and it is the least recently used one."""
+    """Three namespaces of over 3 MiB in 16 MiB: one must go for us to have half, the least recently used one."""
     young, old, middle = (make_foreign(tmp_path, name, used) for name, used in (("y", 3e8), ("o", 1e8), ("m", 2e8)))
     with caplog.at_level(logging.INFO):
         tier = open_tier(tmp_path)
