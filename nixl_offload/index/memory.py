@@ -101,7 +101,7 @@ class Index:
         """Slot size -> place in ``_classes``."""
         self._links = Links()
         # Columns, one entry per node. The keys' is numpy's because the collector does not walk it; a list it would.
-        self._keys: npt.NDArray[np.object_] = np.empty(1024, dtype=object)
+        self._keys: npt.NDArray[np.object_] = np.empty(0, dtype=object)
         self._offsets = array("q")
         self._phases = bytearray()
         self._class_of_node = array("H")
@@ -250,7 +250,8 @@ class Index:
         number = self._class_number(location.slot_bytes)
         size_class = self._classes[number]
         node = self._links.node()
-        self._fit_columns()
+        if node >= len(self._phases):
+            self._grow_columns()
         self._tier = location.tier
         self._nodes[key] = node
         self._keys[node] = key
@@ -270,10 +271,19 @@ class Index:
             raise IndexStateError(f"{location} in the index of tier {self._tier}")
         for size_class in self._classes:
             other_bytes = size_class.slots.slot_bytes
-            for node in size_class.slots.near(offset - other_bytes + 1, offset + slot_bytes):
-                other = self._offsets[node]
-                if other < offset + slot_bytes and offset < other + other_bytes:
-                    raise IndexStateError(f"{location} overlaps {self._location(node)}, which is in use")
+            if other_bytes == slot_bytes:
+                clash = size_class.slots.clash(offset, self._offsets)
+            else:
+                clash = next(
+                    (
+                        node
+                        for node in size_class.slots.near(offset - other_bytes + 1, offset + slot_bytes)
+                        if self._offsets[node] < offset + slot_bytes and offset < self._offsets[node] + other_bytes
+                    ),
+                    0,
+                )
+            if clash:
+                raise IndexStateError(f"{location} overlaps {self._location(clash)}, which is in use")
 
     def _class_number(self, slot_bytes: int) -> int:
         number = self._class_numbers.get(slot_bytes)
@@ -287,17 +297,16 @@ class Index:
         key: Key = self._keys[node]
         return zlib.crc32(key)
 
-    def _fit_columns(self) -> None:
-        """Give every node its entry in each column."""
-        missing = len(self._links) - len(self._phases)
-        if missing > 0:
-            self._offsets.extend([0] * missing)
-            self._class_of_node.extend([0] * missing)
-            self._phases.extend(bytes(missing))
-            if len(self._phases) > len(self._keys):
-                grown = np.empty(len(self._phases) + len(self._phases) // 4, dtype=object)
-                grown[: len(self._keys)] = self._keys
-                self._keys = grown
+    def _grow_columns(self) -> None:
+        """Give every column an entry for each node handed out, and an eighth more."""
+        length = len(self._links) + len(self._links) // 8 + 64
+        missing = length - len(self._phases)
+        self._offsets.frombytes(bytes(missing * self._offsets.itemsize))
+        self._class_of_node.frombytes(bytes(missing * self._class_of_node.itemsize))
+        self._phases.extend(bytes(missing))
+        keys = np.empty(length, dtype=object)
+        keys[: len(self._keys)] = self._keys
+        self._keys = keys
 
     def _apply(self, key: Key, event: Event) -> Location | None:
         node = self._nodes.get(key)

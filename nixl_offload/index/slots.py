@@ -37,6 +37,24 @@ class SlotMap:
         number, place = divmod(offset // self.slot_bytes, _PAGE_SLOTS)
         self._pages[number][place] = 0
 
+    def clash(self, offset: int, offsets: array[int]) -> int:
+        """Return a node whose slot overlaps one of this size at ``offset``, 0 if none. ``offsets`` is by node."""
+        slot_bytes = self.slot_bytes
+        number, place = divmod(offset // slot_bytes, _PAGE_SLOTS)
+        page = self._pages.get(number)
+        if page is None or not 0 < place < _PAGE_SLOTS - 1:
+            for node in self.near(offset - slot_bytes + 1, offset + slot_bytes):
+                if abs(offsets[node] - offset) < slot_bytes:
+                    return node
+            return 0
+        if node := page[place]:
+            return node
+        if (node := page[place - 1]) and offset - offsets[node] < slot_bytes:
+            return node
+        if (node := page[place + 1]) and offsets[node] - offset < slot_bytes:
+            return node
+        return 0
+
     def near(self, start_offset: int, end_offset: int) -> Iterator[int]:
         """Yield the nodes whose offset lies in ``[start_offset, end_offset)``, and perhaps some of a slot around it."""
         if end_offset <= start_offset:
