@@ -5,6 +5,7 @@ Threading: as the wrapped mover: one thread drives it. Ownership: it owns the wr
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from nixl_offload.movers.base import (
     TransferState,
     rows_of,
 )
-from nixl_offload.movers.handles import FileEntry, HandleTable, MemoryEntry
+from nixl_offload.movers.handles import FileEntry, HandleTable, MemoryEntry, fork_message
 
 
 def split_extents(memory_extents: Extents, file_extents: Extents, max_extent_bytes: int) -> tuple[Extents, Extents]:
@@ -104,6 +105,7 @@ class LimitedMover(Mover):
         self._inner_ids: dict[int, int] = {}
         self._prepared: set[_LimitedPrepared] = set()
         self._closed = False
+        self._pid = os.getpid()
 
     # Regions and files: the wrapped mover's, with their sizes kept, so that submit can refuse before it queues.
 
@@ -198,6 +200,8 @@ class LimitedMover(Mover):
         file: FileId | Prepared,
         file_rows: Extents | Rows,
     ) -> Transfer:
+        if os.getpid() != self._pid:
+            raise MoverError(fork_message(self.name, self._pid))
         if self._closed:
             raise MoverError(f"{self.name}: this mover is closed")
         count = len(memory_rows)
@@ -221,6 +225,10 @@ class LimitedMover(Mover):
     def poll(self, transfer: Transfer) -> TransferState:
         """See Mover. While parts of it wait in the queue this pushes everything on, so that their turn comes."""
         if transfer.state is not TransferState.PENDING or not isinstance(transfer, _LimitedTransfer):
+            return transfer.state
+        if os.getpid() != self._pid:
+            transfer.error, transfer.quarantine = fork_message(self.name, self._pid), True
+            transfer.state = TransferState.FAILED
             return transfer.state
         for inner in list(self._running if transfer.waiting else transfer.running):
             self._poll_inner(inner)
@@ -299,7 +307,7 @@ class LimitedMover(Mover):
 
     def close(self) -> None:
         """See Mover. What is queued is still moved, for ``close_timeout_s`` at most; then the queue is dropped."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         owners = {*self._running.values(), *(part.owner for part in self._queue)}

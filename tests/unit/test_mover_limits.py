@@ -1,0 +1,298 @@
+"""The wrappers around movers: what limits split and queue, what faults do, and how a mover is chosen."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nixl_offload.errors import MoverError, MoverUnavailableError
+from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.movers.limits import LimitedMover, split_extents
+from nixl_offload.movers.select import candidates, open_mover
+from nixl_offload.testing.mover_suite import KIB, MIB, MoverSuite, Rig, extents, rows
+
+PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED
+
+
+class SmallMover(CopyMover):
+    """A copy mover with small limits that it enforces, and a record of what was in flight."""
+
+    def __init__(self, extent_bytes: int = 8 * KIB, per_transfer: int = 3, in_flight: int = 8) -> None:
+        super().__init__(threads=2)
+        self.limits = replace(
+            self.limits,
+            max_extent_bytes=extent_bytes,
+            max_extents_per_transfer=per_transfer,
+            max_extents_in_flight=in_flight,
+            max_transfers_in_flight=3,
+        )
+        self.open_ones: set[Transfer] = set()
+        self.most_extents = self.most_transfers = 0
+        self.sizes: dict[Transfer, int] = {}
+        self.refuse_at: int | None = None
+
+    def submit(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        """Refuse the ``refuse_at``-th; count the others."""
+        if self.refuse_at == len(self.sizes):
+            raise MoverError("refused")
+        transfer = super().submit(op, memory, memory_extents, file, file_extents)
+        self.open_ones.add(transfer)
+        self.sizes[transfer] = len(memory_extents)
+        self.most_transfers = max(self.most_transfers, len(self.open_ones))
+        self.most_extents = max(self.most_extents, sum(self.sizes[t] for t in self.open_ones))
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """Count down."""
+        state = super().poll(transfer)
+        if state is not PENDING:
+            self.open_ones.discard(transfer)
+        return state
+
+
+class TestSuiteWithSmallLimits(MoverSuite):
+    """The whole contract, with nearly every case cut and queued. A faultless FaultyMover in between changes nothing."""
+
+    def make_mover(self) -> Mover:
+        return LimitedMover(FaultyMover(SmallMover(24 * KIB, 1000, 2500)))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[tuple[Rig, SmallMover]]:
+    """A rig on a limited SmallMover, and that."""
+    inner = SmallMover()
+    rig = Rig(LimitedMover(inner), tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=False)
+    yield rig, inner
+    rig.close()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), max_size=20),
+    limit=st.integers(1, 120),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=200, deadline=None)
+def test_splitting_names_the_same_bytes(lengths: list[int], limit: int, seed: int) -> None:
+    """Cut rows cover byte for byte what the rows did, in order, in pairs, none longer than the limit."""
+    random = np.random.default_rng(seed)
+    memory, file = (extents(random.integers(0, 1000, len(lengths)), lengths) for _ in range(2))
+
+    def pairs(m: Extents, f: Extents) -> list[tuple[int, int]]:
+        return [(a + i, b + i) for (a, n), (b, _) in zip(m.tolist(), f.tolist(), strict=True) for i in range(n)]
+
+    cut_memory, cut_file = split_extents(memory, file, limit)
+    assert pairs(cut_memory, cut_file) == pairs(memory, file)
+    assert np.array_equal(cut_memory[:, 1], cut_file[:, 1])
+    assert cut_memory[:, 1].max(initial=0) <= limit
+
+
+def test_limits_are_kept_and_order_too(small: tuple[Rig, SmallMover]) -> None:
+    """Three transfers of 24 pieces each: never more in flight than allowed, and the first submitted starts first."""
+    rig, inner = small
+    where = extents(np.arange(12) * 16 * KIB, 16 * KIB)
+    transfers = [rig.submit(Op.READ, where + np.array([n * 192 * KIB, 0]), where) for n in range(3)]
+    assert len(inner.sizes) == 2  # 3 + 3 extents; a third part would make 9
+    rig.wait(transfers[2])  # the last one alone: what is queued before it must move too
+    assert len(inner.sizes) == 24
+    rig.wait(*transfers)
+    assert [transfer.state for transfer in transfers] == [DONE] * 3
+    assert inner.most_extents <= 8
+    assert inner.most_transfers <= 3
+    for n in range(3):
+        assert np.array_equal(rig.memory[n * 192 * KIB : (n + 1) * 192 * KIB], rig.stored[: 192 * KIB])
+
+
+def test_many_small_transfers_are_queued_by_number(small: tuple[Rig, SmallMover]) -> None:
+    """Transfers of one extent: the limit that counts transfers holds them back."""
+    rig, inner = small
+    transfers = [rig.submit(Op.READ, extents([n * 4 * KIB], 4 * KIB), extents([0], 4 * KIB)) for n in range(20)]
+    rig.wait(*transfers)
+    assert inner.most_transfers == 3
+    assert all(transfer.state is DONE for transfer in transfers)
+
+
+def test_prepared_rows_pass_through_uncut(small: tuple[Rig, SmallMover]) -> None:
+    """Prepared extents within the limit are named by row to the wrapped mover; larger ones are cut."""
+    rig, inner = small
+    mover = rig.mover
+    for piece, parts in ((8 * KIB, 4), (16 * KIB, 7)):
+        inner.sizes.clear()
+        sides = extents(np.arange(10) * piece, piece)
+        memory, file = mover.prepare_memory(rig.memory_id, sides), mover.prepare_file(rig.file_id, sides)
+        every = np.arange(10, dtype=np.int32)
+        assert rig.wait(mover.submit_prepared(Op.READ, memory, every, file, every[::-1])).state is DONE
+        assert len(inner.sizes) == parts
+        assert np.array_equal(rig.memory[: 10 * piece].reshape(10, -1), rig.stored[: 10 * piece].reshape(10, -1)[::-1])
+        mover.release_prepared(memory)
+        with pytest.raises(MoverError):
+            mover.submit_prepared(Op.READ, memory, rows(0), file, rows(0))
+        with pytest.raises(MoverError):
+            mover.release_prepared(memory)
+        mover.release_prepared(file)
+
+
+def test_one_failed_part_fails_the_whole(tmp_path: Path) -> None:
+    """The second of eight parts fails: FAILED when all that started are final; the rest never start."""
+    inner = SmallMover()
+    faulty = FaultyMover(inner, [Fault(1, FaultKind.FAIL, quarantine=True)])
+    rig = Rig(LimitedMover(faulty), tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=False)
+    where = extents(np.arange(24) * 8 * KIB, 8 * KIB)
+    transfer = rig.move(Op.READ, where, where)
+    assert (transfer.state, transfer.quarantine) == (FAILED, True)
+    assert "scripted" in (transfer.error or "")
+    assert len(faulty.submitted) < 8
+    assert not inner.open_ones
+    with pytest.raises(MoverError, match="quarantine"):
+        rig.mover.unregister_memory(rig.memory_id)
+    assert rig.move(Op.READ, where, where).state is DONE
+    rig.close()
+
+
+def test_a_part_refused_late_is_a_failure(small: tuple[Rig, SmallMover]) -> None:
+    """Once a part has started, a refusal of the next is FAILED; a refusal of the only part raises."""
+    rig, inner = small
+    where = extents(np.arange(6) * 8 * KIB, 8 * KIB)
+    inner.refuse_at = 1
+    assert rig.move(Op.READ, where, where).state is FAILED
+    inner.refuse_at = len(inner.sizes)
+    with pytest.raises(MoverError, match="refused"):
+        rig.submit(Op.READ, where[:1], where[:1])
+    inner.refuse_at = None
+    assert rig.move(Op.READ, where, where).state is DONE
+    rig.mover.unregister_memory(rig.memory_id)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[tuple[Rig, FaultyMover]]:
+    """A rig on a FaultyMover with an empty script, and that."""
+    mover = FaultyMover(CopyMover())
+    rig = Rig(mover, tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=True)
+    yield rig, mover
+    rig.close()
+
+
+WHERE = extents(np.arange(4) * 64 * KIB, 64 * KIB)
+
+
+def test_fault_counts(faulty: tuple[Rig, FaultyMover]) -> None:
+    """Faults are counted per direction where one is given; ``every`` goes on from there."""
+    rig, mover = faulty
+    mover.script = [Fault(1, FaultKind.FAIL, Op.WRITE), Fault(2, FaultKind.REFUSE, Op.READ, every=True)]
+    states = [rig.move(op, WHERE, WHERE).state for op in (Op.WRITE, Op.READ, Op.WRITE, Op.READ, Op.WRITE)]
+    assert states == [DONE, DONE, FAILED, DONE, DONE]
+    for _ in range(2):
+        with pytest.raises(MoverError):
+            rig.submit(Op.READ, WHERE, WHERE)
+    assert mover.submitted == [Op.WRITE, Op.READ, Op.WRITE, Op.READ, Op.WRITE, Op.READ, Op.READ]
+
+
+@pytest.mark.parametrize("kind", [FaultKind.SHORT, FaultKind.FAIL])
+def test_fault_short(faulty: tuple[Rig, FaultyMover], kind: FaultKind) -> None:
+    """Only the first bytes arrive, on the grid of O_DIRECT; SHORT says DONE all the same."""
+    rig, mover = faulty
+    mover.script = [Fault(0, kind, amount=70 * KIB + 17)]
+    before = rig.memory.copy()
+    transfer = rig.move(Op.READ, WHERE, WHERE)
+    assert transfer.state is (DONE if kind is FaultKind.SHORT else FAILED)
+    assert transfer.bytes_total == 256 * KIB
+    assert np.array_equal(rig.memory[: 68 * KIB], rig.stored[: 68 * KIB])
+    assert np.array_equal(rig.memory[68 * KIB :], before[68 * KIB :])
+
+
+def test_fault_late(faulty: tuple[Rig, FaultyMover]) -> None:
+    """PENDING for exactly so many polls after the bytes are there."""
+    rig, mover = faulty
+    mover.script = [Fault(0, FaultKind.LATE, amount=5)]
+    transfer = rig.submit(Op.READ, WHERE, WHERE)
+    while not np.array_equal(rig.memory[: 256 * KIB], rig.stored[: 256 * KIB]):
+        pass
+    states = list(itertools.takewhile(lambda state: state is PENDING, iter(lambda: mover.poll(transfer), None)))
+    assert len(states) >= 5
+    assert transfer.state is DONE
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_fault_corrupt(faulty: tuple[Rig, FaultyMover], op: Op) -> None:
+    """One byte differs where the bytes arrive, and only there."""
+    rig, mover = faulty
+    mover.script = [Fault(0, FaultKind.CORRUPT, amount=64 * KIB + 3)]
+    sent = (rig.stored if op is Op.READ else rig.memory)[: 256 * KIB].copy()
+    assert rig.move(op, WHERE, WHERE).state is DONE
+    arrived = (rig.memory if op is Op.READ else rig.raw_read())[: 256 * KIB]
+    assert np.flatnonzero(arrived != sent).tolist() == [64 * KIB + 3]
+
+
+def test_fault_stuck(faulty: tuple[Rig, FaultyMover]) -> None:
+    """PENDING until released; closing makes the others FAILED without having touched anything."""
+    rig, mover = faulty
+    mover.script = [Fault(0, FaultKind.STUCK)]
+    before = rig.memory.copy()
+    transfer = rig.submit(Op.READ, WHERE, WHERE)
+    assert {mover.poll(transfer) for _ in range(100)} == {PENDING}
+    assert np.array_equal(rig.memory, before)
+    mover.release()
+    assert rig.wait(transfer).state is DONE
+    assert np.array_equal(rig.memory[: 256 * KIB], rig.stored[: 256 * KIB])
+
+
+def test_closing_fails_the_stuck(tmp_path: Path) -> None:
+    """Closing ends what nobody released."""
+    mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.STUCK)])
+    rig = Rig(mover, tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=True)
+    transfer = rig.submit(Op.READ, WHERE, WHERE)
+    rig.close()
+    assert mover.poll(transfer) is FAILED
+
+
+def test_candidates() -> None:
+    """Best first; what was asked for and nothing else; GDS only when asked for."""
+    assert candidates("auto", MemoryKind.DRAM) == ["posix_uring", "posix_aio", "copy"]
+    assert candidates("auto", MemoryKind.VRAM) == ["gds_mt", "posix_uring", "posix_aio", "copy"]
+    assert candidates("auto", MemoryKind.DRAM, "aio") == ["posix_aio", "copy"]
+    assert candidates("posix", MemoryKind.VRAM) == ["posix_uring", "posix_aio"]
+    assert candidates("gds", MemoryKind.VRAM) == ["gds"]
+
+
+def test_choosing_tries_for_real(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Auto says at INFO what it took; a candidate that cannot start is passed over with its reason; no file stays."""
+    with caplog.at_level("INFO", "nixl_offload"):
+        opened = open_mover("auto", MemoryKind.DRAM, str(tmp_path))
+    opened.mover.close()
+    assert opened.report[-1].ok
+    assert opened.mover.name == opened.report[-1].name
+    assert opened.mover.name in caplog.text
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(MoverUnavailableError, match=r"device|plugin does not start"):
+        open_mover("gds_mt", MemoryKind.DRAM, str(tmp_path))
+    with pytest.raises(MoverUnavailableError, match="scratch file"):
+        open_mover("auto", MemoryKind.DRAM, str(tmp_path / "missing"))
+
+
+def test_a_probe_believes_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mover that says DONE but moves other bytes is passed over."""
+
+    def liar(name: str) -> Mover:
+        return FaultyMover(CopyMover(), [Fault(1, FaultKind.CORRUPT, amount=9)] if name != "copy" else [])
+
+    monkeypatch.setattr("nixl_offload.movers.select.make_mover", liar)
+    opened = open_mover("auto", MemoryKind.DRAM, str(tmp_path))
+    opened.mover.close()
+    assert [(probe.name, probe.ok) for probe in opened.report] == [
+        ("posix_uring", False),
+        ("posix_aio", False),
+        ("copy", True),
+    ]
+    assert "other bytes" in opened.report[0].reason
+    assert not os.listdir(tmp_path)
