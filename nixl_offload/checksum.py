@@ -3,7 +3,7 @@ the payload.
 
 ``checksum_torch`` computes the same value on the device that holds the bytes. Why this one:
 docs/decisions/0002-checksum.md.
-Threading: pure functions, safe anywhere. The GIL is released while a block of more than a few KiB is hashed; the
+Threading: pure functions, safe anywhere. The library holds the GIL for blocks under 64 KiB; the
 caller keeps the buffer alive and unchanged until the call returns.
 """
 

@@ -61,7 +61,7 @@ def reason(slot: npt.NDArray[np.uint8], expect: Expected = EXPECT, first: int = 
 def reseal(page: npt.NDArray[np.uint8], offset: int, code: str, value: int) -> npt.NDArray[np.uint8]:
     """Change a field and make the page's own checksum right again: what a faulty writer would leave."""
     page = page.copy()
-    struct.pack_into(code, page, offset, value)
+    struct.pack_into(code, page.data, offset, value)
     page[-8:] = block_checksums(page[None, :-8]).view(np.uint8)
     return page
 
