@@ -103,15 +103,15 @@ class ChunkPaths:
 
     # -- what the pump calls ----------------------------------------------------------------------------------------
 
-    def has_room(self, task: Task) -> bool:
-        """See pump.Paths."""
+    def has_room(self, task: Task, stores_in_flight: int) -> bool:
+        """See pump.Paths. What can only fail has room: it needs none."""
         if not 0 <= task.io.group < len(self._plans):
             return True
         pool = self._pool(self._plans[task.io.group])
-        reserve = 0
-        if task.job.is_store and pool.usable > 1:
-            reserve = max(1, int(pool.usable * LOAD_RESERVE))
-        return pool.usable == 0 or pool.free > reserve
+        if not pool.free:
+            return pool.usable == 0
+        reserve = max(1, int(pool.usable * LOAD_RESERVE))
+        return not task.job.is_store or stores_in_flight < max(1, pool.usable - reserve)
 
     def begin(self, task: Task) -> Flight:
         """See pump.Paths."""

@@ -58,7 +58,7 @@ class Flight:
 class Paths(Protocol):
     """What the pump drives: how a chunk travels (``paths.ChunkPaths``)."""
 
-    def has_room(self, task: Task) -> bool:
+    def has_room(self, task: Task, stores_in_flight: int) -> bool:
         """Whether staging allows to start ``task`` now. Pure and quick: called under the table's lock."""
 
     def begin(self, task: Task) -> Flight:
@@ -160,7 +160,7 @@ class Pump:
     def _fits(self, task: Task) -> bool:
         if task.job.is_store and self._stores >= MAX_STORE_FLIGHTS:
             return False
-        return self._paths.has_room(task)
+        return self._paths.has_room(task, self._stores)
 
     def _push(self) -> bool:
         """Move every flight on; True if any of them ended."""

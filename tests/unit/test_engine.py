@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -414,11 +415,13 @@ def test_main_thread_and_pump_share_jobs_without_losing_any(make: Make) -> None:
     def drain() -> None:
         while not done.is_set():
             seen.extend(result.job_id for result in rig.engine.finished())
+            time.sleep(0.0002)
 
     def pester() -> None:
         while not done.is_set():
             rig.engine.wait([len(seen), len(seen) + 3])
             rig.engine.idle()
+            time.sleep(0.0002)
 
     threads = [threading.Thread(target=drain), threading.Thread(target=drain), threading.Thread(target=pester)]
     for thread in threads:

@@ -1,0 +1,458 @@
+"""Proves: whatever mover or slab do, each chunk gets one outcome, no KV block of a packed group sees unverified bytes,
+no memory is reused under I/O, storing resumes after trouble, and the engine's caller is never left waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_offload.engine import pump
+from nixl_offload.engine.paths import QUARANTINE_S
+from nixl_offload.errors import TierError
+from nixl_offload.movers.base import Op, Transfer, TransferState
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.types import Outcome
+from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, until
+
+OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
+Make = Callable[..., Rig]
+
+
+class Clock:
+    """Real time plus what the test adds."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class TroubledSlab(SlabFile):
+    """A real slab that refuses for ``trouble`` as long as it is set."""
+
+    trouble: str | None = None
+    hang: threading.Event | None = None
+
+    def ensure(self, offset: int, length_bytes: int) -> None:
+        if self.hang is not None:
+            self.hang.wait(30)
+        if self.trouble == "bug":
+            raise RuntimeError("a bug in the slab")
+        if self.trouble == "oserror":
+            raise OSError(5, "untranslated")
+        if self.trouble is not None:
+            raise TierError(f"told to say {self.trouble}", cause=self.trouble)
+        super().ensure(offset, length_bytes)
+
+    def check(self) -> str | None:
+        return self.trouble if self.trouble not in {"bug", "oserror"} else None
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    rigs: list[Rig] = []
+
+    def build(*args: Any, **options: Any) -> Rig:
+        rigs.append(Rig.make(tmp_path, *args, **options))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        if isinstance(rig.mover, FaultyMover):
+            rig.mover.release()
+        rig.close()
+
+
+def faulty(*faults: Fault) -> FaultyMover:
+    return FaultyMover(CopyMover(), faults)
+
+
+def troubled(directory: Path) -> TroubledSlab:
+    slab = TroubledSlab(directory / "kv" / "troubled.slab", 1 << 22, 1 << 20)
+    slab.open()
+    return slab
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+# -- the mover fails ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks", "direct_per_layer"])
+def test_a_failed_read_fails_its_chunk_only(make: Make, shape: str) -> None:
+    mover = faulty()
+    rig = make(shape, mover)
+    wanted = [rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(4)]
+    chunks = [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(4)]
+    assert rig.store(1, chunks) == (OK,) * 4
+    per_chunk = len(mover.submitted) // 4
+    for job, bad in enumerate(range(4 * per_chunk), start=2):
+        reads = mover.submitted.count(Op.READ)
+        mover.script = [Fault(reads + bad, FaultKind.FAIL, op=Op.READ, amount=4096)]
+        rig.wipe(0xEE)
+        outcomes = rig.load(job, chunks)
+        assert outcomes.count(FAILED) == 1
+        assert outcomes.count(OK) == 3
+        for n, outcome in enumerate(outcomes):
+            if outcome is OK:
+                assert rig.bytes_of(range(4 * n, 4 * n + 4)) == wanted[n]
+            elif not rig.shape.direct:
+                assert set(rig.bytes_of(range(4 * n, 4 * n + 4))) == {0xEE}
+    mover.script = []
+    assert rig.load(99, chunks) == (OK,) * 4
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "direct_per_layer"])
+def test_a_failed_write_stops_storing_until_a_probe_succeeds(
+    make: Make, shape: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning; no I/O meanwhile; loads go on; storing resumes."""
+    clock, mover = Clock(), faulty()
+    rig = make(shape, mover, clock=clock)
+    assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    mover.script = [Fault(len(mover.submitted), FaultKind.FAIL)]
+    assert rig.store(2, [rig.chunk(1, [1, 2, 3, 4])]) == (FAILED,)
+    submitted = len(mover.submitted)
+    assert rig.store(3, [rig.chunk(2, [1, 2, 3, 4])] * 5) == (FAILED,) * 5
+    assert len(mover.submitted) == submitted
+    assert rig.load(4, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+    clock.ahead_s += 1.5
+    assert rig.store(5, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
+    assert warnings_of(caplog, "nothing is stored until this is over") == 1
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks", "direct_per_layer"])
+@pytest.mark.parametrize("kind", [FaultKind.SHORT, FaultKind.CORRUPT])
+def test_a_lying_mover_is_found_out(make: Make, shape: str, kind: FaultKind, op: Op) -> None:
+    """Short or damaged, in either direction, and said to be DONE: CORRUPT at the load, at the latest."""
+    for slot, amount in enumerate((0, 100, 4096, 8000)):
+        mover = faulty()
+        rig = make(shape, mover)
+        if op is Op.READ:
+            assert rig.store(1, [rig.chunk(slot, [1, 2, 3, 4])]) == (OK,)
+            rig.close()
+            mover = faulty()
+            rig = make(shape, mover)  # a fresh engine: its staging has never seen the chunk
+        # Of a direct chunk the header page is the first transfer, and the payload the last.
+        nth = (SHAPES[shape].direct and amount >= 4096) + 0
+        mover.script = [Fault(nth, kind, op=op, amount=amount)]
+        if op is Op.WRITE:
+            assert rig.store(1, [rig.chunk(slot, [1, 2, 3, 4])]) == (OK,)
+            rig.close()
+            rig = make(shape)
+        rig.wipe(0xEE)
+        assert rig.load(2, [rig.chunk(slot, [5, 6, 7, 8])]) == (CORRUPT,)
+        if not rig.shape.direct:
+            assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
+        rig.close()
+
+
+def test_late_transfers_and_refused_ones(make: Make) -> None:
+    mover = faulty(
+        Fault(0, FaultKind.LATE, op=Op.WRITE, amount=30),
+        Fault(0, FaultKind.LATE, op=Op.READ, amount=30),
+        Fault(1, FaultKind.REFUSE, op=Op.READ),
+    )
+    rig = make("per_layer", mover)
+    wanted = rig.bytes_of([1, 2, 3, 4])
+    assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8]), rig.chunk(0, [9, 10, 11, 12])]) == (OK, FAILED)
+    assert rig.bytes_of([5, 6, 7, 8]) == wanted
+    assert rig.load(3, [rig.chunk(0, [9, 10, 11, 12])]) == (OK,)
+
+
+def test_quarantined_slots_are_never_used_again(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """When the last one is gone, everything fails with one error and nobody waits."""
+    mover = faulty()
+    rig = make("per_layer", mover, staging_slots=3)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    for job in range(1, 4):
+        mover.script = [Fault(len(mover.submitted), FaultKind.FAIL, quarantine=True)]
+        assert rig.load(job, [rig.chunk(0, [5, 6, 7, 8])]) == (FAILED,)
+        mover.script = []
+        assert rig.load(10 + job, [rig.chunk(0, [5, 6, 7, 8])]) == ((OK,) if job < 3 else (FAILED,))
+    rig.wipe(0xEE)
+    submitted = len(mover.submitted)
+    assert rig.load(20, [rig.chunk(0, [5, 6, 7, 8])] * 50) == (FAILED,) * 50
+    assert rig.store(21, [rig.chunk(0, [5, 6, 7, 8])]) == (FAILED,)
+    rig.engine.wait([20, 21])
+    assert len(mover.submitted) == submitted
+    assert warnings_of(caplog, "No staging memory is left") == 1
+
+
+# -- storage hangs --------------------------------------------------------------------------------------------------
+
+
+def test_a_packed_load_is_given_up_but_its_memory_is_not(make: Make) -> None:
+    """After the timeout: FAILED, the slot stays away until the transfer is final, and late bytes reach no KV block."""
+    clock, mover = Clock(), faulty()
+    rig = make("per_layer", mover, clock=clock, staging_slots=2)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    mover.script = [Fault(n, FaultKind.STUCK, op=Op.READ) for n in range(2)]
+    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])] * 4)
+    until(lambda: mover.submitted.count(Op.READ) == 2)
+    assert rig.engine.finished() == []
+    clock.ahead_s += 31
+    assert rig.collect(1).outcomes == (FAILED,) * 4
+    assert "did not answer" in rig.collect(1).errors[0]
+    rig.wipe(0xEE)
+    rig.engine.submit_load(2, [rig.chunk(0, [9, 10, 11, 12])])
+    time.sleep(0.02)
+    assert mover.submitted.count(Op.READ) == 2, "a slot was reused under a transfer that is not final"
+    mover.release()
+    assert rig.collect(2).outcomes == (OK,)
+    assert set(rig.bytes_of([5, 6, 7, 8])) == {0xEE}
+    assert rig.store(3, [rig.chunk(1, [5, 6, 7, 8])]) == (OK,)
+
+
+def test_a_hung_store_is_failed_only_when_final(make: Make) -> None:
+    """Its location must not be given away while something may still be written there."""
+    clock, mover = Clock(), faulty(Fault(0, FaultKind.STUCK))
+    rig = make("per_layer", mover, clock=clock)
+    rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(mover.submitted) == 1)
+    clock.ahead_s += 3600
+    time.sleep(0.1)
+    assert rig.engine.finished() == []
+    mover.release()
+    assert rig.collect(1).outcomes == (OK,)
+
+
+def test_a_direct_load_is_never_given_up(make: Make) -> None:
+    clock, mover = Clock(), faulty()
+    rig = make("direct_blocks", mover, clock=clock)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    mover.script = [Fault(1, FaultKind.STUCK, op=Op.READ)]
+    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])])
+    until(lambda: mover.submitted.count(Op.READ) == 2)
+    clock.ahead_s += 3600
+    time.sleep(0.1)
+    assert rig.engine.finished() == []
+    mover.release()
+    assert rig.collect(1).outcomes == (OK,)
+    assert rig.bytes_of([5, 6, 7, 8]) == rig.bytes_of([1, 2, 3, 4])
+
+
+def test_a_quarantined_direct_load_keeps_its_blocks_and_ends_the_direct_path(make: Make) -> None:
+    clock, mover = Clock(), faulty()
+    rig = make("direct_blocks", mover, clock=clock)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    mover.script = [Fault(1, FaultKind.FAIL, op=Op.READ, quarantine=True)]
+    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])])
+    until(lambda: mover.submitted.count(Op.READ) == 2)
+    time.sleep(0.05)
+    assert rig.engine.finished() == []
+    # From now on through staging: one transfer for header and payload.
+    wanted = rig.bytes_of([1, 2, 3, 4])
+    assert rig.load(2, [rig.chunk(0, [9, 10, 11, 12])]) == (OK,)
+    assert rig.bytes_of([9, 10, 11, 12]) == wanted
+    assert mover.submitted.count(Op.READ) == 3
+    clock.ahead_s += QUARANTINE_S
+    assert rig.collect(1).outcomes == (FAILED,)
+
+
+def test_close_while_storage_hangs_keeps_the_memory(make: Make) -> None:
+    mover = faulty(Fault(0, FaultKind.STUCK, every=True))
+    rig = make("per_layer", mover, staging_slots=2)
+    rig.engine.submit_store(1, [rig.chunk(n, [1, 2, 3, 4]) for n in range(3)])
+    rig.engine.submit_load(2, [rig.chunk(0, [5, 6, 7, 8])])
+    until(lambda: len(mover.submitted) == 2)
+    leaked = len(pump.LEAKED)
+    began_s = time.monotonic()
+    rig.engine.close(0.1)
+    assert time.monotonic() - began_s < 5
+    assert rig.collect(1).outcomes == (FAILED, DROPPED, DROPPED)
+    assert rig.collect(2).outcomes == (FAILED,)
+    assert not [thread for thread in threading.enumerate() if thread.name == "nixl-offload-pump"]
+    assert len(pump.LEAKED) == leaked + 1
+
+
+def test_a_hanging_system_call_holds_nobody_up(make: Make, tmp_path: Path) -> None:
+    """The pump itself is stuck (fallocate on a dead mount): ``wait``, ``submit`` and ``close`` return all the same."""
+    slab = troubled(tmp_path)
+    slab.hang = threading.Event()
+    rig = make("per_layer", slab=slab)
+    try:
+        rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
+        rig.engine.submit_store(2, [rig.chunk(1, [1, 2, 3, 4])])
+        waiter = threading.Thread(target=rig.engine.wait, args=([1, 2],))
+        waiter.start()
+        waiter.join(5)
+        assert not waiter.is_alive()
+        assert rig.collect(2).outcomes == (DROPPED,)
+        rig.engine.submit_load(3, [rig.chunk(0, [1, 2, 3, 4])])
+        rig.engine.close(0.05)
+        assert rig.collect(1).outcomes == (FAILED,)
+        assert rig.collect(3).outcomes == (FAILED,)
+    finally:
+        slab.hang.set()
+
+
+# -- the slab is in trouble -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cause", ["full", "readonly", "io"])
+def test_storing_stops_with_one_warning_and_resumes(
+    make: Make, tmp_path: Path, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, slab = Clock(), troubled(tmp_path)
+    rig = make("per_layer", slab=slab, clock=clock)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    slab.trouble = cause
+    for job in range(1, 20):
+        assert rig.store(job, [rig.chunk(1, [1, 2, 3, 4])]) == (FAILED,)
+        assert rig.load(100 + job, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+        clock.ahead_s += 0.5
+    assert warnings_of(caplog, "nothing is stored until this is over") == 1
+    slab.trouble = None
+    clock.ahead_s += 61
+    assert rig.store(50, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
+    assert rig.load(51, [rig.chunk(1, [5, 6, 7, 8])]) == (OK,)
+
+
+@pytest.mark.parametrize("trouble", ["bug", "oserror"])
+def test_unexpected_exceptions_fail_the_chunk_and_the_pump_goes_on(make: Make, tmp_path: Path, trouble: str) -> None:
+    clock, slab = Clock(), troubled(tmp_path)
+    rig = make("per_layer", slab=slab, clock=clock)
+    slab.trouble = trouble
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])] * 3) == (FAILED,) * 3
+    slab.trouble = None
+    clock.ahead_s += 61
+    assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+
+
+def test_a_vanished_directory_is_noticed_and_made_anew(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """What the open file still holds may be read; what was lost is CORRUPT, not wrong; then all is as at first."""
+    clock = Clock()
+    rig = make("per_layer", clock=clock)
+    wanted = rig.bytes_of([1, 2, 3, 4])
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    shutil.rmtree(rig.slab.path.parent)
+    assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+    assert rig.bytes_of([5, 6, 7, 8]) == wanted
+    clock.ahead_s += 2
+    rig.store(2, [rig.chunk(1, [1, 2, 3, 4])])
+    clock.ahead_s += 61
+    assert rig.store(3, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
+    assert rig.slab.path.exists()
+    assert rig.load(4, [rig.chunk(1, [9, 10, 11, 12])]) == (OK,)
+    assert rig.bytes_of([9, 10, 11, 12]) == wanted
+    rig.wipe(0xEE)
+    assert rig.load(5, [rig.chunk(0, [5, 6, 7, 8])])[0] in {FAILED, CORRUPT}
+    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
+
+
+def test_a_slab_that_cannot_be_used_at_start_is_no_error(make: Make, tmp_path: Path) -> None:
+    clock, slab = Clock(), troubled(tmp_path)
+    slab.trouble = "permission"
+    rig = make("per_layer", slab=slab, clock=clock)
+    assert rig.load(0, [rig.chunk(0, [1, 2, 3, 4])]) == (FAILED,)
+    assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4])]) == (FAILED,)
+    slab.trouble = None
+    clock.ahead_s += 61
+    assert rig.store(2, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    assert rig.load(3, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+
+
+# -- bugs below us --------------------------------------------------------------------------------------------------
+
+
+class RaisingMover(FaultyMover):
+    """Breaks the contract on cue: ``poll`` raises ``error`` while it is set."""
+
+    error: BaseException | None = None
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        if self.error is not None:
+            raise self.error
+        return super().poll(transfer)
+
+
+def test_a_mover_that_raises_in_poll_loses_its_slot_only(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    mover = RaisingMover(CopyMover())
+    rig = make("per_layer", mover, staging_slots=4)
+    wanted = rig.bytes_of([1, 2, 3, 4])
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    mover.error = RuntimeError("poll must not raise")
+    assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (FAILED,)
+    mover.error = None
+    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+    assert rig.bytes_of([5, 6, 7, 8]) == wanted
+    assert "poll must not raise" in caplog.text
+    assert "3 of 4 left" in caplog.text
+
+
+def test_even_a_dead_pump_leaves_nobody_waiting(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    mover = RaisingMover(CopyMover())
+    rig = make("per_layer", mover)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    mover.error = SystemExit(3)
+    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])])
+    rig.engine.wait([1])
+    assert rig.collect(1).outcomes == (FAILED,)
+    rig.engine.submit_store(2, [rig.chunk(0, [5, 6, 7, 8])])
+    rig.engine.submit_load(3, [rig.chunk(0, [5, 6, 7, 8])] * 3)
+    rig.engine.wait([2, 3])
+    assert rig.collect(2).outcomes == (FAILED,)
+    assert rig.collect(3).outcomes == (FAILED,) * 3
+    assert warnings_of(caplog, "The pump thread ended") == 1
+    mover.error = None
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "two_groups", "direct_per_layer"])
+def test_hundreds_of_jobs_under_random_faults(make: Make, shape: str) -> None:
+    """Every job ends exactly once; whatever is OK is right; packed blocks that are not OK are untouched."""
+    rng = np.random.default_rng(11)
+    clock, mover = Clock(), faulty()
+    kinds = [FaultKind.FAIL, FaultKind.LATE, FaultKind.CORRUPT, FaultKind.SHORT, FaultKind.REFUSE]
+    for nth in np.flatnonzero(rng.random(6000) < 0.08):
+        kind = kinds[int(rng.integers(len(kinds)))]
+        mover.script.append(Fault(int(nth), kind, amount=int(rng.integers(0, 20 if kind is FaultKind.LATE else 4000))))
+    rig = make(shape, mover, clock=clock, staging_slots=4)
+    wanted = {n: rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(5)}
+    pristine = [rows.copy() for rows in rig.kv]
+    tally = dict.fromkeys(Outcome, 0)
+    job = 0
+    for _ in range(60):
+        clock.ahead_s += 61  # so that a failed write does not keep storing out of use for the rest of the test
+        numbers = rng.permutation(5).tolist()
+        stores = range(job, job + 3)
+        for store in stores:
+            rig.engine.submit_store(store, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in numbers])
+        rig.engine.wait(stores)
+        for store in stores:
+            for outcome in rig.collect(store).outcomes:
+                tally[outcome] += 1
+        for rows in rig.kv:
+            rows[20:] = 0xEE
+        rig.engine.submit_load(job + 3, [rig.chunk(n, range(20 + 4 * n, 24 + 4 * n)) for n in range(3)])
+        rig.engine.submit_load(job + 4, [rig.chunk(n, range(20 + 4 * n, 24 + 4 * n)) for n in range(3, 5)])
+        outcomes = rig.collect(job + 3).outcomes + rig.collect(job + 4).outcomes
+        for n, outcome in enumerate(outcomes):
+            tally[outcome] += 1
+            found = rig.bytes_of(range(20 + 4 * n, 24 + 4 * n))
+            if outcome is OK:
+                assert found == wanted[n]
+            elif not rig.shape.direct:
+                assert set(found) == {0xEE}
+        job += 5
+    for rows, before in zip(rig.kv, pristine, strict=True):
+        assert (rows[:20] == before[:20]).all()
+    assert len(rig.results) == 300
+    assert all(tally[outcome] for outcome in (OK, FAILED, CORRUPT)), tally
+    until(rig.engine.idle)
