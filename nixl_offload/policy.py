@@ -49,6 +49,11 @@ class Links:
         self.mark[node] = 0
         self._free.append(node)
 
+    @property
+    def in_use(self) -> int:
+        """Count of nodes handed out and not taken back, the roots of queues among them."""
+        return len(self.after) - 1 - len(self._free)
+
     def linked(self, node: int) -> bool:
         """Whether ``node`` is in a queue."""
         return self.after[node] != node

@@ -370,6 +370,8 @@ class Index:
             spans.append((location.offset, location.offset + location.slot_bytes))
             counts[self._class_of_node[node]][phase] += 1
         assert set(self._pins) <= nodes, "a pin of a key that is gone"
+        roots = self._links.in_use - len(nodes)
+        assert 0 <= roots <= 2 * len(self._classes), "a node was not taken back"
         spans.sort()
         for (_, end), (start, _) in pairwise(spans):
             assert end <= start, "two keys share bytes"

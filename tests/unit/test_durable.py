@@ -403,14 +403,20 @@ def test_closing_while_storage_fails_says_so_and_ends(tmp_path: Path) -> None:
 def test_the_queue_is_bounded_and_its_loss_leaves_no_stale_row(path: str, caplog: pytest.LogCaptureFixture) -> None:
     """Storage is away for more calls than may wait: afterwards the database holds what came last, all of it true."""
     twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01, max_queued_ops=100)
-    for number in range(50):
+    slots = 500
+    for number in range(slots):
         twin.put(key(number), place(number))
+        if number % 50 == 0:
+            assert twin.flush(WAIT_S)
     assert twin.flush(WAIT_S)
     directory = os.path.dirname(path)
     os.rename(directory, directory + ".away")
-    truth = {key(number): place(number) for number in range(50)}
-    for number in range(50, 5000):
-        gone = key(number - 50)
+    truth = {key(number): place(number) for number in range(slots)}
+    for number in range(slots, 5000):
+        if number == slots + 20:
+            # From here on a batch has been taken out of the queue and refused.
+            wait_until(lambda: bool(twin._batch))
+        gone = key(number - slots)
         location = truth.pop(gone)
         twin.delete(gone)
         truth[key(number)] = location
