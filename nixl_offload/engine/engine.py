@@ -14,9 +14,10 @@ from typing import Literal
 
 import torch
 
+from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Lane
 from nixl_offload.engine.packer import Page, make_packer
-from nixl_offload.engine.paths import ChunkPaths, GroupPlan, Memory, new_page_pool
+from nixl_offload.engine.paths import ChunkPaths, Memory, new_page_pool
 from nixl_offload.engine.pump import Pump
 from nixl_offload.engine.staging import StagingPool
 from nixl_offload.engine.storage import Slab, SlabLink

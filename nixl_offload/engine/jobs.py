@@ -189,11 +189,6 @@ class JobTable:
                 lambda: all(not (_reads_source(job) if job.is_store else job.unfinished) for job in jobs)
             )
 
-    def wait_all(self, timeout_s: float) -> bool:
-        """Block until every job is finished; False if that took longer than ``timeout_s``."""
-        with self._lock:
-            return self._progress.wait_for(lambda: not self._jobs, timeout_s)
-
     def idle(self) -> bool:
         """True if no job is live and no result waits to be drained."""
         with self._lock:

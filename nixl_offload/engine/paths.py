@@ -7,14 +7,14 @@ pump gives them back when the generator has ended and every transfer is final.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from nixl_offload.checksum import block_checksums
+from nixl_offload.engine import image
+from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import ChunkIO, JobTable, Stage, Task
 from nixl_offload.engine.packer import Packer
 from nixl_offload.engine.pump import MAX_FLIGHTS, Flight
@@ -24,17 +24,14 @@ from nixl_offload.engine.storage import SlabLink
 from nixl_offload.errors import FormatError, LayoutError, MoverError, TierError
 from nixl_offload.format import (
     HEADER_BYTES,
-    Expected,
     ShardHeader,
     check_header,
-    encode_header,
-    make_header,
     verify_blocks,
     verify_checksums,
 )
 from nixl_offload.layout import KVLayout, chunk_extents
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Mover, Op, Transfer, TransferState
-from nixl_offload.types import PAGE_BYTES, Location, Outcome, align_up, key_group
+from nixl_offload.types import PAGE_BYTES, Location, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +40,6 @@ QUARANTINE_S = 30.0
 them. Siblings of a failed transfer were seen to go on for two seconds; KV blocks cannot be retired, as slots are."""
 LOAD_RESERVE = 0.25
 """Share of the staging slots that stores leave to loads."""
-
-
-@dataclass(slots=True)
-class GroupPlan:
-    """How the chunks of one group travel. ``direct`` is turned off for good by a quarantined load."""
-
-    blocks: int
-    block_bytes: int
-    slot_bytes: int
-    num_blocks: int
-    """Of the KV cache; block ids lie below."""
-    direct: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +124,16 @@ class ChunkPaths:
         if not self._may_store(task, link):
             return
         slot = self._acquire(flight, self._memory.staging)
-        rows = _rows(slot, plan, io)
+        rows = image.rows(slot, plan, io)
         fence = self._packer.gather(io.group, io.block_ids, rows, task.job.fence)
         while not fence.done():
             yield
         if not self._table.advance(task, Stage.IO):
             return
         # From here on the KV blocks may change: only the slot is read.
-        _write_header(slot, self._expected(io, plan), block_checksums(rows), io.first_block)
-        spans = _spans(plan, io)
-        _clear_padding(slot, plan, io, spans)
+        image.write_header(slot, image.expected(self._namespace, plan, io), block_checksums(rows), io.first_block)
+        spans = image.spans(plan, io)
+        image.clear_padding(slot, plan, io, spans)
         file = link.prepare_write(io.location.offset, plan.slot_bytes)
         self._submit_packed(flight, Op.WRITE, slot, file, spans)
         yield from self._settle(flight)
@@ -158,12 +143,12 @@ class ChunkPaths:
         task, io = flight.task, flight.task.io
         file = self._readable(io, plan)
         slot = self._acquire(flight, self._memory.staging)
-        spans = _spans(plan, io)
+        spans = image.spans(plan, io)
         self._submit_packed(flight, Op.READ, slot, file, spans)
         yield from self._settle(flight)
         if self._failed(flight):
             return
-        rows = _rows(slot, plan, io)
+        rows = image.rows(slot, plan, io)
         header = self._checked_header(slot, plan, io)
         if self._verify_checksum:
             verify_blocks(header, rows, io.first_block)
@@ -186,7 +171,7 @@ class ChunkPaths:
         while not task.job.fence.done():
             yield
         checksums = self._packer.checksums(io.group, io.block_ids)
-        _write_header(slot, self._expected(io, plan), checksums, io.first_block)
+        image.write_header(slot, image.expected(self._namespace, plan, io), checksums, io.first_block)
         file = link.prepare_write(io.location.offset, plan.slot_bytes)
         self._submit_direct(flight, Op.WRITE, slot, file)
         yield from self._settle(flight)
@@ -220,14 +205,14 @@ class ChunkPaths:
         """Header page and the extents of each tensor; a transfer per piece of memory is what a mover takes."""
         io = flight.task.io
         extents = chunk_extents(self._layout, io.group, io.block_ids, io.first_block)
-        header = _extents([slot.offset_bytes], [HEADER_BYTES])
-        at = _extents([io.location.offset], [HEADER_BYTES])
+        header = image.extents([slot.offset_bytes], [HEADER_BYTES])
+        at = image.extents([io.location.offset], [HEADER_BYTES])
         flight.transfers.append(self._mover.submit(op, self._memory.pages_id, header, file, at))
         payload_at = io.location.offset + HEADER_BYTES
         for tensor in np.unique(extents.tensor_index).tolist():
             of = extents.tensor_index == tensor
-            memory_extents = _extents(extents.memory_offset[of], extents.length[of])
-            file_extents = _extents(extents.payload_offset[of] + payload_at, extents.length[of])
+            memory_extents = image.extents(extents.memory_offset[of], extents.length[of])
+            file_extents = image.extents(extents.payload_offset[of] + payload_at, extents.length[of])
             flight.transfers.append(
                 self._mover.submit(op, self._memory.tensors[tensor], memory_extents, file, file_extents)
             )
@@ -324,18 +309,9 @@ class ChunkPaths:
     def _pool(self, plan: GroupPlan) -> StagingPool:
         return self._memory.pages if plan.direct else self._memory.staging
 
-    def _expected(self, io: ChunkIO, plan: GroupPlan) -> Expected:
-        return Expected(
-            namespace=self._namespace,
-            key=io.key,
-            group=key_group(io.key),
-            blocks=plan.blocks,
-            block_bytes=plan.block_bytes,
-        )
-
     def _checked_header(self, slot: Slot, plan: GroupPlan, io: ChunkIO) -> ShardHeader:
         """Identity, lengths and presence of the wanted blocks, whatever ``verify`` says. Raises FormatError."""
-        header = check_header(slot.memory[:HEADER_BYTES], self._expected(io, plan))
+        header = check_header(slot.memory[:HEADER_BYTES], image.expected(self._namespace, plan, io))
         if header.first_valid_block > io.first_block:
             raise FormatError(
                 f"block {io.first_block} was asked for, the shard begins with {header.first_valid_block}",
@@ -347,39 +323,6 @@ class ChunkPaths:
 def new_page_pool() -> StagingPool:
     """One header page for each chunk that may be in flight."""
     return StagingPool(slot_bytes=PAGE_BYTES, budget_bytes=PAGE_BYTES * MAX_FLIGHTS)
-
-
-def _write_header(slot: Slot, expect: Expected, checksums: npt.NDArray[np.uint64], first_block: int) -> None:
-    header = make_header(expect, checksums, first_valid_block=first_block, created_s=int(time.time()))
-    encode_header(header, slot.memory[:HEADER_BYTES])
-
-
-def _rows(slot: Slot, plan: GroupPlan, io: ChunkIO) -> npt.NDArray[np.uint8]:
-    """The rows of a staged chunk that ``io`` is about: shape (blocks, block_bytes)."""
-    count = len(io.block_ids)
-    start = HEADER_BYTES + io.first_block * plan.block_bytes
-    return slot.memory[start : start + count * plan.block_bytes].reshape(count, plan.block_bytes)
-
-
-def _clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO, spans: Extents) -> None:
-    """Zero what is written around the blocks, so that no file holds what an earlier chunk left in the slot."""
-    begin, end = int(spans[-1, 0]), int(spans[-1].sum())
-    rows_begin = HEADER_BYTES + io.first_block * plan.block_bytes
-    slot.memory[max(begin, HEADER_BYTES) : rows_begin] = 0
-    slot.memory[rows_begin + len(io.block_ids) * plan.block_bytes : end] = 0
-
-
-def _spans(plan: GroupPlan, io: ChunkIO) -> Extents:
-    """What to move of a slot: header page, and the whole pages that cover the blocks; one extent if they touch."""
-    begin = HEADER_BYTES + io.first_block * plan.block_bytes // PAGE_BYTES * PAGE_BYTES
-    end = HEADER_BYTES + align_up((io.first_block + len(io.block_ids)) * plan.block_bytes)
-    if begin == HEADER_BYTES:
-        return _extents([0], [end])
-    return _extents([0, begin], [HEADER_BYTES, end - begin])
-
-
-def _extents(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Extents:
-    return np.stack([np.asarray(offsets, dtype=np.int64), np.asarray(lengths, dtype=np.int64)], axis=1)
 
 
 def _failure(transfers: Sequence[Transfer]) -> Transfer | None:

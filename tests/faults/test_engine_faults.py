@@ -397,6 +397,30 @@ def test_a_mover_that_raises_in_poll_loses_its_slot_only(make: Make, caplog: pyt
     assert "3 of 4 left" in caplog.text
 
 
+@pytest.mark.parametrize("times", [1, 20, 10**9])
+def test_a_pump_that_stumbles_goes_on_or_fails_everything(
+    make: Make, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """An exception outside any chunk: the loop survives it; if it never ends, nobody waits for it."""
+    rig = make("per_layer")
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    left = [times]
+
+    def stumble(*_: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("a bug in the pump")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pump.Pump, "_expire", stumble)
+        rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])])
+        assert rig.collect(1).outcomes == (OK,)
+        until(lambda: not left[0] or not rig.engine._pump._thread.is_alive())
+    rig.engine.submit_load(2, [rig.chunk(0, [5, 6, 7, 8])])
+    rig.engine.wait([2])
+    assert rig.collect(2).outcomes == ((OK,) if times < 100 else (FAILED,))
+
+
 def test_even_a_dead_pump_leaves_nobody_waiting(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     mover = RaisingMover(CopyMover())
     rig = make("per_layer", mover)

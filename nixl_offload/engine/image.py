@@ -1,0 +1,76 @@
+"""A chunk in a staging slot lies exactly as it lies in its file: header page, blocks, padding. Where each part begins.
+
+Threading: pure functions over slots that the caller owns; ``GroupPlan`` is written by the pump alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nixl_offload.engine.jobs import ChunkIO
+from nixl_offload.engine.staging import Slot
+from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header
+from nixl_offload.movers.base import Extents
+from nixl_offload.types import PAGE_BYTES, align_up, key_group
+
+
+@dataclass(slots=True)
+class GroupPlan:
+    """The sizes of a group's chunks and how they travel. ``direct`` is turned off for good by a quarantined load."""
+
+    blocks: int
+    block_bytes: int
+    slot_bytes: int
+    num_blocks: int
+    """Of the KV cache; block ids lie below."""
+    direct: bool
+
+
+def expected(namespace: bytes, plan: GroupPlan, io: ChunkIO) -> Expected:
+    """Return what the header of a chunk has to say."""
+    return Expected(
+        namespace=namespace,
+        key=io.key,
+        group=key_group(io.key),
+        blocks=plan.blocks,
+        block_bytes=plan.block_bytes,
+    )
+
+
+def rows(slot: Slot, plan: GroupPlan, io: ChunkIO) -> npt.NDArray[np.uint8]:
+    """Return the blocks of a staged chunk that ``io`` is about: a view of shape (blocks, block_bytes)."""
+    count = len(io.block_ids)
+    start = HEADER_BYTES + io.first_block * plan.block_bytes
+    return slot.memory[start : start + count * plan.block_bytes].reshape(count, plan.block_bytes)
+
+
+def spans(plan: GroupPlan, io: ChunkIO) -> Extents:
+    """Return what to move of a slot: header page and the pages that cover the blocks; one extent if they touch."""
+    begin = HEADER_BYTES + io.first_block * plan.block_bytes // PAGE_BYTES * PAGE_BYTES
+    end = HEADER_BYTES + align_up((io.first_block + len(io.block_ids)) * plan.block_bytes)
+    if begin == HEADER_BYTES:
+        return extents([0], [end])
+    return extents([0, begin], [HEADER_BYTES, end - begin])
+
+
+def write_header(slot: Slot, expect: Expected, checksums: npt.NDArray[np.uint64], first_block: int) -> None:
+    """Encode the header of a chunk about to be stored. Raises LayoutError when its blocks do not reach its end."""
+    header = make_header(expect, checksums, first_valid_block=first_block, created_s=int(time.time()))
+    encode_header(header, slot.memory[:HEADER_BYTES])
+
+
+def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO, moved: Extents) -> None:
+    """Zero what is written around the blocks, so that no file holds what an earlier chunk left in the slot."""
+    begin, end = int(moved[-1, 0]), int(moved[-1].sum())
+    rows_begin = HEADER_BYTES + io.first_block * plan.block_bytes
+    slot.memory[max(begin, HEADER_BYTES) : rows_begin] = 0
+    slot.memory[rows_begin + len(io.block_ids) * plan.block_bytes : end] = 0
+
+
+def extents(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Extents:
+    """Return offsets and lengths as one array of shape (n, 2)."""
+    return np.stack([np.asarray(offsets, dtype=np.int64), np.asarray(lengths, dtype=np.int64)], axis=1)
