@@ -101,12 +101,15 @@ class Prepared:
     extents: Extents
 
 
-def rows_of(extents: Extents, rows: Rows) -> Extents:
-    """``extents[rows]``, or MoverError where a row does not exist; a negative one is not taken from the end."""
-    index = np.asarray(rows)
-    if index.ndim != 1 or (len(index) and (index.min() < 0 or index.max() >= len(extents))):
-        raise MoverError(f"rows must be a list of numbers below {len(extents)}")
-    return extents[index] if len(index) else extents[:0]
+def checked_rows(count: int, rows: Rows) -> Rows:
+    """Return a copy of ``rows``, all in ``[0, count)``. Raises MoverError; -1 is not the last one."""
+    given = np.asarray(rows)
+    index = np.array(given, dtype=np.int32)
+    same = given.dtype == np.int32 or np.array_equal(given, index)
+    # Seen as unsigned, a negative number is a large one.
+    if not same or index.ndim != 1 or (len(index) and int(index.view(np.uint32).max()) >= count):
+        raise MoverError(f"rows must be a list of numbers below {count}")
+    return index
 
 
 class Mover(ABC):
@@ -176,7 +179,7 @@ class Mover(ABC):
         return self.submit(
             op,
             MemoryId(memory.handle),
-            rows_of(memory.extents, memory_rows),
+            memory.extents[checked_rows(len(memory.extents), memory_rows)],
             FileId(file.handle),
-            rows_of(file.extents, file_rows),
+            file.extents[checked_rows(len(file.extents), file_rows)],
         )

@@ -26,9 +26,8 @@ from nixl_offload.movers.base import (
     Rows,
     Transfer,
     TransferState,
-    rows_of,
 )
-from nixl_offload.movers.handles import FileEntry, HandleTable, MemoryEntry, fork_message
+from nixl_offload.movers.handles import CheckedSide, FileEntry, HandleTable, MemoryEntry, fork_message, side_facts
 
 
 def split_extents(memory_extents: Extents, file_extents: Extents, max_extent_bytes: int) -> tuple[Extents, Extents]:
@@ -69,7 +68,7 @@ class _LimitedTransfer(Transfer):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _LimitedPrepared(Prepared):
+class _LimitedPrepared(CheckedSide):
     inner: Prepared
     fits: bool
     """No extent needs cutting, so rows of ``inner`` can be used as they are."""
@@ -158,17 +157,17 @@ class LimitedMover(Mover):
 
     def prepare_memory(self, memory: MemoryId, extents: Extents) -> Prepared:
         """See Mover."""
-        self._table.memory(memory)
-        return self._prepare(memory, self.inner.prepare_memory(MemoryId(self._inner_ids[memory]), extents))
+        base = self._table.memory(memory).region.address
+        return self._prepare(memory, base, self.inner.prepare_memory(MemoryId(self._inner_ids[memory]), extents))
 
     def prepare_file(self, file: FileId, extents: Extents) -> Prepared:
         """See Mover."""
         self._table.file(file)
-        return self._prepare(file, self.inner.prepare_file(FileId(self._inner_ids[file]), extents))
+        return self._prepare(file, 0, self.inner.prepare_file(FileId(self._inner_ids[file]), extents))
 
-    def _prepare(self, handle: MemoryId | FileId, inner: Prepared) -> Prepared:
+    def _prepare(self, handle: MemoryId | FileId, base: int, inner: Prepared) -> Prepared:
         fits = int(inner.extents[:, 1].max(initial=0)) <= self._inner_limits.max_extent_bytes
-        prepared = _LimitedPrepared(handle, inner.extents, inner, fits)
+        prepared = _LimitedPrepared(handle, inner.extents, *side_facts(inner.extents, base), inner, fits)
         self._prepared.add(prepared)
         return prepared
 
@@ -185,12 +184,14 @@ class LimitedMover(Mover):
             raise MoverError(f"{self.name}: not prepared here")
         if memory not in self._prepared or file not in self._prepared:
             raise MoverError(f"{self.name}: prepared elsewhere, or released before")
-        mem, fil = rows_of(memory.extents, memory_rows), rows_of(file.extents, file_rows)
+        m, memory_index, f, file_index, total_bytes = self._table.check_prepared(
+            self.limits, memory, memory_rows, file, file_rows
+        )
         if not (memory.fits and file.fits):
+            mem, fil = memory.extents[memory_index], file.extents[file_index]
             return self.submit(op, MemoryId(memory.handle), mem, FileId(file.handle), fil)
-        m, mem, f, fil = self._table.check(self.limits, MemoryId(memory.handle), mem, FileId(file.handle), fil)
-        transfer = _LimitedTransfer(op, int(mem[:, 1].sum()), entries=(m, f))
-        return self._enqueue(transfer, memory.inner, np.array(memory_rows), file.inner, np.array(file_rows))
+        transfer = _LimitedTransfer(op, total_bytes, entries=(m, f))
+        return self._enqueue(transfer, memory.inner, memory_index, file.inner, file_index)
 
     def _enqueue(
         self,
@@ -274,7 +275,11 @@ class LimitedMover(Mover):
         op = part.owner.op
         if isinstance(part.memory, Prepared) and isinstance(part.file, Prepared):
             return self.inner.submit_prepared(
-                op, part.memory, part.memory_rows.astype(np.int32), part.file, part.file_rows.astype(np.int32)
+                op,
+                part.memory,
+                part.memory_rows.astype(np.int32, copy=False),
+                part.file,
+                part.file_rows.astype(np.int32, copy=False),
             )
         assert not isinstance(part.memory, Prepared)
         assert not isinstance(part.file, Prepared)

@@ -37,17 +37,16 @@ from nixl_offload.movers.base import (
     Rows,
     Transfer,
     TransferState,
-    rows_of,
 )
 from nixl_offload.movers.handles import (
+    CheckedSide,
     FileEntry,
     HandleTable,
     MemoryEntry,
-    check_alignment,
-    check_limits,
     checked_extents,
     fork_message,
     open_regular_file,
+    side_facts,
 )
 from nixl_offload.types import PAGE_BYTES
 
@@ -133,9 +132,8 @@ PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _NixlPrepared(Prepared):
+class _NixlPrepared(CheckedSide):
     dlist: Any
-    largest_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -259,22 +257,31 @@ class NixlMover(Mover):
         region = self._table.memory(memory).region
         checked = checked_extents(extents, region.length_bytes, f"memory {memory}")
         rows = _descriptors(checked, region.address, region.device_id)
-        return self._prepare(memory, checked, "NIXL_INIT_AGENT", rows, region.kind.name)
+        return self._prepare(
+            memory, checked, side_facts(checked, region.address), "NIXL_INIT_AGENT", rows, region.kind.name
+        )
 
     def prepare_file(self, file: FileId, extents: Extents) -> Prepared:
         """See Mover."""
         entry = self._table.file(file)
         checked = checked_extents(extents, entry.length_bytes, entry.path)
-        return self._prepare(file, checked, self._agent_name, _descriptors(checked, 0, entry.fd), "FILE")
+        rows = _descriptors(checked, 0, entry.fd)
+        return self._prepare(file, checked, side_facts(checked, 0), self._agent_name, rows, "FILE")
 
     def _prepare(
-        self, handle: MemoryId | FileId, extents: Extents, side: str, rows: npt.NDArray[np.uint64], kind: str
+        self,
+        handle: MemoryId | FileId,
+        extents: Extents,
+        facts: tuple[int, int],
+        side: str,
+        rows: npt.NDArray[np.uint64],
+        kind: str,
     ) -> Prepared:
         agent = self._usable_agent()
         dlist = None
         if len(extents):
             dlist = self._translate("prepare", lambda: agent.prep_xfer_dlist(side, rows, kind, [self._plugin.plugin]))
-        prepared = _NixlPrepared(handle, extents, dlist, int(extents[:, 1].max(initial=0)))
+        prepared = _NixlPrepared(handle, extents, *facts, dlist)
         self._prepared.add(prepared)
         return prepared
 
@@ -294,26 +301,20 @@ class NixlMover(Mover):
             raise MoverError(f"{self.name}: not prepared here")
         if memory not in self._prepared or file not in self._prepared:
             raise MoverError(f"{self.name}: prepared elsewhere, or released before")
-        m, f = self._table.memory(MemoryId(memory.handle)), self._table.file(FileId(file.handle))
-        mem, fil = rows_of(memory.extents, memory_rows), rows_of(file.extents, file_rows)
-        if len(mem) != len(fil) or not np.array_equal(mem[:, 1], fil[:, 1]):
-            raise MoverError(f"{self.name}: memory and file extents must have the same lengths, row by row")
-        if f.direct_asked:
-            check_alignment(mem, m.region.address, fil, self.limits.alignment_bytes)
-        if not len(mem):
+        m, memory_index, f, file_index, total_bytes = self._table.check_prepared(
+            self.limits, memory, memory_rows, file, file_rows
+        )
+        if not len(memory_index):
             return Transfer(op, 0, TransferState.DONE)
-        check_limits(self.name, len(mem), int(mem[:, 1].max()), self.limits)
-        total_bytes = int(mem[:, 1].sum())
-        step = -1 if total_bytes > self.limits.max_extent_bytes else 1
-        memory_index = np.ascontiguousarray(np.asarray(memory_rows)[::step], dtype=np.int32)
-        file_index = np.ascontiguousarray(np.asarray(file_rows)[::step], dtype=np.int32)
+        if total_bytes > self.limits.max_extent_bytes:  # as in submit
+            memory_index, file_index = np.ascontiguousarray(memory_index[::-1]), np.ascontiguousarray(file_index[::-1])
         handle = self._translate(
             "make transfer",
             lambda: agent.make_prepped_xfer(
                 op.name, memory.dlist, memory_index, file.dlist, file_index, b"", [self._plugin.plugin]
             ),
         )
-        file_end = int((fil[:, 0] + fil[:, 1]).max())
+        file_end = 0 if self.reports_failures else int(file.extents[file_index].sum(axis=1).max())
         return self._launch(
             _NixlTransfer(op, total_bytes, memory=m, file=f, handle=handle, file_end=file_end, keep=[memory, file])
         )

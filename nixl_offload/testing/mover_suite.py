@@ -473,6 +473,7 @@ class MoverSuite(MoverRigs):
             (rows(2), rows(0)),
             (rows(0), rows(-1)),
             (rows(1), rows(0)),
+            (np.array([1 << 32]), rows(0)),
             (rows(0), rows(0, 1)),
         ):
             with pytest.raises(MoverError):
