@@ -115,7 +115,7 @@ def measure_memory(count: int, policy: str) -> dict[str, Any]:
 def measure_reopen(count: int, policy: str, directory: str) -> dict[str, Any]:
     """Write a durable twin of ``count`` keys, then open it and fill a new index from it.
 
-    Most keys ascend, so that writing them does not take all day; what is measured for writing are random keys at the end.
+    Most keys ascend, so that writing them does not take all day; writing is measured with random keys at the end.
     """
     material = np.random.default_rng(1).bytes(32 * CHAIN)
     path = os.path.join(directory, f"index-{count}.sqlite")

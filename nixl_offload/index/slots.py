@@ -8,14 +8,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-_PAGE_SLOTS = 256
+_PAGE_SLOTS = 1024
 
 
 class SlotMap:
     """Offset -> node for slots of one size.
 
     Two slots of one size that do not overlap differ in ``offset // slot_bytes``, wherever they start: so that quotient
-    addresses them, in pages of 256 made on demand, and each quotient names at most one slot.
+    addresses them, in pages of 1024 made on demand, and each quotient names at most one slot.
     """
 
     __slots__ = ("_pages", "slot_bytes")
