@@ -2,10 +2,12 @@
 
 Threading: pure functions.
 
-What differs, as far as it concerns us:
+What differs, as far as it concerns us (``docs/decisions/0007-vllm-versions.md`` says how it was found out):
 
-- 0.32: ``submit_load`` has no ``expedited``; loads are never waited for within the step; no ``sync_load_budget_bytes``.
-- 0.33: ``submit_load(..., expedited=)`` and loads that finish within the step; ``OffloadingManager.on_reset_flushed``.
+- 0.32: ``submit_load`` has no ``expedited``; no load finishes within the step.
+- 0.33: ``submit_load(..., expedited=)`` and loads that finish within the step, which we turn off; a request that
+  restarts at token 0 offers all its chunks again; the handshake is repeated at ``wake_up``; ``supports_sleep_mode``;
+  ``OffloadingManager.lock`` and ``on_reset_flushed``, of which the inherited ones do.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import vllm
+
 from nixl_offload.errors import NotSupportedError
 
 SUPPORTED = ((0, 32), (0, 33))
@@ -24,8 +27,8 @@ SUPPORTED = ((0, 32), (0, 33))
 def check_version(version: str | None = None) -> tuple[int, int]:
     """Return (major, minor) of the running vLLM.
 
-    Raises NotSupportedError, naming the supported range, when it is not one that we know: its internals decide whether a
-    failed load ends as a recompute or as a dead engine, so guessing is not an option.
+    Raises NotSupportedError, naming the supported range, when it is not one that we know: its internals decide whether
+    a failed load ends as a recompute or as a dead engine, so guessing is not an option.
     """
     text = vllm.__version__ if version is None else version
     match = re.match(r"(\d+)\.(\d+)", text)
@@ -39,16 +42,20 @@ def check_version(version: str | None = None) -> tuple[int, int]:
     return found
 
 
-def settle_extra_config(extra_config: MutableMapping[str, Any], num_groups: int) -> str | None:
+def settle_extra_config(extra_config: MutableMapping[str, Any], num_groups: int = 1) -> str | None:
     """Turn off what this vLLM offers and failure handling cannot cover. Returns a sentence for the log, or None.
 
-    A load that finishes within the step (``sync_load_budget_bytes``, 0.33) can report a failure by block ids only, and
-    vLLM accepts block ids for models with a single KV group alone.
+    ``num_groups``: KV cache groups of the model; what is turned off today is turned off for any number.
+
+    Loads that finish within the step (``sync_load_budget_bytes``, 0.33): their blocks enter vLLM's prefix cache when
+    they are allocated, and chunks computed from them are offered to the store in the same step. When such a load fails,
+    vLLM recomputes the request and does neither take the blocks out of the prefix cache nor the store back. Both were
+    seen to end in wrong answers: the first when the request is aborted before it is recomputed, the second always.
     """
-    if num_groups > 1 and extra_config.get("sync_load_budget_bytes"):
-        extra_config["sync_load_budget_bytes"] = 0
-        return (
-            f"vllm.sync_load_budget_bytes is ignored: the model has {num_groups} KV cache groups, "
-            "for which vLLM cannot recompute a load that failed within the step"
-        )
-    return None
+    if not extra_config.get("sync_load_budget_bytes"):
+        return None
+    extra_config["sync_load_budget_bytes"] = 0
+    return (
+        "vllm.sync_load_budget_bytes is ignored: when a load that finishes within the step fails, vLLM keeps and stores"
+        " what was computed from it, so damaged storage could reach an answer"
+    )

@@ -1,0 +1,430 @@
+"""What we rely on in vLLM, name by name, asked of the vLLM that is installed. Starts no engine.
+
+Much of it is private to vLLM or is an order of calls that no signature shows. A new version that renames or reorders
+one of these fails here, in a sentence, and not as a request that never comes back. Where only the source can tell (who
+is called first, which attributes a constructor sets), the source is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from nixl_offload.errors import NotSupportedError
+from nixl_offload.types import Outcome
+from nixl_offload.vllm import compat
+from nixl_offload.vllm.connector import NixlOffloadConnector, NixlOffloadScheduler
+from nixl_offload.vllm.manager import NixlOffloadManager
+from nixl_offload.vllm.messages import RankGeometry, TicketReport, WorkerReport
+from nixl_offload.vllm.spec import NixlOffloadSpec
+from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
+
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+OFFLOADING = f"{CONNECTOR}.offloading"
+
+
+def named(path: str) -> Any:
+    """``package.module:Class.attribute``, or a failure that says what is gone."""
+    module, _, rest = path.partition(":")
+    thing = importlib.import_module(module)
+    for name in filter(None, rest.split(".")):
+        assert hasattr(thing, name), f"this vLLM has no {name} in {path}"
+        thing = getattr(thing, name)
+    return thing
+
+
+def source(path: str) -> str:
+    return textwrap.dedent(inspect.getsource(named(path)))
+
+
+def in_order(path: str, *pieces: str) -> None:
+    """Assert that ``pieces`` occur in the source of ``path``, one after the other."""
+    text, at = source(path), 0
+    for piece in pieces:
+        found = text.find(piece, at)
+        assert found >= 0, f"{path} no longer has {piece!r} after the pieces before it in {list(pieces)}"
+        at = found + len(piece)
+
+
+def attributes_set_in(path: str) -> set[str]:
+    """Names ``x`` of every ``self.x = ...`` in a function."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source(path)))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def parameters(path: str) -> list[str]:
+    return [name for name in inspect.signature(named(path)).parameters if name != "self"]
+
+
+# Versions.
+
+
+def test_the_installed_version_is_supported() -> None:
+    assert compat.check_version() in compat.SUPPORTED
+
+
+@pytest.mark.parametrize("text", ["0.32.0", "0.32.0+cpu", "0.33.0", "0.33.1.dev7+gabcdef", "0.33.0rc2"])
+def test_builds_of_supported_versions_are_accepted(text: str) -> None:
+    assert compat.check_version(text) in compat.SUPPORTED
+
+
+@pytest.mark.parametrize("text", ["0.31.9", "0.34.0", "0.3.2", "0.320.0", "1.0.0", "dev", ""])
+def test_other_versions_are_refused_in_a_sentence_that_names_the_range(text: str) -> None:
+    with pytest.raises(NotSupportedError) as refused:
+        compat.check_version(text)
+    assert "vLLM 0.32 to 0.33" in str(refused.value)
+    assert f"this is vLLM {text}" in str(refused.value)
+
+
+# Our classes against their bases.
+
+
+def accepts_what_base_takes(ours: Any, base: Any) -> list[str]:
+    """Why a call that fits ``base`` may not fit ``ours``: parameters missing, renamed, moved, or newly required."""
+    mine, theirs = inspect.signature(ours).parameters, inspect.signature(base).parameters
+    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in mine.values()):
+        return []
+    problems = [f"does not take {name!r}" for name in theirs if name not in mine]
+    order = [name for name in mine if name in theirs]
+    if order != [name for name in theirs if name in mine]:
+        problems.append(f"takes {order} in another order")
+    problems += [f"requires {name!r}" for name in mine if name not in theirs and mine[name].default is mine[name].empty]
+    problems += [
+        f"requires {name!r}, which the base leaves optional"
+        for name in mine
+        if name in theirs and mine[name].default is mine[name].empty and theirs[name].default is not theirs[name].empty
+    ]
+    return problems
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        NixlOffloadConnector,
+        NixlOffloadScheduler,
+        NixlOffloadManager,
+        NixlOffloadSpec,
+        NixlOffloadingWorker,
+        NixlConnectorWorker,
+        WorkerReport,
+    ],
+)
+def test_overrides_accept_every_call_that_their_bases_accept(cls: type) -> None:
+    assert not inspect.isabstract(cls), f"vLLM asks {cls.__name__} for {sorted(cls.__abstractmethods__)}"
+    for name, override in vars(cls).items():
+        overridden = next((vars(item)[name] for item in cls.__mro__[1:] if name in vars(item)), None)
+        if name.startswith("__") or overridden is None:
+            continue
+        if isinstance(override, (classmethod, staticmethod)):
+            assert type(override) is type(overridden), f"{cls.__name__}.{name} is not what its base is"
+        ours, base = (getattr(item, "__func__", item) for item in (override, overridden))
+        if inspect.isfunction(ours) and inspect.isfunction(base):
+            problems = accepts_what_base_takes(ours, base)
+            assert not problems, f"{cls.__name__}.{name} {'; '.join(problems)}"
+
+
+@pytest.mark.parametrize(
+    ("cls", "inherited"),
+    [
+        (NixlOffloadConnector, ["get_handshake_metadata", "get_transfer_results", "get_block_ids_with_load_errors"]),
+        (NixlOffloadConnector, ["set_xfer_handshake_metadata_pp_aware", "build_prom_metrics"]),
+        (NixlOffloadScheduler, ["update_connector_output"]),
+        (
+            NixlOffloadManager,
+            ["get_load_source", "touch", "has_pending_work", "take_events", "reset_cache", "shutdown"],
+        ),
+        (NixlConnectorWorker, ["get_finished", "build_connector_worker_meta"]),
+        (NixlOffloadingWorker, ["submit_store", "submit_load", "get_finished", "wait", "shutdown"]),
+        (WorkerReport, ["aggregate"]),
+    ],
+)
+def test_what_we_override_is_still_asked_for_under_that_name(cls: type, inherited: list[str]) -> None:
+    for name in inherited:
+        assert name in vars(cls), f"{cls.__name__} does not override {name}: correct this list"
+        assert any(name in vars(base) for base in cls.__mro__[1:]), (
+            f"this vLLM has no {name} above {cls.__name__}, so nothing calls ours"
+        )
+
+
+def test_completion_without_an_outcome_does_nothing_in_the_base() -> None:
+    """Tickets settle from our own message; a base that did something of its own here would settle them twice."""
+    for name in ("complete_store", "complete_load", "on_request_finished", "on_schedule_end"):
+        path = f"vllm.v1.kv_offload.base:OffloadingManager.{name}"
+        body = ast.parse(source(path)).body[0]
+        assert isinstance(body, ast.FunctionDef)
+        rest = [item for item in body.body if not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))]
+        assert all(isinstance(item, ast.Return) and item.value is None for item in rest), f"{path} now does something"
+
+
+# Constructors that we go past, and attributes of bases that we read or write.
+
+
+def test_connector_constructor_sets_nothing_but_what_ours_sets() -> None:
+    """Ours goes past it, so an attribute that a new version adds there would be missing."""
+    theirs = attributes_set_in(f"{CONNECTOR}.offloading_connector:OffloadingConnector.__init__")
+    ours = attributes_set_in("nixl_offload.vllm.connector:NixlOffloadConnector.__init__")
+    assert theirs <= ours, f"OffloadingConnector.__init__ also sets {sorted(theirs - ours)}"
+    in_order(
+        f"{CONNECTOR}.offloading_connector:OffloadingConnector.__init__", "super().__init__", "build_offloading_config"
+    )
+
+
+def test_constructors_take_what_we_give() -> None:
+    base = f"{CONNECTOR}.base:KVConnectorBase_V1.__init__"
+    assert parameters(base) == ["vllm_config", "role", "kv_cache_config"]
+    assert "_kv_cache_config" in attributes_set_in(base)
+    for path in (
+        f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler",
+        f"{OFFLOADING}.worker:OffloadingConnectorWorker",
+    ):
+        assert parameters(f"{path}.__init__") == ["spec", "vllm_config", "kv_cache_config"]
+    assert parameters(f"{OFFLOADING}.config:build_offloading_config") == ["vllm_config", "kv_cache_config"]
+    assert parameters(f"{OFFLOADING}.config:get_offloading_group_ids") == ["kv_cache_config"]
+    assert len(parameters("vllm.v1.core.kv_cache_utils:resolve_dcp_kv_block_size")) == 2
+    assert parameters("vllm.v1.kv_offload.base:OffloadingSpec.__init__") == ["config"]
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (
+            f"{OFFLOADING}.worker:OffloadingConnectorWorker.__init__",
+            {"worker", "_load_jobs", "_unsubmitted_store_jobs", "_is_store_writer", "_connector_worker_meta"},
+        ),
+        (
+            f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler.__init__",
+            {"manager", "_jobs", "_req_status", "_stale_job_threshold"},
+        ),
+        ("vllm.v1.kv_offload.base:OffloadingSpec.__init__", {"config", "extra_config"}),
+        ("vllm.v1.kv_offload.base:GPULoadStoreSpec.__init__", {"group_sizes", "block_indices"}),
+        ("vllm.v1.kv_offload.base:BlockIDsLoadStoreSpec.__init__", {"block_ids"}),
+    ],
+)
+def test_bases_set_the_attributes_that_we_use(path: str, names: set[str]) -> None:
+    missing = names - attributes_set_in(path)
+    assert not missing, f"{path} does not set {sorted(missing)}"
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (f"{OFFLOADING}.common:OffloadingWorkerMetadata", ["completed_jobs", "transfer_stats"]),
+        (f"{OFFLOADING}.common:TransferStats", ["load", "store"]),
+        (f"{OFFLOADING}.common:TransferJob", ["req_id", "src_spec", "dst_spec"]),
+        (f"{OFFLOADING}.common:OffloadingConnectorMetadata", ["load_jobs", "store_jobs", "jobs_to_flush"]),
+        (f"{CONNECTOR}.base:KVConnectorTransferResults", ["finished_sending", "finished_recving", "failed_recving"]),
+        ("vllm.v1.outputs:KVConnectorOutput", ["finished_recving", "invalid_block_ids", "kv_connector_worker_meta"]),
+        ("vllm.v1.kv_offload.base:CanonicalKVCaches", ["tensors", "group_data_refs"]),
+        ("vllm.v1.kv_offload.base:CanonicalKVCacheTensor", ["tensor", "page_size_bytes"]),
+        ("vllm.v1.kv_offload.base:CanonicalKVCacheRef", ["tensor_idx", "page_size_bytes"]),
+        ("vllm.v1.kv_offload.base:TransferResult", ["job_id", "success", "transfer_size", "transfer_time"]),
+        ("vllm.v1.kv_offload.base:OffloadingEvent", ["keys", "medium", "removed", "locality"]),
+        ("vllm.v1.kv_offload.base:PrepareStoreOutput", ["keys_to_store", "store_spec", "evicted_keys"]),
+        (
+            "vllm.v1.kv_offload.config:OffloadingConfig",
+            ["groups", "model", "cache", "parallel", "enable_kv_cache_events", "kv_cache_layout", "canonical_layout"],
+        ),
+        ("vllm.v1.kv_offload.config:OffloadingGroupConfig", ["group_id", "tokens_per_block", "layer_names"]),
+        ("vllm.v1.kv_offload.config:OffloadingModelConfig", ["name", "dtype"]),
+        ("vllm.v1.kv_offload.config:OffloadingCacheConfig", ["tokens_per_hash", "blocks_per_chunk"]),
+        (
+            "vllm.v1.kv_offload.config:OffloadingParallelConfig",
+            [
+                "rank",
+                "world_size",
+                "tp_size",
+                "pp_size",
+                "pcp_size",
+                "dcp_size",
+                "data_parallel_index",
+                "data_parallel_size",
+            ],
+        ),
+        ("vllm.config:VllmConfig", ["kv_transfer_config", "model_config", "cache_config", "parallel_config"]),
+        ("vllm.config:VllmConfig", ["attention_config"]),
+        ("vllm.config:AttentionConfig", ["backend"]),
+        ("vllm.config:CacheConfig", ["prefix_caching_hash_algo", "enable_prefix_caching"]),
+        ("vllm.config:ModelConfig", ["model", "revision", "quantization", "hf_config"]),
+        ("vllm.config:ParallelConfig", ["decode_context_parallel_size"]),
+        ("vllm.config:KVTransferConfig", ["kv_connector_extra_config", "kv_load_failure_policy"]),
+        ("vllm.v1.kv_cache_interface:KVCacheConfig", ["kv_cache_groups"]),
+        ("vllm.v1.kv_cache_interface:KVCacheGroupSpec", ["kv_cache_spec", "layer_names"]),
+    ],
+)
+def test_messages_and_configs_have_the_fields_that_we_use(path: str, names: list[str]) -> None:
+    cls = named(path)
+    if dataclasses.is_dataclass(cls):
+        fields = [item.name for item in dataclasses.fields(cls)]
+    else:
+        fields = list(getattr(cls, "_fields", ())) or list(inspect.get_annotations(cls))
+    missing = [name for name in names if name not in fields]
+    assert not missing, f"{path} has no {missing}"
+
+
+def test_messages_that_we_build_by_position_keep_their_order() -> None:
+    meta = named(f"{OFFLOADING}.common:OffloadingWorkerMetadata")
+    assert [item.name for item in dataclasses.fields(meta)][:2] == ["completed_jobs", "transfer_stats"]
+    assert parameters("vllm.v1.kv_offload.base:PrepareStoreOutput")[:3] == [
+        "keys_to_store",
+        "store_spec",
+        "evicted_keys",
+    ]
+    assert parameters(f"{OFFLOADING}.common:DirectionalTransferStats.record") == ["num_bytes", "time"]
+    named("vllm.v1.kv_offload.base:RequestOffloadingContext")()
+
+
+def test_words_that_we_answer_with_exist() -> None:
+    for path in (
+        "vllm.v1.kv_offload.base:LookupResult.MISS",
+        "vllm.v1.kv_offload.base:LookupResult.HIT",
+        "vllm.v1.kv_offload.base:LookupResult.HIT_PENDING",
+        "vllm.v1.kv_offload.base:Medium.STORAGE",
+        "vllm.v1.kv_offload.base:Locality.LOCAL",
+        "vllm.v1.metrics.cache_hit_source:CacheHitSource.DISK",
+        f"{CONNECTOR}.base:KVConnectorRole.SCHEDULER",
+        f"{CONNECTOR}.base:SupportsHMA",
+    ):
+        named(path)
+    assert issubclass(NixlOffloadConnector, named(f"{CONNECTOR}.base:SupportsHMA"))
+
+
+# Registration, and what vLLM reads out of its extra config.
+
+
+def test_factories_know_us_by_name() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    from nixl_offload.config import CONNECTOR_NAME
+    from nixl_offload.vllm.plugin import SPEC_NAME, register
+
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME) is NixlOffloadConnector
+    assert OffloadingSpecFactory.get_spec_cls({"spec_name": SPEC_NAME}) is NixlOffloadSpec
+
+
+def test_extra_config_is_read_under_the_names_that_we_write() -> None:
+    assert "blocks_per_chunk" in source(f"{OFFLOADING}.config:build_offloading_config")
+    assert "get_spec_cls" in source(f"{OFFLOADING}.metrics:OffloadPromMetrics.__init__")
+    found = "sync_load_budget_bytes" in source(f"{OFFLOADING}.scheduler")
+    assert found == (compat.check_version() >= (0, 33)), (
+        "loads within the step came or went: see compat.settle_extra_config"
+    )
+
+
+def test_loads_within_the_step_are_turned_off() -> None:
+    """Where such a load fails, vLLM 0.33 keeps and stores what was computed from it: wrong answers, seen with both."""
+    extra: dict[str, Any] = {"sync_load_budget_bytes": 1 << 20, "other": 1}
+    told = compat.settle_extra_config(extra)
+    assert told is not None
+    assert "sync_load_budget_bytes is ignored" in told
+    assert extra == {"sync_load_budget_bytes": 0, "other": 1}
+    assert compat.settle_extra_config(extra) is None
+
+
+# Orders of calls.
+
+
+def test_failure_policy_is_read_after_the_connector_is_built() -> None:
+    in_order("vllm.v1.core.sched.scheduler:Scheduler.__init__", "create_connector(", "kv_load_failure_policy")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
+        "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward",
+    ],
+)
+def test_ranks_are_asked_for_completions_then_bad_blocks_then_our_report(path: str) -> None:
+    """``get_transfer_results`` collects what the other two hand out: so in this order, and all in one step."""
+    in_order(path, "get_transfer_results(", "get_block_ids_with_load_errors(", "build_connector_worker_meta(")
+
+
+def test_default_transfer_results_come_from_get_finished() -> None:
+    in_order(f"{CONNECTOR}.base:KVConnectorBase_V1.get_transfer_results", "self.get_finished(")
+
+
+def test_scheduler_hears_of_failures_before_it_resumes_requests() -> None:
+    in_order(
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        "_handle_failed_recving(",
+        "_handle_invalid_blocks(",
+        "_update_from_kv_xfer_finished(",
+    )
+    in_order("vllm.v1.core.sched.scheduler:Scheduler._handle_failed_recving", "num_computed_tokens = 0")
+    in_order(
+        "vllm.v1.core.sched.scheduler:Scheduler._handle_invalid_blocks",
+        "len(self.kv_cache_config.kv_cache_groups) > 1",
+        "raise",
+    )
+    in_order(
+        "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished",
+        "update_connector_output(",
+        "finished_recving",
+    )
+
+
+def test_ranks_reports_of_one_step_are_merged_and_failures_wait_for_the_last_rank() -> None:
+    in_order(
+        "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate",
+        "aggregated_kv_connector_worker_meta.aggregate(",
+        "invalid_block_ids |=",
+        "_failed_recving_pending & finished_recving",
+    )
+
+
+def test_handshake_reaches_the_scheduler_half() -> None:
+    text = source("vllm.v1.engine.core")
+    assert "get_kv_connector_handshake_metadata()" in text
+    assert "set_xfer_handshake_metadata_pp_aware(" in text
+    assert "get_handshake_metadata()" in source("vllm.v1.worker.gpu_worker:Worker.get_kv_connector_handshake_metadata")
+
+
+def test_ranks_stop_before_the_scheduler_gives_up_the_directory() -> None:
+    """Else a second engine could take the lock while ours still writes."""
+    in_order("vllm.v1.engine.core:EngineCore.shutdown", "self.model_executor.shutdown()", "self.scheduler.shutdown()")
+
+
+def test_stores_are_flushed_before_their_blocks_are_reused() -> None:
+    in_order(f"{OFFLOADING}.worker:OffloadingConnectorWorker.handle_preemptions", "submit_store(", "self.worker.wait(")
+    in_order("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.pre_forward", "handle_preemptions(", "_start_load_kv(")
+
+
+# Our messages.
+
+
+def test_reports_of_two_ranks_merge() -> None:
+    """Counts add up, a failure on either rank is a failure, CORRUPT outweighs the rest, nothing given is changed."""
+    first, second = WorkerReport(), WorkerReport()
+    for report in (first, second):
+        report.mark_completed(7)
+    first.tickets[3] = TicketReport(1, {0: Outcome.CORRUPT, 2: Outcome.FAILED})
+    second.tickets[3] = TicketReport(1, {0: Outcome.FAILED, 1: Outcome.DROPPED})
+    merged = first.aggregate(second)
+    assert isinstance(merged, WorkerReport)
+    assert merged.completed_jobs == {7: 2}
+    assert merged.tickets[3].ranks == 2
+    assert merged.tickets[3].failures == {0: Outcome.CORRUPT, 1: Outcome.DROPPED, 2: Outcome.FAILED}
+    assert first.tickets[3].ranks == second.tickets[3].ranks == 1
+    assert WorkerReport().is_empty()
+    assert not merged.is_empty()
+
+
+def test_handshake_message_is_one() -> None:
+    assert isinstance(RankGeometry((4096,)), named(f"{CONNECTOR}.base:KVConnectorHandshakeMetadata"))
