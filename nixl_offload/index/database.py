@@ -11,8 +11,7 @@ import contextlib
 import errno
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
 
 from nixl_offload.errors import TierError
 from nixl_offload.types import Key
@@ -26,7 +25,6 @@ _PAGE_BYTES = 4096
 _CHECKPOINT_PAGES = 1000
 _PAGES_DIRTIED_PER_OP = 8
 """A put that replaces two rows touches a leaf of each tree for each row, and may split or merge a few."""
-_ROWS_PER_STATEMENT = 256
 _ROWS_PER_READ = 50_000
 
 _SCHEMA = (
@@ -35,13 +33,13 @@ _SCHEMA = (
     "CREATE TABLE slot (seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, offset INTEGER NOT NULL UNIQUE, "
     "slot_bytes INTEGER NOT NULL)",
 )
+_PUT = "INSERT OR REPLACE INTO slot (key, offset, slot_bytes) VALUES (?, ?, ?)"
+_DELETE = "DELETE FROM slot WHERE key = ?"
 
 Put = tuple[Key, int, int]
 """key, offset, slot_bytes."""
 Delete = tuple[Key]
 Row = tuple[Key, int, int]
-
-_T = TypeVar("_T")
 
 
 class UnusableError(Exception):
@@ -88,17 +86,9 @@ class Database:
             raise FileNotFoundError(errno.ENOENT, "the index was removed or replaced", self.path)
         connection = self._connection
         assert connection is not None, "connected above"
-        gone_keys, gone_offsets, rows = effect(batch)
-        # Few large statements: each hands over the interpreter's lock, and a busy engine keeps it for milliseconds.
         connection.execute("BEGIN IMMEDIATE")
-        for keys in _pieces(gone_keys):
-            connection.execute(f"DELETE FROM slot WHERE key IN ({_marks(len(keys))})", keys)
-        for offsets in _pieces(gone_offsets):
-            connection.execute(f"DELETE FROM slot WHERE offset IN ({_marks(len(offsets))})", offsets)
-        for piece in _pieces(rows):
-            places = ",".join(["(?,?,?)"] * len(piece))
-            values = [value for row in piece for value in row]
-            connection.execute(f"INSERT OR REPLACE INTO slot (key, offset, slot_bytes) VALUES {places}", values)
+        for op in batch:
+            connection.execute(_PUT if len(op) == 3 else _DELETE, op)
         connection.execute("COMMIT")
 
     def disconnect(self) -> None:
@@ -166,33 +156,6 @@ class Database:
             raise UnusableError("written for another geometry")
 
 
-def effect(batch: Iterable[Put | Delete]) -> tuple[list[Key], list[int], list[Put]]:
-    """Plan a batch: what it amounts to when its operations are done in their order.
-
-    Returns keys whose rows go, offsets whose rows go, and then rows to put, oldest first, each of which also displaces
-    whatever has its key or its offset.
-    """
-    keys: dict[Key, None] = {}
-    offsets: dict[int, None] = {}
-    rows: dict[Key, Put] = {}
-    key_at: dict[int, Key] = {}
-    for op in batch:
-        key = op[0]
-        keys[key] = None
-        old = rows.pop(key, None)
-        if old is not None:
-            del key_at[old[1]]
-        if len(op) == 3:
-            offset = op[1]
-            offsets[offset] = None
-            displaced = key_at.pop(offset, None)
-            if displaced is not None:
-                del rows[displaced]
-            rows[key] = op
-            key_at[offset] = key
-    return [k for k in keys if k not in rows], [o for o in offsets if o not in key_at], list(rows.values())
-
-
 def max_bytes(n_keys: int, key_bytes: int = 64) -> int:
     """Upper bound of what the file and its side files take while there are never more than ``n_keys`` rows.
 
@@ -249,12 +212,3 @@ def _connect(path: str) -> sqlite3.Connection:
 def _file_id(path: str) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_dev, status.st_ino
-
-
-def _marks(count: int) -> str:
-    return ",".join("?" * count)
-
-
-def _pieces(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    for start in range(0, len(items), _ROWS_PER_STATEMENT):
-        yield items[start : start + _ROWS_PER_STATEMENT]

@@ -221,7 +221,7 @@ class Index:
         return self._apply(key, Event.DROP)
 
     def clear(self) -> list[tuple[Key, Location]]:
-        """``drop`` every key. Returns those freed at once. Costs about a microsecond per key."""
+        """``drop`` every key. Returns those freed at once. Costs microseconds per key."""
         phases, keys = self._phases, self._keys
         nodes = list(self._nodes.values())
         if all(phases[node] == Phase.READY for node in nodes):

@@ -17,10 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from nixl_offload.index.database import BATCH_OPS, Database, UnusableError, effect, is_damage, max_bytes, translate
+from nixl_offload.index.database import BATCH_OPS, Database, UnusableError, is_damage, max_bytes, translate
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.types import Key, Location
 
@@ -88,30 +86,8 @@ def test_a_slot_has_one_key_and_a_key_one_slot(path: str) -> None:
     assert reread(path) == [row(3, 2), row(4, 0)]
 
 
-Op = tuple[bool, int, int]
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 5)), max_size=40), st.integers(1, 7))
-@settings(max_examples=200, deadline=None, derandomize=True)
-def test_a_batch_amounts_to_its_calls_one_by_one(ops: list[Op], batch_ops: int) -> None:
-    """Rows after any batches are those after the same calls done singly, in the same order."""
-    expected: list[tuple[Key, int, int]] = []
-    actual: list[tuple[Key, int, int]] = []
-    calls = [row(number, slot) if put else (key(number),) for put, number, slot in ops]
-    for call in calls:
-        expected = [r for r in expected if r[0] != call[0] and (len(call) == 1 or r[1] != call[1])]
-        if len(call) == 3:
-            expected.append(call)
-    for start in range(0, len(calls), batch_ops):
-        gone_keys, gone_offsets, rows = effect(calls[start : start + batch_ops])
-        touched_keys = {*gone_keys, *(r[0] for r in rows)}
-        touched_offsets = {*gone_offsets, *(r[1] for r in rows)}
-        actual = [r for r in actual if r[0] not in touched_keys and r[1] not in touched_offsets] + rows
-    assert actual == expected
-
-
 def test_random_calls_leave_the_rows_of_a_model(path: str) -> None:
-    """5000 calls in many batches through the real database, more than one statement each."""
+    """5000 calls in many batches through the real database: as if done one by one."""
     choose = random.Random(3)
     twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0)
     model: dict[Key, tuple[int, int]] = {}
