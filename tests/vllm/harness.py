@@ -35,6 +35,7 @@ __all__ = [
     "EngineError",
     "ModelShape",
     "Workshop",
+    "close",
     "file_tier",
     "prompts",
 ]
@@ -63,7 +64,7 @@ class Workshop:
     ) -> Engine:
         """Start a float32 engine on ``shape``'s model. ``connector`` is our config (mapping or path); None means none.
 
-        ``options`` are ``vllm.LLM``'s and override the defaults: 64-token blocks, a KV cache of 64 MiB (512 blocks of
+        ``options`` are ``vllm.LLM``'s and override the defaults: 64-token blocks, a KV cache of 64 MiB (256 blocks of
         TINY), at most 512 tokens a step.
         """
         model = write_model(self.scratch / f"model-{abs(hash(shape)):x}", shape)
@@ -106,3 +107,13 @@ def file_tier(path: Path, *, capacity: str = "256MiB", **fields: Any) -> dict[st
 def prompts(count: int, *, steps: int = 3, seed: int, shape: ModelShape = TINY) -> list[list[int]]:
     """Random prompts: ``steps`` full prefill steps (two chunks each) and a short tail. Each test takes its own seed."""
     return random_prompts(shape, [steps * MAX_BATCHED_TOKENS + TAIL_TOKENS] * count, seed=seed)
+
+
+def close(answer: Answer, right: Answer, *, logprob_tolerance: float = 1e-3) -> bool:
+    """Whether tokens are the same and logprobs nearly: for answers out of batches, whose shapes differ.
+
+    Float32 noise is some 1e-5 here; a damaged block of KV moves logprobs by 0.1 and more.
+    """
+    return answer.tokens == right.tokens and all(
+        abs(a - b) <= logprob_tolerance for a, b in zip(answer.logprobs, right.logprobs, strict=True)
+    )
