@@ -1,8 +1,8 @@
 """The tiers in order: every decision of the scheduler's half. What to store where, what is there, who still uses it.
 
 Threading: called by the scheduler's thread alone. No I/O, no thread, no clock: time is passed in.
-Ownership: a *ticket* is one store or load job until every rank has reported it. A location goes back to its tier only when
-its ticket is settled, so nothing can be written over while a rank may still touch it, resets and aborts included.
+Ownership: a *ticket* is one store or load job until every rank has reported it. A location goes back to its tier only
+when its ticket is settled, so nothing can be written over while a rank may still touch it, resets and aborts included.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Catalog:
                 tier.touch(key)
 
     def reserve(self, keys: Iterable[Key], now_s: float) -> Grant | None:
-        """Reserve room for the chunks among ``keys`` that no tier knows; a prefix of them when there is not room for all.
+        """Reserve room for the chunks among ``keys`` that no tier knows; for the first of them when room is short.
 
         Returns None when there is nothing to store. Never an error: no room means fewer keys.
         """
@@ -205,9 +205,7 @@ class Catalog:
         self._stored, self._removed = [], []
         return changes
 
-    def _open(
-        self, *, is_store: bool, keys: Collection[Key], locations: Collection[Location], now_s: float
-    ) -> Grant:
+    def _open(self, *, is_store: bool, keys: Collection[Key], locations: Collection[Location], now_s: float) -> Grant:
         number = next(self._numbers)
         record = _Ticket(is_store, tuple(keys), tuple(locations), self._world_size, now_s)
         self._tickets[number] = record

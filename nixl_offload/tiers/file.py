@@ -1,7 +1,7 @@
 """The scheduler's half of a file tier: which chunk rests in which slot, what goes when room is needed, what survives.
 
 Threading: called by the scheduler's thread alone. The durable twin writes behind on a thread of its own.
-Ownership: owns the tier's directory (and its lock), index, slot allocator and durable twin. The bytes belong to the ranks.
+Ownership: the tier's directory (and its lock), index, slot allocator and durable twin. The bytes belong to the ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SlabPlace:
 
 
 class FileTier:
-    """Slots of a slab, one index for all ranks. Every method returns at once and never raises for reasons of storage."""
+    """Slots of a slab, one index for all ranks. Methods return at once and never raise for reasons of storage."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class FileTier:
         return [key for key, _ in freed]
 
     def heal(self, now_s: float) -> None:
-        """After failed stores: see on a thread of its own whether the directory vanished, and take it into possession again.
+        """After failed stores: look on a thread of its own whether the directory vanished, and take it back if so.
 
         At most one such thread, at most every ``HEAL_EVERY_S`` seconds (``now_s``: monotonic). Never raises.
         """

@@ -7,6 +7,7 @@ does or fails to do raises into vLLM. Loads that fail are reported as such and r
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from nixl_offload.config import Config, blocks_per_chunk, from_extra_config
+from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
 from nixl_offload.vllm.compat import check_version, settle_extra_config
 from nixl_offload.vllm.identity import group_tokens, warn_about_hash
 from nixl_offload.vllm.manager import NixlOffloadManager
@@ -51,7 +52,16 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
             self.offload_manager.settle(meta.tickets)
+            self._offer_again(meta.failed_loads)
         super().update_connector_output(connector_output)
+
+    def _offer_again(self, failed_loads: Collection[int]) -> None:
+        """Let what is recomputed after a failed load be stored anew: vLLM skips the chunks of a load when it stores."""
+        for job_id in failed_loads:
+            job = self._jobs.get(job_id)
+            request = self._req_status.get(job.req_id) if job is not None else None
+            for group_state in request.group_states if request is not None else ():
+                group_state.next_stored_chunk_idx = 0
 
 
 class NixlOffloadConnector(OffloadingConnector):
@@ -85,7 +95,7 @@ class NixlOffloadConnector(OffloadingConnector):
         extra = transfer.kv_connector_extra_config
         config = from_extra_config(extra)
         tokens = group_tokens(vllm_config, kv_cache_config)
-        extra.update(config.vllm)
+        extra.update(merge_extra_config(extra, config))
         extra["spec_name"] = SPEC_NAME
         extra["blocks_per_chunk"] = blocks_per_chunk(config.chunk_tokens, max(tokens))
         told = settle_extra_config(extra, len(tokens))

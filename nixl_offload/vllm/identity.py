@@ -53,7 +53,9 @@ def warn_about_hash(vllm_config: VllmConfig) -> None:
             algorithm,
         )
     if not vllm_config.cache_config.enable_prefix_caching:
-        logger.warning("prefix caching is off (--no-enable-prefix-caching): vLLM may not ask for stored prefixes at all")
+        logger.warning(
+            "prefix caching is off (--no-enable-prefix-caching): vLLM may not ask for stored prefixes at all"
+        )
 
 
 def weights_digest(model: str) -> str:
@@ -81,7 +83,9 @@ def _model_digest(vllm_config: VllmConfig) -> str:
     hf_config: Any = model.hf_config
     settings = hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config)
     # Where the model was loaded from does not change its KV.
-    settings = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
+    settings = {
+        name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")
+    }
     text = json.dumps(settings, sort_keys=True, default=str)
     quantization = str(model.quantization)
     return hashlib.sha256(f"{text}\0{quantization}\0{weights_digest(model.model)}".encode()).hexdigest()

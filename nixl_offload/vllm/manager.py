@@ -60,11 +60,11 @@ class NixlOffloadManager(OffloadingManager):
     def open(self, slot_bytes: tuple[int, ...], kv_cache_config: KVCacheConfig) -> None:
         """Open the tiers. ``slot_bytes``: what a chunk of each KV cache group needs on each rank.
 
-        Raises TierError or ConfigError, in words for the operator, when a tier cannot be used: at start, and only there.
+        Raises TierError or ConfigError, for the operator, when a tier cannot be used: at start, and only there.
         """
         namespace = build_namespace(self._vllm_config, kv_cache_config, self._offloading, self._config, slot_bytes)
         parallel = self._offloading.parallel
-        (position, tier_config), = (
+        ((position, tier_config),) = (
             (position, tier) for position, tier in enumerate(self._config.tiers) if isinstance(tier, FileTierSettings)
         )
         self._tier = FileTier.open(
@@ -115,7 +115,7 @@ class NixlOffloadManager(OffloadingManager):
         return ChunkSpec(grant.ticket, grant.keys, grant.locations, self._place)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Reserve room for what is not stored yet. Fewer keys, or none, when there is no room or storage is too slow."""
+        """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
         if self._catalog is None:
             return PrepareStoreOutput([], ChunkSpec(0, (), (), None), [])
         grant = self._catalog.reserve((Key(key) for key in keys), time.monotonic())
@@ -125,8 +125,8 @@ class NixlOffloadManager(OffloadingManager):
         spec = ChunkSpec(grant.ticket, grant.keys, grant.locations, self._place)
         return PrepareStoreOutput([OffloadKey(key) for key in grant.keys], spec, [])
 
-    # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so tickets
-    # settle here, from our own message, and those two have nothing left to do.
+    # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
+    # tickets settle here, from our own message, and those two have nothing left to do.
 
     def settle(self, reports: Mapping[int, TicketReport]) -> None:
         """Take the ranks' word on tickets: READY, dropped, or gone."""

@@ -14,34 +14,41 @@ from nixl_offload.config import Config, FileTier
 from nixl_offload.engine import Engine
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.layout import KVLayout
-from nixl_offload.movers.base import MemoryKind
+from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.select import open_mover
 from nixl_offload.tiers.file import SlabPlace
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.tiers.slab_file import SlabFile, rank_file_name
 
 
 def open_engine(
     config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout, place: SlabPlace, rank: int
 ) -> Engine:
     """Open this rank's slab and start its engine. Raises NixlOffloadError when this rank cannot reach its storage."""
-    (tier,) = (item for item in config.tiers if isinstance(item, FileTier))
+    ((position, tier),) = ((number, item) for number, item in enumerate(config.tiers) if isinstance(item, FileTier))
+    if tier.mover == "kvikio":
+        raise NotSupportedError("mover: kvikio is not built yet; use auto, gds_mt, gds or posix")
     slab = SlabFile(
-        os.path.join(place.directory, f"rank-{rank:05d}.slab"),
+        os.path.join(place.directory, rank_file_name(rank)),
         rank_bytes=place.rank_bytes,
         extent_bytes=place.extent_bytes,
         direct_io=tier.direct_io,
     )
     slab.open()
-    kind = MemoryKind.VRAM if tensors[0].is_cuda else MemoryKind.DRAM
-    if tier.mover == "kvikio":
-        raise NotSupportedError("mover: kvikio is not built yet; use auto, gds_mt, gds or posix")
-    opened = open_mover(tier.mover, memory_kind=kind, directory=place.directory, posix_api=tier.posix_api)
-    return Engine(
-        tensors=tensors,
-        layout=layout,
-        slab=slab,
-        mover=opened.mover,
-        rank_namespace=place.rank_namespaces[rank],
-        staging_bytes=config.staging_bytes,
-        verify=config.verify,
-    )
+    mover: Mover | None = None
+    try:
+        kind = MemoryKind.VRAM if tensors[0].is_cuda else MemoryKind.DRAM
+        mover = open_mover(tier.mover, memory_kind=kind, directory=place.directory, posix_api=tier.posix_api).mover
+        return Engine(
+            tensors=tensors,
+            layout=layout,
+            slab=[None] * position + [slab],
+            mover=mover,
+            rank_namespace=place.rank_namespaces[rank],
+            staging_bytes=config.staging_bytes,
+            verify=config.verify,
+        )
+    except BaseException:
+        if mover is not None:
+            mover.close()
+        slab.close()
+        raise

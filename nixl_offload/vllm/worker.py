@@ -181,9 +181,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         every = np.asarray(blocks.block_ids, dtype=np.int32)
         return tuple(ChunkIO(key, place, 0, every, 0) for key, place in zip(spec.keys, spec.locations, strict=True))
 
-    def _refuse(
-        self, job_id: int, spec: ChunkSpec, chunks: tuple[ChunkIO, ...], is_store: bool, why: str
-    ) -> None:
+    def _refuse(self, job_id: int, spec: ChunkSpec, chunks: tuple[ChunkIO, ...], is_store: bool, why: str) -> None:
         self._jobs[job_id] = RankJob(spec.ticket, is_store, chunks)
         outcomes = (Outcome.FAILED,) * len(chunks)
         self._refused.append(JobResult(job_id, is_store, outcomes, 0, 0.0, (why,)))
@@ -238,6 +236,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             if request is not None:
                 received.add(request)
             if failures and not job.is_store:
+                self._report.failed_loads.add(result.job_id)
                 self._fail_load(job, request, failures)
         return set(), received
 

@@ -1,0 +1,110 @@
+"""Proves, over a vLLM with tensor parallelism 2, that a chunk is there only when both ranks have it.
+
+One rank's storage is taken away under the running engine: what it cannot store is dropped on both, requests are
+answered as before, nothing dies, and storing resumes once the rank can store again. Then one rank's bytes are damaged:
+its failure alone makes both ranks recompute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.harness import MAX_BATCHED_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop, file_tier, prompts
+
+PROMPTS = prompts(2, steps=2, seed=71)
+LATER = prompts(2, steps=2, seed=72)
+FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
+RESUME_DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def directory(workshop: Workshop) -> Path:
+    """The tier's directory."""
+    return workshop.scratch / "kv-ranks"
+
+
+@pytest.fixture(scope="module")
+def engine(workshop: Workshop, directory: Path) -> Iterator[Engine]:
+    """Two ranks, each a process with a slab of its own."""
+    with workshop.start_engine(
+        connector=file_tier(directory),
+        in_process=False,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    ) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def right(engine: Engine) -> list[Answer]:
+    """Answers computed from nothing; afterwards ``PROMPTS`` are stored on both ranks."""
+    answers = engine.generate(PROMPTS)
+    assert engine.settle()
+    return answers
+
+
+def _slab(directory: Path, rank: int) -> Path:
+    (slab,) = directory.glob(f"*/rank-{rank:05d}.slab")
+    return slab
+
+
+def _hits(engine: Engine, asked: list[list[int]]) -> tuple[list[Answer], list[int]]:
+    assert engine.reset_prefix_cache()
+    answers = engine.generate(asked)
+    return answers, [answer.external_hit_tokens for answer in answers]
+
+
+def test_both_ranks_store_and_load(engine: Engine, directory: Path, right: list[Answer]) -> None:
+    """Each rank has a slab with bytes of its own, and every full chunk is loaded on both."""
+    slabs = [_slab(directory, rank).read_bytes() for rank in (0, 1)]
+    assert slabs[0] != slabs[1]
+    answers, hits = _hits(engine, PROMPTS)
+    assert hits == [FULL_TOKENS] * len(PROMPTS)
+    assert all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
+
+
+def test_a_store_that_fails_on_one_rank(engine: Engine, directory: Path, right: list[Answer]) -> None:
+    """While rank 1 cannot store, new chunks are nowhere to be found; afterwards they are stored anew."""
+    slab = _slab(directory, 1)
+    aside = slab.with_name("aside")
+    slab.rename(aside)
+    slab.mkdir()
+    time.sleep(1.1)  # a rank looks at a slab that works once a second
+    first = engine.generate(LATER)
+    assert engine.settle()
+    answers, hits = _hits(engine, LATER)
+    assert hits == [0] * len(LATER), "rank 0 has stored them, rank 1 has not: nobody may load them"
+    assert all(answer.same_as(other) for answer, other in zip(answers, first, strict=True))
+
+    slab.rmdir()
+    aside.rename(slab)
+    deadline = time.monotonic() + RESUME_DEADLINE_S
+    while True:
+        answers, hits = _hits(engine, LATER)
+        assert engine.settle()
+        assert all(answer.same_as(other) for answer, other in zip(answers, first, strict=True))
+        if hits == [FULL_TOKENS] * len(LATER):
+            break
+        assert time.monotonic() < deadline, f"storing did not resume; hits {hits}"
+
+
+def test_a_load_that_fails_on_one_rank(engine: Engine, directory: Path, right: list[Answer]) -> None:
+    """Damage on rank 0 alone: both ranks recompute, the answer is the same, and the chunk is stored anew."""
+    slab = _slab(directory, 0)
+    with slab.open("r+b") as file:
+        content = bytearray(file.read())
+        for offset in range(4096, len(content), 64 * 1024):
+            content[offset + 100] ^= 0xFF
+        file.seek(0)
+        file.write(content)
+    answers, _ = _hits(engine, PROMPTS)
+    assert all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
+    assert engine.settle()
+    answers, hits = _hits(engine, PROMPTS)
+    assert hits == [FULL_TOKENS] * len(PROMPTS)
+    assert all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
+    assert len(PROMPTS[0]) == FULL_TOKENS + TAIL_TOKENS
