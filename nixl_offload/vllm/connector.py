@@ -95,7 +95,8 @@ class NixlOffloadConnector(OffloadingConnector):
         extra = transfer.kv_connector_extra_config
         config = from_extra_config(extra)
         tokens = group_tokens(vllm_config, kv_cache_config)
-        extra.update(merge_extra_config(extra, config))
+        if extra.get("spec_name") != SPEC_NAME:  # in one process both roles share this mapping
+            extra.update(merge_extra_config(extra, config))
         extra["spec_name"] = SPEC_NAME
         extra["blocks_per_chunk"] = blocks_per_chunk(config.chunk_tokens, max(tokens))
         told = settle_extra_config(extra, len(tokens))
