@@ -50,6 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     except EngineError as error:
         print(f"The demo failed: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
     finally:
         if chosen.keep:
             progress(f"the KV files are in {directory}")

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,15 +116,7 @@ class Engine:
         self._pending = b""
         search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with log.open("ab") as log_file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "examples.demo.engine_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                cwd=ROOT,
-                env={**os.environ, **environment, "PYTHONPATH": search_path},
-                start_new_session=True,
-            )
+            self._process = self._spawn(log_file, {**os.environ, **environment, "PYTHONPATH": search_path})
         options = {"model": str(model), **QUICK_OPTIONS, **options}
         if connector is not None:
             options["kv_transfer_config"] = transfer_config(connector)
@@ -224,6 +216,18 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _spawn(self, log_file: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start ``engine_process`` as the leader of a process group of its own, its stderr in ``log_file``."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "examples.demo.engine_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
 
     def _group_alive(self, *, grace_s: float = 0.0) -> bool:
         """Whether a process of the group is left after ``grace_s``. The leader must have been waited for."""

@@ -20,9 +20,9 @@ PROMPT_BYTES = FULL_CHUNK_TOKENS // CHUNK_TOKENS * CHUNK_BYTES
 
 
 def _answer(*, cached: int = 0, external: int = 0, **changed: Any) -> Answer:
-    counters = {
+    counters: dict[str, float] = {
         "vllm:external_prefix_cache_hits": external,
-        "vllm:kv_offload_load_bytes": PROMPT_BYTES * bool(external),
+        "vllm:kv_offload_load_bytes": PROMPT_BYTES if external else 0,
     }
     made = Answer((1, 2), (-0.5, -0.25), cached, ttft_s=0.1, total_s=0.2, finish_reason="length", counters=counters)
     return dataclasses.replace(made, **changed)
