@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # for `examples` and `tests` when pytest was not started as `python -m pytest`
 
-from tests.vllm.harness import Workshop  # noqa: E402 - needs the path above
+from examples.demo.engine import quick_environment  # noqa: E402 - needs the path above
+from tests.vllm.harness import ONE_CORE, Workshop  # noqa: E402
+from tests.vllm.zygote import Zygote  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,9 +28,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
 
 
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """What in-process engines are forked from."""
+    scratch = tmp_path_factory.mktemp("zygote")
+    made = Zygote(scratch / "log", {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE})
+    yield made
+    made.close()
+
+
 @pytest.fixture(scope="module")
-def workshop() -> Iterator[Workshop]:
+def workshop(zygote: Zygote) -> Iterator[Workshop]:
     """Makes engines for the tests of a module; ends them all afterwards."""
-    made = Workshop()
+    made = Workshop(zygote)
     yield made
     made.close()

@@ -2,9 +2,9 @@
 
 Threading: one test at a time. Ownership: ``Workshop`` owns engines and a scratch directory; ``close`` ends them all.
 
-An engine start costs 8 to 15 s, so tests share engines: an engine for a module, ``reset_prefix_cache()`` between tests.
-``in_process`` engines (the default) are one process: quick, and a kill takes all of it. ``in_process=False`` is what
-``vllm serve`` runs: scheduler and worker in processes of their own.
+``in_process`` engines (the default) are one process, forked from a zygote where there is one: a start takes 1 to 2 s,
+and a kill takes all of it. ``in_process=False`` is what ``vllm serve`` runs, scheduler and worker in processes of their
+own, and costs 10 to 20 s; tests share those: an engine for a module, ``reset_prefix_cache()`` between tests.
 
 Bit-identical answers: the KV of a prompt does not depend on how often it was computed, but the last bits of the answer
 depend on the shape of the last prefill step. A prompt from ``prompts`` is a whole number of prefill steps, each a whole
@@ -14,6 +14,7 @@ taken from vLLM's prefix cache or loaded, and ``Answer.same_as`` may compare bit
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from typing import Any
 
 from examples.demo.engine import Answer, Engine, EngineError, quick_environment
 from examples.demo.model import TINY, TINY_HYBRID, ModelShape, random_prompts, write_model
+from tests.vllm.zygote import ForkedEngine, Zygote
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -44,12 +46,15 @@ BLOCK_TOKENS = 64
 CHUNK_TOKENS = 256
 MAX_BATCHED_TOKENS = 512
 TAIL_TOKENS = 50
+ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Tiny models gain nothing from a second thread, and on a busy machine OpenMP's threads spend minutes spinning."""
 
 
 class Workshop:
     """Makes models and engines in a scratch directory of its own, and ends and removes everything at ``close``."""
 
-    def __init__(self) -> None:
+    def __init__(self, zygote: Zygote | None = None) -> None:
+        self._zygote = zygote
         self.scratch = Path(tempfile.mkdtemp(prefix="nixl-offload-tests-"))
         self._engines: list[Engine] = []
 
@@ -78,11 +83,16 @@ class Workshop:
             "worker_extension_cls": "tests.vllm.poison.PoisonExtension",
             **options,
         }
-        engine = Engine(
+        make = functools.partial(ForkedEngine, self._zygote) if self._zygote is not None and in_process else Engine
+        engine = make(
             model,
             connector=connector,
             log=self.scratch / f"engine-{len(self._engines)}.log",
-            environment={**quick_environment(scratch=self.scratch, in_process=in_process), **(environment or {})},
+            environment={
+                **quick_environment(scratch=self.scratch, in_process=in_process),
+                **ONE_CORE,
+                **(environment or {}),
+            },
             **options,
         )
         self._engines.append(engine)

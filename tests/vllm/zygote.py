@@ -1,0 +1,197 @@
+"""Starts engines in a fifth of the time: a process that has imported vLLM once, and forks a child for each engine.
+
+An engine start is mostly imports: 8 s of CPU time for torch and vLLM, 2 s for the engine. Nothing that a fork would
+break exists in the zygote: it creates no NIXL agent, opens no file of ours, and runs no torch operation, which would
+start threads. Only in-process engines start this way; those in several processes start as ``vllm serve`` does.
+
+Threading: one owner thread per ``Zygote``; the zygote itself serves one request after the other, over a socket that
+carries the descriptors of a child's pipes. Ownership: end of the socket ends the zygote; engines see the end of theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, cast
+
+from examples.demo.engine import Engine, EngineError
+
+ROOT = Path(__file__).resolve().parents[2]
+_REQUEST_BYTES = 1 << 18
+_IMPORTS = (
+    "vllm",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.models.llama",
+    "transformers.models.llama.configuration_llama",
+    "compressed_tensors",
+    "nixl",
+    "nixl_offload.vllm.connector",
+    "examples.demo.engine_process",
+    "tests.vllm.poison",
+)
+"""What an engine imports. One that is missing is no error: the child imports what it needs, only later."""
+
+
+class Zygote:
+    """The near end. Made by ``start``; ``close`` ends it and every engine that it forked."""
+
+    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+        """Start the process and return at once; the first ``fork`` waits until it has imported all it should.
+
+        ``environment`` must hold whatever libraries read when they are loaded (``OMP_NUM_THREADS``, ...).
+        """
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        with far, log.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.zygote", str(far.fileno())],
+                pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                cwd=ROOT,
+                env={**os.environ, **environment, "PYTHONPATH": search_path},
+            )
+        self._socket = near
+        self._socket.settimeout(120)
+
+    def fork(self, log_file: BinaryIO, environment: dict[str, str]) -> ForkedProcess:
+        """Fork an engine process with its pipes and environment. Raises EngineError when the zygote is gone."""
+        child_in, our_in = os.pipe()
+        our_out, child_out = os.pipe()
+        try:
+            pid = self.ask({"op": "fork", "environment": environment}, [child_in, child_out, log_file.fileno()])
+        except BaseException:
+            os.close(our_in)
+            os.close(our_out)
+            raise
+        finally:
+            os.close(child_in)
+            os.close(child_out)
+        return ForkedProcess(self, pid, our_in, our_out)
+
+    def ask(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Send one request, return the number it is answered with; -1 stands for None."""
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            answer = self._socket.recv(64)
+        except OSError as error:
+            raise EngineError(f"the zygote does not answer: {error}") from error
+        if not answer:
+            raise EngineError("the zygote died")
+        return int(answer)
+
+    def close(self) -> None:
+        """End the zygote. Engines must be closed before: nobody could reap them."""
+        self._socket.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class ForkedProcess:
+    """The part of ``subprocess.Popen`` that ``Engine`` uses, for a child of the zygote."""
+
+    def __init__(self, zygote: Zygote, pid: int, stdin: int, stdout: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin = os.fdopen(stdin, "wb", buffering=0)
+        self.stdout = os.fdopen(stdout, "rb", buffering=0)
+        self._zygote = zygote
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See Popen.wait."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            status = self._zygote.ask({"op": "reap", "pid": self.pid}, [])
+            if status >= 0:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("forked engine", timeout or 0)
+            else:
+                time.sleep(0.01)
+        return self.returncode
+
+
+class ForkedEngine(Engine):
+    """An in-process engine that a zygote forks."""
+
+    def __init__(self, zygote: Zygote, *args: Any, **options: Any) -> None:
+        self._zygote = zygote
+        super().__init__(*args, **options)
+
+    def _spawn(self, log_file: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        return cast("subprocess.Popen[bytes]", self._zygote.fork(log_file, environment))
+
+
+def serve(requests: socket.socket) -> None:
+    """The far end: import, then fork and reap on request until the socket ends."""
+    for name in _IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a child's collections need not copy the pages that all share
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
+        if not message:
+            return
+        request = json.loads(message)
+        if request["op"] == "reap":
+            pid, status = os.waitpid(request["pid"], os.WNOHANG)
+            requests.send(str(status if pid else -1).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            _become_engine(request["environment"], descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        requests.send(str(pid).encode())
+
+
+def _become_engine(environment: dict[str, str], descriptors: list[int]) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        faulthandler.register(signal.SIGUSR1, file=2)
+        os.environ.clear()
+        os.environ.update(environment)
+        tempfile.tempdir = None
+        sys.stdin = os.fdopen(0, encoding="utf-8")
+        from examples.demo import engine_process
+
+        code = engine_process.main()
+    except BaseException:  # noqa: BLE001 - the fork must never return into the zygote's loop
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # what the imports would do at exit serves nobody
