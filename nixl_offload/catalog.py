@@ -40,7 +40,9 @@ class Tier(Protocol):
         """Never serve this chunk again; its location is free once nobody uses it."""
         ...
 
-    def clear(self) -> list[Key]: ...
+    def clear(self) -> None:
+        """Drop every chunk, at a cost that does not grow with their number."""
+        ...
 
 
 class Lookup(Enum):
@@ -195,9 +197,13 @@ class Catalog:
         return Settled(record.is_store, record.keys, failed)
 
     def clear(self) -> None:
-        """Forget every chunk. Locations in use come back as their tickets settle."""
+        """Forget every chunk, and the changes not taken yet. Locations in use come back as their tickets settle.
+
+        What goes is not listed by ``take_changes``: there may be millions, and whoever clears knows.
+        """
         for tier in self._tiers:
-            self._removed.extend(tier.clear())
+            tier.clear()
+        self._stored, self._removed = [], []
 
     def take_changes(self) -> tuple[list[Key], list[Key]]:
         """Return the chunks that became loadable and those that ceased to be, since the last call."""

@@ -101,8 +101,10 @@ class Database:
             connection.close()
 
     def delete(self) -> None:
-        """Disconnect and remove the file and its side files. Raises OSError."""
+        """Disconnect and remove the file and its side files. Raises OSError, also while their directory is away."""
         self.disconnect()
+        # A directory that is away may come back, and what shall be gone with it.
+        os.stat(os.path.dirname(os.path.abspath(self.path)))
         # The log first: a log without its database is never replayed, a database without its log is merely older.
         for name in (self.path + "-wal", self.path + "-shm", self.path):
             if os.path.lexists(name):

@@ -19,6 +19,7 @@ from nixl_offload.types import Key, Location
 
 _log = logging.getLogger(__name__)
 
+_CLEARED = "cleared"
 _STORAGE_ERRORS = (UnusableError, sqlite3.Error, OSError)
 
 
@@ -45,11 +46,12 @@ class DurableIndex:
         self._work = threading.Event()
         self._hurry = threading.Event()
         self._changed = threading.Condition()
-        """Guards the next three."""
+        """Guards the next four."""
         self._make_anew: str | None = None
         """Why the database has to be made anew: nothing that was queued or written before is worth keeping."""
         self._idle = False
         self._stopping = False
+        self._abandoned = False
         # The writer's own, once it runs.
         self._database = database
         self._batch: list[Put | Delete] = []
@@ -98,6 +100,25 @@ class DurableIndex:
     def delete(self, key: Key) -> None:
         """``key`` is gone. O(1), no I/O, never raises; ignored after ``close``."""
         self._enqueue((key,))
+
+    def clear(self) -> None:
+        """No key has a row any more. No I/O, never raises, costs nothing per row; ignored after ``close``."""
+        if self._stopping:
+            return
+        with self._changed:
+            self._queue.clear()
+            self._make_anew = _CLEARED
+        self._hurry.set()
+        self._work.set()
+
+    def abandon(self) -> None:
+        """Write nothing more, not even what waits: the file is somebody else's now. Returns at once."""
+        with self._changed:
+            self._abandoned = True
+            self._stopping = True
+            self._queue.clear()
+        self._hurry.set()
+        self._work.set()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until every call made so far is in the database. False if that did not happen in time."""
@@ -187,6 +208,8 @@ class DurableIndex:
         """Write until nothing waits. False when storage refused; the batch at hand is kept for the next attempt."""
         while True:
             self._take_batch()
+            if self._abandoned:
+                return True
             if not (self._batch or self._delete_first or self._failing):
                 return True
             try:
@@ -204,12 +227,13 @@ class DurableIndex:
     def _take_batch(self) -> None:
         with self._changed:
             reason, self._make_anew = self._make_anew, None
-            if reason is not None:
+            if reason is not None or self._abandoned:
                 self._batch.clear()
             while self._queue and len(self._batch) < BATCH_OPS:
                 self._batch.append(self._queue.popleft())
         if reason is not None:
             self._delete_first = True
+        if reason is not None and reason != _CLEARED:
             _log.warning(
                 "index %s is made anew (%s); chunks it does not name will be forgotten at the next start",
                 self._database.path,

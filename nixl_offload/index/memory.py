@@ -23,6 +23,9 @@ from nixl_offload.index.states import STATE_OF_PHASE, Event, Phase, State, next_
 from nixl_offload.policy import POLICY_NAMES, Links, Policy, make_policy
 from nixl_offload.types import Key, Location
 
+_SWEPT_PER_INSERTION = 64
+"""Keys of a cleared index given back with each insertion: some 15 microseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
@@ -82,6 +85,7 @@ class Index:
         "_pins",
         "_policy_name",
         "_tier",
+        "_waste",
     )
 
     def __init__(self, policy: str = "lru") -> None:
@@ -90,6 +94,8 @@ class Index:
             raise ValueError(f"unknown eviction policy {policy!r}; known: {', '.join(POLICY_NAMES)}")
         self._policy_name = policy
         self._tier: int | None = None
+        self._waste: list[tuple[dict[Key, int], npt.NDArray[np.object_]]] = []
+        """What ``clear`` left behind, given back to the machine a few keys at a time."""
         self._reset()
 
     def _reset(self) -> None:
@@ -220,21 +226,30 @@ class Index:
             return None
         return self._apply(key, Event.DROP)
 
-    def clear(self) -> list[tuple[Key, Location]]:
-        """``drop`` every key. Returns those freed at once. Costs microseconds per key."""
-        phases, keys = self._phases, self._keys
-        nodes = list(self._nodes.values())
-        if all(phases[node] == Phase.READY for node in nodes):
-            freed = [(keys[node], self._location(node)) for node in nodes]
-            self._reset()
-            return freed
-        freed = []
-        for node in nodes:
-            key = keys[node]
-            location = self.drop(key)
-            if location is not None:
-                freed.append((key, location))
-        return freed
+    def clear(self) -> list[Location]:
+        """``drop`` every key. Returns the locations that are still held; every other one is free at once.
+
+        Costs microseconds per *held* key and a glance at a byte per key. The memory of the others comes back with later
+        insertions: giving back millions of objects at one go would take as long as dropping each.
+        """
+        phases = np.frombuffer(bytes(self._phases), dtype=np.uint8)
+        held_nodes = np.flatnonzero((phases != Phase.ABSENT) & (phases != Phase.READY)).tolist()
+        held = [
+            (self._keys[node], self._location(node), self._pins.get(node, 0), Phase(self._phases[node]))
+            for node in held_nodes
+        ]
+        if self._nodes:
+            self._waste.append((self._nodes, self._keys))
+        self._reset()
+        for key, location, pins, phase in held:
+            if phase in (Phase.WRITING, Phase.DOOMED):
+                self._insert(key, location, Event.INSERT_WRITING)
+            else:
+                self._insert(key, location, Event.INSERT_READY)
+                for _ in range(pins):
+                    self._apply(key, Event.PIN)
+            self._apply(key, Event.DROP)
+        return [location for _, location, _, _ in held]
 
     # Inside
 
@@ -244,6 +259,8 @@ class Index:
         return Location(self._tier, self._offsets[node], size_class.slots.slot_bytes)
 
     def _insert(self, key: Key, location: Location, event: Event) -> None:
+        if self._waste:
+            self._sweep()
         present = self._nodes.get(key)
         phase = next_phase(Phase.ABSENT if present is None else self._phases[present], event)
         self._refuse_location(location)
@@ -262,6 +279,14 @@ class Index:
         size_class.counts[phase] += 1
         if phase == Phase.READY:
             size_class.policy.add(node)
+
+    def _sweep(self) -> None:
+        nodes, keys = self._waste[-1]
+        for _ in range(min(_SWEPT_PER_INSERTION, len(nodes))):
+            _, node = nodes.popitem()
+            keys[node] = None
+        if not nodes:
+            self._waste.pop()
 
     def _refuse_location(self, location: Location) -> None:
         tier, offset, slot_bytes = location

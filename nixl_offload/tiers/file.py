@@ -6,6 +6,7 @@ Ownership: the tier's directory (and its lock), index, slot allocator and durabl
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 HEAL_EVERY_S = 5.0
 """A directory that vanished is looked for this often, and only while stores fail."""
+
+STALE_PER_FLUSH = 100_000
+STALE_FLUSH_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class FileTier:
         self._durable = durable
         self._next_heal_s = 0.0
         self._healer: threading.Thread | None = None
+        self._lost = threading.Event()
+        """Another engine owns the directory now."""
 
     @classmethod
     def open(
@@ -104,8 +110,10 @@ class FileTier:
             except IndexStateError:
                 allocator.free(offset, slot_bytes)
                 stale.append(key)
-        for key in stale:
+        for number, key in enumerate(stale, 1):
             durable.delete(key)
+            if number % STALE_PER_FLUSH == 0:  # more than the twin can queue would make it forget all it has
+                durable.flush(STALE_FLUSH_S)
         logger.info(
             "File tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks)%s",
             config.path,
@@ -131,6 +139,8 @@ class FileTier:
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
+        if self._lost.is_set():
+            return None
         offset = self._allocator.allocate(slot_bytes)
         if offset is None:
             offset = self._make_room(slot_bytes, evicted)
@@ -174,40 +184,48 @@ class FileTier:
         if freed is not None:
             self._free(freed)
 
-    def clear(self) -> list[Key]:
-        """Drop everything, now and for the next start; returns the keys whose slots were free at once."""
-        for key in self._index.keys_between(0, self.place.rank_bytes):
-            self._durable.delete(key)
-        freed = self._index.clear()
-        for _, location in freed:
-            self._free(location)
-        return [key for key, _ in freed]
+    def clear(self) -> None:
+        """Drop everything, now and for the next start. Costs per chunk in use, not per chunk."""
+        self._durable.clear()
+        held = self._index.clear()
+        self._allocator.clear((location.offset, location.slot_bytes) for location in held)
 
     def heal(self, now_s: float) -> None:
         """After failed stores: look on a thread of its own whether the directory vanished, and take it back if so.
 
-        At most one such thread, at most every ``HEAL_EVERY_S`` seconds (``now_s``: monotonic). Never raises.
+        At most one such thread, at most every ``HEAL_EVERY_S`` seconds (``now_s``: monotonic). Never raises. When
+        another engine has taken the place meanwhile, nothing is stored any more; what can still be read is served.
         """
-        if self._directory is None or now_s < self._next_heal_s:
+        if self._directory is None or self._lost.is_set() or now_s < self._next_heal_s:
             return
+        if self._healer is not None and self._healer.is_alive():
+            return  # storage hangs: one thread that waits for it is enough
         self._next_heal_s = now_s + HEAL_EVERY_S
-        self._healer = threading.Thread(target=self._restore, args=(self._directory,), name="nixl-offload-heal")
-        self._healer.start()
+        # A daemon, for a hanging filesystem must not keep the process from ending.
+        healer = threading.Thread(target=self._restore, args=(self._directory,), name="nixl-offload-heal", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread to be had now
+            healer.start()
+            self._healer = healer
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write the durable twin out and release the lock. Idempotent."""
         if self._healer is not None:
-            self._healer.join()
+            self._healer.join(timeout_s)
         self._durable.close(timeout_s)
         if self._directory is not None:
             self._directory.close()
 
-    @staticmethod
-    def _restore(directory: TierDirectory) -> None:
+    def _restore(self, directory: TierDirectory) -> None:
         try:
             directory.restore()
         except TierError as error:
-            logger.debug("%s", error)
+            if error.cause != "locked":
+                logger.debug("%s", error)
+                return
+            # The index at this path is the other engine's, too.
+            self._durable.abandon()
+            self._lost.set()
+            logger.error("%s Nothing is stored any more until this engine restarts.", error)
 
     def _make_room(self, slot_bytes: int, evicted: list[Key]) -> int | None:
         starved = self._allocator.reclaimable(slot_bytes)

@@ -8,7 +8,7 @@ Memory: one byte per slot of the extents in use, nothing per slot elsewhere; ten
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 from nixl_offload.errors import IndexStateError, LayoutError
@@ -63,6 +63,11 @@ class SlabAllocator:
         self.slot_classes = tuple(classes)
         self._number = {size: number for number, size in enumerate(classes)}
         self._slots = [extent // size for size in classes]
+        self._may_grow = True
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        classes = self.slot_classes
         self._held = [0] * len(classes)
         self._taken_slots = [0] * len(classes)
         self._roomy: list[list[int]] = [[] for _ in classes]
@@ -77,7 +82,6 @@ class SlabAllocator:
         """A heap; may still name extents that ``adopt`` took out, which are weeded out when they come up."""
         self._in_pool = bytearray(b"\x01") * self.extent_count
         self._draining: int | None = None
-        self._may_grow = True
 
     @property
     def used_bytes(self) -> int:
@@ -129,6 +133,16 @@ class SlabAllocator:
             self._release(extent, number)
         elif not self._in_roomy[extent] and extent != self._draining:
             self._offer(extent, number)
+
+    def clear(self, held: Iterable[tuple[int, int]]) -> None:
+        """Take back every slot but ``held``, as (offset, slot_bytes). Costs per held slot and per extent.
+
+        Raises IndexStateError, with the slots before it kept, for one that cannot be.
+        """
+        self._start_empty()
+        for offset, slot_bytes in held:
+            if not self.adopt(offset, slot_bytes):
+                raise IndexStateError(f"slot of {slot_bytes} bytes at {offset} cannot be kept")
 
     def adopt(self, offset: int, slot_bytes: int) -> bool:
         """Mark a slot that an earlier run filled as taken.

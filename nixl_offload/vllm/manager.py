@@ -161,7 +161,7 @@ class NixlOffloadManager(OffloadingManager):
         """Forget everything. Slots that a rank may still touch come back as their tickets settle."""
         if self._catalog is not None:
             self._catalog.clear()
-            self._collect_events()
+            self._events = []  # as with vLLM's own managers, its "all blocks cleared" says the rest
             logger.info("File tier: cleared by reset_prefix_cache")
 
     def shutdown(self) -> None:

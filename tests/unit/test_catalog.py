@@ -116,6 +116,13 @@ def test_a_pinned_chunk_is_not_evicted_and_its_slot_not_reused(make: MakeCatalog
     assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
 
 
+def test_a_reset_lists_no_changes(make: MakeCatalog) -> None:
+    catalog = make()
+    _store(catalog, 1, 2)
+    catalog.clear()
+    assert catalog.take_changes() == ([], []), "nor the stores before it, which would be announced after it"
+
+
 def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(make: MakeCatalog) -> None:
     catalog = make(slots=2)
     _store(catalog, 1)

@@ -534,3 +534,53 @@ def test_damage_is_told_from_trouble() -> None:
     assert is_damage(UnusableError("x"))
     assert not is_damage(sqlite3.OperationalError("database or disk is full"))
     assert not is_damage(OSError(5, "Input/output error"))
+
+
+def test_clearing_forgets_what_is_written_and_what_waits_and_nothing_after(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows of keys that nobody deletes one by one go too; it is no trouble, so nobody is warned."""
+    caplog.set_level(logging.INFO)
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0)
+    for number in range(3000):
+        twin.put(key(number), place(number))
+    assert twin.flush(WAIT_S)
+    twin.put(key(5000), place(5000))
+    twin.clear()
+    twin.put(key(1), place(7))
+    assert twin.close(WAIT_S)
+    twin.clear()
+    assert caplog.messages == []
+    assert reread(path) == [row(1, 7)]
+
+
+def test_an_abandoned_twin_leaves_the_file_to_its_new_owner(path: str) -> None:
+    """Neither what waits nor a pending removal touches a file that another engine has put in its place."""
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=WAIT_S)
+    twin.put(key(1), place(1))
+    for name in (path, path + "-wal", path + "-shm"):
+        os.unlink(name)
+    other, _ = DurableIndex.open(path, GEOMETRY)
+    other.put(key(2), place(2))
+    assert other.close(WAIT_S)
+    twin.abandon()
+    twin.clear()
+    twin.put(key(3), place(3))
+    assert twin.close(WAIT_S)
+    assert reread(path) == [row(2, 2)]
+
+
+def test_rows_cleared_while_the_directory_is_away_do_not_come_back_with_it(tmp_path: Path) -> None:
+    """There is nothing to delete while it is away, and that does not count as done."""
+    (tmp_path / "d").mkdir()
+    path = str(tmp_path / "d" / "index.sqlite")
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
+    twin.put(key(1), place(1))
+    assert twin.flush(WAIT_S)
+    (tmp_path / "d").rename(tmp_path / "away")
+    twin.clear()
+    assert not twin.flush(0.1)
+    (tmp_path / "away").rename(tmp_path / "d")
+    assert twin.flush(WAIT_S)
+    assert twin.close(WAIT_S)
+    assert reread(path) == []

@@ -116,6 +116,18 @@ def test_adopt_refuses_what_does_not_fit(offset: int, slot_bytes: int) -> None:
     assert (slab.used_bytes, slab.extents_in_use) == before
 
 
+def test_clearing_keeps_what_is_held_and_frees_the_rest() -> None:
+    """What is held is given to nobody; its extents aside, any class can have the room."""
+    slab = SlabAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
+    offsets = take_all(slab, SMALL)
+    slab.clear([(offsets[0], SMALL), (offsets[-1], SMALL)])
+    assert slab.used_bytes == 2 * SMALL
+    assert len(take_all(slab, LARGE)) == 2 * (EXTENT // LARGE)
+    assert sorted([*take_all(slab, SMALL), offsets[0], offsets[-1]]) == offsets[:16] + offsets[-16:]
+    with pytest.raises(IndexStateError):
+        slab.clear([(1, SMALL)])
+
+
 def test_reopening_restores_exactly_what_was_taken() -> None:
     """Adopting the taken slots of one allocator in any order leaves another one with the same free slots."""
     dice = random.Random(7)
