@@ -32,6 +32,9 @@ DIRECT_MIN_EXTENT_BYTES = 256 << 10
 than the descriptors (64 KiB pieces: 2.2 GB/s against 2.7 at 2 MiB); to be measured again on real GDS."""
 STORE_GRACE_S = 0.020
 """How long ``wait`` gives queued stores to be gathered before it drops them."""
+WAIT_LIMIT_S = 2.0
+"""How long ``wait`` lets a store read its blocks, or a load finish. Only hung storage takes longer, and it shall not
+hang the engine."""
 STORE_QUEUE_FACTOR = 4
 """Stores may wait for this many times the staging memory; what comes on top is dropped at once."""
 
@@ -70,6 +73,7 @@ class Engine:
         _require_agreement(tensors, layout)
         self._layout = layout
         self._clock = clock
+        self._load_timeout_s = load_timeout_s
         self._closed = False
         slabs = list(slab) if isinstance(slab, Sequence) else [slab]
         pages = [_pages(group.refs) for group in layout.groups]
@@ -130,6 +134,7 @@ class Engine:
 
     def finished(self) -> list[JobResult]:
         """Return the jobs that ended since the last call, each exactly once over all calls."""
+        self._table.expire_loads(self._load_timeout_s)
         results = self._table.drain()
         for result in results:
             logger.debug(
@@ -147,9 +152,11 @@ class Engine:
         """Stores: return as soon as their source blocks may be reused. Loads: return when they are finished.
 
         Chunks not yet gathered get ``STORE_GRACE_S``, then they are DROPPED; chunks already on their way from staging
-        do not hold this up, however slow the storage. Direct chunks in flight are waited for. Unknown ids are done.
+        do not hold this up, however slow the storage. After ``WAIT_LIMIT_S`` the rest is given up too: a direct store
+        in flight can then only end as FAILED. Only a load that is writing to its blocks is waited for without limit.
+        Unknown ids are done.
         """
-        self._table.wait_source_free(job_ids, STORE_GRACE_S)
+        self._table.wait_source_free(job_ids, STORE_GRACE_S, WAIT_LIMIT_S)
 
     def idle(self) -> bool:
         """True if no job is live and ``finished`` would return nothing."""

@@ -21,6 +21,8 @@ from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)
 
+EXPIRE_EVERY_S = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkIO:
@@ -93,6 +95,10 @@ class Task:
     size_bytes: int
     """Payload bytes of its blocks: what the queue limit and ``bytes_moved`` count."""
     stage: Stage = Stage.QUEUED
+    in_place: bool = False
+    """The mover is at the KV blocks themselves: only a final transfer ends this."""
+    disowned: bool = False
+    """A store in place whose blocks were given away under it: what it writes is worthless, so it cannot be OK."""
     outcome: Outcome | None = None
     error: str | None = None
 
@@ -127,6 +133,7 @@ class JobTable:
         self._lanes: dict[Lane, deque[Task]] = {lane: deque() for lane in Lane}
         self._results: list[JobResult] = []
         self._queued_store_bytes = 0
+        self._expire_s = clock()
         self._refusal: str | None = None
         """Why every new job fails; None while the pump lives."""
         self._woken = False
@@ -167,9 +174,10 @@ class JobTable:
             results, self._results = self._results, []
             return results
 
-    def wait_source_free(self, job_ids: Collection[int], grace_s: float) -> None:
-        """Block until no store among ``job_ids`` will read its KV blocks any more; what is still queued after
-        ``grace_s`` is DROPPED. Loads among them are waited for until they are finished.
+    def wait_source_free(self, job_ids: Collection[int], grace_s: float, limit_s: float) -> None:
+        """Block until no store among ``job_ids`` needs its KV blocks any more; what is still queued after ``grace_s``
+        is DROPPED, and what is still reading after ``limit_s`` is given up. Loads among them are waited for until they
+        are finished; after ``limit_s`` those are FAILED whose KV blocks nobody touches.
         """
         with self._lock:
             jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
@@ -181,13 +189,17 @@ class JobTable:
             self._wake()
             stores = [job for job in jobs if job.is_store]
             self._progress.wait_for(lambda: not any(_reads_source(job) for job in stores), grace_s)
-            for job in stores:
-                for task in job.tasks:
-                    if task.stage is Stage.QUEUED:
-                        self._finish(task, Outcome.DROPPED, "its blocks were needed before storage had time for it")
-            self._progress.wait_for(
-                lambda: all(not (_reads_source(job) if job.is_store else job.unfinished) for job in jobs)
-            )
+            late = [task for job in stores for task in job.tasks if task.stage is Stage.QUEUED]
+            for task in late:
+                self._finish(task, Outcome.DROPPED, "its blocks were needed before storage had time for it")
+            if late:
+                self._sweep()
+            if not self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)), limit_s):
+                for job in jobs:
+                    for task in job.tasks:
+                        self._give_up(task, f"its blocks were needed and storage did not answer in {limit_s:g} s")
+                self._sweep()
+                self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)))
 
     def idle(self) -> bool:
         """True if no job is live and no result waits to be drained."""
@@ -230,12 +242,31 @@ class JobTable:
         with self._lock:
             self._finish(task, outcome, error)
 
-    def overdue_loads(self, timeout_s: float) -> list[Task]:
-        """Return the unfinished tasks of loads that were submitted more than ``timeout_s`` ago."""
+    def touch_in_place(self, task: Task) -> bool:
+        """The mover is about to touch KV blocks: from now on the task is given up by nobody. False, and it must not, if
+        that has happened already.
+        """
         with self._lock:
-            limit_s = self._clock() - timeout_s
-            late = (job for job in self._jobs.values() if not job.is_store and job.submitted_s <= limit_s)
-            return [task for job in late for task in job.tasks if task.stage is not Stage.DONE]
+            task.in_place = task.stage is not Stage.DONE
+            return task.in_place
+
+    def expire_loads(self, timeout_s: float) -> None:
+        """Fail loads that were submitted more than ``timeout_s`` ago, except where their KV blocks are being touched.
+
+        For both sides: a pump that hangs in a system call cannot do it. Looks at most every ``EXPIRE_EVERY_S``.
+        """
+        with self._lock:
+            now_s = self._clock()
+            if now_s < self._expire_s:
+                return
+            self._expire_s = now_s + EXPIRE_EVERY_S
+            limit_s = now_s - timeout_s
+            late = [job for job in self._jobs.values() if not job.is_store and job.submitted_s <= limit_s]
+            for job in late:
+                for task in job.tasks:
+                    self._give_up(task, f"storage did not answer in {timeout_s:g} s")
+            if late:
+                self._sweep()
 
     def give_up(self, why: str) -> None:
         """Refuse what comes and end what is there: queued stores are DROPPED, all else is FAILED."""
@@ -272,9 +303,30 @@ class JobTable:
         task.stage = stage
         self._progress.notify_all()
 
+    def _give_up(self, task: Task, why: str) -> None:
+        """End a task early as far as that is safe. A store that has written nothing is DROPPED; one whose mover reads
+        the KV blocks is disowned, for its location may be given away only when the mover has let go. A load is FAILED
+        unless its KV blocks are being written.
+        """
+        if task.job.is_store:
+            if task.in_place:
+                task.disowned = True
+            elif task.stage in {Stage.QUEUED, Stage.SOURCE}:
+                self._finish(task, Outcome.DROPPED, why)
+        elif not task.in_place and task.stage is not Stage.SCATTER:
+            self._finish(task, Outcome.FAILED, why)
+
+    def _sweep(self) -> None:
+        """Forget what was given up while queued: behind a head that has to wait, nobody else would take it away."""
+        for lane, queue in self._lanes.items():
+            if any(task.stage is not Stage.QUEUED for task in queue):
+                self._lanes[lane] = deque(task for task in queue if task.stage is Stage.QUEUED)
+
     def _finish(self, task: Task, outcome: Outcome, error: str | None) -> None:
         if task.stage is Stage.DONE:
             return
+        if task.disowned and outcome is Outcome.OK:
+            outcome, error = Outcome.FAILED, "its blocks were given away while they were written"
         self._move(task, Stage.DONE)
         task.outcome, task.error = outcome, error
         task.job.unfinished -= 1
@@ -292,4 +344,8 @@ class JobTable:
 
 def _reads_source(job: Job) -> bool:
     """Whether a store reads its KV blocks, or may yet."""
-    return any(task.stage in {Stage.QUEUED, Stage.SOURCE} for task in job.tasks)
+    return any(task.stage in {Stage.QUEUED, Stage.SOURCE} and not task.disowned for task in job.tasks)
+
+
+def _needs_blocks(job: Job) -> bool:
+    return _reads_source(job) if job.is_store else job.unfinished > 0

@@ -36,8 +36,9 @@ from nixl_offload.types import PAGE_BYTES, Location, Outcome
 logger = logging.getLogger(__name__)
 
 QUARANTINE_S = 30.0
-"""A direct load whose transfer failed with late I/O still possible keeps its KV blocks this long before vLLM may reuse
-them. Siblings of a failed transfer were seen to go on for two seconds; KV blocks cannot be retired, as slots are."""
+"""A transfer that failed with late I/O still possible keeps what it writes to this long before others may have it: a
+direct load its KV blocks, a store its location. Siblings of a failed transfer were seen to go on for two seconds;
+staging slots can be retired for good, these cannot."""
 LOAD_RESERVE = 0.25
 """Share of the staging slots that stores leave to loads."""
 
@@ -137,7 +138,7 @@ class ChunkPaths:
         file = link.prepare_write(io.location.offset, plan.slot_bytes)
         self._submit_packed(flight, Op.WRITE, slot, file, spans)
         yield from self._settle(flight)
-        self._finish_store(flight, link)
+        yield from self._finish_store(flight, link)
 
     def _load_packed(self, flight: Flight, plan: GroupPlan) -> Iterator[None]:
         task, io = flight.task, flight.task.io
@@ -173,9 +174,12 @@ class ChunkPaths:
         checksums = self._packer.checksums(io.group, io.block_ids)
         image.write_header(slot, image.expected(self._namespace, plan, io), checksums, io.first_block)
         file = link.prepare_write(io.location.offset, plan.slot_bytes)
+        # The blocks were still ours when they were summed: if they are given away later, the sums tell.
+        if not self._table.touch_in_place(task):
+            return
         self._submit_direct(flight, Op.WRITE, slot, file)
         yield from self._settle(flight)
-        self._finish_store(flight, link)
+        yield from self._finish_store(flight, link)
 
     def _load_direct(self, flight: Flight, plan: GroupPlan) -> Iterator[None]:
         task, io = flight.task, flight.task.io
@@ -183,17 +187,16 @@ class ChunkPaths:
         slot = self._acquire(flight, self._memory.pages)
         while not task.job.fence.done():
             yield
+        if not self._table.touch_in_place(task):
+            return
         self._submit_direct(flight, Op.READ, slot, file)
         yield from self._settle(flight)
-        if any(transfer.quarantine for transfer in flight.transfers):
-            if plan.direct:
-                plan.direct = False
-                logger.error(
-                    "A failed load may still write to KV blocks; group %d goes through staging from now on", io.group
-                )
-            release_s = self._clock() + QUARANTINE_S
-            while self._clock() < release_s:
-                yield
+        if plan.direct and _quarantined(flight):
+            plan.direct = False
+            logger.error(
+                "A failed load may still write to KV blocks; group %d goes through staging from now on", io.group
+            )
+        yield from self._outlast(flight)
         if self._failed(flight):
             return
         header = self._checked_header(slot, plan, io)
@@ -233,6 +236,8 @@ class ChunkPaths:
             outcome, words = Outcome.FAILED, str(error)
             self._log.error(type(error).__name__, "A chunk could not be moved: %s", error)
         yield from self._settle(flight)
+        if flight.direct or flight.task.job.is_store:
+            yield from self._outlast(flight)
         self._table.finish(flight.task, outcome, words)
 
     def _settle(self, flight: Flight) -> Iterator[None]:
@@ -241,6 +246,13 @@ class ChunkPaths:
         while pending:
             yield
             pending = [transfer for transfer in pending if self.poll(transfer) is TransferState.PENDING]
+
+    def _outlast(self, flight: Flight) -> Iterator[None]:
+        """Wait until late I/O of a quarantined transfer must be over."""
+        if _quarantined(flight):
+            release_s = self._clock() + QUARANTINE_S
+            while self._clock() < release_s:
+                yield
 
     def _submit_packed(self, flight: Flight, op: Op, slot: Slot, file: FileId, spans: Extents) -> None:
         """Start one transfer of ``spans``, which are relative to the slot, in memory as in the file."""
@@ -255,12 +267,15 @@ class ChunkPaths:
         self._table.finish(task, Outcome.FAILED, f"storage is out of use: {link.trouble}")
         return False
 
-    def _finish_store(self, flight: Flight, link: SlabLink) -> None:
+    def _finish_store(self, flight: Flight, link: SlabLink) -> Iterator[None]:
         failure = _failure(flight.transfers)
         if failure is None:
             self._table.finish(flight.task, Outcome.OK)
             return
         link.write_failed(failure.error or "write failed")
+        if flight.direct:
+            self._table.advance(flight.task, Stage.IO)  # late reads of the KV blocks spoil nothing but this location
+        yield from self._outlast(flight)
         self._table.finish(flight.task, Outcome.FAILED, failure.error)
 
     def _failed(self, flight: Flight) -> bool:
@@ -323,6 +338,10 @@ class ChunkPaths:
 def new_page_pool() -> StagingPool:
     """One header page for each chunk that may be in flight."""
     return StagingPool(slot_bytes=PAGE_BYTES, budget_bytes=PAGE_BYTES * MAX_FLIGHTS)
+
+
+def _quarantined(flight: Flight) -> bool:
+    return any(transfer.quarantine for transfer in flight.transfers)
 
 
 def _failure(transfers: Sequence[Transfer]) -> Transfer | None:

@@ -36,7 +36,6 @@ MAX_FLIGHTS = 32
 """Chunks in flight. Bounds descriptors in the mover and what one poll costs; 32 chunks keep any NVMe busy."""
 MAX_STORE_FLIGHTS = 24
 """Of those, stores; the rest is left for loads, so that no load waits behind a wall of writes."""
-EXPIRE_EVERY_S = 0.05
 MAX_FAILED_PASSES = 100
 """In a row; then the pump gives up and every job fails, rather than have callers wait for a loop that does nothing."""
 
@@ -92,7 +91,6 @@ class Pump:
         self._stores = 0
         self._failed_passes = 0
         self._moved_s = clock()
-        self._expire_s = clock()
         self._stop_by_s: float | None = None
         self._log = RateLog(logger, clock)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -148,12 +146,15 @@ class Pump:
         moved = self._launch()
         moved |= self._push()
         now_s = self._clock()
+        # Before the shortcut below: deadlines hold also while something moves without a pause.
+        self._expire()
+        if self._stop_by_s is not None and now_s >= self._stop_by_s:
+            return True
         if moved:
             self._moved_s = now_s
             return False
-        self._expire(now_s)
         if self._stop_by_s is not None:
-            if now_s >= self._stop_by_s or (not self._flights and self._table.empty()):
+            if not self._flights and self._table.empty():
                 return True
             self._table.sleep(POLL_S)
         elif self._flights:
@@ -203,11 +204,13 @@ class Pump:
         except StopIteration:
             pass
         except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
-            self._crashed(flight.task, error)
             if flight.pending and not flight.draining:
+                # Told only when nothing moves any more: FAILED gives KV blocks and location away.
                 flight.draining = True
-                flight.steps = self._drain(flight)
+                flight.steps = self._drain(flight, error)
+                self._log_crash(error)
                 return False
+            self._crashed(flight.task, error)
         self._flights.remove(flight)
         self._stores -= flight.task.job.is_store
         if flight.task.stage is not Stage.DONE:
@@ -222,30 +225,22 @@ class Pump:
             LEAKED.append((self._paths, flight))
         return True
 
-    def _drain(self, flight: Flight) -> Iterator[None]:
+    def _drain(self, flight: Flight, error: Exception) -> Iterator[None]:
         """Poll what a crashed flight has left until it is final. If that raises too, ``_step`` taints its slots."""
         while any(self._paths.poll(transfer) is TransferState.PENDING for transfer in flight.transfers):
             yield
+        self._table.finish(flight.task, Outcome.FAILED, f"unexpected {type(error).__name__}")
 
     def _crashed(self, task: Task, error: Exception) -> None:
         """An exception that no path expects: a bug, ours or a mover's. The chunk fails, the pump goes on."""
-        self._log.error(f"crash:{type(error).__name__}", "A chunk failed unexpectedly: %r", error, exc_info=error)
+        self._log_crash(error)
         self._table.finish(task, Outcome.FAILED, f"unexpected {type(error).__name__}")
 
-    def _expire(self, now_s: float) -> None:
-        """Fail loads that storage does not answer in time. Their memory stays with the flight until it is final;
-        direct loads cannot be given up, because the mover may still write to the KV blocks.
-        """
-        if now_s < self._expire_s:
-            return
-        self._expire_s = now_s + EXPIRE_EVERY_S
-        overdue = self._table.overdue_loads(self._load_timeout_s)
-        if not overdue:
-            return
-        held = {id(flight.task) for flight in self._flights if flight.direct or flight.task.stage is Stage.SCATTER}
-        for task in overdue:
-            if id(task) not in held:
-                self._table.finish(task, Outcome.FAILED, f"storage did not answer in {self._load_timeout_s:g} s")
+    def _log_crash(self, error: Exception) -> None:
+        self._log.error(f"crash:{type(error).__name__}", "A chunk failed unexpectedly: %r", error, exc_info=error)
+
+    def _expire(self) -> None:
+        self._table.expire_loads(self._load_timeout_s)
 
     def _close(self) -> None:
         if self._flights:

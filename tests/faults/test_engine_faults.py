@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_offload.engine import pump
+from nixl_offload.engine import engine, pump
 from nixl_offload.engine.paths import QUARANTINE_S
 from nixl_offload.errors import TierError
-from nixl_offload.movers.base import Op, Transfer, TransferState
+from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.slab_file import SlabFile
@@ -44,6 +44,7 @@ class TroubledSlab(SlabFile):
 
     trouble: str | None = None
     hang: threading.Event | None = None
+    hang_check: threading.Event | None = None
 
     def ensure(self, offset: int, length_bytes: int) -> None:
         if self.hang is not None:
@@ -57,6 +58,8 @@ class TroubledSlab(SlabFile):
         super().ensure(offset, length_bytes)
 
     def check(self) -> str | None:
+        if self.hang_check is not None:
+            self.hang_check.wait(30)
         return self.trouble if self.trouble not in {"bug", "oserror"} else None
 
 
@@ -264,6 +267,132 @@ def test_a_quarantined_direct_load_keeps_its_blocks_and_ends_the_direct_path(mak
     assert mover.submitted.count(Op.READ) == 3
     clock.ahead_s += QUARANTINE_S
     assert rig.collect(1).outcomes == (FAILED,)
+
+
+def test_wait_gives_up_a_direct_store_that_hangs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on; the store can only end as FAILED, and not before the mover has let go of its location."""
+    monkeypatch.setattr(engine, "WAIT_LIMIT_S", 0.05)
+    mover = faulty(Fault(1, FaultKind.STUCK))
+    rig = make("direct_blocks", mover)
+    rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(mover.submitted) == 2)
+    began_s = time.monotonic()
+    rig.engine.wait([1])
+    assert time.monotonic() - began_s < 5
+    assert rig.engine.finished() == []
+    rig.wipe(0xEE)
+    mover.release()
+    assert rig.collect(1).outcomes == (FAILED,)
+    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
+
+
+def test_wait_gives_up_what_a_hanging_pump_has_not_gathered(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look at a dead mount hangs after the chunk was claimed: it is DROPPED, and nothing is written later."""
+    monkeypatch.setattr(engine, "WAIT_LIMIT_S", 0.05)
+    clock, slab, mover = Clock(), troubled(tmp_path), faulty()
+    rig = make("per_layer", mover, slab=slab, clock=clock)
+    slab.hang_check = threading.Event()
+    clock.ahead_s += 2
+    try:
+        rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
+        waiter = threading.Thread(target=rig.engine.wait, args=([1],))
+        waiter.start()
+        waiter.join(5)
+        assert not waiter.is_alive()
+        assert rig.collect(1).outcomes == (DROPPED,)
+        assert mover.submitted == []
+    finally:
+        slab.hang_check.set()
+    assert rig.store(2, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
+    assert mover.submitted == [Op.WRITE]
+
+
+def test_loads_are_given_up_although_the_pump_hangs(make: Make, tmp_path: Path) -> None:
+    clock, slab = Clock(), troubled(tmp_path)
+    rig = make("per_layer", slab=slab, clock=clock)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    slab.hang = threading.Event()
+    try:
+        rig.engine.submit_store(1, [rig.chunk(1, [1, 2, 3, 4])])
+        rig.engine.wait([1])
+        rig.engine.submit_load(2, [rig.chunk(0, [5, 6, 7, 8])])
+        assert rig.engine.finished() == []
+        clock.ahead_s += 31
+        assert rig.collect(2, 5).outcomes == (FAILED,)
+    finally:
+        slab.hang.set()
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
+def test_a_quarantined_store_keeps_its_location(make: Make, shape: str) -> None:
+    """FAILED gives the location away, so it is told only when late writes must be over. The blocks are free at once."""
+    clock, mover = Clock(), faulty(Fault(0, FaultKind.FAIL, op=Op.WRITE, quarantine=True))
+    rig = make(shape, mover, clock=clock)
+    rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: mover.submitted)
+    began_s = time.monotonic()
+    rig.engine.wait([1])
+    assert time.monotonic() - began_s < engine.WAIT_LIMIT_S
+    time.sleep(0.05)
+    assert rig.engine.finished() == []
+    clock.ahead_s += QUARANTINE_S
+    assert rig.collect(1).outcomes == (FAILED,)
+
+
+class CrashingMover(FaultyMover):
+    """Has a bug in the submit with the number ``crash_at``."""
+
+    crash_at = -1
+
+    def submit(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        if len(self.submitted) == self.crash_at:
+            raise RuntimeError("a bug in submit")
+        return super().submit(op, memory, memory_extents, file, file_extents)
+
+
+def test_a_direct_load_that_crashes_keeps_its_blocks_until_its_siblings_end(make: Make) -> None:
+    """FAILED gives the KV blocks away: told while a sibling is in flight, it would have late bytes written to them."""
+    mover = CrashingMover(CopyMover())
+    rig = make("direct_per_layer", mover)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    done = len(mover.submitted)
+    mover.script, mover.crash_at = [Fault(done + 1, FaultKind.STUCK)], done + 2
+    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])])
+    until(lambda: len(mover.submitted) == done + 2)
+    time.sleep(0.05)
+    assert rig.engine.finished() == []
+    mover.release()
+    assert rig.collect(1).outcomes == (FAILED,)
+
+
+def test_deadlines_hold_while_something_always_moves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = faulty(Fault(0, FaultKind.STUCK, every=True))
+    rig = make("per_layer", mover)
+    push = pump.Pump._push
+    monkeypatch.setattr(pump.Pump, "_push", lambda self: push(self) or not time.sleep(0.001))
+    rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(mover.submitted) == 1)
+    rig.engine.close(0.05)
+    assert not rig.engine._pump._thread.is_alive()
+    assert rig.collect(1).outcomes == (FAILED,)
+
+
+def test_dropped_stores_are_forgotten_behind_a_head_that_waits(make: Make) -> None:
+    """Storage hangs and blocks are needed, hour after hour: the queue holds what waits, not what ever waited."""
+    mover = faulty(Fault(0, FaultKind.STUCK, every=True))
+    rig = make("per_layer", mover, staging_slots=2)
+    for job in range(3):
+        rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
+    until(lambda: mover.submitted)
+    for job in range(10, 20):
+        rig.engine.submit_store(job, [rig.chunk(9, [1, 2, 3, 4])])
+        rig.engine.wait([job])
+        assert rig.collect(job).outcomes == (DROPPED,)
+    assert sum(map(len, rig.engine._table._lanes.values())) == 2
 
 
 def test_close_while_storage_hangs_keeps_the_memory(make: Make) -> None:
