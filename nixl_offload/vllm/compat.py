@@ -42,10 +42,8 @@ def check_version(version: str | None = None) -> tuple[int, int]:
     return found
 
 
-def settle_extra_config(extra_config: MutableMapping[str, Any], num_groups: int = 1) -> str | None:
+def settle_extra_config(extra_config: MutableMapping[str, Any]) -> str | None:
     """Turn off what this vLLM offers and failure handling cannot cover. Returns a sentence for the log, or None.
-
-    ``num_groups``: KV cache groups of the model; what is turned off today is turned off for any number.
 
     Loads that finish within the step (``sync_load_budget_bytes``, 0.33): their blocks enter vLLM's prefix cache when
     they are allocated, and chunks computed from them are offered to the store in the same step. When such a load fails,

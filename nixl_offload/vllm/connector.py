@@ -7,7 +7,7 @@ does or fails to do raises into vLLM. Loads that fail are reported as such and r
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,8 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import OffloadKey
 
 from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
+from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.compat import check_version, settle_extra_config
 from nixl_offload.vllm.identity import group_tokens, warn_about_hash
 from nixl_offload.vllm.manager import NixlOffloadManager
@@ -31,7 +33,7 @@ from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.worker import NixlConnectorWorker
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -40,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 class NixlOffloadScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler half; hears of failures before it hears of completions."""
+
+    recompute = True
+    """Whether a request whose load failed goes on (``on_load_failure: recompute``)."""
 
     @property
     def offload_manager(self) -> NixlOffloadManager:
@@ -51,17 +56,25 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         """Settle tickets first, so that a failed chunk is gone before its request is looked up again."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
-            self.offload_manager.settle(meta.tickets)
-            self._offer_again(meta.failed_loads)
+            lost = self.offload_manager.settle(meta.tickets)
+            if lost and self.recompute:
+                self._offer_again(meta.completed_jobs, lost)
         super().update_connector_output(connector_output)
 
-    def _offer_again(self, failed_loads: Collection[int]) -> None:
-        """Let what is recomputed after a failed load be stored anew: vLLM skips the chunks of a load when it stores."""
-        for job_id in failed_loads:
+    def _offer_again(self, job_ids: Iterable[int], lost: Set[OffloadKey]) -> None:
+        """Have requests store anew, as they recompute them, the chunks that a load did not bring.
+
+        vLLM passes over the chunks of a load when it stores; it does not know that loads fail.
+        """
+        for job_id in job_ids:
             job = self._jobs.get(job_id)
-            request = self._req_status.get(job.req_id) if job is not None else None
-            for group_state in request.group_states if request is not None else ():
-                group_state.next_stored_chunk_idx = 0
+            request = self._req_status.get(job.req_id) if job is not None and not job.is_store else None
+            if job is None or request is None or not lost & job.keys:
+                continue
+            for group in request.group_states:
+                first = next((number for number, key in enumerate(group.offload_keys) if key in lost), None)
+                if first is not None:
+                    group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
 
 
 class NixlOffloadConnector(OffloadingConnector):
@@ -73,6 +86,8 @@ class NixlOffloadConnector(OffloadingConnector):
         Raises ConfigError, NotSupportedError or TierError in words meant for the operator: at start, and only there.
         """
         check_version()
+        if vllm_config.model_config.enable_sleep_mode:
+            raise NotSupportedError("NixlOffloadConnector cannot follow sleep mode: KV cache memory stays registered")
         register()
         # Past OffloadingConnector.__init__, which would build vLLM's own halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
@@ -85,6 +100,7 @@ class NixlOffloadConnector(OffloadingConnector):
         if role == KVConnectorRole.SCHEDULER:
             warn_about_hash(vllm_config)
             self.connector_scheduler = NixlOffloadScheduler(spec, vllm_config, kv_cache_config)
+            self.connector_scheduler.recompute = config.on_load_failure == "recompute"
         else:
             self.connector_worker = NixlConnectorWorker(spec, vllm_config, kv_cache_config)
 
@@ -99,7 +115,7 @@ class NixlOffloadConnector(OffloadingConnector):
             extra.update(merge_extra_config(extra, config))
         extra["spec_name"] = SPEC_NAME
         extra["blocks_per_chunk"] = blocks_per_chunk(config.chunk_tokens, max(tokens))
-        told = settle_extra_config(extra, len(tokens))
+        told = settle_extra_config(extra)
         if role == KVConnectorRole.SCHEDULER:
             if told:
                 logger.warning("%s", told)
@@ -114,8 +130,10 @@ class NixlOffloadConnector(OffloadingConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the tiers, now that every rank has told its geometry. Called once, before the first step."""
+        """Open the tiers, now that every rank has told its geometry. Called before the first step and by wake_up."""
         ranks = [item for item in metadata.values() if isinstance(item, RankGeometry)]
+        if self.connector_scheduler is not None and not ranks:
+            logger.warning("Offloading is off: no rank told its geometry (MultiConnector passes on one handshake only)")
         if self.connector_scheduler is not None and ranks:
             slot_bytes = tuple(max(sizes) for sizes in zip(*(rank.slot_bytes for rank in ranks), strict=True))
             self.connector_scheduler.offload_manager.open(slot_bytes, self._kv_cache_config)
@@ -130,6 +148,11 @@ class NixlOffloadConnector(OffloadingConnector):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that no load filled (models with a single KV group): vLLM keeps the prefix before them."""
         return self.connector_worker.take_failed_blocks() if self.connector_worker is not None else set()
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Sleep takes the KV cache's memory away, and what is registered with a mover would point to nothing (0.33)."""
+        return False
 
     @classmethod
     def build_prom_metrics(

@@ -58,10 +58,13 @@ class NixlOffloadManager(OffloadingManager):
         self._events: list[OffloadingEvent] = []
 
     def open(self, slot_bytes: tuple[int, ...], kv_cache_config: KVCacheConfig) -> None:
-        """Open the tiers. ``slot_bytes``: what a chunk of each KV cache group needs on each rank.
+        """Open the tiers, once. ``slot_bytes``: what a chunk of each KV cache group needs on each rank.
 
-        Raises TierError or ConfigError, for the operator, when a tier cannot be used: at start, and only there.
+        Raises TierError or ConfigError, for the operator, when a tier cannot be used: at start, and only there. Called
+        again (vLLM repeats the handshake when it wakes up) it leaves the tiers, and the lock they hold, as they are.
         """
+        if self._catalog is not None:
+            return
         namespace = build_namespace(self._vllm_config, kv_cache_config, self._offloading, self._config, slot_bytes)
         parallel = self._offloading.parallel
         ((position, tier_config),) = (
@@ -128,14 +131,17 @@ class NixlOffloadManager(OffloadingManager):
     # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
     # tickets settle here, from our own message, and those two have nothing left to do.
 
-    def settle(self, reports: Mapping[int, TicketReport]) -> None:
-        """Take the ranks' word on tickets: READY, dropped, or gone."""
+    def settle(self, reports: Mapping[int, TicketReport]) -> set[OffloadKey]:
+        """Take the ranks' word on tickets: READY, dropped, or gone. Returns the chunks that a load did not bring."""
+        lost: set[OffloadKey] = set()
         if self._catalog is None:
-            return
+            return lost
         for ticket, report in reports.items():
             settled = self._catalog.report(ticket, report.ranks, report.failures)
             if settled is not None and settled.is_store and Outcome.FAILED in settled.failed.values():
                 self._tier_heal()
+            if settled is not None and not settled.is_store:
+                lost.update(OffloadKey(key) for key in settled.failed)
             if settled is not None and settled.failed:
                 counts: dict[Outcome, int] = {}
                 for outcome in settled.failed.values():
@@ -147,6 +153,7 @@ class NixlOffloadManager(OffloadingManager):
                     ", ".join(f"{number} {outcome.value}" for outcome, number in counts.items()),
                 )
         self._collect_events()
+        return lost
 
     def has_pending_work(self) -> bool:
         """Keep an idle engine stepping until every rank has reported every ticket."""

@@ -55,8 +55,6 @@ class WorkerReport(OffloadingWorkerMetadata):
     """vLLM's completion message, extended by the failure channel it lacks."""
 
     tickets: dict[int, TicketReport] = field(default_factory=dict)
-    failed_loads: set[int] = field(default_factory=set)
-    """vLLM's job ids of loads that failed, wholly or in part, on some rank."""
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
@@ -66,10 +64,9 @@ class WorkerReport(OffloadingWorkerMetadata):
         """Merge another rank's report of the same step into a new one."""
         base = super().aggregate(other)
         assert isinstance(base, OffloadingWorkerMetadata)
-        merged = WorkerReport(base.completed_jobs, base.transfer_stats, dict(self.tickets), set(self.failed_loads))
+        merged = WorkerReport(base.completed_jobs, base.transfer_stats, dict(self.tickets))
         if isinstance(other, WorkerReport):
             for number, report in other.tickets.items():
                 ours = merged.tickets.get(number)
                 merged.tickets[number] = report if ours is None else ours.merge(report)
-            merged.failed_loads |= other.failed_loads
         return merged

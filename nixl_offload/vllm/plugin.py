@@ -18,10 +18,22 @@ def register() -> None:
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR_NAME, "nixl_offload.vllm.connector", CONNECTOR_NAME)
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, __name__, CONNECTOR_NAME)
     if SPEC_NAME not in OffloadingSpecFactory._registry:
         OffloadingSpecFactory.register_spec(SPEC_NAME, "nixl_offload.vllm.spec", SPEC_NAME)
     _log_as_vllm_does()
+
+
+def __getattr__(name: str) -> object:
+    """Give vLLM's factory the connector, after a look at the version: importing it needs names private to vLLM."""
+    if name != CONNECTOR_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nixl_offload.vllm.compat import check_version
+
+    check_version()
+    from nixl_offload.vllm.connector import NixlOffloadConnector
+
+    return NixlOffloadConnector
 
 
 def _log_as_vllm_does() -> None:

@@ -204,6 +204,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
 
     def __init__(self, spec: NixlOffloadSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
+        # Every rank has a slab of its own: each stores and reports, also where the KV is replicated (MLA with TP > 1).
+        self._is_store_writer = True
         self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -236,7 +238,6 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             if request is not None:
                 received.add(request)
             if failures and not job.is_store:
-                self._report.failed_loads.add(result.job_id)
                 self._fail_load(job, request, failures)
         return set(), received
 
@@ -259,7 +260,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
 
     def _fail_load(self, job: RankJob, request: str | None, failures: dict[int, Outcome]) -> None:
         logger.warning(
-            "Load of request %s: %d of %d chunks not usable (%s); recomputing",
+            "Load of request %s: %d of %d chunks not usable (%s)",
             request,
             len(failures),
             len(job.chunks),

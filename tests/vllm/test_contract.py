@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import textwrap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -428,3 +429,56 @@ def test_reports_of_two_ranks_merge() -> None:
 
 def test_handshake_message_is_one() -> None:
     assert isinstance(RankGeometry((4096,)), named(f"{CONNECTOR}.base:KVConnectorHandshakeMetadata"))
+
+
+# What follows from the differences between versions.
+
+
+def test_an_unknown_version_is_refused_before_anything_private_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renamed import in vLLM must not be what the operator reads; our sentence must."""
+    from nixl_offload.config import CONNECTOR_NAME
+    from nixl_offload.vllm import plugin
+
+    monkeypatch.setattr("vllm.__version__", "0.34.0")
+    with pytest.raises(NotSupportedError, match=r"vLLM 0\.32 to 0\.33, and this is vLLM 0\.34\.0"):
+        getattr(plugin, CONNECTOR_NAME)
+
+
+def test_every_rank_stores_where_the_kv_is_replicated() -> None:
+    """MLA with TP > 1: vLLM lets rank 0 store for all; each of our ranks has a file of its own and loads from it."""
+    jobs = named(f"{OFFLOADING}.common")
+    parallel = SimpleNamespace(rank=1)
+    spec = SimpleNamespace(
+        replicated_layout=True, config=SimpleNamespace(canonical_layout=False, parallel=parallel, groups=(None,))
+    )
+    worker = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+    blocks = named("vllm.v1.kv_offload.base:GPULoadStoreSpec")([1], group_sizes=[1], block_indices=[0])
+    worker.prepare_store_kv(jobs.OffloadingConnectorMetadata({}, {5: jobs.TransferJob("request", blocks, blocks)}))
+    assert [job_id for job_id, *_ in worker._unsubmitted_store_jobs] == [5]
+
+
+def test_sleep_mode_is_refused() -> None:
+    assert not NixlOffloadConnector.supports_sleep_mode(None)  # type: ignore[arg-type]
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    with pytest.raises(NotSupportedError, match="sleep mode"):
+        NixlOffloadConnector(config, named(f"{CONNECTOR}.base:KVConnectorRole.WORKER"), None)  # type: ignore[arg-type]
+
+
+def test_opening_again_changes_nothing() -> None:
+    """vLLM 0.33 repeats the handshake at ``wake_up``; opening twice would meet our own lock."""
+    manager = NixlOffloadManager(None, None, None)  # type: ignore[arg-type]
+    manager._catalog = opened = object()  # type: ignore[assignment]
+    manager.open((4096,), None)  # type: ignore[arg-type]
+    assert manager._catalog is opened
+
+
+def test_chunks_of_a_failed_load_are_offered_to_the_store_again() -> None:
+    """The stock scheduler half passes over the chunks of a load when it stores, failed or not."""
+    group = SimpleNamespace(offload_keys=[b"a", b"b", b"c", b"d"], next_stored_chunk_idx=4)
+    scheduler = object.__new__(NixlOffloadScheduler)
+    scheduler._jobs = {7: SimpleNamespace(req_id="request", is_store=False, keys={b"a", b"b", b"c"})}  # type: ignore[dict-item]
+    scheduler._req_status = {"request": SimpleNamespace(group_states=[group])}  # type: ignore[dict-item]
+    scheduler._offer_again([7, 8], {b"z"})
+    assert group.next_stored_chunk_idx == 4
+    scheduler._offer_again([7, 8], {b"b", b"c"})
+    assert group.next_stored_chunk_idx == 1

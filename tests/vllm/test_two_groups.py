@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.harness import TINY_HYBRID, Answer, Engine, Workshop, file_tier, prompts
+from tests.vllm.harness import TINY_HYBRID, Answer, Engine, Workshop, close, file_tier, prompts
 
 PROMPTS = prompts(3, seed=81)
 
@@ -29,9 +29,10 @@ def engine(workshop: Workshop, directory: Path) -> Iterator[Engine]:
         yield started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def right(engine: Engine) -> list[Answer]:
-    """Answers computed from nothing; afterwards they are stored."""
+    """Answers computed from nothing, one by one; afterwards they are stored, and nothing else is."""
+    assert engine.reset_prefix_cache(connector=True)
     answers = engine.generate(PROMPTS)
     assert engine.settle()
     return answers
@@ -53,17 +54,21 @@ def _damage(directory: Path, share: int) -> None:
 def test_a_failed_load_is_recomputed(
     engine: Engine, directory: Path, right: list[Answer], share: int, *, together: bool
 ) -> None:
-    """Same answers, no dead engine, and what was damaged is stored anew."""
+    """Same answers, no dead engine, and what was damaged is stored anew.
+
+    What a batch recomputes has other shapes, so its answers, and those loaded from it, are only close.
+    """
+    same = close if together else Answer.same_as
     assert engine.reset_prefix_cache()
     assert all(answer.external_hit_tokens > 0 for answer in engine.generate(PROMPTS)), "nothing to damage"
     assert engine.reset_prefix_cache()
     _damage(directory, share)
     answers = engine.generate(PROMPTS, together=together)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in right]
+    assert all(same(answer, other) for answer, other in zip(answers, right, strict=True))
     assert engine.settle()
     assert engine.reset_prefix_cache()
     again = engine.generate(PROMPTS)
-    assert all(answer.same_as(other) for answer, other in zip(again, right, strict=True))
+    assert all(same(answer, other) for answer, other in zip(again, right, strict=True))
     if share == 1:
         assert all(answer.external_hit_tokens > 0 for answer in again), "not stored anew"
     assert engine.settle()

@@ -33,6 +33,8 @@ def engine(workshop: Workshop, directory: Path) -> Iterator[Engine]:
     with workshop.start_engine(
         connector=file_tier(directory),
         in_process=False,
+        # Two ranks on a machine with one NUMA node.
+        environment={"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"},
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
     ) as started:
