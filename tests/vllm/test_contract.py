@@ -465,7 +465,7 @@ def test_sleep_mode_is_refused() -> None:
 
 
 def test_opening_again_changes_nothing() -> None:
-    """vLLM 0.33 repeats the handshake at ``wake_up``; opening twice would meet our own lock."""
+    """Waking up repeats the handshake in vLLM 0.33; opening twice would meet our own lock."""
     manager = NixlOffloadManager(None, None, None)  # type: ignore[arg-type]
     manager._catalog = opened = object()  # type: ignore[assignment]
     manager.open((4096,), None)  # type: ignore[arg-type]
