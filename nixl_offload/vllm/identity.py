@@ -59,16 +59,24 @@ def warn_about_hash(vllm_config: VllmConfig) -> None:
 
 
 def weights_digest(model: str) -> str:
-    """Return a digest of the weight files of a local model directory, or "" when ``model`` is not one.
+    """Return a digest of a local model's weight files, or "" when ``model`` is neither such a file nor a directory.
+
+    Also "" for a directory without weight files (they are streamed from elsewhere, say): nothing is known of them.
 
     Reads names, sizes and up to 16 samples of 64 KiB per file: different weights under one name must not share KV, and
     the same weights under two paths may.
     """
     root = Path(model)
-    if not root.is_dir():
+    if root.is_file():
+        paths = [root]
+    elif root.is_dir():
+        paths = sorted(item for item in root.iterdir() if item.suffix in _WEIGHT_SUFFIXES)
+    else:
+        paths = []
+    if not paths:
         return ""
     digest = hashlib.sha256()
-    for path in sorted(item for item in root.iterdir() if item.suffix in _WEIGHT_SUFFIXES):
+    for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
@@ -78,7 +86,8 @@ def weights_digest(model: str) -> str:
     return digest.hexdigest()
 
 
-def _model_digest(vllm_config: VllmConfig) -> str:
+def model_digest(vllm_config: VllmConfig, weights: str) -> str:
+    """Return a digest of what decides the model's KV besides its name; ``weights`` is from ``weights_digest``."""
     model = vllm_config.model_config
     hf_config: Any = model.hf_config
     settings = hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config)
@@ -86,9 +95,23 @@ def _model_digest(vllm_config: VllmConfig) -> str:
     settings = {
         name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")
     }
-    text = json.dumps(settings, sort_keys=True, default=str)
-    quantization = str(model.quantization)
-    return hashlib.sha256(f"{text}\0{quantization}\0{weights_digest(model.model)}".encode()).hexdigest()
+    facts = {
+        "settings": settings,
+        # Of a model from the hub: the same name and revision ("main") may mean other weights tomorrow.
+        "commit": getattr(hf_config, "_commit_hash", None),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        # Dummy weights lie in no file; streamed ones are named elsewhere.
+        "load_format": str(vllm_config.load_config.load_format),
+        "weights_at": model.model_weights,
+        "weights": weights,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def _plain(value: object) -> object:
+    # A set's order differs from process to process.
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def _platform() -> str:
@@ -115,6 +138,7 @@ def build_namespace(
     cache = vllm_config.cache_config
     parallel = offloading.parallel
     algorithm = str(cache.prefix_caching_hash_algo)
+    weights = weights_digest(model.model)
     major, minor = check_version()
     backend = vllm_config.attention_config.backend
     return make_namespace(
@@ -123,9 +147,9 @@ def build_namespace(
             engine=f"vllm {major}.{minor}",
             platform=_platform(),
             attention_backend=backend.name if backend is not None else None,
-            model="(weights in a local directory)" if weights_digest(model.model) else offloading.model.name,
+            model="(weights in a local directory)" if weights else offloading.model.name,
             revision=model.revision,
-            model_digest=_model_digest(vllm_config),
+            model_digest=model_digest(vllm_config, weights),
             dtype=offloading.model.dtype,
             kv_layout=str(offloading.kv_cache_layout or "default"),
             tokens_per_block=max(group.tokens_per_block for group in offloading.groups),
