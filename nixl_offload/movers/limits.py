@@ -266,6 +266,12 @@ class LimitedMover(Mover):
                 part.owner.error = part.owner.error or str(error)
                 self._drop_waiting(part.owner)
                 continue
+            except Exception as error:  # noqa: BLE001 - a part that is lost without a word would end as DONE
+                # Only a MoverError promises that nothing was started.
+                part.owner.error = part.owner.error or f"{self.name}: {error!r}"
+                part.owner.quarantine = True
+                self._drop_waiting(part.owner)
+                continue
             part.owner.running[inner] = part.count
             self._running[inner] = part.owner
             self._extents_running += part.count

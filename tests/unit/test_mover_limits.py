@@ -40,13 +40,14 @@ class SmallMover(CopyMover):
         self.most_extents = self.most_transfers = 0
         self.sizes: dict[Transfer, int] = {}
         self.refuse_at: int | None = None
+        self.refusal: Exception = MoverError("refused")
 
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
     ) -> Transfer:
         """Refuse the ``refuse_at``-th; count the others."""
         if self.refuse_at == len(self.sizes):
-            raise MoverError("refused")
+            raise self.refusal
         transfer = super().submit(op, memory, memory_extents, file, file_extents)
         self.open_ones.add(transfer)
         self.sizes[transfer] = len(memory_extents)
@@ -172,6 +173,18 @@ def test_a_part_refused_late_is_a_failure(small: tuple[Rig, SmallMover]) -> None
     inner.refuse_at = None
     assert rig.move(Op.READ, where, where).state is DONE
     rig.mover.unregister_memory(rig.memory_id)
+
+
+def test_a_part_that_the_mover_chokes_on_is_a_failure_of_its_owner(small: tuple[Rig, SmallMover]) -> None:
+    """A bug of the mover's, met while another transfer is polled, must not make DONE of what was never moved."""
+    rig, inner = small
+    where = extents(np.arange(9) * 8 * KIB, 8 * KIB)
+    inner.refusal, inner.refuse_at = RuntimeError("a bug"), 3
+    first, second = rig.submit(Op.READ, where, where), rig.submit(Op.READ, where[:3], where[:3])
+    rig.wait(first, second)
+    assert (first.state, second.state) == (DONE, FAILED)
+    assert "a bug" in (second.error or "")
+    assert second.quarantine, "nobody knows what was started"
 
 
 @pytest.fixture
