@@ -1,0 +1,259 @@
+"""A rank's half, driven as vLLM drives it but without a model: real tensors, a real slab, the mover ``auto`` finds.
+
+Each test is a bug that other connectors shipped: work per block on the store path, a transfer launched twice, a request
+that never resumes because its job was forgotten after one step, an exception where a miss would have done.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from nixl_offload.catalog import NOWHERE
+from nixl_offload.config import parse_config
+from nixl_offload.tiers.file import SlabPlace
+from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.vllm.messages import ChunkSpec
+from nixl_offload.vllm.worker import NixlOffloadingWorker, RankResult
+
+LAYERS = 3
+BLOCKS = 64
+PAGE = 8192
+BLOCKS_PER_CHUNK = 4
+DEADLINE_S = 20.0
+
+
+class Rig:
+    """One rank with three layers of KV and a slab of 64 slots."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tensors = [torch.zeros((BLOCKS, PAGE), dtype=torch.int8) for _ in range(LAYERS)]
+        parallel = OffloadingParallelConfig(
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        )
+        offloading = OffloadingConfig(
+            groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a", "b", "c"), group_id=0),),
+            worker_kv_bytes_per_block=LAYERS * PAGE,
+            enable_kv_cache_events=False,
+            extra_config={},
+            engine_id="engine",
+            model=OffloadingModelConfig(name="model", dtype="float16"),
+            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=BLOCKS_PER_CHUNK),
+            parallel=parallel,
+        )
+        config = parse_config(
+            {"staging": "8MiB", "tiers": [{"kind": "file", "path": str(directory), "capacity": "64MiB"}]}
+        )
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, PAGE) for tensor in self.tensors],
+            [[CanonicalKVCacheRef(index, PAGE) for index in range(LAYERS)]],
+        )
+        self.worker = NixlOffloadingWorker(offloading, config, caches)
+        (self.slot_bytes,) = self.worker.geometry().slot_bytes
+        self.place = SlabPlace(
+            directory=str(directory),
+            rank_namespaces=(b"r" * 32,),
+            rank_bytes=64 * self.slot_bytes,
+            extent_bytes=4 * self.slot_bytes,
+        )
+
+    def fill(self, block: int, seed: int) -> None:
+        """Write what only this block and seed have."""
+        generator = torch.Generator().manual_seed(seed * 1000 + block)
+        for tensor in self.tensors:
+            tensor[block] = torch.randint(-128, 128, (PAGE,), dtype=torch.int8, generator=generator)
+
+    def block(self, block: int) -> bytes:
+        """All layers of one block."""
+        return b"".join(tensor[block].numpy().tobytes() for tensor in self.tensors)
+
+    def spec(self, *slots: int) -> ChunkSpec:
+        """Chunks named after their slots."""
+        keys = tuple(Key(slot.to_bytes(32, "big") + bytes(4)) for slot in slots)
+        locations = tuple(Location(0, slot * self.slot_bytes, self.slot_bytes) for slot in slots)
+        return ChunkSpec(ticket=1, keys=keys, locations=locations, place=self.place)
+
+    def results(self, count: int = 1) -> list[RankResult]:
+        """Wait for jobs as vLLM does: ask again and again."""
+        found: list[RankResult] = []
+        deadline = time.monotonic() + DEADLINE_S
+        while len(found) < count:
+            assert time.monotonic() < deadline, f"{len(found)} of {count} jobs reported"
+            found += self.worker.take_results()
+            time.sleep(0.001)
+        return found
+
+    def store(self, blocks: list[int], *slots: int) -> None:
+        """Store whole chunks and wait."""
+        self.worker.submit_store(1, gpu(blocks, 0), self.spec(*slots))
+        (item,) = self.results()
+        assert set(item.result.outcomes) == {Outcome.OK}
+
+
+def gpu(blocks: list[int], first: int) -> GPULoadStoreSpec:
+    """VLLM's side of a job with one group: ``first`` is the request's number of its first block."""
+    return GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[first])
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    """A rank, shut down afterwards."""
+    made = Rig(tmp_path)
+    yield made
+    made.worker.shutdown()
+
+
+def test_a_load_that_begins_inside_a_chunk_touches_only_its_blocks(rig: Rig) -> None:
+    """Unaligned head, and an end inside the last chunk: the wanted blocks arrive, no other byte changes."""
+    stored = list(range(12))
+    for block in stored:
+        rig.fill(block, 1)
+    rig.store(stored, 0, 1, 2)
+    before = [rig.block(block) for block in stored]
+    wanted = [40, 41, 50, 44, 45, 20, 21]  # blocks 2 to 8 of the request
+    rig.worker.submit_load(7, rig.spec(0, 1, 2), gpu(wanted, 2))
+    (item,) = rig.results()
+    assert set(item.result.outcomes) == {Outcome.OK}
+    assert [rig.block(block) for block in wanted] == before[2:9]
+    untouched = set(range(BLOCKS)) - set(stored) - set(wanted)
+    assert all(rig.block(block) == bytes(LAYERS * PAGE) for block in untouched)
+
+
+def test_the_store_path_makes_no_directory_and_no_copy_of_a_tensor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the rank is open, a store neither calls ``.cpu()`` or ``.clone()`` nor makes a directory."""
+    rig.store([0, 1, 2, 3], 0)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("called on the store path")
+
+    for name in ("cpu", "clone", "contiguous", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    for name in ("mkdir", "makedirs"):
+        monkeypatch.setattr(os, name, refuse)
+    rig.worker.submit_store(2, gpu(list(range(4, 12)), 4), rig.spec(1, 2))
+    (item,) = rig.results()
+    assert item.result.outcomes == (Outcome.OK, Outcome.OK), item.result.errors
+
+
+def test_each_job_is_reported_once_however_often_it_is_asked_for(rig: Rig) -> None:
+    """Nothing is launched twice: as many results as jobs, and as many bytes as chunks."""
+    for number in range(10):
+        rig.worker.submit_store(number, gpu([0, 1, 2, 3], 0), rig.spec(number))
+        rig.worker.wait({number})
+        rig.worker.wait({number})
+    found = rig.results(10)
+    time.sleep(0.05)
+    assert rig.worker.take_results() == []
+    assert sorted(item.result.job_id for item in found) == list(range(10))
+    assert all(item.result.bytes_moved <= rig.slot_bytes for item in found)
+
+
+def test_a_load_that_takes_many_steps_is_still_known_when_it_ends(rig: Rig) -> None:
+    """The job is remembered until it is reported, not for one step only."""
+    rig.store([0, 1, 2, 3], 0)
+    asked: list[int] = []
+    take_results = rig.worker.take_results
+
+    def counted() -> list[RankResult]:
+        asked.append(1)
+        return take_results() if len(asked) > 50 else []
+
+    rig.worker.take_results = counted  # type: ignore[method-assign]  # fifty steps in which nothing is heard
+    rig.worker.submit_load(5, rig.spec(0), gpu([8, 9, 10, 11], 0))
+    (item,) = rig.results()
+    assert item.result.job_id == 5
+    assert item.job.chunks[0].block_ids.tolist() == [8, 9, 10, 11]
+    assert rig.block(8) == rig.block(0)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "first", "slots"),
+    [([0, 1, 2], 0, (0,)), ([0, 1, 2, 3, 4], 0, (0,)), ([0, 1, 2, 3], 1, (0,)), ([0, 1, 2, 3], 0, (0, 1))],
+    ids=["short", "long", "unaligned", "a chunk too many"],
+)
+def test_a_store_whose_numbers_do_not_fit_is_refused_not_raised(
+    rig: Rig, blocks: list[int], first: int, slots: tuple[int, ...]
+) -> None:
+    """Every chunk FAILED, nothing written, no exception."""
+    assert rig.worker.submit_store(3, gpu(blocks, first), rig.spec(*slots))
+    (item,) = rig.results()
+    assert item.result.outcomes == (Outcome.FAILED,) * len(slots)
+
+
+def test_a_chunk_that_is_nowhere_fails_and_its_siblings_load(rig: Rig) -> None:
+    """The scheduler's half hands out ``NOWHERE`` for a chunk that is gone."""
+    for block in range(4):
+        rig.fill(block, 2)
+    rig.store([0, 1, 2, 3], 0)
+    spec = rig.spec(0, 1)
+    spec.locations = (spec.locations[0], NOWHERE)
+    rig.worker.submit_load(4, spec, gpu([8, 9, 10, 11, 12, 13, 14, 15], 0))
+    (item,) = rig.results()
+    assert item.result.outcomes == (Outcome.OK, Outcome.FAILED)
+    assert [rig.block(8 + number) for number in range(4)] == [rig.block(number) for number in range(4)]
+
+
+def test_a_rank_that_cannot_open_its_storage_answers_every_job(rig: Rig, tmp_path: Path) -> None:
+    """The namespace directory is a file: every job fails softly, and submitting goes on working."""
+    (tmp_path / "file").write_bytes(b"")
+    spec = rig.spec(0)
+    assert spec.place is not None
+    spec.place = SlabPlace(
+        directory=str(tmp_path / "file" / "below"),
+        rank_namespaces=spec.place.rank_namespaces,
+        rank_bytes=spec.place.rank_bytes,
+        extent_bytes=spec.place.extent_bytes,
+    )
+    for number in range(3):
+        rig.worker.submit_load(number, spec, gpu([0, 1, 2, 3], 0))
+    outcomes = {outcome for item in rig.results(3) for outcome in item.result.outcomes}
+    assert outcomes == {Outcome.FAILED}
+    rig.worker.wait({0, 1, 2})
+
+
+def test_blocks_may_be_overwritten_as_soon_as_wait_returns(rig: Rig) -> None:
+    """What was stored is what the blocks held at submission, two hundred times over."""
+    stored = 0
+    for number in range(200):
+        block = 4 * (number % 8)
+        blocks = list(range(block, block + 4))
+        for each in blocks:
+            rig.fill(each, number)
+        expected = [rig.block(each) for each in blocks]
+        rig.worker.submit_store(number, gpu(blocks, 0), rig.spec(number % 60))
+        rig.worker.wait({number})
+        for tensor in rig.tensors:
+            tensor[block : block + 4] = 77
+        (item,) = rig.results()
+        if item.result.outcomes == (Outcome.OK,):
+            stored += 1
+            rig.worker.submit_load(1000 + number, rig.spec(number % 60), gpu([60, 61, 62, 63], 0))
+            (item,) = rig.results()
+            assert item.result.outcomes == (Outcome.OK,)
+            assert [rig.block(each) for each in (60, 61, 62, 63)] == expected, number
+    assert np.all(rig.tensors[0][0].numpy() == 77)
+    assert stored > 100, "nearly everything was given up, so nothing was shown"
