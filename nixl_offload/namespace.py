@@ -47,7 +47,7 @@ class NamespaceFields:
     platform: str
     """Kind of device, as far as kernels lay values out differently, such as ``cuda:9.0``."""
     attention_backend: str | None
-    """Name of the backend where the operator chose one."""
+    """Names of the backends in use, chosen by the operator or not, joined by "+"; None when the ranks named none."""
     model: str
     """Name or path as served."""
     revision: str | None

@@ -136,7 +136,8 @@ class NixlOffloadConnector(OffloadingConnector):
             logger.warning("Offloading is off: no rank told its geometry (MultiConnector passes on one handshake only)")
         if self.connector_scheduler is not None and ranks:
             slot_bytes = tuple(max(sizes) for sizes in zip(*(rank.slot_bytes for rank in ranks), strict=True))
-            self.connector_scheduler.offload_manager.open(slot_bytes, self._kv_cache_config)
+            backends = sorted({name for rank in ranks for name in rank.attention_backends})
+            self.connector_scheduler.offload_manager.open(slot_bytes, self._kv_cache_config, backends)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return completions and, for models with several KV groups, the requests whose load failed."""

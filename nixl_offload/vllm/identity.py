@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,10 +130,12 @@ def build_namespace(
     offloading: OffloadingConfig,
     config: Config,
     slot_bytes: tuple[int, ...],
+    attention_backends: Sequence[str],
 ) -> Namespace:
     """Return the fingerprint of everything that makes bytes interchangeable between two engines.
 
     ``slot_bytes``: what a chunk of each group needs, header page included, as the ranks told it.
+    ``attention_backends``: those that the ranks use, sorted; what vLLM chooses may change with a package installed.
     """
     model = vllm_config.model_config
     cache = vllm_config.cache_config
@@ -140,13 +143,12 @@ def build_namespace(
     algorithm = str(cache.prefix_caching_hash_algo)
     weights = weights_digest(model.model)
     major, minor = check_version()
-    backend = vllm_config.attention_config.backend
     return make_namespace(
         NamespaceFields(
             tenant=config.tenant,
             engine=f"vllm {major}.{minor}",
             platform=_platform(),
-            attention_backend=backend.name if backend is not None else None,
+            attention_backend="+".join(attention_backends) or None,
             model="(weights in a local directory)" if weights else offloading.model.name,
             revision=model.revision,
             model_digest=model_digest(vllm_config, weights),

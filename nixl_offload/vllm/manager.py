@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import (
@@ -57,15 +57,21 @@ class NixlOffloadManager(OffloadingManager):
         self._place: SlabPlace | None = None
         self._events: list[OffloadingEvent] = []
 
-    def open(self, slot_bytes: tuple[int, ...], kv_cache_config: KVCacheConfig) -> None:
+    def open(
+        self, slot_bytes: tuple[int, ...], kv_cache_config: KVCacheConfig, attention_backends: Sequence[str] = ()
+    ) -> None:
         """Open the tiers, once. ``slot_bytes``: what a chunk of each KV cache group needs on each rank.
+
+        ``attention_backends``: those that the ranks really use, sorted.
 
         Raises TierError or ConfigError, for the operator, when a tier cannot be used: at start, and only there. Called
         again (vLLM repeats the handshake when it wakes up) it leaves the tiers, and the lock they hold, as they are.
         """
         if self._catalog is not None:
             return
-        namespace = build_namespace(self._vllm_config, kv_cache_config, self._offloading, self._config, slot_bytes)
+        namespace = build_namespace(
+            self._vllm_config, kv_cache_config, self._offloading, self._config, slot_bytes, attention_backends
+        )
         parallel = self._offloading.parallel
         ((position, tier_config),) = (
             (position, tier) for position, tier in enumerate(self._config.tiers) if isinstance(tier, FileTierSettings)

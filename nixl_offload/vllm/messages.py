@@ -21,6 +21,8 @@ class RankGeometry(KVConnectorHandshakeMetadata):
 
     slot_bytes: tuple[int, ...]
     """Bytes of a slot (header page and payload) per KV cache group."""
+    attention_backends: tuple[str, ...] = ()
+    """Names of the backends that its layers really use, sorted: they decide what lies where inside a block."""
 
 
 @dataclass

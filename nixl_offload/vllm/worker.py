@@ -7,11 +7,12 @@ blocks on I/O: a job that cannot be done is a job that failed, and a failed load
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -219,7 +220,10 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
 
     def geometry(self) -> RankGeometry | None:
         """Return what a chunk needs on this rank, once the KV caches are registered."""
-        return self.rank_worker.geometry() if self.worker is not None else None
+        if self.worker is None:
+            return None
+        backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
+        return replace(self.rank_worker.geometry(), attention_backends=tuple(sorted(backends)))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Collect outcomes. A failed load is reported as received *and* as failed, so that its request resumes."""

@@ -196,6 +196,8 @@ def test_constructors_take_what_we_give() -> None:
     assert parameters(f"{OFFLOADING}.config:build_offloading_config") == ["vllm_config", "kv_cache_config"]
     assert parameters(f"{OFFLOADING}.config:get_offloading_group_ids") == ["kv_cache_config"]
     assert len(parameters("vllm.v1.core.kv_cache_utils:resolve_dcp_kv_block_size")) == 2
+    backends = "vllm.distributed.kv_transfer.kv_connector.utils:get_current_attn_backends"
+    assert parameters(backends)[0] == "vllm_config"
     assert parameters("vllm.v1.kv_offload.base:OffloadingSpec.__init__") == ["config"]
 
 

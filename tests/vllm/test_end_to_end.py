@@ -7,6 +7,7 @@ all the time. That the comparison can fail is shown on the loaded blocks themsel
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,9 @@ def test_scheduler_and_worker_in_processes_of_their_own(workshop: Workshop) -> N
     with workshop.start_engine(TINY, tier, in_process=False) as engine:
         _assert_loaded(engine.generate(PROMPTS), right)
         engine.stop()
+    (manifest,) = (workshop.scratch / "kv-processes").glob("*/manifest.json")
+    backend = json.loads(manifest.read_text())["fields"]["attention_backend"]
+    assert backend, "the operator chose none, so the rank has to say which one it uses"
 
 
 def _assert_same(answers: list[Answer], expected: list[Answer]) -> None:
