@@ -158,6 +158,10 @@ class Engine:
         """Wait until the engine has nothing left to do, background stores included; False at the deadline."""
         return bool(self.call("settle", deadline_s=deadline_s, timeout_s=deadline_s + 30)["idle"])
 
+    def abandon(self, prompts: list[list[int]], *, steps: int) -> None:
+        """Begin to answer prompts as one batch and abort them after ``steps`` steps (in-process engines only)."""
+        self.call("abandon", prompts=prompts, steps=steps)
+
     def worker(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank's worker."""
         results: list[Any] = self.call("worker", method=method, args=list(args))["results"]

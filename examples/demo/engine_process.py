@@ -29,6 +29,7 @@ class EngineHost:
 
         self._llm: Any = LLM(**options)
         self._in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
+        self._abandoned = 0
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int = 16, together: bool = False, timeout_s: float | None = None
@@ -79,6 +80,20 @@ class EngineHost:
                 quiet_since, last = time.monotonic(), now
             time.sleep(0.05)
         return {"idle": True}
+
+    def abandon(self, prompts: list[list[int]], steps: int) -> Reply:
+        """Begin to answer prompts, all at once, take ``steps`` steps of the engine and abort them (in-process only)."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        self._abandoned += 1
+        names = [f"abandoned-{self._abandoned}-{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=64, detokenize=False))
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request(names)
+        return {}
 
     def worker(self, method: str, args: list[Any] | None = None) -> Reply:
         """Call a method of the worker (or of its ``worker_extension_cls``) on every rank."""
