@@ -139,8 +139,8 @@ class Catalog:
         return Lookup.MISS
 
     def touch(self, keys: Iterable[Key]) -> None:
-        """Mark chunks as recently used, wherever they are."""
-        for key in keys:
+        """Mark chunks, in prefix order, as recently used, wherever they are."""
+        for key in reversed(tuple(keys)):
             for tier in self._tiers:
                 tier.touch(key)
 
@@ -224,18 +224,23 @@ class Catalog:
                 return tier.pin(key)
         return NOWHERE
 
+    # Both go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk whose beginning was
+    # evicted before it is of no use.
+
     def _settle_store(self, record: _Ticket, failed: Mapping[Key, Outcome]) -> None:
-        for key, location in zip(record.keys, record.locations, strict=True):
+        stored = []
+        for key, location in zip(reversed(record.keys), reversed(record.locations), strict=True):
             self._backlog_bytes -= location.slot_bytes
             self._writing_since.pop(key, None)
             tier = self._tiers[location.tier]
             if key in failed:
                 tier.abort(key)
             elif tier.commit(key):
-                self._stored.append(key)
+                stored.append(key)
+        self._stored.extend(reversed(stored))
 
     def _settle_load(self, record: _Ticket, failed: Mapping[Key, Outcome]) -> None:
-        for key, location in zip(record.keys, record.locations, strict=True):
+        for key, location in zip(reversed(record.keys), reversed(record.locations), strict=True):
             if location.tier < 0:
                 continue
             tier = self._tiers[location.tier]

@@ -141,6 +141,24 @@ def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(m
     assert set(grant.locations) == {*loading.locations, *storing.locations}
 
 
+@pytest.mark.parametrize("used", ["stored", "loaded", "touched"])
+def test_a_prefix_is_evicted_from_its_end(make: MakeCatalog, used: str) -> None:
+    """Or the first eviction would make a whole prompt unreachable, while all that is left of it kept its room."""
+    catalog = make(slots=4)
+    prefix = [_key(number) for number in (1, 2, 3, 4)]
+    if used == "stored":
+        _store(catalog, 1, 2, 3, 4)
+        assert catalog.take_changes() == (prefix, []), "told in its order all the same"
+    else:
+        _store(catalog, 4, 3, 2, 1)
+    if used == "loaded":
+        catalog.report(catalog.prepare_load(prefix, 0.0).ticket, 1, {})
+    if used == "touched":
+        catalog.touch(prefix)
+    _store(catalog, 8, 9)
+    assert [catalog.lookup(key, 0.0) for key in prefix] == [Lookup.HIT, Lookup.HIT, Lookup.MISS, Lookup.MISS]
+
+
 def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeCatalog) -> None:
     catalog = make(backlog=2 * SLOT)
     grant = catalog.reserve([_key(number) for number in range(5)], 0.0)
