@@ -148,7 +148,11 @@ class Catalog:
         """Reserve room for the chunks among ``keys`` that no tier knows; for the first of them when room is short.
 
         Returns None when there is nothing to store. Never an error: no room means fewer keys.
+        Chunks that are known count as used: vLLM offers what its own cache still had, and tells of it in no other way.
+        So a prompt's beginning is not evicted to make room for its end.
         """
+        keys = tuple(keys)
+        self.touch(keys)
         granted: list[Key] = []
         locations: list[Location] = []
         for key in keys:
@@ -224,8 +228,8 @@ class Catalog:
                 return tier.pin(key)
         return NOWHERE
 
-    # Both go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk whose beginning was
-    # evicted before it is of no use.
+    # Both go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk without those
+    # before it is of no use.
 
     def _settle_store(self, record: _Ticket, failed: Mapping[Key, Outcome]) -> None:
         stored = []

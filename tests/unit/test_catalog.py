@@ -159,6 +159,16 @@ def test_a_prefix_is_evicted_from_its_end(make: MakeCatalog, used: str) -> None:
     assert [catalog.lookup(key, 0.0) for key in prefix] == [Lookup.HIT, Lookup.HIT, Lookup.MISS, Lookup.MISS]
 
 
+def test_the_end_of_a_prompt_does_not_evict_its_beginning(make: MakeCatalog) -> None:
+    """What is offered again is in use, however long ago it was stored."""
+    catalog = make(slots=3)
+    _store(catalog, 1)
+    _store(catalog, 8, 9)
+    _store(catalog, 1, 2)
+    assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
+    assert catalog.take_changes()[1] == [_key(9)]
+
+
 def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeCatalog) -> None:
     catalog = make(backlog=2 * SLOT)
     grant = catalog.reserve([_key(number) for number in range(5)], 0.0)
