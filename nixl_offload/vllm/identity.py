@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
 from nixl_offload.config import Config
+from nixl_offload.errors import NamespaceError
 from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, digest_names, make_namespace
 from nixl_offload.vllm.compat import check_version
 
@@ -65,7 +66,7 @@ def weights_digest(model: str) -> str:
     Also "" for a directory without weight files (they are streamed from elsewhere, say): nothing is known of them.
 
     Reads names, sizes and up to 16 samples of 64 KiB per file: different weights under one name must not share KV, and
-    the same weights under two paths may.
+    the same weights under two paths may. Raises NamespaceError when one cannot be read.
     """
     root = Path(model)
     if root.is_file():
@@ -76,6 +77,13 @@ def weights_digest(model: str) -> str:
         paths = []
     if not paths:
         return ""
+    try:
+        return _sample(paths)
+    except OSError as error:
+        raise NamespaceError(f"cannot tell which model this is: a weight file is unreadable: {error}") from error
+
+
+def _sample(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size

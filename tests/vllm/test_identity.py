@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from nixl_offload.errors import NamespaceError
 from nixl_offload.vllm.identity import model_digest, weights_digest
 
 
@@ -60,3 +61,10 @@ def test_the_order_of_a_set_decides_nothing() -> None:
         for items in (one, other)
     }
     assert len(digests) == 1
+
+
+def test_a_weight_file_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path) -> None:
+    """A dangling link among the weights: the operator reads which file, not a traceback from the middle of nowhere."""
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(NamespaceError, match=r"unreadable: .*model\.safetensors"):
+        weights_digest(str(tmp_path))
