@@ -1,8 +1,8 @@
 """The SQLite file behind a durable index: schema, opening, one batch, reading back, and how large it can get.
 
 Threading: a ``Database`` is used by one thread at a time; ``read_rows`` has a connection of its own and may run beside.
-Failure: methods raise sqlite3.Error or OSError as they come, ``translate`` names the cause; a batch is there whole or
-not at all.
+Failure: methods raise sqlite3.Error, UnicodeError or OSError as they come, ``translate`` names the cause; a batch is
+there whole or not at all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ _CHECKPOINT_PAGES = 1000
 _PAGES_DIRTIED_PER_OP = 8
 """A put that replaces two rows touches a leaf of each tree for each row, and may split or merge a few."""
 _ROWS_PER_READ = 50_000
+_CHECKED_BYTES = 64 << 20
+"""A file up to this size (some 600,000 keys) is checked whole when it is opened, which takes 0.15 s. SQLite itself
+notices damage only where it stumbles over it, and may until then lose what it is given."""
+_WRITE_VERSION_AT = 18
+"""Offset in the file's header."""
+_SQLITE_ERROR = 1
+_NONSENSE = ("no such ", "table ", "unsupported file format", "SQL logic error")
 
 _SCHEMA = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -61,6 +68,7 @@ class Database:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(descriptor, 0o600)
+            _refuse_read_only_format(os.pread(descriptor, _WRITE_VERSION_AT + 1, 0))
         finally:
             os.close(descriptor)
         self._file_id = _file_id(self.path)
@@ -75,7 +83,9 @@ class Database:
         """Return the seq of the youngest row, 0 if there is none."""
         assert self._connection is not None, "connect first"
         (seq,) = self._connection.execute("SELECT coalesce(max(seq), 0) FROM slot").fetchone()
-        return int(seq)
+        if type(seq) is not int:
+            raise UnusableError(f"a row is numbered {seq!r}")
+        return seq
 
     def write(self, batch: Sequence[Put | Delete]) -> None:
         """Connect if need be and apply ``batch`` (at most ``BATCH_OPS``) in its order, as one transaction."""
@@ -154,8 +164,16 @@ class Database:
         (version,) = run("PRAGMA user_version").fetchone()
         if (application_id, version) != (_APPLICATION_ID, _SCHEMA_VERSION):
             raise UnusableError("not an index of this version")
-        if dict(run("SELECT name, value FROM meta")) != self._geometry:
+        if dict(run("SELECT name, value FROM meta")) != {k.encode(): v.encode() for k, v in self._geometry.items()}:
             raise UnusableError("written for another geometry")
+        statements = {sql for (sql,) in run("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+        if statements != {sql.encode() for sql in _SCHEMA}:
+            raise UnusableError("its schema is not ours")
+        (pages,) = run("PRAGMA page_count").fetchone()
+        if pages * _PAGE_BYTES <= _CHECKED_BYTES:
+            (verdict,) = run("PRAGMA quick_check(1)").fetchone()
+            if verdict != b"ok":
+                raise UnusableError(verdict.decode(errors="replace"))
 
 
 def max_bytes(n_keys: int, key_bytes: int = 64) -> int:
@@ -180,8 +198,14 @@ def max_bytes(n_keys: int, key_bytes: int = 64) -> int:
 
 def is_damage(error: Exception) -> bool:
     """Whether ``error`` says that the file itself is beyond use, rather than that storage has trouble."""
+    if isinstance(error, (UnusableError, UnicodeError)):
+        return True  # SQLite quotes what it cannot parse, and the module cannot decode the quotation
+    if type(error) is sqlite3.OperationalError:
+        # Our statements are right: one that makes no sense met a damaged schema. The code came with Python 3.11.
+        code = getattr(error, "sqlite_errorcode", None)
+        return code == _SQLITE_ERROR if code is not None else str(error).startswith(_NONSENSE)
     # sqlite3 raises subclasses of DatabaseError for everything but SQLITE_CORRUPT and SQLITE_NOTADB.
-    return isinstance(error, UnusableError) or type(error) is sqlite3.DatabaseError
+    return type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError)
 
 
 def translate(error: Exception, path: str) -> TierError:
@@ -208,7 +232,17 @@ def translate(error: Exception, path: str) -> TierError:
 def _connect(path: str) -> sqlite3.Connection:
     name = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
     # The writer's connection is made by the thread that opens the index, and used by the writer alone from then on.
-    return sqlite3.connect(f"file:{name}?mode=rw", uri=True, timeout=1.0, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        f"file:{name}?mode=rw", uri=True, timeout=1.0, isolation_level=None, check_same_thread=False
+    )
+    connection.text_factory = bytes  # a damaged page may hold text that is none, and then reading would raise
+    return connection
+
+
+def _refuse_read_only_format(head: bytes) -> None:
+    """Raise UnusableError for a write version that SQLite would answer, for ever, with "readonly database"."""
+    if len(head) > _WRITE_VERSION_AT and head[_WRITE_VERSION_AT] not in (1, 2):
+        raise UnusableError(f"its write version is {head[_WRITE_VERSION_AT]}")
 
 
 def _file_id(path: str) -> tuple[int, int]:

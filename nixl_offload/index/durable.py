@@ -20,7 +20,7 @@ from nixl_offload.types import Key, Location
 _log = logging.getLogger(__name__)
 
 _CLEARED = "cleared"
-_STORAGE_ERRORS = (UnusableError, sqlite3.Error, OSError)
+_STORAGE_ERRORS = (UnusableError, sqlite3.Error, UnicodeError, OSError)
 
 
 class DurableIndex:
@@ -175,7 +175,7 @@ class DurableIndex:
             return
         try:
             yield from self._database.read_rows(newest)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeError) as error:
             if is_damage(error):
                 with self._changed:
                     self._make_anew = f"damaged: {error}"
@@ -206,6 +206,7 @@ class DurableIndex:
 
     def _drain(self) -> bool:
         """Write until nothing waits. False when storage refused; the batch at hand is kept for the next attempt."""
+        made_anew = False
         while True:
             self._take_batch()
             if self._abandoned:
@@ -216,11 +217,14 @@ class DurableIndex:
                 if self._delete_first:
                     self._database.delete()
                     self._delete_first = False
+                    made_anew = True
                 self._database.write(self._batch)
             except _STORAGE_ERRORS as error:
                 self._database.disconnect()
                 self._note_failure(error)
-                return False
+                if made_anew or not self._delete_first:
+                    return False
+                continue  # damaged: make it anew at once, for the process may be about to end
             self._batch.clear()
             self._note_success()
 
