@@ -14,6 +14,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # for `examples` and `tests` when pytest was not started as `python -m pytest`
 
 from examples.demo.engine import quick_environment  # noqa: E402 - needs the path above
+from tests.faults.conftest import small_filesystem  # noqa: E402, F401 - a fixture
 from tests.vllm.harness import ONE_CORE, Workshop  # noqa: E402
 from tests.vllm.zygote import Zygote  # noqa: E402
 
