@@ -14,6 +14,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-compile
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
+# Packages are installed uncompiled, so Python must be let to keep what it compiles: vLLM and torch take a minute each time.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test lint bench env clean
 .DEFAULT_GOAL := help
