@@ -28,7 +28,7 @@ from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Worksh
 CHUNK_BYTES = CHUNK_TOKENS * 2 * TINY.layers * TINY.kv_heads * TINY.head_size * 4
 PROMPT_CHUNKS = 4
 FULL_TOKENS = PROMPT_CHUNKS * CHUNK_TOKENS
-ENGINE_OPTIONS = {"max_num_batched_tokens": CHUNK_TOKENS}
+ENGINE_OPTIONS: dict[str, Any] = {"max_num_batched_tokens": CHUNK_TOKENS}
 
 Prompt = list[int]
 
