@@ -20,7 +20,8 @@ from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover
-from nixl_offload.movers.nixl import PLUGINS, NixlMover
+from nixl_offload.movers.nixl import NixlMover
+from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover
-from nixl_offload.movers.nixl import PLUGINS, NixlMover
+from nixl_offload.movers.nixl import NixlMover
+from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.select import probe_round_trip
 from nixl_offload.testing.mover_suite import HugeExtentSuite, MoverSuite
 

@@ -15,7 +15,8 @@ import pytest
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
 from nixl_offload.movers.limits import LimitedMover
-from nixl_offload.movers.nixl import PLUGINS, NixlMover
+from nixl_offload.movers.nixl import NixlMover
+from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.select import open_mover
 from nixl_offload.testing.mover_suite import KIB, MIB, MoverRigs, MoverSuite, Rig, extents
 
