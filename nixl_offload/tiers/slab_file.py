@@ -172,8 +172,14 @@ class SlabFile:
             raise TierError(f"{self.path} is not usable yet", cause=cause)
         if self._filesystem is not None and nearest_filesystem(self.path.parent) != self._filesystem:
             raise TierError(f"the filesystem of {self.path} is not mounted", cause="missing")
-        before = self._identity
-        self.open()
+        before, held = self._identity, self._fd
+        self._fd = -1
+        try:
+            self.open()
+        finally:
+            # Only now: the number of a deleted file that nobody holds goes to the next one, which would look the same.
+            if held >= 0:
+                os.close(held)
         return self._identity != before
 
     def discard_beyond(self, rank_bytes: int) -> None:

@@ -158,6 +158,14 @@ def test_a_replaced_file_is_not_the_slab(slab: SlabFile) -> None:
     slab.ensure(EXTENT, 64 * KIB)
 
 
+def test_a_deleted_file_and_its_successor_are_told_apart(slab: SlabFile) -> None:
+    """Also where the filesystem gives the freed inode number away at once."""
+    for _ in range(3):
+        slab.path.unlink()
+        assert slab.reopen() is True
+        assert slab.check() is None
+
+
 def test_nothing_is_created_under_an_empty_mount_point(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
     """An unmounted disk must not turn into a cache on the system's own disk."""
     slab.ensure(0, 64 * KIB)
