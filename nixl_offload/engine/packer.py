@@ -163,10 +163,14 @@ class CudaPacker:
             rows = self._rows(block_ids)
             scratch = torch.empty(payload.shape, dtype=torch.uint8, device=self._device)
             scratch.copy_(torch.from_numpy(payload), non_blocking=True)
-            for page in self._pages[group]:
-                target = self._tensors[page.tensor][:, : page.bytes]
-                target.index_copy_(0, rows, scratch[:, page.column : page.column + page.bytes])
-            return self._record(rows, scratch)
+            try:
+                for page in self._pages[group]:
+                    target = self._tensors[page.tensor][:, : page.bytes]
+                    target.index_copy_(0, rows, scratch[:, page.column : page.column + page.bytes])
+                return self._record(rows, scratch)
+            except BaseException:
+                self._stream.synchronize()  # what is queued already must not land in blocks that are given up
+                raise
 
     def checksums(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.uint64]:
         """See Packer. Summed on the device; waits for the side stream, never for the compute stream."""
