@@ -61,7 +61,7 @@ def _hits(engine: Engine, asked: list[list[int]]) -> tuple[list[Answer], list[in
 
 
 def _until_stored(engine: Engine, asked: list[list[int]], right: list[Answer]) -> None:
-    """Ask until every full chunk is loaded; a store may be shed while the machine is busy. Answers are right each time."""
+    """Ask until every full chunk is loaded: a busy machine may shed a store. Each answer is right."""
     deadline = time.monotonic() + RESUME_DEADLINE_S
     while True:
         answers, hits = _hits(engine, asked)
