@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from nixl_offload.index import State
-from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.types import Key, Location, Lookup, Outcome
 
 NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
 """Stands for a chunk that is gone; a rank answers it with FAILED and the request recomputes."""
@@ -36,8 +35,24 @@ class Tier(Protocol):
     def pin(self, key: Key) -> Location: ...
     def unpin(self, key: Key) -> None: ...
     def touch(self, key: Key) -> None: ...
-    def drop(self, key: Key) -> None:
-        """Never serve this chunk again; its location is free once nobody uses it."""
+    def lookup(self, key: Key, asker: Asker, now_s: float) -> Lookup:
+        """Say whether ``key`` can be loaded. RETRY: not known, and somebody goes to look once ``flush`` is called."""
+        ...
+
+    def flush(self, now_s: float) -> None:
+        """The scheduler's step is over: begin what lookups have asked for, take in what was found."""
+        ...
+
+    def forget_asker(self, request_id: str) -> None:
+        """No more lookups will come for this request."""
+        ...
+
+    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
+        """A store has been settled (committed or aborted already): take note of how the storage did."""
+        ...
+
+    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
+        """A load has been settled (unpinned already): never serve again what failed. Returns what was dropped."""
         ...
 
     def clear(self) -> None:
@@ -45,13 +60,11 @@ class Tier(Protocol):
         ...
 
 
-class Lookup(Enum):
-    """Answer to "is this chunk there?"."""
+class Asker(NamedTuple):
+    """Who looks a key up: which request, and the token at which the key ends in it (None: not known)."""
 
-    MISS = "miss"
-    HIT = "hit"
-    PENDING = "pending"
-    """Being written; will be readable soon."""
+    request_id: str
+    end_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,3 +59,16 @@ class MoverError(NixlOffloadError):
 
 class MoverUnavailableError(MoverError):
     """This mover cannot run on this machine; the message says why."""
+
+
+class StoreError(NixlOffloadError):
+    """A store (a bucket, a shared directory) did not do what was asked. ``cause`` is one word for what kind of trouble.
+
+    One of ``missing`` (no such object), ``short`` (the object ends before the range asked for), ``denied``,
+    ``unreachable`` (no connection, or it broke), ``timeout``, ``throttled`` (asked to slow down), ``server`` (5xx),
+    ``full``, ``readonly``, ``io`` (anything else).
+    """
+
+    def __init__(self, message: str, *, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause

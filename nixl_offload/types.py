@@ -31,9 +31,21 @@ class Location(NamedTuple):
     tier: int
     """Position of the tier in the config's ``tiers`` list."""
     offset: int
-    """Byte offset of the slot in each rank's slab; a multiple of ``PAGE_BYTES``."""
+    """Byte offset of the slot in each rank's slab; a multiple of ``PAGE_BYTES``. 0 where a shard is a thing of its own
+    (an object, a file), which is named by key and rank: see ``tiers.naming``."""
     slot_bytes: int
     """Size of the slot, header page included; names the size class."""
+
+
+class Lookup(Enum):
+    """Answer to "is this chunk there?"."""
+
+    MISS = "miss"
+    HIT = "hit"
+    PENDING = "pending"
+    """Being written; will be readable soon."""
+    RETRY = "retry"
+    """Not known yet: somebody has gone to look. Ask again."""
 
 
 class Outcome(Enum):

@@ -39,6 +39,28 @@ class _Model(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class LookupOptions(_Model):
+    """How a tier that other servers write to as well is asked what it holds."""
+
+    timeout_s: DurationSeconds = Field(default=1.0, alias="timeout", gt=0)
+    """The longest that a request is held back while somebody looks; then what is not known counts as absent."""
+    present_for_s: DurationSeconds = Field(default=600.0, alias="present_for", gt=0)
+    """A chunk that was seen counts as present for so long; one that was deleted meanwhile costs a failed load."""
+    absent_for_s: DurationSeconds = Field(default=10.0, alias="absent_for", gt=0)
+    """A chunk that was not there is not looked for again for so long."""
+    max_keys: int = Field(default=1_000_000, ge=1000)
+    """Chunks remembered as present; some 400 bytes of host memory each."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as the YAML would say them."""
+        return {
+            "timeout": format_duration(self.timeout_s),
+            "present_for": format_duration(self.present_for_s),
+            "absent_for": format_duration(self.absent_for_s),
+            "max_keys": self.max_keys,
+        }
+
+
 class MemoryTier(_Model):
     """Chunks in host memory."""
 
@@ -69,7 +91,11 @@ class FileTier(_Model):
     direct_io: bool = True
     """Bypass the page cache. Off costs host memory and copies. A filesystem without O_DIRECT turns it off."""
     policy: PolicyName = "lru"
-    """lru, or s3fifo, which a scan of one-time prompts cannot flush."""
+    """lru, or s3fifo, which a scan of one-time prompts cannot flush. Slab only: ``nixl-offload gc`` cleans trees."""
+    lookup: LookupOptions = LookupOptions()
+    """Tree only."""
+    warm_start: bool = False
+    """Tree only: list the directory at start, in the background, so that first requests need not look."""
 
     @field_validator("path")
     @classmethod
@@ -91,6 +117,8 @@ class FileTier(_Model):
             "posix_api": self.posix_api,
             "direct_io": self.direct_io,
             "policy": self.policy,
+            "lookup": self.lookup.to_dict(),
+            "warm_start": self.warm_start,
         }
 
 
@@ -107,9 +135,27 @@ class S3Tier(_Model):
     """None leaves it to the AWS chain."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
     """auto: path style where an endpoint is given, else virtual."""
-    mover: Literal["auto", "obj", "boto3"] = "auto"
+    mover: Literal["auto", "obj", "obstore", "boto3"] = "auto"
+    """obj: NIXL's object backend. obstore, boto3: our own threads over that client. auto takes the first of obj,
+    obstore, boto3 that can really write and read here, and says which at start."""
     ttl_s: DurationSeconds | None = Field(default=None, alias="ttl", gt=0)
-    """Objects older than this count as absent; None keeps them."""
+    """Objects older than this count as absent; None keeps them. ``nixl-offload bucket init`` makes it a lifecycle rule;
+    chunks in use are refreshed before they expire."""
+    capacity_bytes: SizeBytes | None = Field(default=None, alias="capacity", ge=8192)
+    """What ``nixl-offload gc`` brings the prefix down to. Servers do not enforce it."""
+    ca_bundle: str | None = None
+    """File with the certificates to trust; None leaves it to the system."""
+    checksums: Literal["when_required", "when_supported"] = "when_required"
+    """The AWS SDK's request and response checksums. when_supported sends trailers that some servers store as data."""
+    connections: int = Field(default=16, ge=1, le=1024)
+    """Requests in flight, per rank."""
+    request_timeout_s: DurationSeconds = Field(default=10.0, alias="request_timeout", gt=0)
+    """One attempt of one request; there are up to three."""
+    crt_min_size_bytes: SizeBytes | None = Field(default=None, alias="crt_min_size", ge=1)
+    """Mover obj: objects from this size on go through AWS's CRT client, in parallel parts. None: never."""
+    lookup: LookupOptions = LookupOptions()
+    warm_start: bool = False
+    """List the namespace at start, in the background, so that first requests need not look."""
 
     @field_validator("bucket")
     @classmethod
@@ -141,6 +187,14 @@ class S3Tier(_Model):
             "addressing": self.addressing,
             "mover": self.mover,
             "ttl": None if self.ttl_s is None else format_duration(self.ttl_s),
+            "capacity": None if self.capacity_bytes is None else format_size(self.capacity_bytes),
+            "ca_bundle": self.ca_bundle,
+            "checksums": self.checksums,
+            "connections": self.connections,
+            "request_timeout": format_duration(self.request_timeout_s),
+            "crt_min_size": None if self.crt_min_size_bytes is None else format_size(self.crt_min_size_bytes),
+            "lookup": self.lookup.to_dict(),
+            "warm_start": self.warm_start,
         }
 
 
@@ -161,6 +215,8 @@ class Config(_Model):
     """What vLLM does with a request whose load failed."""
     staging_bytes: SizeBytes = Field(default=256 << 20, alias="staging", ge=1 << 20)
     """Host or device memory for packed transfers, per worker rank; a hard bound."""
+    load_timeout_s: DurationSeconds = Field(default=30.0, alias="load_timeout", gt=0)
+    """The longest that a request waits for its load; what has not arrived by then is computed."""
     tiers: tuple[Tier, ...] = Field(min_length=1, strict=False)
     """Nearest the GPU first."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -181,6 +237,7 @@ class Config(_Model):
             "verify": self.verify,
             "on_load_failure": self.on_load_failure,
             "staging": format_size(self.staging_bytes),
+            "load_timeout": format_duration(self.load_timeout_s),
             "tiers": [tier.to_dict() for tier in self.tiers],
             "vllm": dict(self.vllm),
         }

@@ -1,4 +1,4 @@
-"""The contract of a mover: how bytes travel between registered memory and a file. Movers know addresses, never keys.
+"""The contract of a mover: how bytes travel between registered memory and a file or object. Movers know no keys.
 
 Threading: one mover is driven by one thread, the engine's pump; it may keep threads of its own inside.
 Ownership: between ``submit`` and a final ``poll`` the memory of a transfer belongs to the mover. A final state means
@@ -8,6 +8,7 @@ that *nothing will touch that memory any more*; a mover that cannot promise this
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
@@ -78,6 +79,10 @@ class MoverLimits:
     """Over all transfers of this mover."""
     max_transfers_in_flight: int = UNLIMITED
     """Over this mover. GDS takes one batch of a fixed pool for each, however small."""
+    whole_writes: bool = False
+    """A WRITE is one extent from offset 0 and becomes the whole target: objects have no parts to overwrite."""
+    tells_short_reads: bool = True
+    """Where False, a READ past what the target really holds may be DONE with the end of its memory untouched."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +118,7 @@ def checked_rows(count: int, rows: Rows) -> Rows:
 
 
 class Mover(ABC):
-    """Moves bytes between registered memory and opened files.
+    """Moves bytes between registered memory and opened files, or objects: one of the two, by the same calls.
 
     Errors: ``submit`` raises ``MoverError`` when nothing was started (bad ids, extents outside a region, limits).
     After ``submit`` returned, failure is told by ``Transfer.state`` alone; ``poll`` never raises.
@@ -131,16 +136,34 @@ class Mover(ABC):
     def unregister_memory(self, memory: MemoryId) -> None:
         """Forget a region. No transfer of it may be in flight."""
 
-    @abstractmethod
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
         """Open an existing regular file for reading and writing and register ``[0, length_bytes)``.
 
-        Never creates and never truncates. Raises MoverError.
+        Never creates and never truncates. Raises MoverError; so does every mover that moves objects only.
         """
+        raise MoverError(f"{self.name}: moves no files")
+
+    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        """Register ``[0, length_bytes)`` of a regular file that somebody else opened; no I/O, not even metadata.
+
+        ``fd`` is open for reading, and for writing where a WRITE is to come; ``direct`` says whether it has O_DIRECT;
+        ``path`` is for messages. It belongs to the mover from here on, also when this raises (it is closed then); it
+        ends with ``close_file``. Raises MoverError; so does every mover that moves objects only.
+        """
+        os.close(fd)
+        raise MoverError(f"{self.name}: moves no files")
+
+    def open_object(self, name: str, length_bytes: int) -> FileId:
+        """Name an object of ``length_bytes`` in the mover's store, to be read or written. No I/O; it need not exist.
+
+        ``name`` is relative to the mover's prefix, as in ``stores.base``. Raises MoverError; so does every mover that
+        moves files only.
+        """
+        raise MoverError(f"{self.name}: moves no objects")
 
     @abstractmethod
     def close_file(self, file: FileId) -> None:
-        """Deregister and close. No transfer of it may be in flight."""
+        """Deregister and close a file or forget an object. No transfer of it may be in flight."""
 
     @abstractmethod
     def submit(

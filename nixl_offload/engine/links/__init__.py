@@ -1,0 +1,1 @@
+"""Links: how a rank reaches one tier, over that tier's mover. See ``base``."""

@@ -1,0 +1,98 @@
+"""A circuit breaker: after failures in a row a tier is left alone, tried again by itself, used again when it answers.
+
+Threading: no lock, no clock, no I/O; one owner, who passes the time in (monotonic seconds).
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+
+logger = logging.getLogger(__name__)
+
+
+class BreakerState(Enum):
+    """CLOSED is the good state: everything passes."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    """Nothing passes until the pause is over."""
+    HALF_OPEN = "half_open"
+    """One trial is out; nothing else passes until it is back."""
+
+
+class Breaker:
+    """Opens after ``threshold`` failures in a row; pauses double from ``first_pause_s`` to ``longest_pause_s``.
+
+    Whoever is let through must tell how it went, by ``succeeded`` or ``failed``; a trial that is not heard of within
+    ``trial_limit_s`` counts as lost, and the next caller is the trial.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        threshold: int = 3,
+        first_pause_s: float = 1.0,
+        longest_pause_s: float = 30.0,
+        trial_limit_s: float = 30.0,
+    ) -> None:
+        """Start closed. ``name`` opens each message, such as "S3 tier s3://bucket/prefix"."""
+        self._name = name
+        self._threshold = threshold
+        self._first_pause_s = first_pause_s
+        self._longest_pause_s = longest_pause_s
+        self._trial_limit_s = trial_limit_s
+        self._pause_s = first_pause_s
+        self._failures = 0
+        self._opened_s = 0.0
+        self._until_s = 0.0
+        self.state = BreakerState.CLOSED
+        self.cause = ""
+        """Why it is open, in a word; empty while closed."""
+        self.openings = 0
+        """How often it has opened; for metrics."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether everything passes."""
+        return self.state is BreakerState.CLOSED
+
+    def allows(self, now_s: float) -> bool:
+        """Say whether one may go now. When a pause is over the first to ask is the trial: True for it alone."""
+        if self.state is BreakerState.CLOSED:
+            return True
+        if now_s < self._until_s:
+            return False
+        self.state = BreakerState.HALF_OPEN
+        self._until_s = now_s + self._trial_limit_s
+        return True
+
+    def succeeded(self, now_s: float) -> None:
+        """Take note of a success. Closes the breaker if a trial was out; a straggler's success does not."""
+        self._failures = 0
+        if self.state is not BreakerState.HALF_OPEN:
+            return
+        logger.info("%s: in use again after %.0f s (was: %s)", self._name, now_s - self._opened_s, self.cause)
+        self.state, self.cause, self._pause_s = BreakerState.CLOSED, "", self._first_pause_s
+
+    def failed(self, cause: str, message: str, now_s: float) -> None:
+        """Take note of a failure: opens after ``threshold`` in a row, and again, for twice as long, after a trial's."""
+        self._failures += 1
+        if self.state is BreakerState.HALF_OPEN:
+            self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
+            self.state, self._until_s = BreakerState.OPEN, now_s + self._pause_s
+            logger.debug("%s: still out of use: %s", self._name, message)
+        elif self.state is BreakerState.CLOSED and self._failures >= self._threshold:
+            self.state, self.cause, self._opened_s = BreakerState.OPEN, cause, now_s
+            self._until_s = now_s + self._pause_s
+            self.openings += 1
+            logger.warning(
+                "%s: out of use (%s): %s. Requests go on and compute what they need; trying again in %.0f s, then "
+                "every %.0f s at most.",
+                self._name,
+                cause,
+                message,
+                self._pause_s,
+                self._longest_pause_s,
+            )
