@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from nixl_offload.index import State
-from nixl_offload.types import Key, Location, Lookup, Outcome
+from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
 
 NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
 """Stands for a chunk that is gone; a rank answers it with FAILED and the request recomputes."""
+
+NOBODY = Asker("")
 
 
 class Tier(Protocol):
@@ -60,13 +62,6 @@ class Tier(Protocol):
         ...
 
 
-class Asker(NamedTuple):
-    """Who looks a key up: which request, and the token at which the key ends in it (None: not known)."""
-
-    request_id: str
-    end_token: int | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Grant:
     """What a job may touch. ``keys[i]`` lies at ``locations[i]``."""
@@ -85,9 +80,12 @@ class _Ticket:
     opened_s: float
     failures: dict[int, Outcome] = field(default_factory=dict)
 
-    @property
-    def bytes_total(self) -> int:
-        return sum(location.slot_bytes for location in self.locations)
+    def keys_by_tier(self) -> dict[int, list[Key]]:
+        keys: dict[int, list[Key]] = {}
+        for key, location in zip(self.keys, self.locations, strict=True):
+            if location.tier >= 0:
+                keys.setdefault(location.tier, []).append(key)
+        return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +137,30 @@ class Catalog:
         """Bytes per rank that are reserved and not yet settled."""
         return self._backlog_bytes
 
-    def lookup(self, key: Key, now_s: float) -> Lookup:
-        """Say whether ``key`` can be loaded, from the nearest tier that knows it."""
-        pending = False
+    def lookup(self, key: Key, now_s: float, asker: Asker = NOBODY) -> Lookup:
+        """Say whether ``key`` can be loaded, from the nearest tier that knows it.
+
+        RETRY where a tier has to go and look: it begins at the next ``flush``, and answers within its own deadline.
+        """
+        answers = [Lookup.MISS]
         for tier in self._tiers:
-            state = tier.state(key)
-            if state is State.READY:
-                return Lookup.HIT
-            pending = pending or state is State.WRITING
-        if pending and now_s - self._writing_since.get(key, now_s) <= self._pending_limit_s:
+            answer = tier.lookup(key, asker, now_s)
+            if answer is Lookup.HIT:
+                return answer
+            answers.append(answer)
+        if Lookup.PENDING in answers and now_s - self._writing_since.get(key, now_s) <= self._pending_limit_s:
             return Lookup.PENDING
-        return Lookup.MISS
+        return Lookup.RETRY if Lookup.RETRY in answers else Lookup.MISS
+
+    def flush(self, now_s: float) -> None:
+        """The scheduler's step is over: tiers begin what lookups have asked for."""
+        for tier in self._tiers:
+            tier.flush(now_s)
+
+    def forget_asker(self, request_id: str) -> None:
+        """No more lookups will come for this request."""
+        for tier in self._tiers:
+            tier.forget_asker(request_id)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Mark chunks, in prefix order, as recently used, wherever they are."""
@@ -191,7 +202,7 @@ class Catalog:
         locations = [self._pin(key) for key in wanted]
         return self._open(is_store=False, keys=wanted, locations=locations, now_s=now_s)
 
-    def report(self, ticket: int, ranks: int, failures: Mapping[int, Outcome]) -> Settled | None:
+    def report(self, ticket: int, ranks: int, failures: Mapping[int, Outcome], now_s: float) -> Settled | None:
         """Take what ``ranks`` ranks say of a ticket: ``failures`` maps positions in its keys to outcomes.
 
         Returns how it ended once the last rank has spoken, else None. Unknown tickets are ignored.
@@ -210,7 +221,13 @@ class Catalog:
         if record.is_store:
             self._settle_store(record, failed)
         else:
-            self._settle_load(record, failed)
+            self._settle_load(record)
+        for position, keys in record.keys_by_tier().items():
+            tier, among = self._tiers[position], {key: failed[key] for key in keys if key in failed}
+            if record.is_store:
+                tier.stored(keys, among, now_s)
+            else:
+                self._removed.extend(tier.loaded(keys, among, now_s))
         return Settled(record.is_store, record.keys, failed)
 
     def clear(self) -> None:
@@ -256,12 +273,7 @@ class Catalog:
                 stored.append(key)
         self._stored.extend(reversed(stored))
 
-    def _settle_load(self, record: _Ticket, failed: Mapping[Key, Outcome]) -> None:
+    def _settle_load(self, record: _Ticket) -> None:
         for key, location in zip(reversed(record.keys), reversed(record.locations), strict=True):
-            if location.tier < 0:
-                continue
-            tier = self._tiers[location.tier]
-            tier.unpin(key)
-            if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED and tier.state(key) is State.READY:
-                tier.drop(key)
-                self._removed.append(key)
+            if location.tier >= 0:
+                self._tiers[location.tier].unpin(key)

@@ -37,6 +37,13 @@ class Location(NamedTuple):
     """Size of the slot, header page included; names the size class."""
 
 
+class Asker(NamedTuple):
+    """Who looks a key up: which request, and the token at which the key ends in it (None: not known)."""
+
+    request_id: str
+    end_token: int | None = None
+
+
 class Lookup(Enum):
     """Answer to "is this chunk there?"."""
 

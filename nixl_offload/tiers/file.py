@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nixl_offload.config import FileTier as FileTierConfig
@@ -19,7 +19,7 @@ from nixl_offload.index.durable import DurableIndex
 from nixl_offload.namespace import Namespace
 from nixl_offload.tiers.directory import TierDirectory
 from nixl_offload.tiers.slab import SlabAllocator
-from nixl_offload.types import Key, Location
+from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,19 @@ class FileTier:
         """Return the state of ``key`` in this tier, None when it does not know the key."""
         return self._index.state(key)
 
+    def lookup(self, key: Key, asker: Asker, now_s: float) -> Lookup:
+        """Say whether ``key`` can be loaded: nobody else writes here, so the index knows."""
+        state = self._index.state(key)
+        if state is State.READY:
+            return Lookup.HIT
+        return Lookup.PENDING if state is State.WRITING else Lookup.MISS
+
+    def flush(self, now_s: float) -> None:
+        """Nothing is asked for in the background."""
+
+    def forget_asker(self, request_id: str) -> None:
+        """Nothing is remembered of requests."""
+
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         if self._lost.is_set():
@@ -183,6 +196,19 @@ class FileTier:
         freed = self._index.drop(key)
         if freed is not None:
             self._free(freed)
+
+    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
+        """A store is over: where storage failed it, look whether the directory is still there."""
+        if Outcome.FAILED in failed.values():
+            self.heal(now_s)
+
+    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
+        """A load is over: drop what did not arrive, or not as it was stored. Returns what was dropped."""
+        bad = [key for key in reversed(keys) if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED]
+        dropped = [key for key in bad if self.state(key) is State.READY]
+        for key in dropped:
+            self.drop(key)
+        return dropped
 
     def clear(self) -> None:
         """Drop everything, now and for the next start. Costs per chunk in use, not per chunk."""

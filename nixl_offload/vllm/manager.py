@@ -20,15 +20,16 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import NOWHERE, Catalog, Lookup
+from nixl_offload.catalog import NOWHERE, Catalog
 from nixl_offload.config import Config
 from nixl_offload.config import FileTier as FileTierSettings
 from nixl_offload.tiers.file import FileTier, SlabPlace
-from nixl_offload.types import Key, Outcome, key_group
+from nixl_offload.types import Asker, Key, Lookup, Outcome, key_group
 from nixl_offload.vllm.identity import build_namespace
 from nixl_offload.vllm.messages import ChunkSpec, TicketReport
 
@@ -38,7 +39,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ANSWERS = {Lookup.MISS: LookupResult.MISS, Lookup.HIT: LookupResult.HIT, Lookup.PENDING: LookupResult.HIT_PENDING}
+_ANSWERS = {
+    Lookup.MISS: LookupResult.MISS,
+    Lookup.HIT: LookupResult.HIT,
+    Lookup.PENDING: LookupResult.HIT_PENDING,
+    Lookup.RETRY: LookupResult.RETRY,
+}
 
 STORE_BACKLOG_STAGINGS = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
@@ -104,7 +110,18 @@ class NixlOffloadManager(OffloadingManager):
         """Say whether one chunk can be loaded."""
         if self._catalog is None:
             return LookupResult.MISS
-        return _ANSWERS[self._catalog.lookup(Key(key), time.monotonic())]
+        asker = Asker(req_context.req_id, req_context.get_offload_key_position(key))
+        return _ANSWERS[self._catalog.lookup(Key(key), time.monotonic(), asker)]
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """A step is scheduled: tiers go and look for what its lookups did not find in memory."""
+        if self._catalog is not None:
+            self._catalog.flush(time.monotonic())
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget what is remembered of a request's lookups."""
+        if self._catalog is not None:
+            self._catalog.forget_asker(req_context.req_id)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier that served a hit: this one is a disk."""
@@ -142,10 +159,9 @@ class NixlOffloadManager(OffloadingManager):
         lost: set[OffloadKey] = set()
         if self._catalog is None:
             return lost
+        now_s = time.monotonic()
         for ticket, report in reports.items():
-            settled = self._catalog.report(ticket, report.ranks, report.failures)
-            if settled is not None and settled.is_store and Outcome.FAILED in settled.failed.values():
-                self._tier_heal()
+            settled = self._catalog.report(ticket, report.ranks, report.failures, now_s)
             if settled is not None and not settled.is_store:
                 lost.update(OffloadKey(key) for key in settled.failed)
             if settled is not None and settled.failed:
@@ -181,10 +197,6 @@ class NixlOffloadManager(OffloadingManager):
         """Write the durable index out and release the directory's lock."""
         if self._tier is not None:
             self._tier.close()
-
-    def _tier_heal(self) -> None:
-        assert self._tier is not None
-        self._tier.heal(time.monotonic())
 
     def _collect_events(self) -> None:
         assert self._catalog is not None

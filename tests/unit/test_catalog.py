@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Catalog, Lookup
+from nixl_offload.catalog import Catalog
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.file import FileTier, SlabPlace
 from nixl_offload.tiers.slab import SlabAllocator
-from nixl_offload.types import Key, Outcome
+from nixl_offload.types import Key, Lookup, Outcome
 
 SLOT = 8192
 
@@ -49,7 +49,7 @@ def _key(number: int) -> Key:
 def _store(catalog: Catalog, *numbers: int) -> None:
     grant = catalog.reserve([_key(number) for number in numbers], 0.0)
     assert grant is not None
-    catalog.report(grant.ticket, 1, {})
+    catalog.report(grant.ticket, 1, {}, 0.0)
 
 
 def test_a_chunk_is_served_only_after_all_ranks_have_stored_it(make: MakeCatalog) -> None:
@@ -57,9 +57,9 @@ def test_a_chunk_is_served_only_after_all_ranks_have_stored_it(make: MakeCatalog
     grant = catalog.reserve([_key(1)], 0.0)
     assert grant is not None
     assert catalog.lookup(_key(1), 0.1) is Lookup.PENDING
-    assert catalog.report(grant.ticket, 1, {}) is None
+    assert catalog.report(grant.ticket, 1, {}, 0.0) is None
     assert catalog.lookup(_key(1), 0.1) is Lookup.PENDING
-    assert catalog.report(grant.ticket, 1, {}) is not None
+    assert catalog.report(grant.ticket, 1, {}, 0.0) is not None
     assert catalog.lookup(_key(1), 0.1) is Lookup.HIT
     assert catalog.take_changes() == ([_key(1)], [])
 
@@ -68,8 +68,8 @@ def test_one_failed_rank_drops_the_chunk_and_keeps_its_siblings(make: MakeCatalo
     catalog = make(world_size=2)
     grant = catalog.reserve([_key(1), _key(2)], 0.0)
     assert grant is not None
-    catalog.report(grant.ticket, 1, {0: Outcome.FAILED})
-    settled = catalog.report(grant.ticket, 1, {})
+    catalog.report(grant.ticket, 1, {0: Outcome.FAILED}, 0.0)
+    settled = catalog.report(grant.ticket, 1, {}, 0.0)
     assert settled is not None
     assert settled.failed == {_key(1): Outcome.FAILED}
     assert catalog.lookup(_key(1), 0.0) is Lookup.MISS
@@ -84,7 +84,7 @@ def test_a_failed_load_drops_the_chunk(make: MakeCatalog, outcome: Outcome) -> N
     catalog = make()
     _store(catalog, 1, 2)
     grant = catalog.prepare_load([_key(1), _key(2)], 0.0)
-    catalog.report(grant.ticket, 1, {1: outcome})
+    catalog.report(grant.ticket, 1, {1: outcome}, 0.0)
     assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
     assert catalog.lookup(_key(2), 0.0) is Lookup.MISS
 
@@ -93,7 +93,7 @@ def test_a_load_given_up_for_load_shedding_keeps_the_chunk(make: MakeCatalog) ->
     catalog = make()
     _store(catalog, 1)
     grant = catalog.prepare_load([_key(1)], 0.0)
-    catalog.report(grant.ticket, 1, {0: Outcome.DROPPED})
+    catalog.report(grant.ticket, 1, {0: Outcome.DROPPED}, 0.0)
     assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
 
 
@@ -101,7 +101,7 @@ def test_a_chunk_that_is_gone_gets_a_location_nobody_can_read(make: MakeCatalog)
     catalog = make()
     grant = catalog.prepare_load([_key(9)], 0.0)
     assert grant.locations[0].offset < 0
-    catalog.report(grant.ticket, 1, {0: Outcome.FAILED})
+    catalog.report(grant.ticket, 1, {0: Outcome.FAILED}, 0.0)
     assert catalog.open_tickets == 0
 
 
@@ -133,8 +133,8 @@ def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(m
     assert catalog.lookup(_key(1), 0.0) is Lookup.MISS
     assert catalog.lookup(_key(2), 0.0) is Lookup.MISS
     assert catalog.reserve([_key(3)], 0.0) is None, "both slots are still in somebody's hands"
-    catalog.report(loading.ticket, 1, {})
-    catalog.report(storing.ticket, 1, {})
+    catalog.report(loading.ticket, 1, {}, 0.0)
+    catalog.report(storing.ticket, 1, {}, 0.0)
     assert catalog.lookup(_key(2), 0.0) is Lookup.MISS, "stored before the reset, so never served after it"
     grant = catalog.reserve([_key(3), _key(4)], 0.0)
     assert grant is not None
@@ -152,7 +152,7 @@ def test_a_prefix_is_evicted_from_its_end(make: MakeCatalog, used: str) -> None:
     else:
         _store(catalog, 4, 3, 2, 1)
     if used == "loaded":
-        catalog.report(catalog.prepare_load(prefix, 0.0).ticket, 1, {})
+        catalog.report(catalog.prepare_load(prefix, 0.0).ticket, 1, {}, 0.0)
     if used == "touched":
         catalog.touch(prefix)
     _store(catalog, 8, 9)
@@ -175,7 +175,7 @@ def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeCatalog) -
     assert grant is not None
     assert grant.keys == (_key(0), _key(1)), "a prefix is worth keeping, a suffix is not"
     assert catalog.reserve([_key(7)], 0.0) is None
-    catalog.report(grant.ticket, 1, {})
+    catalog.report(grant.ticket, 1, {}, 0.0)
     assert catalog.reserve([_key(7)], 0.0) is not None
 
 
@@ -187,7 +187,7 @@ def test_stuck_storage_does_not_hold_requests_back(make: MakeCatalog) -> None:
 
 
 def test_reports_of_unknown_tickets_are_ignored(make: MakeCatalog) -> None:
-    assert make().report(77, 1, {0: Outcome.FAILED}) is None
+    assert make().report(77, 1, {0: Outcome.FAILED}, 0.0) is None
 
 
 def test_eviction_tells_what_was_removed(make: MakeCatalog) -> None:
