@@ -28,7 +28,14 @@ from nixl_offload.movers.base import (
     Transfer,
     TransferState,
 )
-from nixl_offload.movers.handles import FileEntry, HandleTable, MemoryEntry, fork_message, open_regular_file
+from nixl_offload.movers.handles import (
+    FileEntry,
+    HandleTable,
+    MemoryEntry,
+    check_adopted,
+    fork_message,
+    open_regular_file,
+)
 from nixl_offload.types import PAGE_BYTES
 
 _TASK_BYTES = 8 << 20
@@ -85,6 +92,16 @@ class CopyMover(Mover):
         fd, direct = open_regular_file(path, direct_io=direct_io)
         return self._table.add_file(FileEntry(fd, path, length_bytes, direct_io, direct))
 
+    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        """See Mover."""
+        try:
+            self._check_usable()
+        except MoverError:
+            os.close(fd)
+            raise
+        check_adopted(fd, path)
+        return self._table.add_file(FileEntry(fd, path, length_bytes, direct, direct))
+
     def close_file(self, file: FileId) -> None:
         """See Mover. Raises MoverError while a transfer is in flight."""
         os.close(self._table.pop_file(file).fd)
@@ -94,7 +111,7 @@ class CopyMover(Mover):
     ) -> Transfer:
         """See Mover."""
         self._check_usable()
-        m, mem, f, fil = self._table.check(self.limits, memory, memory_extents, file, file_extents)
+        m, mem, f, fil = self._table.check(self.limits, op, memory, memory_extents, file, file_extents)
         transfer = _CopyTransfer(op, int(mem[:, 1].sum()), memory=m, file=f)
         if not len(mem):
             transfer.state = TransferState.DONE

@@ -38,7 +38,7 @@ class FaultKind(Enum):
     LATE = "late"
     """PENDING for ``amount`` more polls after the bytes have arrived."""
     CORRUPT = "corrupt"
-    """DONE, with byte number ``amount`` of the transfer flipped where it arrived (host memory only)."""
+    """DONE, with byte number ``amount`` of the transfer flipped where it arrived (host memory, file or object)."""
     REFUSE = "refuse"
     """``submit`` raises MoverError."""
     STUCK = "stuck"
@@ -66,6 +66,8 @@ class _FaultyTransfer(Transfer):
     inner: Transfer | None = None
     polls_left: int = 0
     request: tuple[MemoryId, Extents, FileId, Extents] | None = None
+    cut: FileId | None = None
+    """The object that was named for a short write."""
 
 
 class FaultyMover(Mover):
@@ -83,6 +85,7 @@ class FaultyMover(Mover):
         self._released = Event()
         self._regions: dict[MemoryId, MemoryRegion] = {}
         self._paths: dict[FileId, str] = {}
+        self._objects: dict[FileId, str] = {}
         self._direct: set[FileId] = set()
         self._stuck: set[_FaultyTransfer] = set()
 
@@ -99,9 +102,24 @@ class FaultyMover(Mover):
 
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
         """See Mover."""
-        file = self.inner.open_file(path, length_bytes, direct_io=direct_io)
+        return self._opened(self.inner.open_file(path, length_bytes, direct_io=direct_io), path, direct=direct_io)
+
+    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        """See Mover."""
+        # By the descriptor, for the file may have no name, or another one soon.
+        return self._opened(
+            self.inner.adopt_file(fd, path, length_bytes, direct=direct), f"/proc/self/fd/{fd}", direct=direct
+        )
+
+    def open_object(self, name: str, length_bytes: int) -> FileId:
+        """See Mover."""
+        file = self.inner.open_object(name, length_bytes)
+        self._objects[file] = name
+        return file
+
+    def _opened(self, file: FileId, path: str, *, direct: bool) -> FileId:
         self._paths[file] = path
-        if direct_io:
+        if direct:
             self._direct.add(file)
         return file
 
@@ -109,6 +127,8 @@ class FaultyMover(Mover):
         """See Mover."""
         self.inner.close_file(file)
         self._paths.pop(file, None)
+        self._objects.pop(file, None)
+        self._direct.discard(file)
 
     def release(self) -> None:
         """Let stuck transfers go on, those of the future included."""
@@ -132,8 +152,13 @@ class FaultyMover(Mover):
             grid = self.limits.alignment_bytes if file in self._direct else 1
             amount = fault.amount // grid * grid
             mem, fil = _head(memory_extents, amount), _head(file_extents, amount)
+            if op is Op.WRITE and len(fil) and amount < total_bytes and file in self._objects:
+                # An object is written whole, so the short one is another object under the same name.
+                transfer.cut = file = self.inner.open_object(self._objects[file], amount)
             transfer.inner = self.inner.submit(op, memory, mem, file, fil)
         else:
+            if fault.kind is FaultKind.CORRUPT and op is Op.WRITE and file in self._objects:
+                self._flip(transfer, fault.amount, source=True)
             transfer.inner = self.inner.submit(op, memory, memory_extents, file, file_extents)
         return transfer
 
@@ -160,10 +185,14 @@ class FaultyMover(Mover):
             return transfer.state
         transfer.error, transfer.quarantine = transfer.inner.error, transfer.inner.quarantine
         transfer.state = transfer.inner.state
+        if transfer.cut is not None and not transfer.quarantine:
+            self.inner.close_file(transfer.cut)
         if fault.kind is FaultKind.FAIL:
             transfer.error = f"{self.name}: failed by a scripted fault"
             transfer.quarantine |= fault.quarantine
             transfer.state = TransferState.FAILED
+        elif fault.kind is FaultKind.CORRUPT and transfer.request[2] in self._objects and transfer.op is Op.WRITE:
+            self._flip(transfer, fault.amount, source=True)  # back, for the memory itself was right
         elif fault.kind is FaultKind.CORRUPT and transfer.state is TransferState.DONE:
             self._flip(transfer, fault.amount)
         return transfer.state
@@ -185,16 +214,20 @@ class FaultyMover(Mover):
                     return fault
         return None
 
-    def _flip(self, transfer: _FaultyTransfer, position: int) -> None:
-        """Flip all bits of byte ``position`` of the transfer, counted over its rows in order."""
+    def _flip(self, transfer: _FaultyTransfer, position: int, *, source: bool = False) -> None:
+        """Flip all bits of byte ``position`` of the transfer, counted over its rows in order, where it arrives.
+
+        ``source``: in the memory that it comes from.
+        """
         if transfer.request is None:
             return
         memory, memory_extents, file, file_extents = transfer.request
-        extents = memory_extents if transfer.op is Op.READ else file_extents
+        in_memory = source or transfer.op is Op.READ
+        extents = memory_extents if in_memory else file_extents
         ends = np.cumsum(extents[:, 1])
         row = int(np.searchsorted(ends, position, side="right"))
         offset = int(extents[row, 0] + position - (ends[row] - extents[row, 1]))
-        if transfer.op is Op.READ:
+        if in_memory:
             region = self._regions[memory]
             if region.kind is not MemoryKind.DRAM:
                 raise MoverError(f"{self.name}: a scripted flip works on host memory only")

@@ -20,6 +20,7 @@ from nixl_offload.movers.base import (
     MemoryId,
     MemoryRegion,
     MoverLimits,
+    Op,
     Prepared,
     Rows,
     checked_rows,
@@ -39,13 +40,14 @@ class MemoryEntry:
 
 @dataclass(slots=True, eq=False)
 class FileEntry:
-    """An opened file."""
+    """An opened file, or an object that was named."""
 
     fd: int
+    """Of a file; for an object whatever number its mover knows it by."""
     path: str
     length_bytes: int
-    direct_asked: bool
-    direct: bool
+    direct_asked: bool = False
+    direct: bool = False
     """Really opened with O_DIRECT."""
     in_flight: int = 0
 
@@ -73,6 +75,17 @@ def open_regular_file(path: str, *, direct_io: bool) -> tuple[int, bool]:
         os.close(fd)
         raise MoverError(f"cannot use {path}: not a regular file")
     return fd, direct
+
+
+def check_adopted(fd: int, path: str) -> None:
+    """Raise MoverError, and close ``fd``, unless it is a regular file's."""
+    try:
+        mode = os.fstat(fd).st_mode
+    except OSError as error:
+        raise MoverError(f"cannot use {path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise MoverError(f"cannot use {path}: not a regular file")
 
 
 def fork_message(mover: str, pid: int) -> str:
@@ -192,6 +205,7 @@ class HandleTable:
     def check(
         self,
         limits: MoverLimits,
+        op: Op,
         memory: MemoryId,
         memory_extents: Extents,
         file: FileId,
@@ -207,20 +221,25 @@ class HandleTable:
             check_alignment(mem, m.region.address, fil, limits.alignment_bytes)
         if len(mem):
             check_limits(self._mover, len(mem), int(mem[:, 1].max()), limits)
+            if limits.whole_writes and op is Op.WRITE and (len(mem) != 1 or int(fil[0, 1]) != f.length_bytes):
+                raise MoverError(
+                    f"{self._mover}: a write is one extent and the whole of {f.path}, all its {f.length_bytes} bytes"
+                )
         return m, mem, f, fil
 
     def check_prepared(
-        self, limits: MoverLimits, memory: CheckedSide, memory_rows: Rows, file: CheckedSide, file_rows: Rows
+        self, limits: MoverLimits, op: Op, memory: CheckedSide, memory_rows: Rows, file: CheckedSide, file_rows: Rows
     ) -> tuple[MemoryEntry, Rows, FileEntry, Rows, int]:
         """As ``check``, for rows of prepared sides; the rows come back as copies, with the bytes in total."""
         m, f = self.memory(MemoryId(memory.handle)), self.file(FileId(file.handle))
         mem = checked_rows(len(memory.extents), memory_rows)
         fil = checked_rows(len(file.extents), file_rows)
         aligned = not f.direct_asked or not (memory.bits | file.bits) & (limits.alignment_bytes - 1)
-        if memory.row_bytes and memory.row_bytes == file.row_bytes and len(mem) == len(fil) and aligned:
+        quick = aligned and not (limits.whole_writes and op is Op.WRITE)
+        if quick and memory.row_bytes and memory.row_bytes == file.row_bytes and len(mem) == len(fil):
             if len(mem):
                 check_limits(self._mover, len(mem), memory.row_bytes, limits)
             return m, mem, f, fil, len(mem) * memory.row_bytes
         memory_extents = memory.extents[mem]
-        self.check(limits, MemoryId(memory.handle), memory_extents, FileId(file.handle), file.extents[fil])
+        self.check(limits, op, MemoryId(memory.handle), memory_extents, FileId(file.handle), file.extents[fil])
         return m, mem, f, fil, int(memory_extents[:, 1].sum())

@@ -27,7 +27,15 @@ from nixl_offload.movers.base import (
     Transfer,
     TransferState,
 )
-from nixl_offload.movers.handles import CheckedSide, FileEntry, HandleTable, MemoryEntry, fork_message, side_facts
+from nixl_offload.movers.handles import (
+    CheckedSide,
+    FileEntry,
+    HandleTable,
+    MemoryEntry,
+    check_limits,
+    fork_message,
+    side_facts,
+)
 
 
 def split_extents(memory_extents: Extents, file_extents: Extents, max_extent_bytes: int) -> tuple[Extents, Extents]:
@@ -75,7 +83,7 @@ class _LimitedPrepared(CheckedSide):
 
 
 class LimitedMover(Mover):
-    """The contract of the wrapped mover without its limits; alignment stays, for nobody can split that away.
+    """The contract of the wrapped mover without its limits; alignment and whole writes stay: nobody can split those.
 
     A transfer is final only when all its parts are. One failed part fails it: parts not yet started never start, those
     that run are waited for, and it is quarantined if any of them is. Parts start in the order of ``submit``.
@@ -90,6 +98,8 @@ class LimitedMover(Mover):
             max_extent_bytes=UNLIMITED,
             max_extents_per_transfer=UNLIMITED,
             max_extents_in_flight=UNLIMITED,
+            whole_writes=inner.whole_writes,
+            tells_short_reads=inner.tells_short_reads,
         )
         self.inner = mover
         self._inner_limits = inner
@@ -129,7 +139,19 @@ class LimitedMover(Mover):
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
         """See Mover."""
         inner = self.inner.open_file(path, length_bytes, direct_io=direct_io)
-        file = self._table.add_file(FileEntry(-1, path, length_bytes, direct_io, direct_io))
+        return self._opened(inner, FileEntry(-1, path, length_bytes, direct_io, direct_io))
+
+    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        """See Mover."""
+        inner = self.inner.adopt_file(fd, path, length_bytes, direct=direct)
+        return self._opened(inner, FileEntry(-1, path, length_bytes, direct, direct))
+
+    def open_object(self, name: str, length_bytes: int) -> FileId:
+        """See Mover."""
+        return self._opened(self.inner.open_object(name, length_bytes), FileEntry(-1, name, length_bytes))
+
+    def _opened(self, inner: FileId, entry: FileEntry) -> FileId:
+        file = self._table.add_file(entry)
         self._inner_ids[file] = inner
         return file
 
@@ -148,8 +170,10 @@ class LimitedMover(Mover):
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
     ) -> Transfer:
-        """See Mover. Never refuses for size or number."""
-        m, mem, f, fil = self._table.check(self.limits, memory, memory_extents, file, file_extents)
+        """See Mover. Never refuses for size or number, but for a whole write that the wrapped mover cannot take."""
+        m, mem, f, fil = self._table.check(self.limits, op, memory, memory_extents, file, file_extents)
+        if self.limits.whole_writes and op is Op.WRITE:
+            check_limits(self.name, len(mem), int(mem[:, 1].max(initial=0)), self._inner_limits)
         transfer = _LimitedTransfer(op, int(mem[:, 1].sum()), entries=(m, f))
         mem, fil = split_extents(mem, fil, self._piece_bytes)
         inner_memory, inner_file = MemoryId(self._inner_ids[memory]), FileId(self._inner_ids[file])
@@ -185,7 +209,7 @@ class LimitedMover(Mover):
         if memory not in self._prepared or file not in self._prepared:
             raise MoverError(f"{self.name}: prepared elsewhere, or released before")
         m, memory_index, f, file_index, total_bytes = self._table.check_prepared(
-            self.limits, memory, memory_rows, file, file_rows
+            self.limits, op, memory, memory_rows, file, file_rows
         )
         if not (memory.fits and file.fits):
             mem, fil = memory.extents[memory_index], file.extents[file_index]

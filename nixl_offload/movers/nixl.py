@@ -41,6 +41,7 @@ from nixl_offload.movers.handles import (
     FileEntry,
     HandleTable,
     MemoryEntry,
+    check_adopted,
     checked_extents,
     fork_message,
     open_regular_file,
@@ -124,16 +125,29 @@ class NixlMover(Mover):
         """See Mover."""
         agent = self._usable_agent()
         fd, direct = open_regular_file(path, direct_io=direct_io)
+        return self._register_file(agent, FileEntry(fd, path, length_bytes, direct_io, direct))
+
+    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        """See Mover."""
         try:
-            # Empty meta info is fd mode: the device id is the descriptor.
-            registered = self._translate(
-                f"register {path}",
-                lambda: agent.register_memory([(0, length_bytes, fd, "")], "FILE", [self._plugin.plugin]),
-            )
+            agent = self._usable_agent()
         except MoverError:
             os.close(fd)
             raise
-        file = self._table.add_file(FileEntry(fd, path, length_bytes, direct_io, direct))
+        check_adopted(fd, path)
+        return self._register_file(agent, FileEntry(fd, path, length_bytes, direct, direct))
+
+    def _register_file(self, agent: Any, entry: FileEntry) -> FileId:
+        try:
+            # Empty meta info is fd mode: the device id is the descriptor.
+            registered = self._translate(
+                f"register {entry.path}",
+                lambda: agent.register_memory([(0, entry.length_bytes, entry.fd, "")], "FILE", [self._plugin.plugin]),
+            )
+        except MoverError:
+            os.close(entry.fd)
+            raise
+        file = self._table.add_file(entry)
         self._registered[file] = registered
         return file
 
@@ -154,7 +168,7 @@ class NixlMover(Mover):
     ) -> Transfer:
         """See Mover."""
         agent = self._usable_agent()
-        m, mem, f, fil = self._table.check(self.limits, memory, memory_extents, file, file_extents)
+        m, mem, f, fil = self._table.check(self.limits, op, memory, memory_extents, file, file_extents)
         total_bytes = int(mem[:, 1].sum())
         if not len(mem):
             return Transfer(op, 0, TransferState.DONE)
@@ -224,7 +238,7 @@ class NixlMover(Mover):
         if memory not in self._prepared or file not in self._prepared:
             raise MoverError(f"{self.name}: prepared elsewhere, or released before")
         m, memory_index, f, file_index, total_bytes = self._table.check_prepared(
-            self.limits, memory, memory_rows, file, file_rows
+            self.limits, op, memory, memory_rows, file, file_rows
         )
         if not len(memory_index):
             return Transfer(op, 0, TransferState.DONE)

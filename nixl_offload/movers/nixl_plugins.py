@@ -81,6 +81,7 @@ PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
                 max_extents_per_transfer=128,
                 max_extents_in_flight=16 * 128,
                 max_transfers_in_flight=16,
+                tells_short_reads=False,
             ),
             settles_before_error=False,
             reports_failures=False,

@@ -195,6 +195,31 @@ class MoverSuite(MoverRigs):
         want[2 * MIB : 2 * MIB + 4 * KIB] = rig.memory[: 4 * KIB]
         assert np.array_equal(rig.raw_read(), want)
 
+    def test_adopted_file(self, rig: Rig) -> None:
+        """A descriptor that somebody else opened moves bytes as an opened file does, and is the mover's to close."""
+        fd = os.open(rig.path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct_io else 0))
+        file = rig.mover.adopt_file(fd, "elsewhere", rig.size_bytes, direct=self.direct_io)
+        where = extents([0], MIB)
+        transfer = rig.mover.submit(Op.READ, rig.memory_id, where, file, extents([3 * MIB], MIB))
+        assert rig.wait(transfer).state is TransferState.DONE
+        assert np.array_equal(rig.memory[:MIB], rig.stored[3 * MIB :])
+        transfer = rig.mover.submit(Op.WRITE, rig.memory_id, where, file, extents([2 * MIB], MIB))
+        assert rig.wait(transfer).state is TransferState.DONE
+        want = rig.stored.copy()
+        want[2 * MIB : 3 * MIB] = want[3 * MIB :]
+        assert np.array_equal(rig.raw_read(), want)
+        rig.mover.close_file(file)
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(fd)
+
+    def test_adopts_no_directory(self, rig: Rig, tmp_path: Path) -> None:
+        """What is refused is closed all the same."""
+        fd = os.open(tmp_path, os.O_RDONLY | os.O_CLOEXEC)
+        with pytest.raises(MoverError, match="elsewhere"):
+            rig.mover.adopt_file(fd, "elsewhere", rig.size_bytes, direct=False)
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(fd)
+
     def test_extents_of_many_sizes(self, rig: Rig) -> None:
         """Lengths may differ from row to row."""
         lengths = np.array([4, 64, 8, 512, 4, 128]) * KIB
