@@ -11,12 +11,13 @@ from nixl_offload.config.load import (
     merge_extra_config,
     parse_config,
 )
-from nixl_offload.config.schema import Config, FileTier, MemoryTier, PolicyName, S3Tier, Tier
+from nixl_offload.config.schema import Config, FileTier, LookupOptions, MemoryTier, PolicyName, S3Tier, Tier
 
 __all__ = [
     "CONNECTOR_NAME",
     "Config",
     "FileTier",
+    "LookupOptions",
     "MemoryTier",
     "PolicyName",
     "S3Tier",

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from nixl_offload.config.document import Path, parse_yaml
-from nixl_offload.config.problems import Problem, find_problems, render, show_value
+from nixl_offload.config.problems import find_problems, render
+from nixl_offload.config.rules import Problem, show_value
 from nixl_offload.config.schema import Config
 from nixl_offload.errors import ConfigError
 

@@ -68,7 +68,7 @@ def test_a_wrong_config_is_a_message_and_exit_code_2(file: Path, capsys: pytest.
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
-        "nixl-offload: kv.yaml:1: tiers[0].kind: 'memory' is not available in nixl-offload 0.1; available: file",
+        "nixl-offload: kv.yaml:1: tiers[0].kind: 'memory' is not available in nixl-offload 0.1; available: file, s3",
         captured.err.splitlines()[1],
     ]
     assert captured.err.splitlines()[1].startswith("kv.yaml:2: chunk: unknown field")

@@ -1,0 +1,102 @@
+"""Kinds of values that fields of the config hold: how each is read, checked and normalised.
+
+Threading: pure functions, safe anywhere. A check raises ValueError that goes on after the value: "is not a size; ...".
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Annotated, Final
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from nixl_offload.units import parse_duration, parse_size
+
+LONGEST_S: Final = 36_500 * 86_400.0
+"""A hundred years: more is a slip, and overflows clocks."""
+
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_ENDPOINT_HOST: Final = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
+_PREFIX_PART: Final = re.compile(r"[A-Za-z0-9._=-]+")
+_PREFIX_CHARS: Final = 512
+"""A store adds up to 200 to it, and S3 ends at 1024."""
+_REGION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _absolute_path(path: str) -> str:
+    if not posixpath.isabs(path):
+        raise ValueError("is not an absolute path; allowed: a directory such as /mnt/nvme/kv")
+    if "\0" in path:
+        raise ValueError("contains a NUL byte")
+    return posixpath.normpath(path)
+
+
+def _absolute_file(path: str) -> str:
+    if not posixpath.isabs(path) or path.endswith("/"):
+        raise ValueError("is not the absolute path of a file; allowed: such as /etc/ssl/certs/our-ca.pem")
+    if not path.isprintable():
+        raise ValueError("contains control characters")
+    return posixpath.normpath(path)
+
+
+def _bucket(bucket: str) -> str:
+    if not _BUCKET.fullmatch(bucket):
+        raise ValueError("is not a bucket name; allowed: 3 to 63 of a-z, 0-9, '.', '-', without s3:// and slashes")
+    return bucket
+
+
+def _prefix(prefix: str) -> str:
+    prefix = prefix.strip("/")
+    parts = prefix.split("/") if prefix else []
+    if len(prefix) > _PREFIX_CHARS or not all(_PREFIX_PART.fullmatch(part) for part in parts) or {".", ".."} & {*parts}:
+        raise ValueError(
+            "is not a prefix; allowed: names of A-Z, a-z, 0-9, '.', '_', '-', '=' with single slashes between them, "
+            f"at most {_PREFIX_CHARS} characters, no '.' or '..'"
+        )
+    return prefix
+
+
+def _endpoint(endpoint: str) -> str:
+    """Return scheme, host and port, without a slash at the end."""
+    if "@" in endpoint:
+        raise ValueError("must not carry credentials; allowed: http(s)://host[:port]")
+    refusal = ValueError("is not an endpoint; allowed: http(s)://host[:port]")
+    try:
+        parts = urlsplit(endpoint)
+        port = parts.port
+    except ValueError:
+        raise refusal from None
+    # Put together again, because urlsplit quietly drops tabs and newlines and forgives much else.
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
+    whole = f"{parts.scheme}://{host}" + ("" if port is None else f":{port}")
+    if parts.scheme not in ("http", "https") or not _ENDPOINT_HOST.fullmatch(host) or port == 0:
+        raise refusal
+    if endpoint.lower().removesuffix("/") != whole:
+        raise refusal
+    return whole
+
+
+def _region(region: str) -> str:
+    if not _REGION.fullmatch(region):
+        raise ValueError("is not a region; allowed: such as eu-central-1")
+    return region
+
+
+def _tenant(tenant: str) -> str:
+    if not _TENANT.fullmatch(tenant):
+        raise ValueError("is not a tenant name; allowed: 1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'")
+    return tenant
+
+
+SizeBytes = Annotated[int, BeforeValidator(parse_size)]
+DurationSeconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=LONGEST_S)]
+AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
+AbsoluteFile = Annotated[str, AfterValidator(_absolute_file)]
+BucketName = Annotated[str, AfterValidator(_bucket)]
+ObjectPrefix = Annotated[str, AfterValidator(_prefix)]
+EndpointUrl = Annotated[str, AfterValidator(_endpoint)]
+RegionName = Annotated[str, AfterValidator(_region)]
+TenantName = Annotated[str, AfterValidator(_tenant)]

@@ -1,0 +1,153 @@
+"""What only a look at the whole file can refuse: credentials, what this release does not build, the order of tiers,
+options that would be ignored.
+
+Threading: pure functions over the data as the YAML gave it, whatever that is. Values of fields that look like
+credentials are never repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from nixl_offload import __version__
+from nixl_offload.config.document import Path
+from nixl_offload.config.schema import AVAILABLE, MOST_TIERS, OWNED_EXTRA_KEYS, TIER_MODELS, TIER_ORDER, literals
+
+_CREDENTIAL: Final = re.compile(
+    r"(access|secret|api|private|account).?key|secret|passw|credential|(session|auth|security|bearer).?token|^token$"
+    r"|^user(name)?$",
+    re.IGNORECASE,
+)
+_USERINFO: Final = re.compile(r"(?<=://)\S*@|[^\s'\"/]*@")
+_MAX_SHOWN_CHARS: Final = 80
+_RELEASE: Final = ".".join(__version__.split(".")[:2])
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong."""
+
+    path: Path
+    message: str
+
+
+def broken_rules(raw: Mapping[str, Any]) -> list[Problem]:
+    """Return what the rules of this module say against ``raw``."""
+    rules = (_credentials(raw, ()), _unavailable(raw), _tier_order(raw), _chain(raw), _ignored(raw), _passthrough(raw))
+    return list(itertools.chain.from_iterable(rules))
+
+
+def show_value(value: object) -> str:
+    """Render ``value`` for an error: short, one line, without what stands before an @ (user and password of a URL)."""
+    text = _USERINFO.sub("***@", repr(value))
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
+
+
+def _credentials(value: object, path: Path) -> Iterator[Problem]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, str) and _CREDENTIAL.search(key):
+                yield Problem(
+                    (*path, key),
+                    "credentials are not part of this file; they come from the AWS chain "
+                    "(environment, ~/.aws, the machine's role); remove the field",
+                )
+            else:
+                yield from _credentials(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            yield from _credentials(item, (*path, position))
+
+
+def _tiers(raw: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    tiers = raw.get("tiers")
+    if isinstance(tiers, list | tuple):
+        yield from ((position, tier) for position, tier in enumerate(tiers) if isinstance(tier, Mapping))
+
+
+def _unavailable(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    for position, tier in _tiers(raw):
+        kind = tier.get("kind")
+        if not isinstance(kind, str) or kind not in TIER_MODELS:
+            continue
+        if kind not in AVAILABLE:
+            yield Problem(("tiers", position, "kind"), _not_available(kind, AVAILABLE))
+            continue
+        for field, built in AVAILABLE[kind].items():
+            value = tier.get(field)
+            if isinstance(value, str) and value in literals(TIER_MODELS[kind], field) and value not in built:
+                yield Problem(("tiers", position, field), _not_available(value, built))
+
+
+def _not_available(value: str, built: Iterable[str]) -> str:
+    return f"{value!r} is not available in nixl-offload {_RELEASE}; available: {', '.join(built)}"
+
+
+def _tier_order(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    kinds = [(position, tier["kind"]) for position, tier in _tiers(raw) if tier.get("kind") in TIER_ORDER]
+    order = f"allowed: any of {', '.join(TIER_ORDER)}, in this order (nearest the GPU first), each at most once"
+    for (_, before), (position, kind) in itertools.pairwise(kinds):
+        if kind in [other for at, other in kinds if at < position]:
+            yield Problem(("tiers", position), f"{kind!r} is given twice; {order}")
+        elif TIER_ORDER.index(kind) < TIER_ORDER.index(before):
+            yield Problem(("tiers", position), f"{kind!r} comes after {before!r}; {order}")
+
+
+def _chain(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    tiers = raw.get("tiers")
+    if isinstance(tiers, list | tuple) and len(tiers) > MOST_TIERS:
+        yield Problem(("tiers", MOST_TIERS), f"a chain of tiers is not available in nixl-offload {_RELEASE}; keep one")
+
+
+def _ignored(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield options that nothing would look at, so that nobody relies on them. Saying null is saying nothing."""
+    for position, tier in _tiers(raw):
+        kind, said = tier.get("kind"), {field for field, value in tier.items() if value is not None}
+        if kind == "file" and tier.get("layout") == "tree":
+            if "policy" in said:
+                yield Problem(
+                    ("tiers", position, "policy"),
+                    "has no meaning with layout: tree, where nixl-offload gc deletes the oldest first; remove it",
+                )
+        elif kind == "file":
+            for field in ("lookup", "warm_start"):
+                if field in said:
+                    yield Problem(
+                        ("tiers", position, field),
+                        "has no meaning with layout: slab, which one engine owns; remove it, or say layout: tree",
+                    )
+        elif kind == "s3":
+            yield from _ignored_of_s3(position, tier, said)
+
+
+def _ignored_of_s3(position: int, tier: Mapping[str, Any], said: set[str]) -> Iterator[Problem]:
+    mover, endpoint = tier.get("mover"), tier.get("endpoint")
+    if "crt_min_size" in said and mover in ("obstore", "boto3"):
+        yield Problem(
+            ("tiers", position, "crt_min_size"),
+            f"has no meaning with mover: {mover}; remove it, or say mover: obj (or auto)",
+        )
+    if "ca_bundle" in said and isinstance(endpoint, str) and endpoint.lower().startswith("http:"):
+        yield Problem(
+            ("tiers", position, "ca_bundle"),
+            "has no meaning with an endpoint without TLS; remove it, or say https:// there",
+        )
+
+
+def _passthrough(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    extra = raw.get("vllm")
+    if not isinstance(extra, Mapping):
+        return
+    for key, value in extra.items():
+        path: Path = ("vllm", key)
+        if key in ("block_size", "blocks_per_chunk"):
+            yield Problem(path, "is set by nixl-offload; say chunk_tokens at the top of the file instead")
+        elif key in OWNED_EXTRA_KEYS:
+            yield Problem(path, "is set by nixl-offload itself; remove it")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            yield Problem(path, f"{show_value(value)} cannot be handed to vLLM as JSON; quote it")
