@@ -1,8 +1,8 @@
 """The worker's half: jobs in, one outcome per chunk out. Everything slow happens on one pump thread.
 
 Threading: one caller thread (vLLM's worker) plus the pump. The caller's methods enqueue and read; none does I/O.
-Ownership: the engine owns the mover, its staging memory and the pump; tensors and slabs belong to the caller, who keeps
-the tensors alive and the blocks of a job untouched until ``wait`` or ``finished`` says otherwise.
+Ownership: the engine owns the links, their movers, its staging memory and the pump; tensors belong to the caller, who
+keeps them alive and the blocks of a job untouched until ``wait`` or ``finished`` says otherwise.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Literal
 
 import torch
 
-from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Lane
+from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.packer import Page, make_packer
-from nixl_offload.engine.paths import ChunkPaths, Memory, new_page_pool
+from nixl_offload.engine.paths import ChunkPaths, new_page_pool
+from nixl_offload.engine.ports import Memory, open_ports
 from nixl_offload.engine.pump import Pump
 from nixl_offload.engine.staging import StagingPool
-from nixl_offload.engine.storage import Slab, SlabLink
-from nixl_offload.errors import LayoutError, MoverError
+from nixl_offload.errors import LayoutError
 from nixl_offload.layout import KVLayout
-from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ STORE_QUEUE_FACTOR = 4
 
 
 class Engine:
-    """Moves chunks between KV blocks and slabs. Each submitted job yields exactly one ``JobResult``, whatever fails.
+    """Moves chunks between KV blocks and tiers. Each submitted job yields exactly one ``JobResult``, whatever fails.
 
     Loads overtake stores. A load becomes OK only after identity, lengths and checksums were verified; on CORRUPT or
     FAILED the blocks of a packed group are untouched, those of a direct group are garbage.
@@ -54,8 +53,7 @@ class Engine:
         *,
         tensors: Sequence[torch.Tensor],
         layout: KVLayout,
-        slab: Slab | Sequence[Slab | None],
-        mover: Mover,
+        links: Sequence[Link | None],
         rank_namespace: bytes,
         staging_bytes: int,
         verify: Literal["checksum", "header"] = "checksum",
@@ -63,35 +61,27 @@ class Engine:
         load_timeout_s: float = 30.0,
         direct_min_extent_bytes: int = DIRECT_MIN_EXTENT_BYTES,
     ) -> None:
-        """Register memory and files, and start the pump.
+        """Register memory, connect the links, and start the pump.
 
         ``tensors``: in the order of ``layout.tensors``, int8 or uint8 of shape (num_blocks, page_bytes), all on one
-        device. ``slab``: opened; a sequence is indexed by ``Location.tier``, a single one is tier 0. A slab that
-        cannot be used yet is no error: storing begins when it can. ``verify="header"`` skips payload checksums only.
-        Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered).
+        device. ``links``: indexed by ``Location.tier``; a tier that cannot be used yet is no error: storing begins when
+        it can. ``verify="header"`` skips payload checksums, except where a read may have been cut short unnoticed.
+        Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); links and
+        movers are the caller's to close then.
         """
         _require_agreement(tensors, layout)
         self._layout = layout
         self._clock = clock
         self._load_timeout_s = load_timeout_s
         self._closed = False
-        slabs = list(slab) if isinstance(slab, Sequence) else [slab]
         pages = [_pages(group.refs) for group in layout.groups]
         self._packer = make_packer(tensors, pages)
         on_device = bool(tensors) and tensors[0].is_cuda
 
         largest = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
         staging = StagingPool(slot_bytes=largest, budget_bytes=staging_bytes, pinned=on_device)
-        header_pages = new_page_pool()
-        plans, tensor_ids = _plan(layout, tensors, mover, direct_min_extent_bytes)
-        memory = Memory(
-            staging=staging,
-            staging_id=mover.register_memory(staging.region),
-            pages=header_pages,
-            pages_id=mover.register_memory(header_pages.region),
-            tensors=tensor_ids,
-        )
-        links = [SlabLink(each, mover, clock) if each is not None else None for each in slabs]
+        memory = Memory(staging, new_page_pool())
+        ports = open_ports(links, memory, layout, tensors, direct_min_extent_bytes=direct_min_extent_bytes)
         for link in links:
             if link is not None:
                 link.connect()
@@ -100,11 +90,9 @@ class Engine:
         paths = ChunkPaths(
             table=self._table,
             layout=layout,
-            plans=plans,
+            ports=ports,
             packer=self._packer,
-            mover=mover,
             memory=memory,
-            links=links,
             rank_namespace=rank_namespace,
             verify_checksum=verify == "checksum",
             clock=clock,
@@ -112,8 +100,8 @@ class Engine:
         )
         self._pump = Pump(self._table, paths, load_timeout_s=load_timeout_s, clock=clock, name="nixl-offload-pump")
         logger.info(
-            "Engine: mover %s, %d staging slots of %.2f MiB, verify=%s",
-            mover.name,
+            "Engine: %s, %d staging slots of %.2f MiB, verify=%s",
+            ", ".join(f"{link.name} by {link.mover.name}" for link in links if link is not None) or "no tier",
             staging.slots_total,
             staging.slot_bytes / 2**20,
             verify,
@@ -182,44 +170,6 @@ class Engine:
             for io in chunks
         ]
         self._table.add(Job(job_id, is_store, self._packer.fence(), self._clock()), sized, lane)
-
-
-def _plan(
-    layout: KVLayout, tensors: Sequence[torch.Tensor], mover: Mover, min_extent_bytes: int
-) -> tuple[list[GroupPlan], dict[int, MemoryId]]:
-    """Choose direct or packed for each group, and register the tensors of the direct ones."""
-    plans: list[GroupPlan] = []
-    registered: dict[int, MemoryId] = {}
-    for position, group in enumerate(layout.groups):
-        kind = MemoryKind.VRAM if tensors[group.refs[0][0]].is_cuda else MemoryKind.DRAM
-        alignment = mover.limits.alignment_bytes
-        smallest = min(page_bytes for _, page_bytes in group.refs)
-        why = ""
-        if kind not in mover.memory_kinds:
-            why = f"{mover.name} cannot touch {kind.value}"
-        elif not layout.is_group_direct_capable(position, alignment):
-            why = f"its pages are not aligned to {alignment} bytes"
-        elif smallest < min_extent_bytes:
-            why = f"its pieces of {smallest} bytes are smaller than {min_extent_bytes}"
-        else:
-            try:
-                for index, _ in group.refs:
-                    if index not in registered:
-                        registered[index] = mover.register_memory(_region(layout, index, tensors[index], kind))
-            except MoverError as error:
-                why = f"its memory cannot be registered: {error}"
-        logger.info("KV group %d: %s%s", position, "packed, because " if why else "direct", why)
-        num_blocks = min(layout.tensors[index].num_blocks for index, _ in group.refs)
-        plans.append(
-            GroupPlan(layout.blocks_per_chunk, group.block_bytes, layout.slot_bytes(position), num_blocks, not why)
-        )
-    return plans, registered
-
-
-def _region(layout: KVLayout, index: int, tensor: torch.Tensor, kind: MemoryKind) -> MemoryRegion:
-    spec = layout.tensors[index]
-    device = tensor.device.index or 0
-    return MemoryRegion(spec.base_address, spec.span_bytes, kind, device if kind is MemoryKind.VRAM else 0)
 
 
 def _pages(refs: Sequence[tuple[int, int]]) -> list[Page]:

@@ -5,6 +5,7 @@ Threading: pure functions over slots that the caller owns; ``GroupPlan`` is writ
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from nixl_offload.engine.jobs import ChunkIO
 from nixl_offload.engine.staging import Slot
+from nixl_offload.errors import LayoutError
 from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header
 from nixl_offload.movers.base import Extents
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
@@ -20,7 +22,10 @@ from nixl_offload.types import PAGE_BYTES, align_up, key_group
 
 @dataclass(slots=True)
 class GroupPlan:
-    """The sizes of a group's chunks and how they travel. ``direct`` is turned off for good by a quarantined load."""
+    """The sizes of a group's chunks and how they travel by one link.
+
+    ``direct`` is turned off for good by a quarantined load.
+    """
 
     blocks: int
     block_bytes: int
@@ -28,6 +33,22 @@ class GroupPlan:
     num_blocks: int
     """Of the KV cache; block ids lie below."""
     direct: bool
+    whole_writes: bool
+    """What is stored is written in one extent, padding and all."""
+    tells_short_reads: bool
+    """See ``movers.base.MoverLimits``."""
+
+
+def check(plan: GroupPlan, io: ChunkIO) -> None:
+    """Raise LayoutError for blocks outside the KV cache or the chunk, and for a location that is too small."""
+    count = len(io.block_ids)
+    if io.location.slot_bytes < plan.slot_bytes:
+        raise LayoutError(f"{io.location} is too small for a chunk of {plan.slot_bytes} bytes")
+    if io.first_block < 0 or count < 1 or io.first_block + count > plan.blocks:
+        raise LayoutError(f"blocks {io.first_block} to {io.first_block + count} of a chunk of {plan.blocks}")
+    lowest, highest = int(io.block_ids.min()), int(io.block_ids.max())
+    if lowest < 0 or highest >= plan.num_blocks:
+        raise LayoutError(f"block ids {lowest} to {highest} of a KV cache of {plan.num_blocks} blocks")
 
 
 def expected(namespace: bytes, plan: GroupPlan, io: ChunkIO) -> Expected:
@@ -49,12 +70,17 @@ def rows(slot: Slot, plan: GroupPlan, io: ChunkIO) -> npt.NDArray[np.uint8]:
 
 
 def spans(plan: GroupPlan, io: ChunkIO) -> Extents:
-    """Return what to move of a slot: header page and the pages that cover the blocks; one extent if they touch."""
+    """Return what to read into a slot: header page and the pages that cover the blocks; one extent if they touch."""
     begin = HEADER_BYTES + io.first_block * plan.block_bytes // PAGE_BYTES * PAGE_BYTES
     end = HEADER_BYTES + align_up((io.first_block + len(io.block_ids)) * plan.block_bytes)
     if begin == HEADER_BYTES:
         return extents([0], [end])
     return extents([0, begin], [HEADER_BYTES, end - begin])
+
+
+def store_spans(plan: GroupPlan, io: ChunkIO) -> Extents:
+    """Return what to write of a slot: as much as is read, or the slot as a whole where there are no parts."""
+    return extents([0], [plan.slot_bytes]) if plan.whole_writes else spans(plan, io)
 
 
 def write_header(slot: Slot, expect: Expected, checksums: npt.NDArray[np.uint64], first_block: int) -> None:
@@ -64,11 +90,23 @@ def write_header(slot: Slot, expect: Expected, checksums: npt.NDArray[np.uint64]
 
 
 def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO, moved: Extents) -> None:
-    """Zero what is written around the blocks, so that no file holds what an earlier chunk left in the slot."""
+    """Zero what is written around the blocks, so that nothing stored holds what an earlier chunk left in the slot."""
     begin, end = int(moved[-1, 0]), int(moved[-1].sum())
     rows_begin = HEADER_BYTES + io.first_block * plan.block_bytes
     slot.memory[max(begin, HEADER_BYTES) : rows_begin] = 0
     slot.memory[rows_begin + len(io.block_ids) * plan.block_bytes : end] = 0
+
+
+def set_canary(slot: Slot, spans: Extents) -> int:
+    """Put one and the same byte at the end of each extent, and return it: a read that is cut short leaves it there."""
+    canary = os.urandom(1)[0]
+    slot.memory[spans.sum(axis=1) - 1] = canary
+    return canary
+
+
+def may_be_short(slot: Slot, spans: Extents, canary: int) -> bool:
+    """Whether some extent still ends in ``canary``. In one of 256 whole reads it does so by chance."""
+    return bool((slot.memory[spans.sum(axis=1) - 1] == canary).any())
 
 
 def extents(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Extents:

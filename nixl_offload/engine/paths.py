@@ -1,26 +1,26 @@
 """The four ways of a chunk: packed or direct, store or load. Each is a generator that yields while it waits.
 
 Threading: the pump's thread; ``has_room`` also under the job table's lock. Ownership: slots belong to the flight; the
-pump gives them back when the generator has ended and every transfer is final.
+pump gives them back when the generator has ended and every transfer is final. Links and their movers belong to the
+paths, which close them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 
 from nixl_offload.checksum import block_checksums
 from nixl_offload.engine import image
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import ChunkIO, JobTable, Stage, Task
+from nixl_offload.engine.links.base import Link, Target
 from nixl_offload.engine.packer import Packer
+from nixl_offload.engine.ports import Memory, Port
 from nixl_offload.engine.pump import MAX_FLIGHTS, Flight
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import Slot, StagingPool
-from nixl_offload.engine.storage import SlabLink
 from nixl_offload.errors import FormatError, LayoutError, MoverError, TierError
 from nixl_offload.format import (
     HEADER_BYTES,
@@ -29,9 +29,9 @@ from nixl_offload.format import (
     verify_blocks,
     verify_checksums,
 )
-from nixl_offload.layout import KVLayout, chunk_extents
-from nixl_offload.movers.base import Extents, FileId, MemoryId, Mover, Op, Transfer, TransferState
-from nixl_offload.types import PAGE_BYTES, Location, Outcome
+from nixl_offload.layout import KVLayout
+from nixl_offload.movers.base import Op, Transfer, TransferState
+from nixl_offload.types import PAGE_BYTES, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +43,6 @@ LOAD_RESERVE = 0.25
 """Share of the staging slots that stores leave to loads."""
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Registered memory: staging slots, header pages for direct chunks, and the KV tensors (direct groups only)."""
-
-    staging: StagingPool
-    staging_id: MemoryId
-    pages: StagingPool
-    pages_id: MemoryId
-    tensors: Mapping[int, MemoryId]
-
-
 class ChunkPaths:
     """Implements ``pump.Paths``. A chunk's failure is its own outcome; nothing here raises for reasons of storage."""
 
@@ -62,38 +51,34 @@ class ChunkPaths:
         *,
         table: JobTable,
         layout: KVLayout,
-        plans: Sequence[GroupPlan],
+        ports: Sequence[Port | None],
         packer: Packer,
-        mover: Mover,
         memory: Memory,
-        links: Sequence[SlabLink | None],
         rank_namespace: bytes,
         verify_checksum: bool,
         clock: Callable[[], float],
         keep_alive: Sequence[object] = (),
     ) -> None:
-        """``keep_alive``: whatever must live as long as I/O may touch its memory."""
+        """``ports`` is indexed by tier; ``keep_alive``: whatever must live as long as I/O may touch its memory."""
         self._table = table
         self._layout = layout
-        self._plans = plans
+        self._ports = ports
         self._packer = packer
-        self._mover = mover
         self._memory = memory
-        self._links = links
         self._namespace = rank_namespace
         self._verify_checksum = verify_checksum
         self._clock = clock
         self._keep_alive = keep_alive
         self._log = RateLog(logger, clock)
-        self.poll = mover.poll
 
     # -- what the pump calls ----------------------------------------------------------------------------------------
 
     def has_room(self, task: Task, stores_in_flight: int) -> bool:
         """See pump.Paths. What can only fail has room: it needs none."""
-        if not 0 <= task.io.group < len(self._plans):
+        way = self._way(task.io)
+        if way is None:
             return True
-        pool = self._pool(self._plans[task.io.group])
+        pool = self._memory.pages if way[1].direct else self._memory.staging
         if not pool.free:
             return pool.usable == 0
         reserve = max(1, int(pool.usable * LOAD_RESERVE))
@@ -101,30 +86,25 @@ class ChunkPaths:
 
     def begin(self, task: Task) -> Flight:
         """See pump.Paths."""
-        plan = self._checked_plan(task.io)
-        flight = Flight(task, direct=plan.direct)
-        if task.job.is_store:
-            steps = self._store_direct(flight, plan) if plan.direct else self._store_packed(flight, plan)
-        else:
-            steps = self._load_direct(flight, plan) if plan.direct else self._load_packed(flight, plan)
-        flight.steps = self._guarded(flight, steps)
+        flight = Flight(task)
+        flight.steps = self._guarded(flight)
         return flight
 
     def close(self) -> None:
         """See pump.Paths."""
-        for link in self._links:
-            if link is not None:
-                link.close()
-        self._mover.close()
+        links = [port.link for port in self._ports if port is not None]
+        for link in links:
+            link.close()
+        for mover in {id(link.mover): link.mover for link in links}.values():
+            mover.close()
 
     # -- packed -----------------------------------------------------------------------------------------------------
 
-    def _store_packed(self, flight: Flight, plan: GroupPlan) -> Iterator[None]:
+    def _store_packed(self, flight: Flight, port: Port, plan: GroupPlan) -> Iterator[None]:
         task, io = flight.task, flight.task.io
-        link = self._link(io.location, plan)
-        if not self._may_store(task, link):
-            return
         slot = self._acquire(flight, self._memory.staging)
+        if not self._may_store(task, port.link):
+            return
         rows = image.rows(slot, plan, io)
         fence = self._packer.gather(io.group, io.block_ids, rows, task.job.fence)
         while not fence.done():
@@ -133,25 +113,32 @@ class ChunkPaths:
             return
         # From here on the KV blocks may change: only the slot is read.
         image.write_header(slot, image.expected(self._namespace, plan, io), block_checksums(rows), io.first_block)
-        spans = image.spans(plan, io)
+        spans = image.store_spans(plan, io)
         image.clear_padding(slot, plan, io, spans)
-        file = link.prepare_write(io.location.offset, plan.slot_bytes)
-        self._submit_packed(flight, Op.WRITE, slot, file, spans)
+        target = yield from self._begin_write(flight, port.link, plan)
+        flight.transfers.append(port.submit_packed(Op.WRITE, slot, target, spans))
         yield from self._settle(flight)
-        yield from self._finish_store(flight, link)
+        yield from self._finish_store(flight, port.link, target)
 
-    def _load_packed(self, flight: Flight, plan: GroupPlan) -> Iterator[None]:
+    def _load_packed(self, flight: Flight, port: Port, plan: GroupPlan) -> Iterator[None]:
         task, io = flight.task, flight.task.io
-        file = self._readable(io, plan)
         slot = self._acquire(flight, self._memory.staging)
+        if not self._may_load(task, port.link):
+            return
+        target = yield from self._begin_read(flight, port.link, plan)
+        if task.stage is Stage.DONE:
+            flight.abandon(None)
+            return
         spans = image.spans(plan, io)
-        self._submit_packed(flight, Op.READ, slot, file, spans)
+        canary = image.set_canary(slot, spans)
+        flight.transfers.append(port.submit_packed(Op.READ, slot, target, spans))
         yield from self._settle(flight)
-        if self._failed(flight):
+        if not self._finish_read(flight, port.link, target):
             return
         rows = image.rows(slot, plan, io)
+        suspect = not plan.tells_short_reads and image.may_be_short(slot, spans, canary)
         header = self._checked_header(slot, plan, io)
-        if self._verify_checksum:
+        if self._verify_checksum or suspect:
             verify_blocks(header, rows, io.first_block)
         # Only now, and only if nobody has given the load up, are the KV blocks touched.
         if not self._table.advance(task, Stage.SCATTER):
@@ -163,33 +150,38 @@ class ChunkPaths:
 
     # -- direct -----------------------------------------------------------------------------------------------------
 
-    def _store_direct(self, flight: Flight, plan: GroupPlan) -> Iterator[None]:
+    def _store_direct(self, flight: Flight, port: Port, plan: GroupPlan) -> Iterator[None]:
         task, io = flight.task, flight.task.io
-        link = self._link(io.location, plan)
-        if not self._may_store(task, link):
-            return
         slot = self._acquire(flight, self._memory.pages)
+        if not self._may_store(task, port.link):
+            return
         while not task.job.fence.done():
             yield
         checksums = self._packer.checksums(io.group, io.block_ids)
         image.write_header(slot, image.expected(self._namespace, plan, io), checksums, io.first_block)
-        file = link.prepare_write(io.location.offset, plan.slot_bytes)
+        target = yield from self._begin_write(flight, port.link, plan)
         # The blocks were still ours when they were summed: if they are given away later, the sums tell.
         if not self._table.touch_in_place(task):
+            flight.abandon(None)
             return
-        self._submit_direct(flight, Op.WRITE, slot, file)
+        for transfer in port.submit_direct(Op.WRITE, self._layout, io, slot, target):
+            flight.transfers.append(transfer)
         yield from self._settle(flight)
-        yield from self._finish_store(flight, link)
+        yield from self._finish_store(flight, port.link, target)
 
-    def _load_direct(self, flight: Flight, plan: GroupPlan) -> Iterator[None]:
+    def _load_direct(self, flight: Flight, port: Port, plan: GroupPlan) -> Iterator[None]:
         task, io = flight.task, flight.task.io
-        file = self._readable(io, plan)
         slot = self._acquire(flight, self._memory.pages)
+        if not self._may_load(task, port.link):
+            return
+        target = yield from self._begin_read(flight, port.link, plan)
         while not task.job.fence.done():
             yield
         if not self._table.touch_in_place(task):
+            flight.abandon(None)
             return
-        self._submit_direct(flight, Op.READ, slot, file)
+        for transfer in port.submit_direct(Op.READ, self._layout, io, slot, target):
+            flight.transfers.append(transfer)
         yield from self._settle(flight)
         if plan.direct and _quarantined(flight):
             plan.direct = False
@@ -197,35 +189,20 @@ class ChunkPaths:
                 "A failed load may still write to KV blocks; group %d goes through staging from now on", io.group
             )
         yield from self._outlast(flight)
-        if self._failed(flight):
+        if not self._finish_read(flight, port.link, target):
             return
         header = self._checked_header(slot, plan, io)
         if self._verify_checksum:
             verify_checksums(header, self._packer.checksums(io.group, io.block_ids), io.first_block)
         self._table.finish(task, Outcome.OK)
 
-    def _submit_direct(self, flight: Flight, op: Op, slot: Slot, file: FileId) -> None:
-        """Header page and the extents of each tensor; a transfer per piece of memory is what a mover takes."""
-        io = flight.task.io
-        extents = chunk_extents(self._layout, io.group, io.block_ids, io.first_block)
-        header = image.extents([slot.offset_bytes], [HEADER_BYTES])
-        at = image.extents([io.location.offset], [HEADER_BYTES])
-        flight.transfers.append(self._mover.submit(op, self._memory.pages_id, header, file, at))
-        payload_at = io.location.offset + HEADER_BYTES
-        for tensor in np.unique(extents.tensor_index).tolist():
-            of = extents.tensor_index == tensor
-            memory_extents = image.extents(extents.memory_offset[of], extents.length[of])
-            file_extents = image.extents(extents.payload_offset[of] + payload_at, extents.length[of])
-            flight.transfers.append(
-                self._mover.submit(op, self._memory.tensors[tensor], memory_extents, file, file_extents)
-            )
-
     # -- shared -----------------------------------------------------------------------------------------------------
 
-    def _guarded(self, flight: Flight, steps: Iterator[None]) -> Iterator[None]:
+    def _guarded(self, flight: Flight) -> Iterator[None]:
         """Turn what a path may raise into the chunk's outcome, told only when nothing of it is in flight any more."""
+        fault: str | None = None
         try:
-            yield from steps
+            yield from self._steps(flight)
             return
         except FormatError as error:
             outcome, words = Outcome.CORRUPT, f"corrupt: {error.reason}"
@@ -234,18 +211,43 @@ class ChunkPaths:
             outcome, words = Outcome.FAILED, f"storage: {error.cause}"
         except (MoverError, LayoutError) as error:
             outcome, words = Outcome.FAILED, str(error)
+            fault = words if isinstance(error, MoverError) else None
             self._log.error(type(error).__name__, "A chunk could not be moved: %s", error)
         yield from self._settle(flight)
+        flight.abandon(fault)
         if flight.direct or flight.task.job.is_store:
             yield from self._outlast(flight)
         self._table.finish(flight.task, outcome, words)
 
+    def _steps(self, flight: Flight) -> Iterator[None]:
+        """Choose the way. Raises LayoutError for numbers that do not fit: memory is touched unchecked later."""
+        io = flight.task.io
+        way = self._way(io)
+        if way is None:
+            raise LayoutError(f"there is no group {io.group}, or no tier for {io.location}, in this engine")
+        port, plan = way
+        image.check(plan, io)
+        flight.mover, flight.direct = port.link.mover, plan.direct
+        if flight.task.job.is_store:
+            return self._store_direct(flight, port, plan) if plan.direct else self._store_packed(flight, port, plan)
+        return self._load_direct(flight, port, plan) if plan.direct else self._load_packed(flight, port, plan)
+
+    def _begin_write(self, flight: Flight, link: Link, plan: GroupPlan) -> Generator[None, None, Target]:
+        io = flight.task.io
+        target = yield from link.begin_write(io.key, io.location, plan.slot_bytes)
+        flight.undo = partial(link.fail_write, target)
+        return target
+
+    def _begin_read(self, flight: Flight, link: Link, plan: GroupPlan) -> Generator[None, None, Target]:
+        io = flight.task.io
+        target = yield from link.begin_read(io.key, io.location, plan.slot_bytes)
+        flight.undo = partial(link.fail_read, target)
+        return target
+
     def _settle(self, flight: Flight) -> Iterator[None]:
         """Poll until every transfer of the flight is final."""
-        pending = [transfer for transfer in flight.transfers if self.poll(transfer) is TransferState.PENDING]
-        while pending:
+        while flight.poll():
             yield
-            pending = [transfer for transfer in pending if self.poll(transfer) is TransferState.PENDING]
 
     def _outlast(self, flight: Flight) -> Iterator[None]:
         """Wait until late I/O of a quarantined transfer must be over."""
@@ -254,64 +256,50 @@ class ChunkPaths:
             while self._clock() < release_s:
                 yield
 
-    def _submit_packed(self, flight: Flight, op: Op, slot: Slot, file: FileId, spans: Extents) -> None:
-        """Start one transfer of ``spans``, which are relative to the slot, in memory as in the file."""
-        in_memory, in_file = spans.copy(), spans.copy()
-        in_memory[:, 0] += slot.offset_bytes
-        in_file[:, 0] += flight.task.io.location.offset
-        flight.transfers.append(self._mover.submit(op, self._memory.staging_id, in_memory, file, in_file))
-
-    def _may_store(self, task: Task, link: SlabLink) -> bool:
+    def _may_store(self, task: Task, link: Link) -> bool:
         if link.may_store():
             return True
         self._table.finish(task, Outcome.FAILED, f"storage is out of use: {link.trouble}")
         return False
 
-    def _finish_store(self, flight: Flight, link: SlabLink) -> Iterator[None]:
+    def _may_load(self, task: Task, link: Link) -> bool:
+        if link.may_load():
+            return True
+        self._table.finish(task, Outcome.FAILED, f"storage is out of use: {link.trouble}")
+        return False
+
+    def _finish_store(self, flight: Flight, link: Link, target: Target) -> Iterator[None]:
         failure = _failure(flight.transfers)
-        if failure is None:
+        if failure is None and not flight.task.disowned:
+            flight.undo = None
+            yield from link.end_write(target)
             self._table.finish(flight.task, Outcome.OK)
             return
-        link.write_failed(failure.error or "write failed")
+        words = failure.error or "write failed" if failure is not None else None
+        flight.abandon(words)
         if flight.direct:
             self._table.advance(flight.task, Stage.IO)  # late reads of the KV blocks spoil nothing but this location
         yield from self._outlast(flight)
-        self._table.finish(flight.task, Outcome.FAILED, failure.error)
+        self._table.finish(flight.task, Outcome.FAILED, words or "its blocks were given away while they were written")
 
-    def _failed(self, flight: Flight) -> bool:
+    def _finish_read(self, flight: Flight, link: Link, target: Target) -> bool:
+        """Tell the link how its part ended; False, and the chunk is FAILED, when it did not end well."""
         failure = _failure(flight.transfers)
         if failure is None:
-            return False
+            flight.undo = None
+            link.end_read(target)
+            return True
+        flight.abandon(failure.error or "read failed")
         self._log.warning("read", "A chunk could not be read and will be recomputed: %s", failure.error)
         self._table.finish(flight.task, Outcome.FAILED, failure.error)
-        return True
+        return False
 
-    def _link(self, location: Location, plan: GroupPlan) -> SlabLink:
-        """Raises LayoutError when the location cannot be this group's."""
-        link = self._links[location.tier] if 0 <= location.tier < len(self._links) else None
-        if link is None:
-            raise LayoutError(f"{location} is in a tier that this engine does not have")
-        if location.slot_bytes < plan.slot_bytes:
-            raise LayoutError(f"{location} is too small for a chunk of {plan.slot_bytes} bytes")
-        return link
-
-    def _checked_plan(self, io: ChunkIO) -> GroupPlan:
-        """Raises LayoutError for blocks outside the KV cache or the chunk: memory is touched unchecked later."""
-        if not 0 <= io.group < len(self._plans):
-            raise LayoutError(f"group {io.group} of {len(self._plans)}")
-        plan, count = self._plans[io.group], len(io.block_ids)
-        if io.first_block < 0 or count < 1 or io.first_block + count > plan.blocks:
-            raise LayoutError(f"blocks {io.first_block} to {io.first_block + count} of a chunk of {plan.blocks}")
-        lowest, highest = int(io.block_ids.min()), int(io.block_ids.max())
-        if lowest < 0 or highest >= plan.num_blocks:
-            raise LayoutError(f"block ids {lowest} to {highest} of a KV cache of {plan.num_blocks} blocks")
-        return plan
-
-    def _readable(self, io: ChunkIO, plan: GroupPlan) -> FileId:
-        file = self._link(io.location, plan).file
-        if file is None:
-            raise TierError("the slab is not open", cause="missing")
-        return file
+    def _way(self, io: ChunkIO) -> tuple[Port, GroupPlan] | None:
+        """Return the port and plan of a chunk; None when this engine has no such tier or group."""
+        port = self._ports[io.location.tier] if 0 <= io.location.tier < len(self._ports) else None
+        if port is None or not 0 <= io.group < len(port.plans):
+            return None
+        return port, port.plans[io.group]
 
     def _acquire(self, flight: Flight, pool: StagingPool) -> Slot:
         slot = pool.acquire()
@@ -320,9 +308,6 @@ class ChunkPaths:
             raise TierError("no staging memory is left", cause="io")
         flight.slots.append((pool, slot))
         return slot
-
-    def _pool(self, plan: GroupPlan) -> StagingPool:
-        return self._memory.pages if plan.direct else self._memory.staging
 
     def _checked_header(self, slot: Slot, plan: GroupPlan, io: ChunkIO) -> ShardHeader:
         """Identity, lengths and presence of the wanted blocks, whatever ``verify`` says. Raises FormatError."""

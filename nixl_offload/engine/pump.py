@@ -1,4 +1,4 @@
-"""The pump: the one thread that drives mover, packer and staging, and takes every chunk from its queue to its outcome.
+"""The pump: the one thread that drives movers, packer and staging, and takes every chunk from its queue to its outcome.
 
 Threading: everything here but ``start`` and ``stop`` runs on the pump's own thread.
 Ownership: a ``Flight`` owns its staging slots and its share of the KV blocks until each of its transfers is final. If
@@ -17,7 +17,7 @@ from typing import Protocol
 from nixl_offload.engine.jobs import JobTable, Lane, Stage, Task
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import Slot, StagingPool
-from nixl_offload.movers.base import Transfer, TransferState
+from nixl_offload.movers.base import Mover, Transfer, TransferState
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -48,17 +48,35 @@ class Flight:
     """One chunk between its queue and its outcome. ``steps`` yields whenever it waits for a transfer or a fence."""
 
     task: Task
-    direct: bool
+    direct: bool = False
     steps: Iterator[None] = field(default_factory=lambda: iter(()))
     draining: bool = False
     """Its path crashed with transfers in flight; ``steps`` only waits for them."""
     slots: list[tuple[StagingPool, Slot]] = field(default_factory=list)
+    mover: Mover | None = None
+    """Of every transfer: a chunk travels by one link."""
     transfers: list[Transfer] = field(default_factory=list)
+    undo: Callable[[str | None], None] | None = None
+    """Ends what was begun at the link, should the flight not come to its proper end; called once, with the error."""
 
     @property
     def pending(self) -> bool:
         """Whether some transfer is not final."""
         return any(transfer.state is TransferState.PENDING for transfer in self.transfers)
+
+    def poll(self) -> bool:
+        """Push on every transfer that is not final; whether some still is not."""
+        if self.mover is not None:
+            for transfer in self.transfers:
+                if transfer.state is TransferState.PENDING:
+                    self.mover.poll(transfer)
+        return self.pending
+
+    def abandon(self, error: str | None) -> None:
+        """Let the link undo what was begun there; nothing if that has ended already."""
+        undo, self.undo = self.undo, None
+        if undo is not None:
+            undo(error)
 
 
 class Paths(Protocol):
@@ -70,11 +88,8 @@ class Paths(Protocol):
     def begin(self, task: Task) -> Flight:
         """Start a chunk: acquire what it needs and return its flight. Every exception becomes its failure."""
 
-    def poll(self, transfer: Transfer) -> TransferState:
-        """Poll the mover."""
-
     def close(self) -> None:
-        """Nothing is in flight: close files and mover."""
+        """Nothing is in flight: close links and movers."""
 
 
 class Pump:
@@ -213,6 +228,7 @@ class Pump:
             self._crashed(flight.task, error)
         self._flights.remove(flight)
         self._stores -= flight.task.job.is_store
+        self._abandon(flight)
         if flight.task.stage is not Stage.DONE:
             self._crashed(flight.task, RuntimeError("a chunk ended without an outcome"))
         tainted = any(transfer.state is TransferState.PENDING or transfer.quarantine for transfer in flight.transfers)
@@ -225,9 +241,15 @@ class Pump:
             LEAKED.append((self._paths, flight))
         return True
 
+    def _abandon(self, flight: Flight) -> None:
+        try:
+            flight.abandon("the chunk crashed")
+        except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
+            self._log_crash(error)
+
     def _drain(self, flight: Flight, error: Exception) -> Iterator[None]:
         """Poll what a crashed flight has left until it is final. If that raises too, ``_step`` taints its slots."""
-        while any(self._paths.poll(transfer) is TransferState.PENDING for transfer in flight.transfers):
+        while flight.poll():
             yield
         self._table.finish(flight.task, Outcome.FAILED, f"unexpected {type(error).__name__}")
 
@@ -251,4 +273,4 @@ class Pump:
             self._paths.close()
         except Exception:
             LEAKED.append(self._paths)
-            logger.exception("Closing the mover failed; its memory is kept until the process exits")
+            logger.exception("Closing links and movers failed; their memory is kept until the process exits")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
@@ -100,8 +101,7 @@ class Rig:
         engine = Engine(
             tensors=tensors,
             layout=layout,
-            slab=slab,
-            mover=mover,
+            links=[SlabLink(slab, mover, options.get("clock", time.monotonic))],
             rank_namespace=namespace,
             staging_bytes=staging_slots * largest,
             **options,

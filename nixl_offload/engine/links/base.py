@@ -10,9 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.types import Key, Location
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +31,8 @@ class Link(ABC):
     """After a failure still holds: other chunks are untouched, and what was visible before is unchanged.
 
     ``begin_*`` raise TierError after taking note of the cause. For each ``begin`` that returned there is exactly one
-    ``end_*`` or ``fail_*``, called when every transfer of the target is final (or was given up with quarantine).
+    ``end_*`` or ``fail_*``, called when every transfer of the target is final (or was given up with quarantine). An
+    ``error`` of None says that storage is not to blame. ``end_*`` and ``fail_*`` let go of the target however they end.
     """
 
     name: str
@@ -61,7 +65,7 @@ class Link(ABC):
         """All is written: make it visible as a whole. Raises TierError; then nothing has become visible."""
 
     @abstractmethod
-    def fail_write(self, target: Target, error: str) -> None:
+    def fail_write(self, target: Target, error: str | None) -> None:
         """The write failed or was given up: undo what can be undone, and take note."""
 
     @abstractmethod
@@ -73,9 +77,15 @@ class Link(ABC):
         """All wanted bytes have arrived (whether they verify is another matter)."""
 
     @abstractmethod
-    def fail_read(self, target: Target, error: str) -> None:
+    def fail_read(self, target: Target, error: str | None) -> None:
         """The read failed: take note."""
 
     @abstractmethod
     def close(self) -> None:
         """Close what is open in the mover and end threads. Nothing may be in flight. The mover stays open."""
+
+
+def at_once(value: T) -> Generator[None, None, T]:
+    """Return ``value`` without a wait: what a link yields from that has nothing to wait for."""
+    yield from ()
+    return value

@@ -1,18 +1,21 @@
-"""A rank's slab as the engine uses it: opened in the mover, given space before each write, watched, and reopened.
+"""The link to a slab: its file opened once in the mover, given space before each write, watched, and reopened.
 
-Threading: the pump's thread, after ``connect`` at start. The calls do metadata I/O only and raise only TierError.
+Threading: the pump's thread, after ``connect`` at start. The calls do metadata I/O of a local disk, at once.
+Ownership: the slab belongs to the caller, who closes it after the engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from os import PathLike
 from typing import Protocol
 
+from nixl_offload.engine.links.base import Link, Target, at_once
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.health import Health
+from nixl_offload.types import Key, Location
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +48,16 @@ class Slab(Protocol):
         """Make storing possible again; True: a different file is open now. Raises TierError."""
 
 
-class SlabLink:
-    """One slab, its file in the mover, and its health.
+class SlabLink(Link):
+    """One slab, its file in the mover, and its health. A chunk's place is the offset of its location.
 
     After a failure still holds: an open file stays readable, so loads go on while storing is paused.
     """
 
     def __init__(self, slab: Slab, mover: Mover, clock: Callable[[], float]) -> None:
+        self.name = f"file tier {slab.path}"
+        self.mover = mover
         self._slab = slab
-        self._mover = mover
         self._clock = clock
         self._health = Health(f"File tier {slab.path}")
         self._file: FileId | None = None
@@ -62,13 +66,8 @@ class SlabLink:
         self._check_s = clock()
 
     @property
-    def file(self) -> FileId | None:
-        """The file to read from; None while none could be opened."""
-        return self._file
-
-    @property
     def trouble(self) -> str:
-        """Why nothing is stored now, in a word."""
+        """See Link."""
         return self._health.cause or "none"
 
     def connect(self) -> None:
@@ -76,7 +75,7 @@ class SlabLink:
         self._probe(self._clock())
 
     def may_store(self) -> bool:
-        """Whether to store now. Looks at a working slab once per ``CHECK_EVERY_S`` and probes a failed one when due."""
+        """See Link. Looks at a working slab once per ``CHECK_EVERY_S`` and probes a failed one when due."""
         now_s = self._clock()
         if not self._health.may_try(now_s):
             return False
@@ -84,34 +83,58 @@ class SlabLink:
             return True
         return self._probe(now_s)
 
-    def prepare_write(self, offset: int, length_bytes: int) -> FileId:
-        """Put space under a range and return the file to write to. Raises TierError after taking note of the cause."""
+    def may_load(self) -> bool:
+        """See Link. Whatever is open may be read."""
+        return True
+
+    def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+        """See Link. Puts real space under the slot."""
         try:
-            self._slab.ensure(offset, length_bytes)
-            if self._file is None:
-                raise TierError(f"{self._slab.path} is not open", cause="missing")
+            self._slab.ensure(location.offset, length_bytes)
+            file = self._opened()
         except TierError as error:
             self._health.failed(error.cause, str(error), self._clock())
             raise
         except OSError as error:
             self._health.failed("io", str(error), self._clock())
             raise TierError(str(error), cause="io") from error
-        return self._file
+        return (yield from at_once(Target(file, location.offset)))
 
-    def write_failed(self, error: str) -> None:
-        """Take note that the mover failed to write."""
+    def end_write(self, target: Target) -> Generator[None, None, None]:
+        """See Link. A slot becomes visible by the index, when all ranks have reported."""
+        yield from at_once(None)
+
+    def fail_write(self, target: Target, error: str | None) -> None:
+        """See Link. Looks whether the slab knows why."""
+        if error is None:
+            return
         try:
             cause = self._slab.check() or "io"
         except OSError:
             cause = "io"
         self._health.failed(cause, error, self._clock())
 
+    def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+        """See Link."""
+        return (yield from at_once(Target(self._opened(), location.offset)))
+
+    def end_read(self, target: Target) -> None:
+        """See Link."""
+
+    def fail_read(self, target: Target, error: str | None) -> None:
+        """See Link. A slab that cannot be read in one place may be sound in all others."""
+
     def close(self) -> None:
-        """Close what is open in the mover. Nothing may be in flight."""
+        """See Link."""
         if self._file is not None:
             self._stale.append(self._file)
             self._file = None
         self._close_stale()
+
+    def _opened(self) -> FileId:
+        if self._file is None:
+            raise TierError(f"{self._slab.path} is not open", cause="missing")
+        return self._file
 
     def _probe(self, now_s: float) -> bool:
         self._check_s = now_s + CHECK_EVERY_S
@@ -130,7 +153,7 @@ class SlabLink:
         return True
 
     def _open(self) -> None:
-        file = self._mover.open_file(str(self._slab.path), self._slab.rank_bytes, direct_io=self._slab.direct_io)
+        file = self.mover.open_file(str(self._slab.path), self._slab.rank_bytes, direct_io=self._slab.direct_io)
         if self._file is not None:
             self._stale.append(self._file)
         self._file, self._current = file, True
@@ -142,7 +165,7 @@ class SlabLink:
 
     def _closes(self, file: FileId) -> bool:
         try:
-            self._mover.close_file(file)
+            self.mover.close_file(file)
         except MoverError as error:
             logger.debug("A replaced slab stays open in the mover: %s", error)
             return False
