@@ -1,0 +1,307 @@
+"""A bucket over boto3: the client that is everywhere, for where obstore is not. The only store that knows it.
+
+Threading: as ``base.Store``; boto3's clients may be shared by threads. Ownership: a call holds the caller's memory no
+longer than it lasts. botocore logs signed requests at DEBUG, session token and all: see ``hush``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import (
+    ClientError,
+    ConnectionError,
+    ConnectTimeoutError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ReadTimeoutError,
+    SSLError,
+    TokenRetrievalError,
+)
+from botocore.parsers import ResponseParserError
+
+from nixl_offload.config.schema import S3Tier
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.s3 import (
+    ATTEMPTS,
+    CREDENTIALS_RETRY_S,
+    LIST_PAGE,
+    NO_CREDENTIALS,
+    MissingBucketGuard,
+    S3Address,
+    answer_error,
+    ca_bundle_of,
+    closed_error,
+    short_error,
+)
+
+_TALKATIVE: Final = ("botocore.auth", "botocore.endpoint", "botocore.parsers")
+"""Loggers that write signed headers, or what a server answers to them, at DEBUG."""
+
+
+def hush() -> None:
+    """Keep botocore's DEBUG logs from telling session tokens. A level that somebody set on purpose stays."""
+    for name in _TALKATIVE:
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+
+
+def make_client(tier: S3Tier) -> Any:
+    """Return a boto3 client for the tier's bucket. Raises what boto3 raises; see ``translated``."""
+    hush()
+    address = S3Address.of(tier)
+    config = Config(
+        connect_timeout=tier.request_timeout_s,
+        read_timeout=tier.request_timeout_s,
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        max_pool_connections=tier.connections,
+        request_checksum_calculation=tier.checksums,
+        response_checksum_validation=tier.checksums,
+        s3={"addressing_style": "path" if address.path_style else "virtual"},
+    )
+    session = boto3.session.Session(region_name=address.region)
+    bundle = ca_bundle_of(tier)
+    return session.client("s3", endpoint_url=address.endpoint, verify=bundle, config=config)
+
+
+_KINDS: Final[tuple[tuple[tuple[type[Exception], ...], str, str], ...]] = (
+    (
+        (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, TokenRetrievalError),
+        "denied",
+        NO_CREDENTIALS,
+    ),
+    ((ReadTimeoutError, ConnectTimeoutError), "timeout", f"no answer in time, {ATTEMPTS} times"),
+    ((SSLError,), "unreachable", "no TLS connection; set ca_bundle if the server has its own certificate authority"),
+    ((HTTPClientError, ConnectionError, IncompleteReadError, OSError), "unreachable", "no connection, or it broke"),
+    ((ResponseParserError,), "server", "not an answer of S3"),
+    # botocore 1.44 follows a redirect that names no region for ever.
+    ((RecursionError,), "io", "redirected; the bucket may be in another region: set region"),
+)
+
+
+def translated(error: Exception, doing: str, address: S3Address) -> StoreError:
+    """Translate what boto3 raised; ``doing`` says what was asked ("HEAD x"). Raise it ``from error``."""
+    if isinstance(error, ClientError):
+        said = error.response.get("Error", {})
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return answer_error(doing, address, status, str(said.get("Code", "")), str(said.get("Message", ""))[:200])
+    for types, cause, text in _KINDS:
+        if isinstance(error, types):
+            return StoreError(f"{address.where}: {doing}: {text} ({type(error).__name__})", cause=cause)
+    return StoreError(f"{address.where}: {doing}: {type(error).__name__}", cause="io")
+
+
+class Boto3Store(Store):
+    """An S3 bucket behind one boto3 client, made at the first call that needs it.
+
+    Credentials come from boto3's chain. Where there are none, calls fail as ``denied``, and the chain is asked again
+    every few seconds. A server that trickles its answer's headers is not broken off; a body is, after ``ATTEMPTS``
+    times the request timeout.
+    """
+
+    name = "boto3"
+
+    def __init__(self, tier: S3Tier) -> None:
+        """Reach nothing yet."""
+        self._tier = tier
+        self._address = S3Address.of(tier)
+        self.where = self._address.where
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._client_made_s = 0.0
+        self._closed = False
+        self._bucket = MissingBucketGuard(self._ask_for_bucket)
+        self._copies_onto_itself = True
+
+    def __repr__(self) -> str:
+        return f"Boto3Store({self.where})"
+
+    def head(self, name: str) -> ObjectInfo | None:
+        try:
+            found = self._call(f"HEAD {name}", "head_object", Key=self._address.key(name))
+        except StoreError as error:
+            if error.cause != "missing":
+                raise
+        else:
+            return ObjectInfo(name, int(found["ContentLength"]), found["LastModified"].timestamp())
+        self._bucket.check()
+        return None
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        memory = memory.cast("B")
+        if not memory.nbytes:
+            found = self.head(name)
+            if found is None:
+                raise StoreError(f"{self.where}: GET {name}: no such object", cause="missing")
+            if found.size_bytes < offset:
+                raise short_error(self.where, name, offset, 0, found.size_bytes - offset)
+            return
+        doing, wanted = f"GET {name}", f"bytes={offset}-{offset + memory.nbytes - 1}"
+        answer = self._call(doing, "get_object", Key=self._address.key(name), Range=wanted)
+        try:
+            self._take(answer, name, offset, memory)
+        except StoreError:
+            raise
+        except Exception as error:  # A foreign library's edge: StoreError alone gets out.
+            raise translated(error, doing, self._address) from error
+        finally:
+            answer["Body"].close()
+
+    def write(self, name: str, memory: memoryview) -> None:
+        # boto3 takes no memoryview; a file-like around one would go out in pieces of 16 KiB.
+        self._call(f"PUT {name}", "put_object", Key=self._address.key(name), Body=bytes(memory))
+
+    def delete(self, names: Sequence[str]) -> None:
+        first: StoreError | None = None
+        for start in range(0, len(names), LIST_PAGE):
+            batch = names[start : start + LIST_PAGE]
+            wanted = {"Objects": [{"Key": self._address.key(name)} for name in batch], "Quiet": True}
+            doing = f"DELETE {batch[0]}" + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
+            try:
+                answer = self._call(doing, "delete_objects", Delete=wanted)
+            except StoreError as error:
+                first = first or error
+                continue
+            for failed in answer.get("Errors", ()):
+                code, name = str(failed.get("Code", "")), self._address.name(str(failed.get("Key", "")))
+                if code not in ("NoSuchKey", "NoSuchVersion") and first is None:
+                    status = 403 if code == "AccessDenied" else 500
+                    first = answer_error(f"DELETE {name}", self._address, status, code, str(failed.get("Message", "")))
+        if first is not None:
+            raise first
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        wanted: dict[str, Any] = {"Prefix": self._address.key(prefix), "MaxKeys": LIST_PAGE}
+        if start_after:
+            wanted["StartAfter"] = self._address.key(start_after)
+        while True:
+            page = self._call(f"LIST {prefix}", "list_objects_v2", **wanted)
+            for found in page.get("Contents", ()):
+                name = self._address.name(found["Key"])
+                yield ObjectInfo(name, int(found["Size"]), found["LastModified"].timestamp())
+            if not page.get("IsTruncated"):
+                return
+            wanted["ContinuationToken"] = page["NextContinuationToken"]
+
+    def refresh(self, name: str) -> bool:
+        key = self._address.key(name)
+        try:
+            if self._copies_onto_itself:
+                source = {"Bucket": self._address.bucket, "Key": key}
+                try:
+                    self._call(f"COPY {name}", "copy_object", Key=key, CopySource=source, MetadataDirective="REPLACE")
+                    return True
+                except StoreError as error:
+                    if not _refuses_copy(error):
+                        raise
+                    self._copies_onto_itself = False
+            found = self.head(name)
+            if found is None:
+                return False
+            content = memoryview(bytearray(found.size_bytes))
+            self.read_into(name, 0, content)
+            self.write(name, content)
+        except StoreError as error:
+            if error.cause != "missing":
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            client, self._client, self._closed = self._client, None, True
+        if client is not None:
+            client.close()
+
+    def _take(self, answer: dict[str, Any], name: str, offset: int, memory: memoryview) -> None:
+        """Copy the body of a ranged GET into ``memory``; where all of it came, skip what is before ``offset``."""
+        body, length_bytes = answer["Body"], int(answer["ContentLength"])
+        begin = _range_begin(str(answer.get("ContentRange", "")))
+        skip_bytes = offset - begin
+        if skip_bytes < 0:
+            raise StoreError(f"{self.where}: GET {name}: the answer begins at {begin}, not at {offset}", cause="server")
+        if length_bytes - skip_bytes < memory.nbytes:
+            raise short_error(self.where, name, offset, memory.nbytes, max(0, length_bytes - skip_bytes))
+        deadline_s = time.monotonic() + ATTEMPTS * self._tier.request_timeout_s
+        while skip_bytes:
+            got = body.read(min(skip_bytes, 1 << 20))
+            skip_bytes -= len(got)
+            self._go_on(len(got), name, deadline_s)
+        while memory.nbytes:
+            got_bytes = body.readinto(memory[: 1 << 20])
+            memory = memory[got_bytes:]
+            self._go_on(got_bytes, name, deadline_s)
+
+    def _go_on(self, got_bytes: int, name: str, deadline_s: float) -> None:
+        if not got_bytes:
+            raise StoreError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+        if time.monotonic() > deadline_s:
+            raise StoreError(f"{self.where}: GET {name}: the body comes too slowly", cause="timeout")
+
+    def _ask_for_bucket(self) -> None:
+        """Raise StoreError when there is no bucket: a HEAD cannot tell, a listing can."""
+        try:
+            self._call(
+                "LIST", "list_objects_v2", Prefix=self._address.key(".nixl-offload-no-such-directory"), MaxKeys=1
+            )
+        except StoreError as error:
+            if error.cause != "denied":  # Else there is something that may not be listed.
+                raise
+
+    def _call(self, doing: str, operation: str, **arguments: Any) -> Any:
+        """Call the client for the bucket. Raises StoreError alone."""
+        try:
+            answer = getattr(self._open(), operation)(Bucket=self._address.bucket, **arguments)
+        except StoreError:
+            raise
+        except Exception as error:  # A foreign library's edge: StoreError alone gets out.
+            if isinstance(error, NoCredentialsError):
+                self._forget_client()
+            if isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") == "NoSuchBucket":
+                self._bucket.lost()
+            if self._closed:
+                raise closed_error(self.where) from error
+            raise translated(error, doing, self._address) from error
+        self._bucket.seen()
+        return answer
+
+    def _open(self) -> Any:
+        client = self._client
+        if client is not None:
+            return client
+        with self._lock:
+            if self._closed:
+                raise closed_error(self.where)
+            if self._client is None:
+                self._client, self._client_made_s = make_client(self._tier), time.monotonic()
+            return self._client
+
+    def _forget_client(self) -> None:
+        """Have the next call make a client anew: a client without credentials stays without."""
+        with self._lock:
+            if time.monotonic() - self._client_made_s > CREDENTIALS_RETRY_S:
+                self._client = None
+
+
+def _refuses_copy(error: StoreError) -> bool:
+    """Whether a server will not copy an object onto itself, whoever asks."""
+    cause = error.__cause__
+    status = cause.response["ResponseMetadata"]["HTTPStatusCode"] if isinstance(cause, ClientError) else 0
+    return status in (400, 405, 501)
+
+
+def _range_begin(content_range: str) -> int:
+    """Return where an answer begins, from "bytes 5-9/20"; without one it is the whole object."""
+    begin = content_range.removeprefix("bytes ").partition("-")[0]
+    return int(begin) if begin.isdigit() else 0

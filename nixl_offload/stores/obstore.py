@@ -1,0 +1,345 @@
+"""A bucket over obstore (Rust's object_store): the fastest client for probes and listings. The only file that knows it.
+
+Threading: as ``base.Store``; the I/O runs on obstore's own runtime, which does not survive a fork: make the store in
+the process that uses it. Ownership: a call holds the caller's memory no longer than it lasts.
+
+What obstore raises quotes the server's whole answer, which may hold what was signed. So errors are read and rebuilt:
+neither the text nor the cause of a StoreError from here contains an answer's body.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from nixl_offload.config.schema import S3Tier
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.s3 import (
+    ATTEMPTS,
+    CREDENTIALS_RETRY_S,
+    LIST_PAGE,
+    NO_CREDENTIALS,
+    MissingBucketGuard,
+    S3Address,
+    answer_error,
+    ca_bundle_of,
+    closed_error,
+    no_bucket,
+    short_error,
+)
+
+_T = TypeVar("_T")
+
+_STATUS: Final = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
+_KIND: Final = re.compile(r"^ *kind: (Connect|Timeout|Interrupted|Request|Decode|Unknown),$", re.MULTILINE)
+_CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
+_MESSAGE: Final = re.compile(r"<Message>([^<>]{1,200})</Message>")
+_OS_MESSAGE: Final = re.compile(r'^ *message: "([^"]{1,200})",$', re.MULTILINE)
+_NOT_PARTIAL: Final = "source: NotPartial"
+_CREDENTIALS_TTL: Final = timedelta(minutes=8)
+"""botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
+
+
+class ObstoreStore(Store):
+    """An S3 bucket behind one ``obstore.store.S3Store``, made at the first call that needs it.
+
+    Credentials come from boto3's chain where boto3 is installed (environment, profile, role, IMDS), else from obstore's
+    (environment, web identity, container, IMDS: no profiles). Where there are none, calls fail as ``denied``, and the
+    chain is asked again every few seconds.
+    """
+
+    name = "obstore"
+
+    def __init__(self, tier: S3Tier, *, refresher: Callable[[str], bool] | None = None) -> None:
+        """Reach nothing yet. ``refresher`` does ``refresh`` in place of this client, which S3 makes read and write."""
+        self._tier = tier
+        self._address = S3Address.of(tier)
+        self.where = self._address.where
+        self._refresher = refresher
+        self._lock = threading.Lock()
+        self._store: S3Store | None = None
+        self._no_credentials_until_s = 0.0
+        self._closed = False
+        self._bucket = MissingBucketGuard(self._ask_for_bucket)
+        self._ignores_ranges = False
+        self._copies_onto_itself = True
+
+    def __repr__(self) -> str:
+        return f"ObstoreStore({self.where})"
+
+    def head(self, name: str) -> ObjectInfo | None:
+        try:
+            found = self._call(f"HEAD {name}", obstore.head, self._address.key(name))
+        except StoreError as error:
+            if error.cause != "missing":
+                raise
+        else:
+            self._bucket.seen()
+            return self._info(found)
+        self._bucket.check()
+        return None
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        memory = memory.cast("B")
+        if not memory.nbytes:
+            found = self.head(name)
+            if found is None:
+                raise StoreError(f"{self.where}: GET {name}: no such object", cause="missing")
+            if found.size_bytes < offset:
+                raise short_error(self.where, name, offset, 0, found.size_bytes - offset)
+            return
+        self._call(f"GET {name}", self._read_into, name, offset, memory)
+        self._bucket.seen()
+
+    def write(self, name: str, memory: memoryview) -> None:
+        key = self._address.key(name)
+        self._call(f"PUT {name}", obstore.put, key, memory.cast("B"), use_multipart=False)
+        self._bucket.seen()
+
+    def delete(self, names: Sequence[str]) -> None:
+        first: StoreError | None = None
+        for start in range(0, len(names), LIST_PAGE):
+            batch = names[start : start + LIST_PAGE]
+            doing = f"DELETE {batch[0]}" + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
+            try:
+                self._call(doing, obstore.delete, [self._address.key(name) for name in batch])
+            except StoreError as error:
+                # Some servers answer 404 for the one object that they were asked to delete.
+                if error.cause != "missing":
+                    first = first or error
+        if first is not None:
+            raise first
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        # obstore lists whole path segments: take the directory, begin at the prefix, stop behind it.
+        directory = prefix[: prefix.rfind("/") + 1]
+        after = start_after
+        if prefix != directory and prefix > start_after:
+            exact = self.head(prefix)
+            if exact is not None:
+                yield exact
+            after = prefix
+        for page in self._pages(f"LIST {prefix}", directory, after):
+            for found in page:
+                info = self._info(found)
+                if info.name.startswith(prefix):
+                    yield info
+                elif info.name > prefix:
+                    return
+
+    def refresh(self, name: str) -> bool:
+        if self._refresher is not None:
+            return self._refresher(name)
+        key = self._address.key(name)
+        try:
+            if self._copies_onto_itself:
+                try:
+                    self._call(f"COPY {name}", obstore.copy, key, key)
+                    return True
+                except StoreError as error:
+                    if error.cause not in ("io", "server"):
+                        raise
+                    self._copies_onto_itself = False  # S3 itself wants a metadata directive, which obstore has none of.
+            found = self.head(name)
+            if found is None:
+                return False
+            content = memoryview(bytearray(found.size_bytes))
+            self.read_into(name, 0, content)
+            self.write(name, content)
+        except StoreError as error:
+            if error.cause != "missing":
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed, self._store = True, None
+
+    def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
+        key, end = self._address.key(name), offset + memory.nbytes
+        if not self._ignores_ranges:
+            try:
+                result = obstore.get(store, key, options={"range": (offset, end)})
+            except BaseError as error:
+                if _NOT_PARTIAL not in str(error):
+                    raise
+                # rclone sends the range, but as 200, and obstore refuses that. Whole objects, from now on.
+                self._ignores_ranges = True
+            else:
+                got_bytes = result.range[1] - result.range[0]
+                if got_bytes < memory.nbytes:
+                    raise short_error(self.where, name, offset, memory.nbytes, got_bytes)
+                self._fill(name, memory, result, 0)
+                return
+        result = obstore.get(store, key)
+        size_bytes = int(result.meta["size"])
+        if size_bytes < end:
+            raise short_error(self.where, name, offset, memory.nbytes, max(0, size_bytes - offset))
+        self._fill(name, memory, result, offset)
+
+    def _fill(self, name: str, memory: memoryview, result: Any, skip_bytes: int) -> None:
+        """Copy the body into ``memory``, less its first ``skip_bytes``; what comes behind stays unread."""
+        filled = 0
+        for chunk in result.stream(min_chunk_size=1 << 20):
+            view = memoryview(chunk)[skip_bytes:]
+            skip_bytes = max(0, skip_bytes - len(chunk))
+            view = view[: memory.nbytes - filled]
+            memory[filled : filled + view.nbytes] = view
+            filled += view.nbytes
+            if filled == memory.nbytes:
+                return
+        raise StoreError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+
+    def _pages(self, doing: str, directory: str, after: str) -> Iterator[Sequence[Any]]:
+        """Yield pages of what is in ``directory`` behind ``after``, each a request of its own."""
+        offset = self._address.key(after) if after else None
+        where = self._address.key(directory).rstrip("/") or None
+        stream = self._call(doing, obstore.list, where, offset=offset, chunk_size=LIST_PAGE)
+        while True:
+            page = self._call(doing, lambda _: next(stream, None))
+            if page is None:
+                return
+            self._bucket.seen()
+            yield page
+
+    def _ask_for_bucket(self) -> None:
+        """Raise StoreError when there is no bucket: a HEAD cannot tell, a listing can."""
+        nothing = self._address.key(".nixl-offload-no-such-directory")
+        try:
+            self._call("LIST", lambda store: next(obstore.list(store, nothing), None))
+        except StoreError as error:
+            if error.cause == "denied":
+                return  # There is something that may not be listed.
+            raise
+
+    def _info(self, found: Any) -> ObjectInfo:
+        return ObjectInfo(self._address.name(found["path"]), int(found["size"]), found["last_modified"].timestamp())
+
+    def _call(self, doing: str, function: Callable[..., _T], *arguments: Any, **options: Any) -> _T:
+        """Call ``function`` with the S3Store first. Raises StoreError alone."""
+        store = self._open()
+        try:
+            return function(store, *arguments, **options)
+        except StoreError:
+            raise
+        except (BaseError, OSError, ValueError) as error:
+            foreign = error
+        # Out of the handler, so that the original, which quotes the answer, is not chained as the context.
+        raise self._translated(doing, foreign)
+
+    def _translated(self, doing: str, foreign: Exception) -> StoreError:
+        """Return the StoreError, with a cause that is as the original less what it quotes."""
+        error = self._read(doing, str(foreign))
+        if error.cause == "io" and "NoSuchBucket" in str(foreign):
+            self._bucket.lost()
+        first_line = str(error).partition(": ")[2]
+        foreign_type = type(foreign) if isinstance(foreign, BaseError) else OSError
+        error.__cause__ = foreign_type(first_line)
+        return error
+
+    def _read(self, doing: str, text: str) -> StoreError:
+        status = _STATUS.search(text)
+        code, message = _CODE.search(text), _MESSAGE.search(text)
+        if code is not None and code[1] == "NoSuchBucket":
+            return no_bucket(doing, self._address)
+        if status is not None:
+            said = (code[1] if code else "", message[1] if message else "")
+            return answer_error(doing, self._address, int(status[1]), *said)
+        kind = _KIND.search(text)
+        begin = f"{self.where}: {doing}: "
+        system = _OS_MESSAGE.search(text)
+        why = f" ({system[1]})" if system else ""
+        if kind is not None and kind[1] == "Timeout":
+            return StoreError(
+                f"{begin}no answer within {self._tier.request_timeout_s:g} s, {ATTEMPTS} times", cause="timeout"
+            )
+        if kind is not None and kind[1] == "Connect":
+            hint = "; set ca_bundle if the server has its own certificate authority" if "ertificate" in text else ""
+            return StoreError(f"{begin}cannot connect{why}{hint}", cause="unreachable")
+        if kind is not None:
+            return StoreError(f"{begin}the connection broke{why}", cause="unreachable")
+        if "redirect" in text:
+            return StoreError(f"{begin}redirected; the bucket may be in another region: set region", cause="io")
+        if "redential" in text or "Metadata" in text:
+            return StoreError(f"{begin}{NO_CREDENTIALS}", cause="denied")
+        return StoreError(f"{begin}{text.splitlines()[0][:200] if '<' not in text else 'refused'}", cause="io")
+
+    def _open(self) -> S3Store:
+        store = self._store
+        if store is not None and not self._closed:
+            return store
+        with self._lock:
+            if self._closed:
+                raise closed_error(self.where)
+            if self._store is None:
+                self._store = self._make_store()
+            return self._store
+
+    def _make_store(self) -> S3Store:
+        tier, address = self._tier, self._address
+        timeout = timedelta(seconds=tier.request_timeout_s)
+        client: dict[str, Any] = {
+            "timeout": timeout,
+            "connect_timeout": timeout,
+            "allow_http": address.plain_http,
+            "pool_max_idle_per_host": str(tier.connections),
+        }
+        bundle = ca_bundle_of(tier)
+        if bundle is not None:
+            try:
+                client["root_certificate"] = Path(bundle).read_bytes()
+            except OSError as error:
+                raise StoreError(
+                    f"{self.where}: cannot read ca_bundle {bundle}: {error.strerror}", cause="io"
+                ) from error
+        config: dict[str, Any] = {"virtual_hosted_style_request": not address.path_style}
+        endpoint = address.endpoint if address.path_style else address.virtual_endpoint
+        if endpoint is not None:
+            config["endpoint"] = endpoint
+        if tier.checksums == "when_supported":
+            config["checksum_algorithm"] = "SHA256"
+        provider = self._credentials()
+        if address.region is not None:
+            config["region"] = address.region
+        elif provider is not None and "region" in provider.config:
+            config["region"] = provider.config["region"]
+        retries: Any = {
+            "max_retries": ATTEMPTS - 1,
+            "retry_timeout": ATTEMPTS * timeout,
+            "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
+        }
+        return S3Store(
+            address.bucket,
+            config=config,
+            client_options=client,
+            retry_config=retries,
+            credential_provider=provider,
+        )
+
+    def _credentials(self) -> Any:
+        """Return boto3's chain as a provider; None where boto3 is not installed, for obstore's own chain."""
+        try:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ImportError:
+            return None
+        now_s = time.monotonic()
+        if now_s >= self._no_credentials_until_s:
+            try:
+                return Boto3CredentialProvider(ttl=_CREDENTIALS_TTL)
+            except Exception as error:  # noqa: BLE001  whatever the chain raises: no secret of it may get out
+                self._no_credentials_until_s = time.monotonic() + CREDENTIALS_RETRY_S
+                why = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
+        else:
+            why = ""
+        raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")

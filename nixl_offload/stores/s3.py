@@ -1,0 +1,183 @@
+"""What the S3 stores have in common: how a tier's fields become keys, addresses and times; what an answer means.
+
+Threading: frozen values and pure functions; ``MissingBucketGuard`` has a lock. No client library in here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
+
+from nixl_offload.config.schema import S3Tier
+from nixl_offload.errors import StoreError
+
+ATTEMPTS: Final = 3
+"""Of one request, by the client library, with jittered pauses between them."""
+LIST_PAGE: Final = 1000
+"""Objects per page of a listing, and per bulk delete: what S3 gives and takes at most."""
+CREDENTIALS_RETRY_S: Final = 5.0
+"""How soon the AWS chain is asked again after it had no credentials; asking may take seconds."""
+
+NO_CREDENTIALS: Final = (
+    "no AWS credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run under a role"
+)
+_DENIED_CODES: Final = frozenset(
+    {"AccessDenied", "ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "TokenRefreshRequired"}
+)
+_THROTTLED_CODES: Final = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"})
+_FULL: Final = re.compile(r"Quota|StorageFull|InsufficientCapacity")
+
+
+def key_prefix(prefix: str) -> str:
+    """Return what comes before every name in the bucket: empty, or ending in one slash. Used for data and control."""
+    parts = [part for part in prefix.split("/") if part]
+    return "/".join(parts) + "/" if parts else ""
+
+
+@dataclass(frozen=True)
+class S3Address:
+    """Where a tier's objects are, with all that the config left open decided. Holds no credentials."""
+
+    bucket: str
+    prefix: str
+    """As ``key_prefix`` has it."""
+    endpoint: str | None
+    region: str | None
+    path_style: bool
+
+    @classmethod
+    def of(cls, tier: S3Tier) -> S3Address:
+        """Decide what the tier left open. An endpoint in AWS's environment variables counts like one in the config."""
+        variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        endpoint = tier.endpoint or next((os.environ[name] for name in variables if os.environ.get(name)), None)
+        region = tier.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None
+        if tier.addressing == "auto":
+            # A bucket with dots has no certificate as a host name.
+            path_style = endpoint is not None or "." in tier.bucket
+        else:
+            path_style = tier.addressing == "path"
+        return cls(tier.bucket, key_prefix(tier.prefix), endpoint, region, path_style)
+
+    @property
+    def where(self) -> str:
+        """For people, as ``Store.where``."""
+        at = f" at {_without_user(self.endpoint)}" if self.endpoint else ""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/") + at
+
+    @property
+    def virtual_endpoint(self) -> str | None:
+        """The endpoint with the bucket as part of the host name; None without an endpoint."""
+        if self.endpoint is None:
+            return None
+        parts = urlsplit(self.endpoint)
+        return urlunsplit(parts._replace(netloc=f"{self.bucket}.{parts.netloc}"))
+
+    @property
+    def plain_http(self) -> bool:
+        """Whether the endpoint is reached without TLS."""
+        return self.endpoint is not None and urlsplit(self.endpoint).scheme == "http"
+
+    def key(self, name: str) -> str:
+        """Return the object's key in the bucket."""
+        return self.prefix + name
+
+    def name(self, key: str) -> str:
+        """Return the name that ``key`` has in the store."""
+        return key[len(self.prefix) :]
+
+
+def ca_bundle_of(tier: S3Tier) -> str | None:
+    """Return the file with the certificates to trust: the config's, or that of ``AWS_CA_BUNDLE``."""
+    return tier.ca_bundle or os.environ.get("AWS_CA_BUNDLE") or None
+
+
+def answer_error(doing: str, address: S3Address, status: int, code: str, message: str) -> StoreError:
+    """Translate an HTTP answer that is a failure.
+
+    ``doing`` says what was asked ("HEAD x"); ``code`` and ``message`` are S3's own words, empty where the answer had no
+    body, as that of a HEAD has none. No other part of an answer gets into the text: a server that refuses a signature
+    quotes the request, session token and all.
+    """
+    said = ": ".join(part for part in (code, message) if part and part != str(status))
+    text = f"{address.where}: {doing}: HTTP {status}{f' ({said})' if said else ''}"
+    if code == "NoSuchBucket":
+        return no_bucket(doing, address)
+    if _FULL.search(code) or status == 507:
+        return StoreError(text, cause="full")
+    if status in (401, 403) or code in _DENIED_CODES:
+        hint = ""
+        if doing.startswith("HEAD"):
+            hint = "; S3 answers so for an absent object too where the credentials may not list the bucket"
+        return StoreError(f"{text}; the credentials do not allow this{hint}", cause="denied")
+    if status == 404:
+        return StoreError(text, cause="missing")
+    if status == 416:
+        return StoreError(f"{text}; the object ends before the range asked for", cause="short")
+    if status in (429, 503) or code in _THROTTLED_CODES:
+        return StoreError(f"{text}; the server asks to slow down", cause="throttled")
+    if status == 408 or code == "RequestTimeout":
+        return StoreError(text, cause="timeout")
+    if status >= 500:
+        return StoreError(text, cause="server")
+    if 300 <= status < 400:
+        text += "; the bucket may be in another region: set region"
+    return StoreError(text, cause="io")
+
+
+def no_bucket(doing: str, address: S3Address) -> StoreError:
+    """Return the error for a bucket that does not exist: not ``missing``, as that says something of one object."""
+    text = f"{address.where}: {doing}: there is no bucket {address.bucket!r}; nixl-offload bucket init makes it"
+    return StoreError(text, cause="io")
+
+
+def closed_error(where: str) -> StoreError:
+    """Return what every call on a closed store raises."""
+    return StoreError(f"{where}: the store is closed", cause="io")
+
+
+def short_error(where: str, name: str, offset: int, wanted_bytes: int, got_bytes: int) -> StoreError:
+    """Return the error for an object that ends inside the range asked for."""
+    text = f"{where}: GET {name}: {wanted_bytes} bytes asked for at offset {offset}, there are {got_bytes}"
+    return StoreError(text, cause="short")
+
+
+class MissingBucketGuard:
+    """Tells an absent object from an absent bucket where a HEAD answers 404 for both.
+
+    The first 404 asks for the bucket, once; any answer that only a bucket can give settles it without asking. A bucket
+    that vanishes later shows at the next request with a body (``lost``).
+    """
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        """``ask`` raises StoreError when there is no bucket, or when nobody can tell."""
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._seen = False
+
+    def seen(self) -> None:
+        """Take note of an answer that only an existing bucket gives."""
+        self._seen = True
+
+    def lost(self) -> None:
+        """Take note of an answer saying that there is no bucket."""
+        self._seen = False
+
+    def check(self) -> None:
+        """Return when the bucket is known to exist, else raise what ``ask`` raises."""
+        if self._seen:
+            return
+        with self._lock:
+            if not self._seen:
+                self._ask()
+                self._seen = True
+
+
+def _without_user(url: str) -> str:
+    """Return ``url`` less a user and password, which only an environment variable can have brought in."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

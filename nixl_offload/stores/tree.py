@@ -1,0 +1,286 @@
+"""A shared directory as a store: a name is a relative path, a file is renamed into place when it is whole and synced.
+
+Threading: as ``base.Store``. A filesystem that hangs (NFS whose server is gone) holds the calling thread for as long:
+the kernel offers no deadline, so callers keep theirs. Directories are 0700, files 0600. Files whose names begin with a
+dot are drafts, never listed and never read; no symlink in place of a file or of a listed directory is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final, NoReturn
+
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.base import ObjectInfo, Store
+
+_CAUSES: Final = {
+    errno.ENOSPC: "full",
+    errno.EDQUOT: "full",
+    errno.EFBIG: "full",
+    errno.EROFS: "readonly",
+    errno.EACCES: "denied",
+    errno.EPERM: "denied",
+    errno.ENOENT: "missing",
+    errno.ENOTDIR: "missing",
+    errno.ELOOP: "io",
+    errno.ESTALE: "unreachable",
+    errno.ENOTCONN: "unreachable",
+    errno.EHOSTDOWN: "unreachable",
+    errno.EHOSTUNREACH: "unreachable",
+    errno.ENETUNREACH: "unreachable",
+    errno.ECONNREFUSED: "unreachable",
+    errno.ETIMEDOUT: "timeout",
+}
+_DRAFT_SUFFIX: Final = ".tmp"
+_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_MAKE_DIRECTORY_ATTEMPTS: Final = 8
+"""A directory that was made for a file may be pruned, empty, before the file is in it."""
+
+
+class TreeStore(Store):
+    """Files below one directory, which is made when missing, once: one that vanishes later is ``unreachable``."""
+
+    name = "tree"
+
+    def __init__(self, directory: str) -> None:
+        """``directory`` is absolute. Raises StoreError when it is not there and cannot be made."""
+        self._root = directory.rstrip("/") or "/"
+        self.where = self._root
+        # Two machines may share the pid and the directory, so a draft's name has something of this store alone.
+        self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count()
+        self._closed = False
+        try:
+            os.makedirs(self._root, mode=0o700, exist_ok=True)
+        except OSError as error:
+            self._raise("make the directory", error)
+
+    def __repr__(self) -> str:
+        return f"TreeStore({self.where})"
+
+    def head(self, name: str) -> ObjectInfo | None:
+        path = self._path(name)
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                self._raise(f"look at {name}", error)
+            self._check_root(f"look at {name}")
+            return None
+        return ObjectInfo(name, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        doing = f"read {name}"
+        path, memory = self._path(name), memory.cast("B")
+        try:
+            descriptor = os.open(path, _READ)
+        except OSError as error:
+            self._raise(doing, error)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise StoreError(f"{self.where}: {doing}: not a file", cause="missing")
+            wanted_bytes, there_bytes = memory.nbytes, max(0, found.st_size - offset)
+            if there_bytes < wanted_bytes or found.st_size < offset:
+                self._raise_short(doing, offset, wanted_bytes, there_bytes)
+            done = 0
+            while done < wanted_bytes:
+                got = os.preadv(descriptor, [memory[done:]], offset + done)
+                if not got:
+                    self._raise_short(doing, offset, wanted_bytes, done)
+                done += got
+        except OSError as error:
+            self._raise(doing, error)
+        finally:
+            os.close(descriptor)
+
+    def write(self, name: str, memory: memoryview) -> None:
+        doing = f"write {name}"
+        path = self._path(name)
+        directory, _, base = path.rpartition("/")
+        draft = f"{directory}/.{base}.{self._mark}.{next(self._numbers)}{_DRAFT_SUFFIX}"
+        try:
+            descriptor = self._create(draft, directory)
+            try:
+                try:
+                    _write_all(descriptor, memory.cast("B"))
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                os.rename(draft, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(draft)
+                raise
+        except OSError as error:
+            self._raise(doing, error)
+
+    def delete(self, names: Sequence[str]) -> None:
+        first: OSError | None = None
+        paths = [self._path(name) for name in names]
+        for path in paths:
+            error = _unlink(path)
+            first = first or error
+        self._prune({path.rpartition("/")[0] for path in paths})
+        if first is not None:
+            self._raise(f"delete {os.path.relpath(first.filename, self._root)}", first)
+        self._check_root("delete")
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        self._check_open()
+        self._check_root(f"list {prefix}")
+        yield from self._walk("", os.fsencode(prefix), os.fsencode(start_after))
+
+    def refresh(self, name: str) -> bool:
+        path = self._path(name)
+        try:
+            # Without times: a file server takes its own clock then.
+            os.utime(path, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                self._raise(f"refresh {name}", error)
+            self._check_root(f"refresh {name}")
+            return False
+        return True
+
+    def remove_stale_drafts(self, older_than_s: float) -> int:
+        """Remove what writers that died left behind, return how many. Take hours: a slow writer's draft is a draft too.
+
+        Ages are by this machine's clock against the filesystem's. Raises StoreError after all were tried.
+        """
+        self._check_open()
+        self._check_root("remove stale drafts")
+        removed, first, newest_s = 0, None, time.time() - older_than_s
+        for directory, directories, files in os.walk(self._root, followlinks=False):
+            directories.sort()
+            for file in files:
+                if not (file.startswith(".") and file.endswith(_DRAFT_SUFFIX)):
+                    continue
+                path = os.path.join(directory, file)
+                try:
+                    if os.stat(path, follow_symlinks=False).st_mtime < newest_s:
+                        os.unlink(path)
+                        removed += 1
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    first = first or error
+        if first is not None:
+            self._raise("remove stale drafts", first)
+        return removed
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _walk(self, above: str, prefix: bytes, start_after: bytes) -> Iterator[ObjectInfo]:
+        """Yield what is in the directory ``above`` (empty, or ending in a slash), in the order of whole names.
+
+        A directory sorts as its name and a slash, as its files' names go on so: "a-b" comes before "a/b".
+        """
+        try:
+            with os.scandir(os.path.join(self._root, above)) as entries:
+                found = [entry for entry in entries if not entry.name.startswith(".")]
+                order = sorted((os.fsencode(e.name) + b"/" * e.is_dir(follow_symlinks=False), e) for e in found)
+        except (FileNotFoundError, NotADirectoryError):
+            return  # Pruned while we walk.
+        except OSError as error:
+            self._raise(f"list {above}", error)
+        base = os.fsencode(above)
+        for last, entry in order:
+            name = base + last
+            if last.endswith(b"/"):
+                passed = name < start_after and not start_after.startswith(name)
+                if not passed and (name.startswith(prefix) or prefix.startswith(name)):
+                    yield from self._walk(os.fsdecode(name), prefix, start_after)
+            elif name > start_after and name.startswith(prefix):
+                try:
+                    told = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    self._raise(f"list {above}", error)
+                if stat.S_ISREG(told.st_mode):
+                    yield ObjectInfo(os.fsdecode(name), told.st_size, told.st_mtime)
+
+    def _create(self, draft: str, directory: str) -> int:
+        """Open a new file; make its directory where it is missing, but never the root."""
+        for _ in range(_MAKE_DIRECTORY_ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(draft, _CREATE, 0o600)
+            self._check_root("write")
+            _make_directories(self._root, directory)
+        return os.open(draft, _CREATE, 0o600)
+
+    def _prune(self, directories: set[str]) -> None:
+        """Remove directories that are empty now, and those above that become so, up to the root."""
+        for lowest in sorted(directories, reverse=True):
+            directory = lowest
+            with contextlib.suppress(OSError):
+                while len(directory) > len(self._root):
+                    os.rmdir(directory)
+                    directory = directory.rpartition("/")[0]
+
+    def _path(self, name: str) -> str:
+        """Return the file's path. Names come from digests; one that could lead elsewhere is a bug in the caller."""
+        self._check_open()
+        parts = name.split("/")
+        if "\0" in name or any(not part or part.startswith(".") for part in parts):
+            raise StoreError(
+                f"{self.where}: {name!r} is not a name: no empty part, none that begins with a dot", cause="io"
+            )
+        return f"{self._root}/{name}" if self._root != "/" else f"/{name}"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self.where}: the store is closed", cause="io")
+
+    def _check_root(self, doing: str) -> None:
+        """Raise ``unreachable`` when the directory itself is gone: then nothing can be said of what was in it."""
+        try:
+            os.stat(self._root)
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            text = f"{self.where}: cannot {doing}: the directory is not there ({why}); unmounted?"
+            raise StoreError(text, cause="unreachable") from error
+
+    def _raise_short(self, doing: str, offset: int, wanted_bytes: int, there_bytes: int) -> NoReturn:
+        text = f"{self.where}: {doing}: {wanted_bytes} bytes asked for at offset {offset}, there are {there_bytes}"
+        raise StoreError(text, cause="short")
+
+    def _raise(self, doing: str, error: OSError) -> NoReturn:
+        cause = _CAUSES.get(error.errno or 0, "io")
+        if cause == "missing":
+            self._check_root(doing)
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise StoreError(f"{self.where}: cannot {doing}: {why}", cause=cause) from error
+
+
+def _unlink(path: str) -> OSError | None:
+    """Remove a file, return what went wrong; that it is not there is fine."""
+    try:
+        os.unlink(path)
+    except OSError as error:
+        return None if error.errno in (errno.ENOENT, errno.ENOTDIR) else error
+    return None
+
+
+def _write_all(descriptor: int, memory: memoryview) -> None:
+    while memory.nbytes:
+        memory = memory[os.write(descriptor, memory) :]
+
+
+def _make_directories(root: str, directory: str) -> None:
+    """Make what is missing between ``root`` and ``directory``, all of it 0700."""
+    path = root
+    for part in directory[len(root) :].strip("/").split("/"):
+        path = f"{path}/{part}"
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            os.mkdir(path, 0o700)
