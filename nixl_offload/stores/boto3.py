@@ -1,12 +1,11 @@
 """A bucket over boto3: the client that is everywhere, for where obstore is not. The only store that knows it.
 
 Threading: as ``base.Store``; boto3's clients may be shared by threads. Ownership: a call holds the caller's memory no
-longer than it lasts. botocore logs signed requests at DEBUG, session token and all: see ``hush``.
+longer than it lasts. botocore logs signed requests at DEBUG, session token and all: see ``s3.hush_botocore``.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -42,24 +41,14 @@ from nixl_offload.stores.s3 import (
     answer_error,
     ca_bundle_of,
     closed_error,
+    hush_botocore,
     short_error,
 )
-
-_TALKATIVE: Final = ("botocore.auth", "botocore.endpoint", "botocore.parsers")
-"""Loggers that write signed headers, or what a server answers to them, at DEBUG."""
-
-
-def hush() -> None:
-    """Keep botocore's DEBUG logs from telling session tokens. A level that somebody set on purpose stays."""
-    for name in _TALKATIVE:
-        logger = logging.getLogger(name)
-        if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
 
 
 def make_client(tier: S3Tier) -> Any:
     """Return a boto3 client for the tier's bucket. Raises what boto3 raises; see ``translated``."""
-    hush()
+    hush_botocore()
     address = S3Address.of(tier)
     config = Config(
         connect_timeout=tier.request_timeout_s,

@@ -34,6 +34,7 @@ from nixl_offload.stores.s3 import (
     answer_error,
     ca_bundle_of,
     closed_error,
+    hush_botocore,
     no_bucket,
     short_error,
 )
@@ -60,8 +61,12 @@ class ObstoreStore(Store):
 
     name = "obstore"
 
-    def __init__(self, tier: S3Tier, *, refresher: Callable[[str], bool] | None = None) -> None:
-        """Reach nothing yet. ``refresher`` does ``refresh`` in place of this client, which S3 makes read and write."""
+    def __init__(self, tier: S3Tier, *, refresher: Store | None = None) -> None:
+        """Reach nothing yet. ``refresh`` is left to ``refresher``, which this store then owns.
+
+        Without one a refresh reads and writes the object where a server will not copy it onto itself as plainly as
+        obstore asks: S3 is one.
+        """
         self._tier = tier
         self._address = S3Address.of(tier)
         self.where = self._address.where
@@ -139,7 +144,7 @@ class ObstoreStore(Store):
 
     def refresh(self, name: str) -> bool:
         if self._refresher is not None:
-            return self._refresher(name)
+            return self._refresher.refresh(name)
         key = self._address.key(name)
         try:
             if self._copies_onto_itself:
@@ -165,6 +170,8 @@ class ObstoreStore(Store):
     def close(self) -> None:
         with self._lock:
             self._closed, self._store = True, None
+        if self._refresher is not None:
+            self._refresher.close()
 
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
         key, end = self._address.key(name), offset + memory.nbytes
@@ -333,6 +340,7 @@ class ObstoreStore(Store):
             from obstore.auth.boto3 import Boto3CredentialProvider
         except ImportError:
             return None
+        hush_botocore()
         now_s = time.monotonic()
         if now_s >= self._no_credentials_until_s:
             try:

@@ -1,10 +1,11 @@
 """What the S3 stores have in common: how a tier's fields become keys, addresses and times; what an answer means.
 
-Threading: frozen values and pure functions; ``MissingBucketGuard`` has a lock. No client library in here.
+Threading: frozen values and pure functions; ``MissingBucketGuard`` has a lock. No client library is imported here.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -31,6 +32,9 @@ _DENIED_CODES: Final = frozenset(
 )
 _THROTTLED_CODES: Final = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"})
 _FULL: Final = re.compile(r"Quota|StorageFull|InsufficientCapacity")
+
+_TALKATIVE: Final = ("botocore.auth", "botocore.endpoint", "botocore.parsers")
+"""Loggers that write signed headers, or what a server answers to them, at DEBUG."""
 
 
 def key_prefix(prefix: str) -> str:
@@ -144,6 +148,14 @@ def short_error(where: str, name: str, offset: int, wanted_bytes: int, got_bytes
     """Return the error for an object that ends inside the range asked for."""
     text = f"{where}: GET {name}: {wanted_bytes} bytes asked for at offset {offset}, there are {got_bytes}"
     return StoreError(text, cause="short")
+
+
+def hush_botocore() -> None:
+    """Keep botocore's DEBUG logs from telling session tokens. A level that somebody set on purpose stays."""
+    for name in _TALKATIVE:
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
 
 
 class MissingBucketGuard:
