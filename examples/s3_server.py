@@ -51,12 +51,13 @@ def free_port() -> int:
 class S3Server(ABC):
     """A server process with one bucket. Use as a context manager."""
 
-    def __init__(self, bucket: str = BUCKET) -> None:
+    def __init__(self, bucket: str = BUCKET, *, parent: Path | None = None) -> None:
+        """Make ready to start. The scratch directory is made in ``parent``, or where temporary files go."""
         self.bucket = bucket
         self.port = 0
         self.access_key_id = f"AKIA{secrets.token_hex(8).upper()}"
         self.secret_access_key = secrets.token_hex(20)
-        self.scratch = Path(tempfile.mkdtemp(prefix="nixl-offload-s3-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix="nixl-offload-s3-", dir=parent))
         self.log_file = self.scratch / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -205,8 +206,8 @@ class RcloneServer(S3Server):
     The server caches what directories hold for a second: objects that change behind its back are seen a second later.
     """
 
-    def __init__(self, bucket: str = BUCKET) -> None:
-        super().__init__(bucket)
+    def __init__(self, bucket: str = BUCKET, *, parent: Path | None = None) -> None:
+        super().__init__(bucket, parent=parent)
         self.directory = self.scratch / "data" / bucket
         """The bucket: an object ``a/b`` is the file ``a/b`` in it."""
         self.directory.mkdir(parents=True)
