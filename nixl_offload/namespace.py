@@ -115,13 +115,31 @@ def make_namespace(namespace_fields: NamespaceFields) -> Namespace:
     ids = [group.group_id for group in namespace_fields.groups]
     if len(set(ids)) != len(ids):
         raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
-    canonical = json.dumps(_plain(namespace_fields), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return Namespace(namespace_fields, hashlib.sha256(_DOMAIN + canonical.encode("ascii")).digest())
+    return Namespace(namespace_fields, _fingerprint(_plain(namespace_fields)))
+
+
+def manifest_fits(manifest: object, name: str) -> bool:
+    """Whether plain data, read from where anybody may have written it, is the manifest of the namespace ``name``.
+
+    Its fields make the fingerprint, so that nobody can pass a namespace off as another tenant's.
+    """
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("fields"), dict):
+        return False
+    try:
+        digest = _fingerprint(manifest["fields"])
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return digest.hex()[:_SHORT_NAME_CHARS] == name
 
 
 def digest_names(names: Sequence[str]) -> str:
     """Return a hex digest of ``names`` in their order, unambiguous whatever characters they hold."""
     return hashlib.sha256(json.dumps(list(names), separators=(",", ":")).encode("ascii")).hexdigest()
+
+
+def _fingerprint(plain: dict[str, Any]) -> bytes:
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(_DOMAIN + canonical.encode("ascii")).digest()
 
 
 def _plain(value: NamespaceFields) -> dict[str, Any]:

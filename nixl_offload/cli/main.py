@@ -1,6 +1,6 @@
 """The command ``nixl-offload``: parses arguments, calls one command, turns our errors into exit codes.
 
-Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config.
+Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
-from nixl_offload.cli import show
+from nixl_offload.cli import gc, show
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 _DESCRIPTION = """\
-Keeps vLLM's KV cache on local files, so that a prompt once seen is loaded instead of computed again.
+Keeps vLLM's KV cache on local files, in a bucket or in a shared directory, so that a prompt once seen is loaded instead
+of computed again.
 
 Start with a config file, say kv.yaml:
 
@@ -31,6 +33,13 @@ then
 
     nixl-offload show kv.yaml            # checks it, prints what to pass to vLLM
     vllm serve MODEL --kv-transfer-config "$(nixl-offload show --kv-transfer-config kv.yaml)"
+
+With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the file, many servers share one cache:
+
+    nixl-offload bucket init kv.yaml     # once: shows what the bucket lacks, asks, applies it
+    nixl-offload gc kv.yaml --delete     # every hour: brings the bucket down to its capacity, oldest first
+
+Exit codes: 0 done, 1 failed (storage), 2 wrong usage or config, 130 interrupted.
 """
 
 
@@ -44,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(exc), EXIT_USAGE, sys.stderr)
     except NixlOffloadError as exc:
         return _complain(str(exc), EXIT_FAILED, sys.stderr)
+    except KeyboardInterrupt:
+        return _complain("interrupted", EXIT_INTERRUPTED, sys.stderr)
     except BrokenPipeError:
         # The reader has gone (`| head`); keep the interpreter from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -58,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     show.add_parser(commands)
+    gc.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,122 @@
+"""``nixl-offload gc FILE``: brings a bucket or a shared directory down to a size and an age, oldest first.
+
+Threading: one thread. ``cli.collect`` does the work, ``tiers.sweep`` decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from typing import Final, TextIO
+
+from nixl_offload.cli.collect import Outcome, collect, remove_stale_drafts, take_census
+from nixl_offload.cli.gc_report import GcReport
+from nixl_offload.cli.shared import open_existing, shared_tier
+from nixl_offload.cli.terminal import Progress, duration_argument, size_argument
+from nixl_offload.config import FileTier, S3Tier, load_config
+from nixl_offload.errors import ConfigError
+from nixl_offload.tiers.sweep import make_plan
+
+_NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
+_DESCRIPTION = """\
+Counts what the shared tier of FILE holds (a bucket, or a directory with layout: tree), by namespace, and deletes
+the oldest chunks until at most --max-size is left, and every chunk older than --older-than. Without --delete it
+only says what it would delete. Run it every hour or so, from one machine:
+
+    nixl-offload gc kv.yaml                              # look
+    nixl-offload gc kv.yaml --delete                     # keep to the capacity and ttl of kv.yaml
+    nixl-offload gc kv.yaml --tenant blue --max-size 2TiB --delete
+    nixl-offload gc kv.yaml --namespace 0f3a... --older-than 0s --delete      # all of a model that is no longer served
+
+Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing of the last ten minutes is deleted, by
+the clock of this machine, and nothing that is not named like a chunk of ours. A chunk is as old as its last refresh.
+A namespace that has been empty for a day loses its manifest; a tree, what writers that died an hour ago left.
+Memory does not grow with the number of objects; the listing is read twice.
+
+Exit code 0: done, a look included. 1: the storage failed, or not all could be deleted; run again. 2: FILE or the
+options are wrong. 130: interrupted; what is deleted is deleted, run again to go on.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``gc`` to the command line."""
+    parser = commands.add_parser(
+        "gc",
+        help="delete the oldest chunks of a bucket or shared directory",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="the YAML config")
+    parser.add_argument(
+        "--max-size",
+        metavar="SIZE",
+        type=size_argument,
+        help="leave at most so much, such as 20TiB; default: the capacity",
+    )
+    parser.add_argument(
+        "--older-than",
+        metavar="DURATION",
+        type=duration_argument,
+        help="delete what is older, such as 7d; default: the ttl",
+    )
+    parser.add_argument("--namespace", metavar="NAME", help="look at one namespace only; SIZE counts for it alone")
+    parser.add_argument("--tenant", help="look at the namespaces of one tenant only; SIZE counts for them together")
+    parser.add_argument("--delete", action="store_true", help="do it, instead of saying what would be done")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Print to ``out``. Raises ConfigError, StoreError (nothing was deleted yet), KeyboardInterrupt."""
+    tier = shared_tier(load_config(arguments.file), arguments.file)
+    max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
+    ttl_s = tier.ttl_s if isinstance(tier, S3Tier) else None
+    older_than_s = ttl_s if arguments.older_than is None else arguments.older_than
+    _check(arguments, max_bytes, older_than_s)
+    selection: dict[str, str | None] = {"namespace": arguments.namespace, "tenant": arguments.tenant}
+    progress = Progress(sys.stderr)
+    store = open_existing(tier)
+    try:
+        census = take_census(store, namespace=arguments.namespace, tenant=arguments.tenant, report=progress)
+        now_s = _now_s()
+        plan = make_plan(census.ages(), now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
+        report = GcReport(
+            store.where, selection, census, max_bytes, older_than_s, plan, tree=isinstance(tier, FileTier)
+        )
+        progress.clear()
+        if not arguments.json:
+            report.print_findings(out)
+            out.flush()
+        try:
+            if arguments.delete:
+                report.outcome = Outcome()
+                collect(store, census, plan, report.outcome, now_s=now_s, report=progress)
+                if not any(selection.values()):
+                    remove_stale_drafts(store, report.outcome)
+        finally:
+            progress.clear()
+            if arguments.json:
+                print(json.dumps(report.to_dict(), indent=2), file=out)
+            else:
+                report.print_outcome(out)
+            report.print_failures(sys.stderr)
+        return 1 if report.outcome and report.outcome.failures else 0
+    finally:
+        progress.clear()
+        store.close()
+
+
+def _now_s() -> float:
+    return time.time()
+
+
+def _check(arguments: argparse.Namespace, max_bytes: int | None, older_than_s: float | None) -> None:
+    if arguments.namespace is not None and not _NAMESPACE.fullmatch(arguments.namespace):
+        raise ConfigError(f"--namespace: {arguments.namespace!r} is not one; allowed: 32 hex digits, as gc prints them")
+    if arguments.delete and max_bytes is None and older_than_s is None:
+        raise ConfigError(
+            f"--delete: down to what? Say --max-size or --older-than, or capacity or ttl in {arguments.file}"
+        )

@@ -1,0 +1,161 @@
+"""What gc plans: the oldest go, nothing young does, limits are kept and hardly more is deleted than they ask for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_offload.stores.base import ObjectInfo
+from nixl_offload.tiers import sweep
+from nixl_offload.tiers.naming import manifest_name, shard_name
+from nixl_offload.tiers.sweep import GRACE_S, Ages, Chunk, Plan, Sweep, Tally, chunks_of, make_plan, manifest_goes
+from nixl_offload.types import Key
+
+NS = "0123456789abcdef" * 2
+NOW_S = 1_800_000_000.0
+
+
+def chunk(age_s: float, size_bytes: int = 100, objects: int = 1) -> Chunk:
+    return Chunk(tuple(f"n{number}" for number in range(objects)), size_bytes, NOW_S - age_s)
+
+
+def counted(chunks: list[Chunk]) -> Ages:
+    ages = Ages()
+    for item in chunks:
+        ages.add(item)
+    return ages
+
+
+def plan_and_sweep(
+    chunks: list[Chunk], max_bytes: int | None, older_than_s: float | None
+) -> tuple[Plan, list[Chunk], list[Chunk]]:
+    """Return the plan, what it deletes and what it keeps."""
+    plan = make_plan(counted(chunks), now_s=NOW_S, max_bytes=max_bytes, older_than_s=older_than_s)
+    sweeping = Sweep(plan)
+    taken = [sweeping.takes(item) for item in chunks]
+    gone = [item for item, goes in zip(chunks, taken, strict=True) if goes]
+    return plan, gone, [item for item, goes in zip(chunks, taken, strict=True) if not goes]
+
+
+def test_a_listing_becomes_chunks_with_all_their_ranks() -> None:
+    """A key that begins another key stays apart, and what is no shard is told to somebody else."""
+    short, long = Key(b"\xab" * 20), Key(b"\xab" * 36)
+    other = Key(b"\xac" * 20)
+    listing = [
+        *(ObjectInfo(shard_name(NS, short, rank), 10 + rank, 5.0 - rank) for rank in range(3)),
+        *(ObjectInfo(shard_name(NS, long, rank), 1, 1.0) for rank in range(2)),
+        ObjectInfo(f"{NS}/ab/notes.txt", 7, 0.0),
+        ObjectInfo(shard_name(NS, other, 0), 4, 9.0),
+        ObjectInfo(manifest_name(NS), 3, 2.0),
+    ]
+    assert sorted(info.name for info in listing) == [info.name for info in listing], "as a store would list it"
+    others: list[str] = []
+    chunks = list(chunks_of(listing, lambda info: others.append(info.name)))
+    assert [(len(c.names), c.size_bytes, c.modified_s) for c in chunks] == [(3, 33, 5.0), (2, 2, 1.0), (1, 4, 9.0)]
+    assert others == [f"{NS}/ab/notes.txt", manifest_name(NS)]
+
+
+def test_the_oldest_go_until_the_size_is_kept() -> None:
+    chunks = [chunk(age_s, 100) for age_s in (5000, 4000, 3000, 2000, 1000)]
+    plan, gone, kept = plan_and_sweep(chunks, 250, None)
+    assert gone == chunks[:3]
+    assert plan.estimate.size_bytes == 250
+    assert plan.kept_bytes == 250
+    assert sum(item.size_bytes for item in kept) == 200
+
+
+def test_of_chunks_equally_old_only_as_many_go_as_must() -> None:
+    """Thousands of objects copied into a bucket may all have the same second."""
+    _, gone, _ = plan_and_sweep([chunk(5000, 100) for _ in range(100)], 9_000, None)
+    assert len(gone) == 10
+
+
+def test_what_is_older_than_asked_goes_whatever_the_size() -> None:
+    chunks = [chunk(5000), chunk(4001), chunk(3999), chunk(1000)]
+    _, gone, _ = plan_and_sweep(chunks, None, 4000.0)
+    assert gone == chunks[:2]
+    _, gone, _ = plan_and_sweep(chunks, 100, 4000.0)
+    assert gone == chunks[:3], "both limits hold"
+
+
+@pytest.mark.parametrize(("max_bytes", "older_than_s"), [(0, None), (None, 0.0), (0, 0.0)])
+def test_nothing_young_goes(max_bytes: int | None, older_than_s: float | None) -> None:
+    chunks = [chunk(GRACE_S + 2), chunk(GRACE_S - 2), chunk(0), chunk(-3600)]
+    plan, gone, _ = plan_and_sweep(chunks, max_bytes, older_than_s)
+    assert gone == chunks[:1]
+    assert plan.over_bytes == (300 if max_bytes == 0 else 0)
+
+
+def test_without_limits_nothing_goes() -> None:
+    plan, gone, _ = plan_and_sweep([chunk(1e9)], None, None)
+    assert gone == []
+    assert plan.estimate == Tally()
+    assert make_plan(Ages(), now_s=NOW_S, max_bytes=0, older_than_s=0.0).estimate == Tally()
+
+
+def test_what_was_refreshed_between_the_passes_stays() -> None:
+    plan, gone, _ = plan_and_sweep([chunk(5000), chunk(4000)], 100, None)
+    assert len(gone) == 1
+    assert not Sweep(plan).takes(chunk(0))
+
+
+_AGES = st.floats(min_value=-100, max_value=3e7) | st.integers(0, 2000).map(float)
+_CHUNKS = st.lists(st.builds(chunk, _AGES, st.integers(0, 1000), st.integers(1, 4)), max_size=60)
+
+
+@given(_CHUNKS, st.none() | st.integers(0, 20_000), st.none() | st.floats(0, 1e7), st.sampled_from([4, 64, 8192]))
+def test_whatever_is_there_the_limits_are_kept(
+    chunks: list[Chunk], max_bytes: int | None, older_than_s: float | None, most_buckets: int
+) -> None:
+    """Also where buckets had to become wide, which ages are then known to within one of."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "_MOST_BUCKETS", most_buckets)
+        ages = counted(chunks)
+        _, gone, kept = plan_and_sweep(chunks, max_bytes, older_than_s)
+    width_s = ages.width_s
+    assert all(item.modified_s < NOW_S - GRACE_S for item in gone)
+    old_enough = [item for item in kept if item.modified_s < NOW_S - GRACE_S]
+    if older_than_s is not None:
+        assert all(item.modified_s >= NOW_S - older_than_s for item in old_enough)
+    kept_bytes = sum(item.size_bytes for item in kept)
+    if max_bytes is not None:
+        # With wide buckets the youngest of the old may wait for the next run.
+        left = [item for item in old_enough if item.size_bytes and item.modified_s < NOW_S - GRACE_S - width_s]
+        assert kept_bytes <= max_bytes or not left
+    expired = [item for item in gone if older_than_s is not None and item.modified_s < NOW_S - older_than_s]
+    by_size = [item for item in gone if item not in expired]
+    if by_size:
+        assert max_bytes is not None
+        assert max(item.modified_s for item in by_size) <= min((i.modified_s for i in kept), default=math.inf) + width_s
+        spare_bytes = max_bytes - kept_bytes
+        in_last = [i.size_bytes for i in gone if i.modified_s >= max(b.modified_s for b in by_size) - width_s]
+        assert spare_bytes <= sum(in_last), "hardly more goes than must"
+
+
+@given(_CHUNKS, st.integers(2, 40))
+def test_ages_lose_nothing_however_narrow_their_memory(chunks: list[Chunk], most_buckets: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "_MOST_BUCKETS", most_buckets)
+        ages, first, second = counted(chunks), counted(chunks[::2]), counted(chunks[1::2])
+        first.merge(second)
+    total = Tally(len(chunks), sum(len(c.names) for c in chunks), sum(c.size_bytes for c in chunks))
+    for counts in (ages, first):
+        assert counts.total == total
+        buckets = list(counts.oldest_first())
+        assert len(buckets) <= most_buckets
+        assert sum(tally.size_bytes for _, tally in buckets) == total.size_bytes
+        assert buckets == sorted(buckets)
+        if chunks:
+            assert counts.oldest_s == min(item.modified_s for item in chunks)
+            assert counts.newest_s == max(item.modified_s for item in chunks)
+    assert first.width_s == ages.width_s
+
+
+def test_a_manifest_stays_while_there_is_something_to_describe_or_somebody_has_just_begun() -> None:
+    day_s = 86_400.0
+    assert manifest_goes(Ages(), NOW_S - day_s - 1, now_s=NOW_S)
+    assert not manifest_goes(Ages(), NOW_S - day_s + 1, now_s=NOW_S)
+    assert not manifest_goes(counted([chunk(2 * day_s)]), NOW_S - 2 * day_s, now_s=NOW_S)
