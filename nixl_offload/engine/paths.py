@@ -132,7 +132,7 @@ class ChunkPaths:
         spans = image.spans(plan, io)
         canary = image.set_canary(slot, spans)
         flight.transfers.append(port.submit_packed(Op.READ, slot, target, spans))
-        yield from self._settle(flight)
+        yield from self._settle(flight, port.link)
         if not self._finish_read(flight, port.link, target):
             return
         rows = image.rows(slot, plan, io)
@@ -244,9 +244,12 @@ class ChunkPaths:
         flight.undo = partial(link.fail_read, target)
         return target
 
-    def _settle(self, flight: Flight) -> Iterator[None]:
-        """Poll until every transfer of the flight is final."""
+    def _settle(self, flight: Flight, link: Link | None = None) -> Iterator[None]:
+        """Poll until every transfer of the flight is final. ``link`` is told when nobody waits for it any more."""
         while flight.poll():
+            if link is not None and flight.task.stage is Stage.DONE:
+                link.overdue()
+                link = None
             yield
 
     def _outlast(self, flight: Flight) -> Iterator[None]:
@@ -289,7 +292,7 @@ class ChunkPaths:
             flight.undo = None
             link.end_read(target)
             return True
-        flight.abandon(failure.error or "read failed")
+        flight.abandon(None if failure.missing else failure.error or "read failed")
         self._log.warning("read", "A chunk could not be read and will be recomputed: %s", failure.error)
         self._table.finish(flight.task, Outcome.FAILED, failure.error)
         return False

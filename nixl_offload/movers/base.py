@@ -96,6 +96,8 @@ class Transfer:
     """Why it failed, in words; None unless FAILED."""
     quarantine: bool = False
     """FAILED, and late I/O may still touch its memory: never reuse that memory."""
+    missing: bool = False
+    """FAILED because the target is not there, where the mover can tell: nothing is wrong with the storage."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

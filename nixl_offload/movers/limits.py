@@ -269,6 +269,7 @@ class LimitedMover(Mover):
         if inner.state is TransferState.FAILED:
             owner.error = owner.error or inner.error
             owner.quarantine |= inner.quarantine
+            owner.missing |= inner.missing
             self._drop_waiting(owner)
         # Its owner may not be the transfer that is polled now; it becomes final when its own turn comes.
 

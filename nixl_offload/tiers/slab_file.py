@@ -199,7 +199,7 @@ class SlabFile:
         fresh = start >= size
         holds_data = not fresh and self._holds_data(start, start + length)
         try:
-            _fallocate(self._fd, 0, start, length)
+            fallocate(self._fd, 0, start, length)
         except OSError as error:
             if error.errno in {errno.EOPNOTSUPP, errno.ENOSYS}:
                 self._can_preallocate = False
@@ -212,7 +212,7 @@ class SlabFile:
                 if fresh:
                     os.ftruncate(self._fd, size)
                 elif not holds_data:
-                    _fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, length)
+                    fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, length)
             self._refuse(error, length)
         self._short_bytes = 0
         return True
@@ -300,8 +300,8 @@ class SlabFile:
         return True
 
 
-def _fallocate(fd: int, mode: int, offset: int, length_bytes: int) -> None:
-    """fallocate(2) itself: glibc's posix_fallocate would emulate it by touching every block, over data too."""
+def fallocate(fd: int, mode: int, offset: int, length_bytes: int) -> None:
+    """Make the system call itself: glibc's posix_fallocate would emulate it by touching every block, over data too."""
     while _libc.fallocate(fd, mode, offset, length_bytes) != 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:

@@ -223,7 +223,7 @@ def test_a_filesystem_without_fallocate_grows_by_zeros(
     def unsupported(fd: int, mode: int, offset: int, length_bytes: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "no")
 
-    monkeypatch.setattr(slab_file, "_fallocate", unsupported)
+    monkeypatch.setattr(slab_file, "fallocate", unsupported)
     monkeypatch.setattr(slab_file, "ZERO_STEP_BYTES", 3 * MIB)
     slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT)
     slab.open()
@@ -245,7 +245,7 @@ def test_a_full_tmpfs_without_fallocate_is_left_as_it_was(tmpfs: Path, monkeypat
     def unsupported(fd: int, mode: int, offset: int, length_bytes: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "no")
 
-    monkeypatch.setattr(slab_file, "_fallocate", unsupported)
+    monkeypatch.setattr(slab_file, "fallocate", unsupported)
     monkeypatch.setattr(SlabFile, "_require_space", lambda self, needed_bytes: None)
     slab = SlabFile(tmpfs / "rank-00000.slab", 32 * MIB, EXTENT)
     slab.open()

@@ -80,6 +80,10 @@ class Link(ABC):
     def fail_read(self, target: Target, error: str | None) -> None:
         """The read failed: take note."""
 
+    def overdue(self) -> None:
+        """A load was given up while its transfer goes on; ``end_read`` or ``fail_read`` of it still comes."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Close what is open in the mover and end threads. Nothing may be in flight. The mover stays open."""

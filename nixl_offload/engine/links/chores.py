@@ -1,0 +1,110 @@
+"""Slow metadata calls on threads of their own, so that a filesystem that hangs holds up nobody but them.
+
+Threading: ``start``, ``Chore.abandon`` and ``close`` belong to one thread, the engine's pump; work runs on daemon
+threads, which never keep the process from ending (those of concurrent.futures are joined when the interpreter exits).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Chore(Generic[T]):
+    """One call on its way. What it returned or raised is ``result``'s, once ``done``."""
+
+    def __init__(self, work: Callable[[], T], discard: Callable[[T], None] | None) -> None:
+        self._work = work
+        self._discard = discard
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._abandoned = False
+        self._value: T
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until it has ended, ``timeout_s`` at most; whether it has."""
+        return self._ended.wait(timeout_s)
+
+    def result(self) -> T:
+        """Return what the call returned, or raise what it raised. Only once ``done``."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def abandon(self) -> None:
+        """Give the result up: ``discard`` gets it, now or when it comes."""
+        with self._lock:
+            self._abandoned = True
+            came = self._ended.is_set()
+        if came:
+            self._discard_value()
+
+    def run(self) -> None:
+        """Do the work; on a thread of ``ChoreThreads``."""
+        try:
+            self._value = self._work()
+        except BaseException as error:  # noqa: BLE001 - handed on by result
+            self._error = error
+        with self._lock:
+            unwanted = self._abandoned
+            self._ended.set()
+        if unwanted:
+            self._discard_value()
+
+    def _discard_value(self) -> None:
+        if self._discard is not None and self._error is None:
+            with contextlib.suppress(OSError):
+                self._discard(self._value)
+
+
+class ChoreThreads:
+    """At most ``threads`` of them, started as they are needed. Chores begin in the order they were started."""
+
+    def __init__(self, name: str, threads: int = 8) -> None:
+        self._name = name
+        self._limit = threads
+        self._queue: SimpleQueue[Chore[Any] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._chores: list[Chore[Any]] = []
+
+    @property
+    def pending(self) -> int:
+        """How many have not ended, abandoned ones included."""
+        self._chores = [chore for chore in self._chores if not chore.done]
+        return len(self._chores)
+
+    def start(self, work: Callable[[], T], discard: Callable[[T], None] | None = None) -> Chore[T]:
+        """Queue a call. ``discard`` gets the result of one that is abandoned, on whichever thread is at hand."""
+        chore = Chore(work, discard)
+        if self.pending >= len(self._threads) < self._limit:
+            thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._chores.append(chore)
+        self._queue.put(chore)
+        return chore
+
+    def close(self, patience_s: float = 0.5) -> None:
+        """Let what is queued end; after ``patience_s`` the threads that hang are left behind."""
+        for _ in self._threads:
+            self._queue.put(None)
+        give_up_s = time.monotonic() + patience_s
+        for thread in self._threads:
+            thread.join(max(0.0, give_up_s - time.monotonic()))
+        self._threads = []
+
+    def _main(self) -> None:
+        while (chore := self._queue.get()) is not None:
+            chore.run()

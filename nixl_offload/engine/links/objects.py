@@ -1,0 +1,118 @@
+"""The link to a bucket: a shard is an object, named by key and rank, which the mover puts and gets whole.
+
+Threading: the pump's thread. Nothing here does I/O: the mover does, and its failures tell how the bucket is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from typing import Final
+
+from nixl_offload.engine.links.base import Link, Target, at_once
+from nixl_offload.errors import MoverError, TierError
+from nixl_offload.movers.base import FileId, Mover
+from nixl_offload.tiers.breaker import Breaker
+from nixl_offload.tiers.naming import shard_name
+from nixl_offload.types import Key, Location
+
+logger = logging.getLogger(__name__)
+
+FAILURES: Final = 8
+"""In a row, stores and loads together; then the bucket is left alone until a trial succeeds."""
+TRIAL_LIMIT_S: Final = 10.0
+"""A trial that is not heard of for so long is lost, and another may go."""
+
+
+class ObjectLink(Link):
+    """One rank's shards in a bucket.
+
+    After a failure still holds: an object is whole or absent, for a PUT is one request.
+    """
+
+    def __init__(self, where: str, namespace_name: str, rank: int, mover: Mover, clock: Callable[[], float]) -> None:
+        """``where`` is for people, such as ``s3://bucket/prefix``, without credentials."""
+        self.name = f"S3 tier {where}"
+        self.mover = mover
+        self._namespace = namespace_name
+        self._rank = rank
+        self._clock = clock
+        self._breaker = Breaker(self.name, threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
+        self._stale: list[FileId] = []
+
+    @property
+    def trouble(self) -> str:
+        """See Link."""
+        return self._breaker.cause or "none"
+
+    def connect(self) -> None:
+        """See Link. The first transfer tells."""
+
+    def may_store(self) -> bool:
+        """See Link."""
+        return self._breaker.allows(self._clock())
+
+    def may_load(self) -> bool:
+        """See Link."""
+        return self._breaker.allows(self._clock())
+
+    def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+        """See Link."""
+        return (yield from at_once(self._open(key, length_bytes)))
+
+    def end_write(self, target: Target) -> Generator[None, None, None]:
+        """See Link. The object is there since its PUT was answered."""
+        self._end(target, None)
+        self._breaker.succeeded(self._clock())
+        yield from at_once(None)
+
+    def fail_write(self, target: Target, error: str | None) -> None:
+        """See Link. What a PUT given up may still write is a whole object."""
+        self._end(target, error)
+
+    def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+        """See Link. Whether the object is there shows when it is read."""
+        return (yield from at_once(self._open(key, length_bytes)))
+
+    def end_read(self, target: Target) -> None:
+        """See Link."""
+        self._end(target, None)
+        self._breaker.succeeded(self._clock())
+
+    def fail_read(self, target: Target, error: str | None) -> None:
+        """See Link."""
+        self._end(target, error)
+
+    def overdue(self) -> None:
+        """See Link."""
+        self._breaker.failed("timeout", "a load was given up before it was answered", self._clock())
+
+    def close(self) -> None:
+        """See Link."""
+        self._close_stale()
+
+    def _open(self, key: Key, length_bytes: int) -> Target:
+        self._close_stale()
+        try:
+            return Target(self.mover.open_object(shard_name(self._namespace, key, self._rank), length_bytes), 0)
+        except MoverError as error:
+            self._breaker.failed("io", str(error), self._clock())
+            raise TierError(str(error), cause="io") from error
+
+    def _end(self, target: Target, error: str | None) -> None:
+        if error is not None:
+            self._breaker.failed("io", error, self._clock())
+        self._stale.append(target.file)
+        self._close_stale()
+
+    def _close_stale(self) -> None:
+        """Forget what was opened; an object that late I/O may still touch stays until the mover closes."""
+        self._stale = [file for file in self._stale if not self._closes(file)]
+
+    def _closes(self, file: FileId) -> bool:
+        try:
+            self.mover.close_file(file)
+        except MoverError as error:
+            logger.debug("An object stays open in the mover: %s", error)
+            return False
+        return True

@@ -1,0 +1,234 @@
+"""The link to a shared directory: a file per shard, written under a draft's name and renamed into place when whole.
+
+Threading: the pump's thread; every call that could hang runs on the link's own daemon threads, and is given up after a
+while. Ownership: descriptors belong to the mover from ``adopt_file`` on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from nixl_offload.engine.links.base import Link, Target
+from nixl_offload.engine.links.chores import Chore, ChoreThreads
+from nixl_offload.engine.links.tree_files import Draft, Shard, TreeFiles
+from nixl_offload.errors import MoverError, TierError
+from nixl_offload.movers.base import FileId, Mover
+from nixl_offload.tiers.breaker import Breaker
+from nixl_offload.tiers.health import Health
+from nixl_offload.tiers.naming import shard_name
+from nixl_offload.types import Key, Location
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BEGIN_LIMIT_S: Final = 5.0
+"""How long creating or opening a file may take. Only a filesystem that hangs takes longer."""
+END_LIMIT_S: Final = 30.0
+"""How long syncing a file and renaming it may take: a busy server has to write it all down."""
+MAX_PENDING: Final = 64
+"""Calls that have not returned, those given up included. With so many of them nothing more is asked."""
+LOAD_FAILURES: Final = 8
+"""In a row; then no load is tried until a trial succeeds."""
+TRIAL_LIMIT_S: Final = 10.0
+"""A trial that is not heard of for so long is lost, and another may go."""
+
+
+@dataclass(slots=True, eq=False)
+class _WriteTarget(Target):
+    draft: Draft
+    is_trial: bool
+    """Begun while the tier was in trouble: if it succeeds, the trouble is over."""
+
+
+class TreeLink(Link):
+    """One rank's shards in a shared directory. Loads and stores are watched apart: a full disk can be read.
+
+    After a failure still holds: a name leads to a whole file or to none; what readers have open stays as it was.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        namespace_name: str,
+        rank: int,
+        mover: Mover,
+        *,
+        direct_io: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = f"file tier {root}"
+        self.mover = mover
+        self._namespace = namespace_name
+        self._rank = rank
+        self._clock = clock
+        self._files = TreeFiles(root, direct_io=direct_io)
+        self._chores = ChoreThreads("nixl-offload-tree")
+        self._health = Health(f"File tier {root}")
+        self._trial_until_s = 0.0
+        self._breaker = Breaker(f"Loads from file tier {root}", threshold=LOAD_FAILURES, trial_limit_s=TRIAL_LIMIT_S)
+        self._verdicts: list[tuple[Chore[str], str]] = []
+        """Failed writes whose cause is being looked for, and what the mover said."""
+        self._stale: list[tuple[Chore[None] | None, FileId]] = []
+        """Files to be closed, when the call that uses them has returned and the mover lets go of them."""
+
+    @property
+    def trouble(self) -> str:
+        """See Link."""
+        if self._chores.pending >= MAX_PENDING:
+            return "io"
+        return self._health.cause or self._breaker.cause or "none"
+
+    def connect(self) -> None:
+        """See Link. Waits for ``BEGIN_LIMIT_S`` at most."""
+        chore = self._chores.start(partial(self._files.connect, self._namespace))
+        try:
+            if not chore.wait(BEGIN_LIMIT_S):
+                raise self._hung(BEGIN_LIMIT_S)
+            chore.result()
+        except TierError as error:
+            self._health.failed(error.cause, str(error), self._clock())
+
+    def may_store(self) -> bool:
+        """See Link. In trouble one store at a time is let through, when a trial is due."""
+        self._reap()
+        now_s = self._clock()
+        if self._verdicts or self._chores.pending >= MAX_PENDING:
+            return False
+        if self._health.cause is None:
+            return True
+        if not self._health.may_try(now_s) or now_s < self._trial_until_s:
+            return False
+        self._trial_until_s = now_s + TRIAL_LIMIT_S
+        return True
+
+    def may_load(self) -> bool:
+        """See Link."""
+        self._reap()
+        return self._chores.pending < MAX_PENDING and self._breaker.allows(self._clock())
+
+    def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+        """See Link."""
+        is_trial = self._health.cause is not None
+        name = shard_name(self._namespace, key, self._rank)
+        chore = self._chores.start(partial(self._files.create, name, length_bytes), discard=self._files.discard_unused)
+        try:
+            draft = yield from self._answer(chore, BEGIN_LIMIT_S)
+            try:
+                file = self.mover.adopt_file(draft.fd, draft.path, length_bytes, direct=draft.direct)
+            except MoverError as error:
+                self._chores.start(partial(self._files.discard, draft))
+                raise TierError(str(error), cause="io") from error
+        except TierError as error:
+            self._store_failed(error.cause, str(error))
+            raise
+        return _WriteTarget(file, 0, draft, is_trial)
+
+    def end_write(self, target: Target) -> Generator[None, None, None]:
+        """See Link."""
+        assert isinstance(target, _WriteTarget)
+        chore = self._chores.start(partial(self._files.publish, target.draft))
+        try:
+            yield from self._answer(chore, END_LIMIT_S)
+        except TierError as error:
+            target.draft.given_up = True
+            self._store_failed(error.cause, str(error))
+            raise
+        finally:
+            self._close_file(target.file, chore)
+        if target.is_trial:
+            self._trial_until_s = 0.0
+            self._health.succeeded(self._clock())
+
+    def fail_write(self, target: Target, error: str | None) -> None:
+        """See Link. The cause is told when the filesystem has said it; until then nothing is stored."""
+        assert isinstance(target, _WriteTarget)
+        draft = target.draft
+        self._chores.start(partial(self._files.discard, draft))
+        self._close_file(target.file, None)
+        if error is not None:
+            self._verdicts.append((self._chores.start(partial(self._files.why, draft.length_bytes)), error))
+
+    def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+        """See Link. That a file is gone is an answer: the filesystem works."""
+        name = shard_name(self._namespace, key, self._rank)
+        chore: Chore[Shard] = self._chores.start(
+            partial(self._files.open, name, length_bytes), discard=self._files.discard_opened
+        )
+        try:
+            shard = yield from self._answer(chore, BEGIN_LIMIT_S)
+            try:
+                file = self.mover.adopt_file(shard.fd, shard.path, length_bytes, direct=shard.direct)
+            except MoverError as error:
+                raise TierError(str(error), cause="io") from error
+        except TierError as error:
+            if error.cause == "missing":
+                self._breaker.succeeded(self._clock())
+            else:
+                self._breaker.failed(error.cause, str(error), self._clock())
+            raise
+        return Target(file, 0)
+
+    def end_read(self, target: Target) -> None:
+        """See Link."""
+        self._close_file(target.file, None)
+        self._breaker.succeeded(self._clock())
+
+    def fail_read(self, target: Target, error: str | None) -> None:
+        """See Link."""
+        self._close_file(target.file, None)
+        if error is not None:
+            self._breaker.failed("io", error, self._clock())
+
+    def overdue(self) -> None:
+        """See Link."""
+        self._breaker.failed("timeout", "a load was given up before it was answered", self._clock())
+
+    def close(self) -> None:
+        """See Link. A thread that hangs is left behind."""
+        self._chores.close()
+        self._reap()
+
+    def _answer(self, chore: Chore[T], limit_s: float) -> Generator[None, None, T]:
+        """Wait for a call; one that does not return is given up. Raises TierError."""
+        give_up_s = self._clock() + limit_s
+        while not chore.done:
+            if self._clock() >= give_up_s:
+                chore.abandon()
+                raise self._hung(limit_s)
+            yield
+        return chore.result()
+
+    def _hung(self, limit_s: float) -> TierError:
+        return TierError(f"{self._files.root} did not answer in {limit_s:g} s", cause="io")
+
+    def _store_failed(self, cause: str, message: str) -> None:
+        self._trial_until_s = 0.0
+        self._health.failed(cause, message, self._clock())
+
+    def _reap(self) -> None:
+        """Close what can be closed, and take note of the verdicts that have come."""
+        self._stale = [(chore, file) for chore, file in self._stale if not self._closes(chore, file)]
+        come = [verdict for verdict in self._verdicts if verdict[0].done]
+        self._verdicts = [verdict for verdict in self._verdicts if verdict not in come]
+        for chore, error in come:
+            self._store_failed(chore.result(), error)
+
+    def _close_file(self, file: FileId, chore: Chore[None] | None) -> None:
+        if not self._closes(chore, file):
+            self._stale.append((chore, file))
+
+    def _closes(self, chore: Chore[None] | None, file: FileId) -> bool:
+        """Close a file in the mover, unless ``chore`` still uses it or the mover owns it; whether it is closed."""
+        if chore is not None and not chore.done:
+            return False
+        try:
+            self.mover.close_file(file)
+        except MoverError as error:
+            logger.debug("A shard stays open in the mover: %s", error)
+            return False
+        return True
