@@ -91,6 +91,12 @@ def translated(error: Exception, doing: str, address: S3Address) -> StoreError:
     return StoreError(f"{address.where}: {doing}: {type(error).__name__}", cause="io")
 
 
+def error_code(error: StoreError) -> str:
+    """Return S3's own word for what went wrong, empty where the error is not an answer of S3."""
+    cause = error.__cause__
+    return str(cause.response.get("Error", {}).get("Code", "")) if isinstance(cause, ClientError) else ""
+
+
 class Boto3Store(Store):
     """An S3 bucket behind one boto3 client, made at the first call that needs it.
 
