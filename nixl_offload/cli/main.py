@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
-from nixl_offload.cli import gc, show
+from nixl_offload.cli import bucket, gc, show
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
 EXIT_FAILED = 1
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     show.add_parser(commands)
+    bucket.add_parser(commands)
     gc.add_parser(commands)
     return parser
 

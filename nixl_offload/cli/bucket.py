@@ -1,0 +1,95 @@
+"""``nixl-offload bucket init FILE``: makes a bucket ready, after showing what it changes and asking.
+
+Threading: one thread. ``stores.lifecycle`` knows what a bucket needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from nixl_offload.cli.shared import s3_tier
+from nixl_offload.config import load_config
+from nixl_offload.errors import NotSupportedError, StoreError
+
+if TYPE_CHECKING:
+    from nixl_offload.stores.lifecycle import LifecyclePlan
+
+_DESCRIPTION = """\
+Looks at the bucket that FILE names and shows what it lacks: the bucket itself, the lifecycle rule that removes objects
+under the prefix when they are older than the ttl, the abort of uploads that were never finished. Asks, then applies it:
+
+    nixl-offload bucket init kv.yaml             # shows, asks
+    nixl-offload bucket init kv.yaml --yes       # for scripts; where nothing is to do, nothing is done
+    nixl-offload bucket init kv.yaml --json      # only shows
+
+Rules of other people in the bucket stay as they are. Lifecycle rules know whole days: a ttl of 36h becomes 2 days
+there, while servers count an object as absent after 36h. Change the ttl in FILE and run this again. Servers themselves
+never touch the bucket's configuration; this command alone needs the right to (s3:GetLifecycleConfiguration,
+s3:PutLifecycleConfiguration, s3:GetBucketVersioning, s3:ListBucket, and s3:CreateBucket where it is missing).
+
+Exit code 0: the bucket is as it should be, or only shown. 1: the storage failed or refused, or nobody said yes. 2: FILE
+or the options are wrong.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``bucket init`` to the command line."""
+    parser = commands.add_parser("bucket", help="make a bucket ready (bucket init)")
+    actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    init = actions.add_parser(
+        "init",
+        help="show what the bucket lacks, ask, apply it",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    init.add_argument("file", metavar="FILE", help="the YAML config")
+    init.add_argument("--yes", action="store_true", help="apply without asking")
+    init.add_argument("--json", action="store_true", help="print JSON; asks nothing, and applies only with --yes")
+    init.set_defaults(run=run_init)
+
+
+def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Print to ``out``. Raises ConfigError, StoreError, NotSupportedError."""
+    tier = s3_tier(load_config(arguments.file), arguments.file)
+    try:
+        from nixl_offload.stores.lifecycle import apply_lifecycle, plan_lifecycle
+    except ImportError as exc:
+        raise NotSupportedError(f"bucket init needs boto3 ({exc}); pip install nixl-offload[s3]") from exc
+    plan = plan_lifecycle(tier)
+    if not arguments.json:
+        _print_plan(plan, out)
+    wanted = bool(plan.changes)
+    if wanted and (arguments.yes or (not arguments.json and _asked(out))):
+        apply_lifecycle(plan)
+        if plan_lifecycle(tier).changes:
+            raise StoreError(f"{plan.where}: the server accepted the changes, but does not show them", cause="server")
+        applied = True
+    else:
+        applied = False
+    if arguments.json:
+        shown = {"where": plan.where, "changes": plan.changes, "notes": plan.notes, "applied": applied}
+        print(json.dumps(shown, indent=2), file=out)
+        return 0
+    if wanted:
+        print("Done." if applied else "Nothing was changed; --yes applies it without asking.", file=out)
+    return 1 if wanted and not applied else 0
+
+
+def _print_plan(plan: LifecyclePlan, out: TextIO) -> None:
+    print(f"{plan.where}: {'to change:' if plan.changes else 'nothing to do.'}", file=out)
+    for change in plan.changes:
+        print(f"  - {change}", file=out)
+    for note in plan.notes:
+        print(f"Note: {note}", file=out)
+    out.flush()
+
+
+def _asked(out: TextIO) -> bool:
+    """Ask on a terminal; without one nobody can say yes."""
+    if not sys.stdin.isatty():
+        return False
+    print("Apply? [y/N] ", end="", file=out, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,172 @@
+"""``nixl-offload bucket init`` against moto: it shows, asks, applies once; others' rules stay, no secret is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from botocore.exceptions import ClientError
+
+from nixl_offload.cli.main import main
+
+from .servers import MotoServer
+
+THEIRS = {
+    "ID": "theirs",
+    "Status": "Enabled",
+    "Filter": {"Prefix": "logs/"},
+    "Expiration": {"Days": 30},
+}
+
+
+@pytest.fixture
+def client(moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    with closing(moto.client()) as client:
+        yield client
+
+
+@pytest.fixture
+def bucket(client: Any) -> str:
+    """A bucket of this test's own; the name of one that does not exist yet."""
+    return f"kv-{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def file(tmp_path: Path, moto: MotoServer, bucket: str) -> Path:
+    return write(tmp_path, moto, bucket)
+
+
+def write(tmp_path: Path, moto: MotoServer, bucket: str, **fields: Any) -> Path:
+    path = tmp_path / "kv.yaml"
+    tier = {**moto.tier("prod"), "bucket": bucket, "ttl": "36h", **fields}
+    path.write_text(yaml.safe_dump({"tiers": [tier]}))
+    return path
+
+
+def rules(client: Any, bucket: str) -> list[dict[str, Any]]:
+    try:
+        return list(client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"])
+    except ClientError:
+        return []
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Sit at the terminal."""
+    terminal = io.StringIO(text)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+
+
+def test_a_missing_bucket_is_made_with_its_rule_and_the_second_run_has_nothing_to_do(
+    file: Path, client: Any, bucket: str, moto: MotoServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bucket", "init", str(file), "--yes"]) == 0
+    shown = capsys.readouterr()
+    assert f"make the bucket {bucket}" in shown.out
+    assert "objects under prod/ are removed 2 days after" in shown.out, "36 h, in whole days"
+    assert shown.out.endswith("Done.\n")
+    (rule,) = rules(client, bucket)
+    assert rule["Expiration"] == {"Days": 2}
+    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
+    assert (rule.get("Filter") or rule)["Prefix"] == "prod/"
+
+    assert main(["bucket", "init", str(file)]) == 0
+    again = capsys.readouterr()
+    assert f"s3://{bucket}/prod at {moto.endpoint}: nothing to do.\n" in again.out
+    for text in (shown.out, shown.err, again.out, again.err):
+        assert moto.secret_access_key not in text
+        assert moto.access_key_id not in text
+
+
+@pytest.mark.parametrize("said", ["n\n", "\n", ""])
+def test_without_a_yes_nothing_changes(
+    said: str,
+    file: Path,
+    client: Any,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client.create_bucket(Bucket=bucket)
+    answer(monkeypatch, said)
+    assert main(["bucket", "init", str(file)]) == 1
+    assert "Apply? [y/N] Nothing was changed" in capsys.readouterr().out
+    assert rules(client, bucket) == []
+
+
+def test_a_script_without_a_terminal_must_say_yes(
+    file: Path, client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.create_bucket(Bucket=bucket)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert main(["bucket", "init", str(file)]) == 1
+    assert "--yes applies it" in capsys.readouterr().out
+    assert rules(client, bucket) == []
+
+
+def test_a_yes_applies_it_and_other_peoples_rules_stay(
+    file: Path,
+    tmp_path: Path,
+    moto: MotoServer,
+    client: Any,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client.create_bucket(Bucket=bucket)
+    client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [THEIRS]})
+    answer(monkeypatch, "y\n")
+    assert main(["bucket", "init", str(file)]) == 0
+    assert len(rules(client, bucket)) == 2
+
+    assert main(["bucket", "init", str(write(tmp_path, moto, bucket, ttl="7d")), "--yes"]) == 0
+    assert "replace the lifecycle rule" in capsys.readouterr().out
+    by_id = {rule["ID"]: rule for rule in rules(client, bucket)}
+    assert by_id.pop("theirs")["Expiration"] == {"Days": 30}
+    (ours,) = by_id.values()
+    assert ours["Expiration"] == {"Days": 7}
+
+
+def test_json_shows_and_applies_only_with_yes(
+    file: Path, client: Any, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.create_bucket(Bucket=bucket)
+    assert main(["bucket", "init", str(file), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["applied"] is False
+    assert len(shown["changes"]) == 1
+    assert rules(client, bucket) == []
+    assert main(["bucket", "init", str(file), "--json", "--yes"]) == 0
+    assert json.loads(capsys.readouterr().out)["applied"] is True
+    assert len(rules(client, bucket)) == 1
+    assert main(["bucket", "init", str(file), "--json", "--yes"]) == 0
+    nothing = json.loads(capsys.readouterr().out)
+    assert (nothing["changes"], nothing["applied"]) == ([], False)
+
+
+def test_a_server_that_is_down_is_one_line_and_exit_code_1(
+    tmp_path: Path, moto: MotoServer, client: Any, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, moto, bucket, endpoint="http://127.0.0.1:9", request_timeout="300ms")
+    assert main(["bucket", "init", str(file), "--yes"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"nixl-offload: s3://{bucket}/prod at http://127.0.0.1:9: ")
+    assert error.count("\n") == 1
+
+
+def test_a_config_without_a_bucket_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kv.yaml"
+    path.write_text("tiers: [{kind: file, path: /mnt/kv, capacity: 1GiB}]\n")
+    assert main(["bucket", "init", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"nixl-offload: {path}: tiers: none of them has kind: s3, so there is no bucket\n"
+    )
