@@ -1,12 +1,12 @@
-"""A small worker for engine tests: KV tensors of every layout, a real slab on disk, an engine, and an independent idea
-of what the bytes of a chunk must be. Used by the unit and the fault tests.
+"""A small worker for engine tests: KV tensors of every layout, a real slab on disk (or another link), an engine, and an
+independent idea of what the bytes of a chunk must be. Used by the unit and the fault tests.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.movers.base import Mover
@@ -59,8 +60,9 @@ class Rig:
     tensors: list[torch.Tensor]
     kv: list[npt.NDArray[np.uint8]]
     layout: KVLayout
-    slab: SlabFile
+    slab: SlabFile | None
     mover: Mover
+    link: Link
     engine: Engine
     results: dict[int, JobResult] = field(default_factory=dict)
 
@@ -75,6 +77,7 @@ class Rig:
         staging_slots: int = 8,
         seed: int = 1,
         slab: Any = None,
+        link: Callable[[Mover, Callable[[], float]], Link] | None = None,
         namespace: bytes = NAMESPACE,
         **options: Any,
     ) -> Rig:
@@ -91,22 +94,24 @@ class Rig:
             regions.append(RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, stride, page))
         layout = KVLayout(tuple(regions), tuple(GroupLayout(refs) for refs in shape.groups), CHUNK_BLOCKS)
         largest = max(layout.slot_bytes(group) for group in range(len(shape.groups)))
-        if slab is None:
+        if slab is None and link is None:
             extent = align_up(largest * 4, 65536)
             slab = SlabFile(directory / "kv" / "rank.slab", extent * -(-slots // 4), extent, direct_io=True)
             slab.open()
         if shape.direct:
             options.setdefault("direct_min_extent_bytes", 4096)
         mover = mover or CopyMover()
+        clock = options.get("clock", time.monotonic)
+        link_ = link(mover, clock) if link is not None else SlabLink(slab, mover, clock)
         engine = Engine(
             tensors=tensors,
             layout=layout,
-            links=[SlabLink(slab, mover, options.get("clock", time.monotonic))],
+            links=[link_],
             rank_namespace=namespace,
             staging_bytes=staging_slots * largest,
             **options,
         )
-        return cls(shape, tensors, kv, layout, slab, mover, engine)
+        return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
 
     def key(self, number: int, group: int = 0) -> Key:
         return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
@@ -156,7 +161,8 @@ class Rig:
     def close(self) -> None:
         self.engine.close()
         self.mover.close()
-        self.slab.close()
+        if self.slab is not None:
+            self.slab.close()
 
 
 def until(condition: Any, timeout_s: float = DEADLINE_S) -> None:

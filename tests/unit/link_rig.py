@@ -1,0 +1,112 @@
+"""What link tests build their rigs of: a shared directory, and objects kept as files, behind a real mover."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from nixl_offload.engine.links.base import Link
+from nixl_offload.engine.links.objects import ObjectLink
+from nixl_offload.engine.links.tree import TreeLink
+from nixl_offload.movers.base import Extents, FileId, MemoryId, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.faults import FaultyMover
+
+NAMESPACE_NAME = "0123456789abcdef" * 2
+LinkMaker = Callable[[Mover, Callable[[], float]], Link]
+
+
+def tree(root: Path, *, rank: int = 0, direct_io: bool = True) -> LinkMaker:
+    """Makes the link to a shared directory."""
+    root.mkdir(exist_ok=True)
+    return lambda mover, clock: TreeLink(str(root), NAMESPACE_NAME, rank, mover, direct_io=direct_io, clock=clock)
+
+
+def objects(rank: int = 0) -> LinkMaker:
+    """Makes the link to a bucket."""
+    return lambda mover, clock: ObjectLink("s3://bucket", NAMESPACE_NAME, rank, mover, clock)
+
+
+def shards(root: Path) -> list[Path]:
+    """All stored files, drafts left out."""
+    return sorted(path for path in root.rglob("*.[0-9a-f][0-9a-f][0-9a-f][0-9a-f]") if path.is_file())
+
+
+def drafts(root: Path) -> list[Path]:
+    """Whatever a write left behind."""
+    return sorted(root.rglob(".*"))
+
+
+class ObjectFiles(CopyMover):
+    """Objects as files of a flat directory, written whole; says when one is missing."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(name="objects")
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+        self.limits = replace(self.limits, alignment_bytes=1, whole_writes=True, tells_short_reads=False)
+        self.opened: dict[FileId, Path] = {}
+        self.reads: dict[Transfer, FileId] = {}
+
+    def open_object(self, name: str, length_bytes: int) -> FileId:
+        """See Mover. An empty file is an object that is not there."""
+        path = self.directory / name.replace("/", "_")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = self.adopt_file(fd, str(path), length_bytes, direct=False)
+        self.opened[file] = path
+        return file
+
+    def close_file(self, file: FileId) -> None:
+        """See Mover."""
+        super().close_file(file)
+        del self.opened[file]
+
+    def submit(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        """See Mover."""
+        transfer = super().submit(op, memory, memory_extents, file, file_extents)
+        self.reads[transfer] = file
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """See Mover."""
+        state = super().poll(transfer)
+        if state is not TransferState.PENDING:
+            file = self.reads.pop(transfer, None)
+            if file is not None and state is TransferState.FAILED:
+                transfer.missing = self.opened[file].stat().st_size == 0
+        return state
+
+
+class Watched(FaultyMover):
+    """Notes every transfer that is started on memory which another, not final, still owns."""
+
+    def __init__(self, mover: Mover) -> None:
+        super().__init__(mover)
+        self.owned: dict[Transfer, tuple[MemoryId, Extents]] = {}
+        self.overlaps = 0
+
+    def submit(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        """See Mover."""
+        begin, end = memory_extents[:, 0], memory_extents.sum(axis=1)
+        for other, extents in self.owned.values():
+            if other == memory:
+                apart = (end[:, None] <= extents[None, :, 0]) | (begin[:, None] >= extents.sum(axis=1)[None, :])
+                self.overlaps += int(not np.all(apart))
+        transfer = super().submit(op, memory, memory_extents, file, file_extents)
+        self.owned[transfer] = (memory, np.array(memory_extents))
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """See Mover."""
+        state = super().poll(transfer)
+        if state is not TransferState.PENDING:
+            self.owned.pop(transfer, None)
+        return state

@@ -1,0 +1,454 @@
+"""Proves, over real files: a tier behind any link gives back bit for bit what was stored; each link has its own mover;
+objects are written whole; a read cut short unnoticed is found out; a link out of use costs nothing and comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_offload.engine import ChunkIO, Engine
+from nixl_offload.engine.links import objects as object_links
+from nixl_offload.engine.links.chores import ChoreThreads
+from nixl_offload.engine.links.slab import SlabLink
+from nixl_offload.engine.links.tree import TreeLink
+from nixl_offload.format import HEADER_BYTES
+from nixl_offload.movers.base import Op
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.tiers.naming import parse_shard_name, shard_name
+from nixl_offload.types import Location, Outcome
+from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, until
+from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, Watched, drafts, objects, shards, tree
+from tests.unit.test_engine import real_mover
+
+OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
+Make = Callable[..., Rig]
+
+
+class Clock:
+    """Real time plus what the test adds."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    rigs: list[Rig] = []
+
+    def build(*args: Any, **options: Any) -> Rig:
+        rigs.append(Rig.make(tmp_path, *args, **options))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        if isinstance(rig.mover, FaultyMover):
+            rig.mover.release()
+        rig.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")]
+    assert not left, "a closed engine left threads behind"
+
+
+# -- a shared directory ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mover", ["copy", "posix_aio", "posix_uring"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shared_directory_gives_back_what_another_engine_stored(
+    make: Make, tmp_path: Path, shape: str, mover: str
+) -> None:
+    """Every layout, every mover of files; whole chunks and any part; one whole file per shard and no draft left."""
+    root = tmp_path / "shared"
+    first = make(shape, real_mover(mover), link=tree(root))
+    groups = range(len(first.shape.groups))
+    source = [7, 38, 9, 0]
+    wanted = {group: first.bytes_of(source, group) for group in groups}
+    assert first.store(1, [first.chunk(group, source, group=group) for group in groups]) == (OK,) * len(groups)
+    second = make(shape, real_mover(mover), link=tree(root), seed=2)
+    job = 0
+    for group in groups:
+        block_bytes = first.layout.groups[group].block_bytes
+        for begin, end in ((0, 4), (0, 1), (1, 3), (3, 4)):
+            job += 1
+            second.wipe(0xEE)
+            blocks = [20, 3, 5, 31][begin:end]
+            assert second.load(job, [second.chunk(group, blocks, group=group, first=begin)]) == (OK,)
+            assert second.bytes_of(blocks, group) == wanted[group][begin * block_bytes : end * block_bytes]
+            assert set(second.bytes_of(sorted(set(range(NUM_BLOCKS)) - set(blocks)), group)) == {0xEE}
+    assert [path.stat().st_size for path in shards(root)] == [first.layout.slot_bytes(group) for group in groups]
+    assert not drafts(root)
+
+
+def test_names_modes_and_what_is_left_when_the_umask_is_open(make: Make, tmp_path: Path) -> None:
+    """Named by key and rank under the namespace; 0700 and 0600 whatever the umask."""
+    root = tmp_path / "shared"
+    umask = os.umask(0)
+    try:
+        rig = make("per_layer", link=tree(root, rank=3))
+        assert rig.store(0, [rig.chunk(5, [1, 2, 3, 4])]) == (OK,)
+    finally:
+        os.umask(umask)
+    (path,) = shards(root)
+    name = path.relative_to(root).as_posix()
+    assert name == shard_name(NAMESPACE_NAME, rig.key(5), 3)
+    parsed = parse_shard_name(name)
+    assert parsed is not None
+    assert parsed.key == rig.key(5)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert {stat.S_IMODE(part.stat().st_mode) for part in (path.parent, path.parent.parent)} == {0o700}
+
+
+def test_a_tail_stored_from_its_middle_leaves_zeros_before_it(make: Make, tmp_path: Path) -> None:
+    rig = make("mla", link=tree(tmp_path / "shared"))
+    wanted = rig.bytes_of([11, 12])
+    assert rig.store(0, [rig.chunk(0, [11, 12], first=2)]) == (OK,)
+    rig.wipe(0xEE)
+    assert rig.load(1, [rig.chunk(0, [20, 21], first=2)]) == (OK,)
+    assert rig.bytes_of([20, 21]) == wanted
+    assert rig.load(2, [rig.chunk(0, [20, 21, 22], first=1)]) == (CORRUPT,)
+    (path,) = shards(tmp_path / "shared")
+    assert not any(path.read_bytes()[HEADER_BYTES : HEADER_BYTES + 2 * 1152])
+
+
+def test_a_file_in_use_stays_young(make: Make, tmp_path: Path) -> None:
+    """A load makes an old file young again, and leaves a young one alone: oldest first is least recently used."""
+    rig = make("per_layer", link=tree(tmp_path / "shared"))
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    (path,) = shards(tmp_path / "shared")
+    for job, (age_s, touched) in enumerate(((7200, True), (600, False)), start=1):
+        before_s = int(time.time()) - age_s
+        os.utime(path, (before_s, before_s))
+        assert rig.load(job, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+        assert (path.stat().st_mtime > before_s + 1) is touched
+
+
+def test_a_filesystem_without_direct_io_is_used_buffered(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused at open, or, as some do, at the first read: one warning, and everything works."""
+    real_open, real_preadv = os.open, os.preadv
+
+    def refuse_open(path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real_open(path, flags, mode, **options)
+
+    refused = []
+
+    def refuse_read(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+        if not refused:
+            refused.append(fd)
+            raise OSError(22, "Invalid argument")
+        return real_preadv(fd, buffers, offset, *flags)
+
+    for number, (what, how) in enumerate((("open", refuse_open), ("preadv", refuse_read))):
+        caplog.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, what, how)
+            rig = make("mla", link=tree(tmp_path / f"shared-{number}"))
+            wanted = rig.bytes_of([1, 2, 3, 4])
+            assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(1, [5, 6, 7, 8])]) == (OK, OK)
+            assert rig.load(1, [rig.chunk(0, [9, 10, 11, 12])]) == (OK,)
+            assert rig.bytes_of([9, 10, 11, 12]) == wanted
+        assert sum("cannot do direct I/O" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_readers_never_see_half_a_file(make: Make, tmp_path: Path) -> None:
+    """Two engines write one key over and over while a third reads it: each read is whole, none is CORRUPT."""
+    root = tmp_path / "shared"
+    writers = [make("packed_blocks", link=tree(root), seed=4) for _ in range(2)]
+    reader = make("packed_blocks", link=tree(root), seed=5)
+    wanted = writers[0].bytes_of([1, 2, 3, 4])
+    seen = []
+    for job in range(40):
+        for writer in writers:
+            writer.engine.submit_store(job, [writer.chunk(0, [1, 2, 3, 4])])
+        seen += reader.load(job, [reader.chunk(0, [5, 6, 7, 8])])
+        if seen[-1] is OK:
+            assert reader.bytes_of([5, 6, 7, 8]) == wanted
+        for writer in writers:
+            assert writer.collect(job).outcomes == (OK,)
+    assert set(seen[1:]) == {OK}
+    assert len(shards(root)) == 1
+    assert not drafts(root)
+
+
+# -- several tiers --------------------------------------------------------------------------------------------------
+
+
+def test_each_tier_has_its_own_link_and_mover(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One engine, a slab that is written direct, a hole, a shared directory, and objects that are written whole."""
+    rig = make("direct_blocks")
+    assert rig.slab is not None
+    slab_mover, tree_mover, object_mover = (
+        FaultyMover(CopyMover()),
+        FaultyMover(CopyMover()),
+        FaultyMover(ObjectFiles(tmp_path / "o")),
+    )
+    with caplog.at_level(logging.INFO, logger="nixl_offload.engine"):
+        engine = Engine(
+            tensors=rig.tensors,
+            layout=rig.layout,
+            links=[
+                SlabLink(rig.slab, slab_mover, time.monotonic),
+                None,
+                tree(tmp_path / "shared")(tree_mover, time.monotonic),
+                objects()(object_mover, time.monotonic),
+            ],
+            rank_namespace=bytes(32),
+            staging_bytes=1 << 20,
+            direct_min_extent_bytes=4096,
+        )
+    rig.engine.close()
+    rig.engine = engine
+    size = rig.layout.slot_bytes(0)
+    wanted = rig.bytes_of([1, 2, 3, 4])
+
+    def chunk(tier: int, blocks: list[int]) -> ChunkIO:
+        return ChunkIO(rig.key(1), Location(tier, 0, size), 0, np.array(blocks, dtype=np.int32), 0)
+
+    assert rig.store(1, [chunk(tier, [1, 2, 3, 4]) for tier in range(4)]) == (OK, FAILED, OK, OK)
+    for job, tier in enumerate((0, 2, 3), start=2):
+        rig.wipe()
+        assert rig.load(job, [chunk(tier, [5, 6, 7, 8])]) == (OK,)
+        assert rig.bytes_of([5, 6, 7, 8]) == wanted
+    assert rig.load(9, [chunk(1, [5, 6, 7, 8]), chunk(4, [5, 6, 7, 8])]) == (FAILED, FAILED)
+    both = [Op.WRITE, Op.WRITE, Op.READ, Op.READ]
+    assert [slab_mover.submitted, tree_mover.submitted] == [both, both]
+    assert object_mover.submitted == [Op.WRITE, Op.READ]
+    assert "packed, because objects writes a chunk in one piece" in caplog.text
+
+
+# -- objects --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_objects_are_written_whole_and_read_in_parts(make: Make, tmp_path: Path, shape: str) -> None:
+    """The object has the slot's length and zeros where nothing was stored, whatever the staging slot held before."""
+    rig = make(shape, ObjectFiles(tmp_path / "objects"), link=objects(), staging_slots=2)
+    source, tail = [3, 1, 4, 15], [7, 8]
+    block_bytes = rig.layout.groups[0].block_bytes
+    wanted, wanted_tail = rig.bytes_of(source), rig.bytes_of(tail)
+    assert rig.store(0, [rig.chunk(0, source), rig.chunk(1, source)]) == (OK, OK)
+    assert rig.store(1, [rig.chunk(2, tail, first=2), rig.chunk(3, tail, first=2)]) == (OK, OK)
+    for number in range(4):
+        stored = (tmp_path / "objects" / shard_name(NAMESPACE_NAME, rig.key(number), 0).replace("/", "_")).read_bytes()
+        head = wanted[: 2 * block_bytes] if number < 2 else bytes(2 * block_bytes)
+        last = wanted[2 * block_bytes :] if number < 2 else wanted_tail
+        assert len(stored) == rig.layout.slot_bytes(0)
+        assert stored[HEADER_BYTES:].rstrip(b"\0") == (head + last).rstrip(b"\0")
+    job = 2
+    for begin in range(CHUNK_BLOCKS):
+        for end in range(begin + 1, CHUNK_BLOCKS + 1):
+            rig.wipe(0xEE)
+            blocks = [20, 3, 5, 31][begin:end]
+            assert rig.load(job, [rig.chunk(0, blocks, first=begin)]) == (OK,)
+            assert rig.bytes_of(blocks) == wanted[begin * block_bytes : end * block_bytes]
+            job += 1
+
+
+@pytest.mark.parametrize("verify", ["checksum", "header"])
+@pytest.mark.parametrize(("shape", "first"), [("padded", 0), ("padded", 1), ("packed_blocks", 0), ("packed_blocks", 3)])
+def test_a_read_cut_short_unnoticed_is_found_out(
+    make: Make, tmp_path: Path, verify: str, shape: str, first: int
+) -> None:
+    """DONE with the end untouched, cut anywhere, whatever the staging slot held: never a wrong token.
+
+    The slot holds the wanted chunk itself, with the beginning of another one over it: so its last block is right, and
+    where the cut comes after the header its header is.
+    """
+    mover = FaultyMover(ObjectFiles(tmp_path / "objects"))
+    rig = make(shape, mover, link=objects(), staging_slots=2, verify=verify)
+    source, block_bytes = [1, 2, 3, 4], rig.layout.groups[0].block_bytes
+    wanted = rig.bytes_of(source[first:])
+    assert rig.store(0, [rig.chunk(0, source), rig.chunk(1, [5, 6, 7, 8])]) == (OK, OK)
+    total = HEADER_BYTES + (CHUNK_BLOCKS - first) * block_bytes
+    found = []
+    for job, cut in enumerate(range(0, total, total // 29), start=1):
+        mover.script = []
+        assert rig.load(10 * job, [rig.chunk(0, [20, 21, 22, 23])]) == (OK,)
+        assert rig.load(10 * job + 1, [rig.chunk(1, [24, 25])]) == (OK,)
+        mover.script = [Fault(mover.submitted.count(Op.READ), FaultKind.SHORT, op=Op.READ, amount=cut)]
+        blocks = list(range(30, 34 - first))
+        rig.wipe(0xEE)
+        (outcome,) = rig.load(10 * job + 2, [rig.chunk(0, blocks, first=first)])
+        if outcome is OK:
+            assert rig.bytes_of(blocks) == wanted
+        else:
+            assert set(rig.bytes_of(blocks)) == {0xEE}
+        found.append(outcome)
+    assert CORRUPT in found
+    assert set(found) <= {OK, CORRUPT}
+
+
+def test_a_bucket_that_fails_is_left_alone_and_tried_again(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After eight failures in a row nothing is submitted, neither loads nor stores; one trial brings it back."""
+    clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
+    rig = make("per_layer", mover, link=objects(), clock=clock)
+    assert rig.store(0, [rig.chunk(n, [1, 2, 3, 4]) for n in range(2)]) == (OK, OK)
+    mover.script = [Fault(len(mover.submitted), FaultKind.FAIL, every=True)]
+    for job in range(1, 1 + object_links.FAILURES):
+        assert (rig.load if job % 2 else rig.store)(job, [rig.chunk(0, [5, 6, 7, 8])]) == (FAILED,)
+    submitted = len(mover.submitted)
+    for job in range(20, 30):
+        assert rig.load(job, [rig.chunk(0, [5, 6, 7, 8])] * 3) == (FAILED,) * 3
+        assert rig.store(10 + job, [rig.chunk(1, [1, 2, 3, 4])]) == (FAILED,)
+    assert rig.collect(29).errors == ("storage is out of use: io",)
+    assert len(mover.submitted) == submitted
+    clock.ahead_s += 1.5
+    assert rig.load(50, [rig.chunk(0, [5, 6, 7, 8])] * 3) == (FAILED,) * 3
+    assert len(mover.submitted) == submitted + 1, "one trial, no more"
+    mover.script = []
+    clock.ahead_s += 2.5
+    assert rig.load(51, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+    assert rig.store(52, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
+    assert sum("out of use" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_objects_that_are_gone_do_not_put_the_bucket_out_of_use(make: Make, tmp_path: Path) -> None:
+    """Somebody deleted a whole prefix: each load of it fails, and everything else goes on."""
+    rig = make("per_layer", ObjectFiles(tmp_path / "objects"), link=objects())
+    for job in range(4 * object_links.FAILURES):
+        assert rig.load(job, [rig.chunk(job, [5, 6, 7, 8])]) == (FAILED,)
+    assert rig.link.trouble == "none"
+    assert rig.store(100, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+
+
+# -- late bytes -----------------------------------------------------------------------------------------------------
+
+
+def test_late_gets_never_write_into_a_slot_that_was_handed_out_again(make: Make, tmp_path: Path) -> None:
+    """Loads are given up while their GETs hang; a slot is used again only when its GET is final. The mover itself
+    watches: no transfer begins on memory that another owns. When the late bytes come, they reach no KV block.
+    """
+    clock, mover = Clock(), Watched(ObjectFiles(tmp_path / "objects"))
+    rig = make("per_layer", mover, link=objects(), clock=clock, staging_slots=6)
+    wanted = {n: rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(4)}
+    assert rig.store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(4)]) == (OK,) * 4
+    reads = mover.submitted.count(Op.READ)
+    mover.script = [Fault(reads + n, FaultKind.STUCK, op=Op.READ) for n in range(3)]
+    rig.engine.submit_load(1, [rig.chunk(n, range(20, 24)) for n in range(3)])
+    until(lambda: mover.submitted.count(Op.READ) == reads + 3)
+    clock.ahead_s += 31
+    assert rig.collect(1).outcomes == (FAILED,) * 3
+    rig.wipe(0xEE)
+    for job in range(2, 40):
+        # The other slots go round and round meanwhile.
+        rig.kv[0][0:4] = job
+        assert rig.store(100 + job, [rig.chunk(5, [0, 1, 2, 3])]) == (OK,)
+        assert rig.load(job, [rig.chunk(n, range(24, 28)) for n in range(3)]) == (OK,) * 3
+        assert rig.bytes_of(range(24, 28)) in wanted.values()
+    assert len(mover.owned) == 3
+    mover.release()
+    until(lambda: not mover.owned)
+    assert set(rig.bytes_of(range(20, 24))) == {0xEE}
+    assert rig.load(50, [rig.chunk(3, range(20, 24))] * 20) == (OK,) * 20
+    assert rig.bytes_of(range(20, 24)) == wanted[3]
+    assert mover.overlaps == 0
+
+
+def test_loads_given_up_put_a_hanging_bucket_out_of_use(make: Make, tmp_path: Path) -> None:
+    """The first loads cost their requests the timeout; those after them cost nothing."""
+    clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
+    rig = make("per_layer", mover, link=objects(), clock=clock, staging_slots=16)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    mover.script = [Fault(0, FaultKind.STUCK, op=Op.READ, every=True)]
+    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])] * 8)
+    until(lambda: mover.submitted.count(Op.READ) == 8)
+    clock.ahead_s += 31
+    assert rig.collect(1).outcomes == (FAILED,) * 8
+    until(lambda: rig.link.trouble == "timeout")
+    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])] * 4) == (FAILED,) * 4
+    assert mover.submitted.count(Op.READ) == 8
+    mover.release()
+    clock.ahead_s += 2
+    assert rig.load(3, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+
+
+def test_quarantined_objects_stay_with_the_mover(make: Make, tmp_path: Path) -> None:
+    """An object under late I/O cannot be forgotten yet; the link keeps it, goes on, and closes without a word."""
+    mover = FaultyMover(ObjectFiles(tmp_path / "objects"))
+    rig = make("per_layer", mover, link=objects())
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    mover.script = [Fault(0, FaultKind.FAIL, op=Op.READ, quarantine=True)]
+    assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (FAILED,)
+    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+    assert isinstance(mover.inner, ObjectFiles)
+    until(lambda: not mover.inner.opened)
+
+
+# -- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    """With a call that never returns, on a thread of the link, the interpreter exits at once."""
+    program = (
+        "import threading\n"
+        "from nixl_offload.engine.links.chores import ChoreThreads\n"
+        "threads = ChoreThreads('hung')\n"
+        "threads.start(threading.Event().wait)\n"
+        "threads.close(0.05)\n"
+    )
+    began_s = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+    assert time.monotonic() - began_s < 20
+
+
+def test_what_is_given_up_is_cleaned_away_when_it_comes() -> None:
+    """Abandoned before and after it ended; errors of the work are handed on, not raised on the thread."""
+    threads, gate, discarded = ChoreThreads("test-chores"), threading.Event(), []
+
+    def work(value: int) -> int:
+        gate.wait(10)
+        return value
+
+    try:
+        early = threads.start(lambda: work(1), discard=discarded.append)
+        early.abandon()
+        assert threads.pending == 1
+        gate.set()
+        until(lambda: discarded == [1])
+        late = threads.start(lambda: work(2), discard=discarded.append)
+        until(lambda: late.done)
+        late.abandon()
+        assert discarded == [1, 2]
+        bad = threads.start(lambda: 1 // 0)
+        until(lambda: bad.done)
+        with pytest.raises(ZeroDivisionError):
+            bad.result()
+        assert threads.pending == 0
+    finally:
+        gate.set()
+        threads.close()
+
+
+def test_a_link_is_what_it_says(tmp_path: Path) -> None:
+    """Limits that no mover has yet: one that does not tell short reads is never direct, whatever else it can."""
+    mover = CopyMover()
+    mover.limits = replace(mover.limits, tells_short_reads=False)
+    rig = Rig.make(tmp_path, "direct_blocks", mover, link=tree(tmp_path / "shared"))
+    try:
+        assert isinstance(rig.link, TreeLink)
+        assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+        assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+        assert rig.bytes_of([1, 2, 3, 4]) == rig.bytes_of([5, 6, 7, 8])
+    finally:
+        rig.close()
