@@ -1,0 +1,63 @@
+"""What tests of ``nixl-offload gc`` share: namespaces with real manifests, filled through any store."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from hashlib import sha256
+
+from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
+from nixl_offload.stores.base import Store
+from nixl_offload.tiers.naming import manifest_name, shard_name
+from nixl_offload.types import Key
+
+_GROUP = GroupFields(0, 1, "ab", 16, 4096, "full attention")
+_FIELDS = NamespaceFields(
+    tenant="default",
+    engine="vllm 0.33",
+    platform="cpu",
+    attention_backend=None,
+    model="org/model",
+    revision=None,
+    model_digest="cd",
+    dtype="bfloat16",
+    kv_layout="LBHNC",
+    tokens_per_block=16,
+    blocks_per_chunk=16,
+    tokens_per_hash=16,
+    hash_algorithm="sha256",
+    hash_seed=None,
+    groups=(_GROUP,),
+    tp=2,
+    pp=1,
+    pcp=1,
+    dcp=1,
+    world_size=2,
+)
+RANKS = 2
+
+
+def namespace_of(tenant: str = "default", model: str = "org/model") -> Namespace:
+    return make_namespace(replace(_FIELDS, tenant=tenant, model=model))
+
+
+def key(number: int) -> Key:
+    return Key(sha256(str(number).encode()).digest() + bytes(4))
+
+
+def put(store: Store, name: str, size_bytes: int = 1000) -> None:
+    store.write(name, memoryview(bytes(size_bytes)))
+
+
+def put_chunk(store: Store, namespace: Namespace, number: int, size_bytes: int = 1000) -> list[str]:
+    """Write all shards of a chunk; ``size_bytes`` each."""
+    names = [shard_name(namespace.name, key(number), rank) for rank in range(RANKS)]
+    for name in names:
+        put(store, name, size_bytes)
+    return names
+
+
+def put_manifest(store: Store, namespace: Namespace) -> str:
+    name = manifest_name(namespace.name)
+    store.write(name, memoryview(json.dumps(namespace.manifest(), indent=2).encode()))
+    return name

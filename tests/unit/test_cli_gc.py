@@ -1,0 +1,423 @@
+"""``nixl-offload gc`` over a shared directory: what it tells, what it deletes, what it never touches, how it fails."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_offload.cli import collect
+from nixl_offload.cli.main import main
+from nixl_offload.cli.terminal import Progress, about_size, moment, plural
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.tree import TreeStore
+from nixl_offload.tiers.naming import manifest_name, shard_name
+from tests.unit.gc_rig import RANKS, key, namespace_of, put, put_chunk, put_manifest
+
+BLUE = namespace_of("blue", "org/blue")
+RED = namespace_of("red", "org/red")
+HOUR_S = 3600.0
+
+
+class Tree:
+    """A directory with chunks of chosen ages, and a config that names it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root = directory / "kv"
+        self.store = TreeStore(str(self.root))
+        self.file = directory / "kv.yaml"
+        self.capacity("1GiB")
+
+    def capacity(self, text: str) -> None:
+        tier = f"{{kind: file, layout: tree, path: {self.root}, capacity: {text}}}"
+        self.file.write_text(f"tiers: [{tier}]\n")
+
+    def age(self, name: str, age_s: float) -> None:
+        modified_s = time.time() - age_s
+        os.utime(self.root / name, (modified_s, modified_s))
+
+    def chunk(self, namespace: Any, number: int, age_s: float, size_bytes: int = 1000) -> list[str]:
+        names = put_chunk(self.store, namespace, number, size_bytes)
+        for name in names:
+            self.age(name, age_s)
+        return names
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()}
+
+    def gc(self, *arguments: str) -> int:
+        return main(["gc", str(self.file), *arguments])
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[Tree]:
+    tree = Tree(tmp_path)
+    yield tree
+    tree.store.close()
+
+
+def outcome(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_look_tells_all_and_deletes_nothing(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    for namespace in (BLUE, RED):
+        put_manifest(tree.store, namespace)
+    for number in range(3):
+        tree.chunk(BLUE, number, HOUR_S)
+    tree.chunk(RED, 0, 2 * HOUR_S, 5000)
+    put(tree.store, "notes.txt")
+    before = tree.files()
+    assert tree.gc("--max-size", "8kB") == 0
+    assert tree.files() == before
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tree.root}: 4 chunks in 8 objects, 15.6KiB"
+    assert lines[1] == "1 foreign object beside them, never touched"
+    assert lines[3].split() == ["namespace", "tenant", "model", "chunks", "objects", "size", "oldest", "newest"]
+    rows = {line.split()[0]: line.split()[1:6] for line in lines[4:6]}
+    assert rows == {
+        BLUE.name: ["blue", "org/blue", "3", "6", "5.86KiB"],
+        RED.name: ["red", "org/red", "1", "2", "9.77KiB"],
+    }
+    assert lines[7] == "Limits: at most 7.81KiB."
+    assert lines[8] == "Plan: 1 chunk in 2 objects, 7.81KiB to delete; 7.81KiB stay."
+    assert lines[9] == "Nothing was deleted; --delete does it (and what writers that died have left)."
+
+
+def test_the_oldest_chunks_go_whole_until_the_capacity_is_kept(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = [tree.chunk(BLUE, number, HOUR_S * (number + 1)) for number in range(10)]
+    tree.capacity("8192B")
+    assert tree.gc("--delete", "--json") == 0
+    assert tree.files() == {name for names in chunks[:4] for name in names}
+    found = outcome(capsys)
+    assert found["outcome"]["deleted"] == {"chunks": 6, "objects": 12, "bytes": 12_000}
+    assert found["limits"] == {"max_bytes": 8192, "older_than_s": None}
+    assert tree.gc("--delete") == 0
+    assert "Deleted: 0 chunks in 0 objects, 0B." in capsys.readouterr().out
+
+
+def test_a_chunk_is_as_old_as_its_youngest_shard(tree: Tree) -> None:
+    """Servers refresh the shards of a chunk one after the other; none must go under a chunk in use."""
+    names = tree.chunk(BLUE, 1, 9 * HOUR_S)
+    tree.age(names[1], 0)
+    assert tree.gc("--older-than", "1h", "--delete") == 0
+    assert tree.files() == set(names)
+
+
+def test_what_is_older_goes_and_nothing_of_the_last_ten_minutes(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    old, young, fresh = (tree.chunk(BLUE, number, age_s) for number, age_s in enumerate((7000.0, 700.0, 500.0)))
+    assert tree.gc("--older-than", "1h", "--delete") == 0
+    assert tree.files() == {*young, *fresh}
+    assert tree.gc("--older-than", "0s", "--max-size", "0", "--delete") == 0
+    assert tree.files() == {*fresh}
+    assert "too much, but what is left was written or refreshed within the last 10m" in capsys.readouterr().out
+    assert not set(old) & tree.files()
+
+
+def test_a_tenants_quota_counts_for_the_tenant_alone(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other tenants' chunks are older and larger, and stay."""
+    put_manifest(tree.store, BLUE)
+    put_manifest(tree.store, RED)
+    red = tree.chunk(RED, 0, 90 * HOUR_S, 50_000)
+    blue = [tree.chunk(BLUE, number, HOUR_S * (number + 1)) for number in range(4)]
+    assert tree.gc("--tenant", "blue", "--max-size", "5kB", "--delete", "--json") == 0
+    assert {*red, *blue[0], *blue[1]} == {name for name in tree.files() if "manifest" not in name}
+    found = outcome(capsys)
+    assert [entry["name"] for entry in found["namespaces"]] == [BLUE.name]
+    assert found["outcome"]["deleted"]["chunks"] == 2
+    assert tree.gc("--namespace", RED.name, "--older-than", "0s", "--delete") == 0
+    assert {*blue[0], *blue[1]} == {name for name in tree.files() if "manifest" not in name}
+    assert f"{tree.root}, namespace {RED.name}: 1 chunk in 2 objects" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"fields": 7}',
+        b'{"fields": {"tenant": "blue"}}',
+        json.dumps(namespace_of("blue", "other").manifest()).encode(),
+        b'{"fields": {"tenant": NaN}}',
+        bytes(2 << 20),
+    ],
+)
+def test_nobody_passes_a_namespace_off_as_another_tenants(
+    content: bytes, tree: Tree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The manifest in RED's namespace says that it is blue's, or nothing that makes sense."""
+    tree.store.write(manifest_name(RED.name), memoryview(content))
+    red = tree.chunk(RED, 0, 90 * HOUR_S)
+    assert tree.gc("--tenant", "blue", "--older-than", "1h", "--delete") == 0
+    assert set(red) < tree.files()
+    capsys.readouterr()
+    assert tree.gc("--json") == 0
+    (entry,) = outcome(capsys)["namespaces"]
+    assert (entry["tenant"], entry["model"]) == (None, None)
+
+
+def test_what_a_manifest_says_cannot_drive_the_terminal(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = namespace_of("blue", "\x1b]0;owned\x07" + "m" * 200)
+    put_manifest(tree.store, evil)
+    tree.chunk(evil, 0, HOUR_S)
+    assert tree.gc() == 0
+    shown = capsys.readouterr().out
+    assert "?]0;owned?mmm" in shown
+    assert "\x1b" not in shown
+    assert "m" * 61 not in shown
+
+
+def test_nothing_foreign_is_touched(tree: Tree, tmp_path: Path) -> None:
+    ours = tree.chunk(BLUE, 0, 90 * HOUR_S)
+    digits = key(1).hex()
+    foreign = [
+        "README",
+        "backup/2024.tar",
+        f"{BLUE.name}/notes.txt",
+        f"{BLUE.name}/{digits[:2]}/{digits}.000g",
+        f"{BLUE.name}/00/{digits}.0000",
+        f"{BLUE.name}/{digits[:2]}/{digits}.0000.bak",
+        f"{BLUE.name.upper()}/{digits[:2]}/{digits}.0000",
+        f"{BLUE.name}0",
+        f"{RED.name}0/manifest.json",
+        "manifest.json",
+    ]
+    assert f"00/{digits}" not in shard_name(BLUE.name, key(1), 0)
+    for name in foreign:
+        put(tree.store, name)
+        tree.age(name, 90 * HOUR_S)
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    os.symlink(outside, tree.root / shard_name(BLUE.name, key(2), 0).replace("/", "_"))
+    assert tree.gc("--older-than", "0s", "--max-size", "0", "--delete") == 0
+    assert set(foreign) <= tree.files()
+    assert not set(ours) & tree.files()
+    assert outside.read_text() == "precious"
+
+
+def test_an_empty_namespace_loses_its_manifest_after_a_day(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    old, young = put_manifest(tree.store, BLUE), put_manifest(tree.store, RED)
+    tree.age(old, 25 * HOUR_S)
+    tree.age(young, 23 * HOUR_S)
+    assert tree.gc() == 0
+    assert tree.files() == {old, young}
+    assert tree.gc("--delete") == 0
+    assert tree.files() == {young}
+    assert "Deleted: 1 manifest of namespaces that are empty." in capsys.readouterr().out
+    tree.age(young, 25 * HOUR_S)
+    tree.chunk(RED, 0, 20 * HOUR_S)
+    assert tree.gc("--older-than", "1h", "--delete") == 0
+    assert tree.files() == {young}, "the run that empties a namespace leaves the manifest to the next"
+    assert tree.gc("--older-than", "1h", "--delete") == 0
+    assert tree.files() == set()
+
+
+def test_drafts_of_writers_that_died_go_after_an_hour(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    name = shard_name(BLUE.name, key(1), 0)
+    directory, _, base = name.rpartition("/")
+    drafts = [f"{directory}/.{base}.1-abcd.{number}.tmp" for number in range(2)]
+    (tree.root / directory).mkdir(parents=True)
+    for draft, age_s in zip(drafts, (2 * HOUR_S, 0.5 * HOUR_S), strict=True):
+        (tree.root / draft).write_bytes(b"half")
+        tree.age(draft, age_s)
+    assert tree.gc() == 0
+    assert tree.gc("--namespace", BLUE.name, "--delete") == 0
+    assert tree.files() == set(drafts)
+    assert tree.gc("--delete") == 0
+    assert tree.files() == {drafts[1]}
+    assert "Deleted: 1 draft older than 1h, of writers that died." in capsys.readouterr().out
+
+
+def test_beside_servers_that_write_read_and_refresh(tree: Tree) -> None:
+    """What a server has just stored or refreshed is there after every run, however often gc runs beside it."""
+    stop = threading.Event()
+    fresh: list[str] = []
+    lost: list[str] = []
+
+    def serve() -> None:
+        for number in itertools.count(1000):
+            if stop.is_set():
+                return
+            fresh.extend(put_chunk(tree.store, BLUE, number, 100))
+            old = shard_name(BLUE.name, key(number % 40), 0)
+            if tree.store.refresh(old):
+                fresh.append(old)
+            lost.extend(name for name in fresh[-20:] if tree.store.head(name) is None)
+
+    # Half of the old chunks are hot: refreshed before gc starts looking.
+    for number in range(80):
+        tree.chunk(BLUE, number, HOUR_S * (2 + number))
+    hot = [shard_name(BLUE.name, key(number), 0) for number in range(40)]
+    for name in hot:
+        assert tree.store.refresh(name)
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        for _ in range(5):
+            assert tree.gc("--max-size", "0", "--delete") == 0
+    finally:
+        stop.set()
+        server.join()
+    assert not lost
+    assert set(fresh) <= tree.files()
+    assert set(hot) <= tree.files()
+    assert not {shard_name(BLUE.name, key(number), 0) for number in range(40, 80)} & tree.files()
+
+
+def failing_delete(monkeypatch: pytest.MonkeyPatch, failures: Iterator[bool]) -> None:
+    """Let batches fail as a store's do: after all names were tried."""
+    real = TreeStore.delete
+
+    def delete(store: TreeStore, names: Sequence[str]) -> None:
+        real(store, names[1:] if (fails := next(failures)) else names)
+        if fails:
+            raise StoreError(f"{store.where}: cannot delete {names[0]}: Permission denied", cause="denied")
+
+    monkeypatch.setattr(TreeStore, "delete", delete)
+    monkeypatch.setattr(collect, "_BATCH_NAMES", 2 * RANKS)
+
+
+def test_single_failures_do_not_stop_it(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(20):
+        tree.chunk(BLUE, number, HOUR_S)
+    failing_delete(monkeypatch, itertools.cycle([True, True, False]))
+    assert tree.gc("--older-than", "0s", "--delete") == 1
+    captured = capsys.readouterr()
+    assert len(tree.files()) == 7, "one file of each batch that failed"
+    assert "Deleted: 6 chunks in 12 objects" in captured.out
+    lines = captured.err.splitlines()
+    assert len(lines) == 6, "the first five, and the sum"
+    assert re.fullmatch(rf"nixl-offload: {tree.root}: cannot delete {BLUE.name}/.*: Permission denied", lines[0])
+    assert lines[-1] == "nixl-offload: up to 28 objects not deleted; the rest went on; run again"
+    monkeypatch.undo()
+    assert tree.gc("--older-than", "0s", "--delete") == 0
+    assert tree.files() == set()
+
+
+def test_a_store_that_is_down_is_given_up(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(40):
+        tree.chunk(BLUE, number, HOUR_S)
+    calls = itertools.count()
+    failing_delete(monkeypatch, (next(calls) >= 0 for _ in itertools.count()))
+    assert tree.gc("--older-than", "0s", "--delete", "--json") == 1
+    assert next(calls) == 3
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].endswith("not deleted; gave up after several failures in a row; run again")
+    assert json.loads(captured.out)["outcome"]["gave_up"] is True
+
+
+def test_an_interruption_tells_what_was_done(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(10):
+        tree.chunk(BLUE, number, HOUR_S)
+    real, calls = TreeStore.delete, itertools.count()
+
+    def delete(store: TreeStore, names: Sequence[str]) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        real(store, names)
+
+    monkeypatch.setattr(TreeStore, "delete", delete)
+    monkeypatch.setattr(collect, "_BATCH_NAMES", 2 * RANKS)
+    assert tree.gc("--older-than", "0s", "--delete") == 130
+    captured = capsys.readouterr()
+    assert "Deleted: 4 chunks in 8 objects" in captured.out
+    assert captured.err == "nixl-offload: interrupted\n"
+    assert len(tree.files()) == 12
+
+
+def test_a_listing_that_breaks_off_deletes_nothing(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree.chunk(BLUE, 0, HOUR_S)
+
+    def broken(store: TreeStore, prefix: str, *, start_after: str = "") -> Iterator[Any]:
+        raise StoreError(f"{store.where}: cannot list: Input/output error", cause="io")
+
+    monkeypatch.setattr(TreeStore, "list", broken)
+    assert tree.gc("--older-than", "0s", "--delete") == 1
+    assert capsys.readouterr().err == f"nixl-offload: {tree.root}: cannot list: Input/output error\n"
+    assert len(tree.files()) == 2
+
+
+def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text(f"tiers: [{{kind: file, layout: tree, path: {tmp_path}/typo, capacity: 1GiB}}]\n")
+    assert main(["gc", str(file)]) == 1
+    assert "there is no such directory; is the filesystem mounted?" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
+
+
+def test_slabs_keep_to_their_capacity_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text(f"tiers: [{{kind: file, path: {tmp_path}, capacity: 1GiB}}]\n")
+    assert main(["gc", str(file), "--delete"]) == 2
+    assert capsys.readouterr().err == (
+        f"nixl-offload: {file}: tiers[0]: a slab keeps to its capacity by itself, nothing is to be collected there; "
+        "gc is for kind: s3, and for kind: file with layout: tree\n"
+    )
+
+
+def test_wrong_options_are_exit_code_2(tree: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tree.gc("--namespace", "../x") == 2
+    assert "'../x' is not one; allowed: 32 hex digits" in capsys.readouterr().err
+    for arguments, expected in (
+        (["--max-size", "20TB!"], "'20TB!' is not a size; allowed: "),
+        (["--older-than", "7"], "'7' is not a duration; allowed: "),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            tree.gc(*arguments)
+        assert caught.value.code == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_deleting_needs_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("tiers: [{kind: s3, bucket: kv-cache, endpoint: 'http://127.0.0.1:9'}]\n")
+    assert main(["gc", str(file), "--delete"]) == 2
+    assert "--delete: down to what? Say --max-size or --older-than, or capacity or ttl in" in capsys.readouterr().err
+
+
+def test_progress_is_a_line_on_a_terminal_and_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("nixl_offload.cli.terminal.time.monotonic", lambda: now_s[0])
+    terminal, log = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    shown = [Progress(terminal), Progress(log)]
+    for second in range(21):
+        now_s[0] = float(second)
+        for progress in shown:
+            progress("counted", 1000 * second)
+    for progress in shown:
+        progress.clear()
+    assert log.getvalue() == (
+        "nixl-offload: 10,000 objects counted so far\nnixl-offload: 20,000 objects counted so far\n"
+    )
+    assert terminal.getvalue().startswith("\r\x1b[K1,000 objects counted so far\r\x1b[K2,000")
+    assert terminal.getvalue().endswith("\r\x1b[K"), "nothing is left of it"
+
+
+def test_sizes_and_times_for_people() -> None:
+    assert [about_size(n) for n in (0, 1023, 1024, 3_371_549, 52 << 30, 999 << 30, 1 << 50)] == [
+        *("0B", "1023B", "1.00KiB", "3.22MiB", "52.0GiB", "999GiB", "1.00PiB")
+    ]
+    assert moment(0) == "1970-01-01 00:00:00Z"
+    assert moment(float("inf")) == moment(1e300) == "-"
+    assert (plural(1, "chunk"), plural(2000, "chunk")) == ("1 chunk", "2,000 chunks")
