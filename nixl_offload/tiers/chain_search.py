@@ -50,6 +50,11 @@ class ChainSearch:
         return len(self._asked)
 
     @property
+    def found(self) -> int:
+        """How many were said to be present."""
+        return len(self._present)
+
+    @property
     def done(self) -> bool:
         """Whether ``boundary`` is final: no answer that is still out could change it."""
         return not self._open() and not self._waiting()
@@ -99,3 +104,44 @@ class ChainSearch:
             parts = self.fan_out + 1
             positions = [low + (step + 1) * (unknown + 1) // parts - 1 for step in range(self.fan_out)]
         return [position for position in positions if position not in self._outstanding]
+
+
+class AskAll:
+    """The same questions and answers as ``ChainSearch``, for a few links of which each is wanted: one round of all."""
+
+    __slots__ = ("_outstanding", "boundary", "found", "length", "probes", "rounds")
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.rounds = 0
+        self.probes = 0
+        self.found = 0
+        """How many were said to be present."""
+        self.boundary = length
+        """The first that was not."""
+        self._outstanding = set(range(length))
+
+    @property
+    def done(self) -> bool:
+        """Whether every answer is in."""
+        return not self._outstanding
+
+    def next_round(self) -> list[int]:
+        """Return all positions, once."""
+        if self.rounds:
+            return []
+        self.rounds, self.probes = 1, self.length
+        return list(range(self.length))
+
+    def answer(self, position: int, present: bool) -> None:
+        """Take an answer; one that nobody waits for is ignored."""
+        if position not in self._outstanding:
+            return
+        self._outstanding.discard(position)
+        if present:
+            self.found += 1
+        else:
+            self.boundary = min(self.boundary, position)
+
+
+Search = ChainSearch | AskAll

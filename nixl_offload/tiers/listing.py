@@ -1,0 +1,162 @@
+"""Warm start: lists a namespace in the background, so that the first requests need not look.
+
+Threading: one daemon thread of its own lists; the scheduler's thread takes what was found, in portions. What is not
+taken stops the listing rather than piling up. Neither waits for the other for longer than it takes to copy a portion.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.tiers.naming import parse_shard_name
+from nixl_offload.types import Key
+
+logger = logging.getLogger(__name__)
+
+BUFFER_KEYS = 16_384
+PROGRESS_S = 10.0
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+
+
+class Listed(NamedTuple):
+    """A chunk of which every shard is there, with its right size."""
+
+    key: Key
+    modified_s: float
+    """Of its oldest shard, by the store's clock."""
+
+
+class Listing:
+    """Goes through a namespace once, front to back. After an error it waits, and goes on behind the last name seen."""
+
+    def __init__(
+        self,
+        store: Store,
+        namespace: str,
+        *,
+        name: str,
+        world_size: int,
+        size_of: Callable[[Key], int],
+        max_keys: int,
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        """Begin at once. Ends after ``max_keys`` chunks, and says so. ``name`` opens each message."""
+        self.chunks = 0
+        """Found so far; written by the listing thread."""
+        self.objects = 0
+        """Looked at so far; likewise."""
+        self.done = False
+        """Whether the listing has come to its end, or was told to."""
+        self._store = store
+        self._prefix = f"{namespace}/"
+        self._name = name
+        self._world_size = world_size
+        self._size_of = size_of
+        self._max_keys = max_keys
+        self._first_pause_s = first_pause_s
+        self._found: deque[Listed] = deque()
+        self._wake = threading.Event()
+        """Set when there is room again, and when it is to stop."""
+        self._stop = threading.Event()
+        # The listing thread's own: the chunk that it is looking at.
+        self._key: Key | None = None
+        self._ranks: set[int] = set()
+        self._modified_s = 0.0
+        self._began_s = self._told_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="nixl-offload-list", daemon=True)
+        self._thread.start()
+
+    def take(self, limit: int) -> list[Listed]:
+        """Return what was found since the last call, ``limit`` chunks at most. Never blocks."""
+        found = self._found
+        taken = [found.popleft() for _ in range(min(limit, len(found)))]
+        if taken:
+            self._wake.set()
+        return taken
+
+    def stop(self) -> None:
+        """Look no further. What was found can still be taken."""
+        self._stop.set()
+        self._wake.set()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stop, and wait ``timeout_s`` at most. Idempotent."""
+        self.stop()
+        self._thread.join(timeout_s)
+
+    # On the listing thread.
+
+    def _run(self) -> None:
+        pause_s, last = self._first_pause_s, ""
+        while not self._stop.is_set():
+            try:
+                for info in self._store.list(self._prefix, start_after=last):
+                    self._take_in(info)
+                    last, pause_s = info.name, self._first_pause_s
+                    if self._stop.is_set() or self.chunks >= self._max_keys:
+                        break
+                else:
+                    self._emit()
+                break
+            except StoreError as error:
+                logger.info("%s: warm start goes on in %.0f s: %s", self._name, pause_s, error)
+            except Exception:
+                logger.exception("%s: warm start ended in an error that should not be", self._name)
+                break
+            self._stop.wait(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self._tell("warm start found" if not self._stop.is_set() else "warm start stopped at", final=True)
+        self.done = True
+
+    def _take_in(self, info: ObjectInfo) -> None:
+        self.objects += 1
+        shard = parse_shard_name(info.name)
+        if shard is None:
+            return
+        if shard.key != self._key:
+            self._emit()
+            self._key, self._ranks, self._modified_s = shard.key, set(), info.modified_s
+        if shard.rank < self._world_size and self._fits(shard.key, info.size_bytes):
+            self._ranks.add(shard.rank)
+            self._modified_s = min(self._modified_s, info.modified_s)
+        if time.monotonic() - self._told_s >= PROGRESS_S:
+            self._told_s = time.monotonic()
+            self._tell("warm start, so far", final=False)
+
+    def _fits(self, key: Key, size_bytes: int) -> bool:
+        try:
+            return self._size_of(key) == size_bytes
+        except LookupError:  # a group that this model does not have
+            return False
+
+    def _emit(self) -> None:
+        """The chunk is complete, or will never be."""
+        if self._key is None or len(self._ranks) != self._world_size:
+            return
+        while len(self._found) >= BUFFER_KEYS and not self._stop.is_set():
+            self._wake.clear()
+            if len(self._found) >= BUFFER_KEYS:
+                self._wake.wait(1.0)
+        self._found.append(Listed(self._key, self._modified_s))
+        self.chunks += 1
+
+    def _tell(self, what: str, *, final: bool) -> None:
+        bound = f" (no more than lookup.max_keys, {self._max_keys})" if self.chunks >= self._max_keys else ""
+        logger.info(
+            "%s: %s %d chunks in %d objects, %.1f s%s%s",
+            self._name,
+            what,
+            self.chunks,
+            self.objects,
+            time.monotonic() - self._began_s,
+            bound,
+            "" if final else "; it goes on",
+        )

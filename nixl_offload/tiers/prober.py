@@ -1,0 +1,372 @@
+"""Looks into a shared store on threads of its own: what is there, and small chores when nobody waits for an answer.
+
+Threading: every public method returns at once and may be called by the scheduler's thread alone, except that results
+cross over in a queue that ``drain`` empties. A fixed number of daemon threads does the asking; one that hangs in the
+store is never waited for. Decisions are taken under one lock, storage is asked outside it.
+Ownership: the store belongs to whoever made the prober.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.base import Store
+from nixl_offload.tiers.chain_search import Search
+from nixl_offload.types import Key
+
+logger = logging.getLogger(__name__)
+
+MAX_CHORES = 1024
+"""Chores that may wait; more are refused: whoever wanted them wants them again later."""
+
+
+class Found(Enum):
+    """What a look at one object gave."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+    """Not there, or too old to count."""
+    DAMAGED = "damaged"
+    """There, with a size that no good shard has."""
+    ERROR = "error"
+    """The store did not say."""
+
+
+class Sight(NamedTuple):
+    """One object was looked at."""
+
+    key: Key
+    found: Found
+    asked_s: float
+    """When the question went out, on the prober's clock. What happened to the key since is not in the answer."""
+    modified_s: float = 0.0
+    """Of what is PRESENT, by the store's clock."""
+    cause: str = ""
+    """Of an ERROR: a ``StoreError.cause``."""
+    message: str = ""
+
+
+class SearchEnd(NamedTuple):
+    """A search is over."""
+
+    number: int
+    boundary: int
+    found: int
+
+
+class TrialEnd(NamedTuple):
+    """A trial is over; ``cause`` is empty when the store answered, whatever it answered."""
+
+    cause: str
+    message: str = ""
+
+
+class Chore(Protocol):
+    """Something small to do to the store. Its results are its own attributes, read once it comes back."""
+
+    def run(self, store: Store) -> None:
+        """Do it, on a thread of the prober. Raises StoreError."""
+        ...
+
+
+class ChoreEnd(NamedTuple):
+    """A chore is over; ``cause`` is empty when it was done."""
+
+    chore: Chore
+    cause: str
+    message: str = ""
+
+
+Event = Sight | SearchEnd | TrialEnd | ChoreEnd
+
+
+@dataclass(slots=True)
+class ProbeCounts:
+    """What a prober has done since it was made."""
+
+    searches: int = 0
+    rounds: int = 0
+    questions: int = 0
+    """Links that searches asked about; several may share one HEAD."""
+    heads: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+    """Spent in HEADs, summed over threads."""
+    chores: int = 0
+    chore_errors: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    number: int
+    keys: Sequence[Key]
+    plan: Search
+
+
+@dataclass(slots=True, eq=False)
+class _Probe:
+    key: Key
+    plain: bool = False
+    """Wanted for itself, whatever becomes of the searches."""
+    waiters: list[tuple[_Search, int]] = field(default_factory=list)
+    asked_s: float = 0.0
+    told: bool = False
+    """Already counted as overdue."""
+
+
+class _Trial(NamedTuple):
+    name: str
+
+
+class Prober:
+    """Runs searches round by round, and asks about each key once at a time however many searches want it.
+
+    An object counts as present when it has the size it must have, was modified after ``since_s``, and within ``ttl_s``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name_of: Callable[[Key], str],
+        size_of: Callable[[Key], int],
+        ttl_s: float | None = None,
+        threads: int = 16,
+        chore_threads: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Start ``threads`` threads, of which at most ``chore_threads`` do chores at a time.
+
+        ``name_of`` and ``size_of`` tell the object that stands for a key and how large it must be; they are called from
+        any thread. ``wall`` is this machine's idea of the store's clock: minutes of difference do no harm.
+        """
+        self.since_s = 0.0
+        """Objects modified earlier, by the store's clock, count as absent. Set by the scheduler's thread."""
+        self._store = store
+        self._name_of = name_of
+        self._size_of = size_of
+        self._ttl_s = ttl_s
+        self._chore_threads = chore_threads
+        self._clock = clock
+        self._wall = wall
+        self._events: deque[Event] = deque()
+        self._changed = threading.Condition()
+        """Guards all that follows."""
+        self._searches: dict[int, _Search] = {}
+        self._probes: dict[Key, _Probe] = {}
+        """Asked about now, or queued."""
+        self._queue: deque[_Probe] = deque()
+        self._running: set[_Probe] = set()
+        self._trial: _Trial | None = None
+        self._trial_out = False
+        self._chores: deque[Chore] = deque()
+        self._chores_running = 0
+        self._counts = ProbeCounts()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"nixl-offload-probe-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def search(self, number: int, keys: Sequence[Key], plan: Search) -> None:
+        """Begin a search over ``keys``, in the order of ``plan``'s positions. Ends in one ``SearchEnd``."""
+        with self._changed:
+            search = _Search(number, keys, plan)
+            self._searches[number] = search
+            self._counts.searches += 1
+            self._advance(search)
+
+    def probe(self, keys: Sequence[Key]) -> None:
+        """Look at ``keys``, each for itself. Ends in a ``Sight`` each."""
+        with self._changed:
+            for key in keys:
+                self._want(key).plain = True
+
+    def cancel(self, number: int) -> None:
+        """Give a search up: no ``SearchEnd`` any more. Questions that are out still end in a ``Sight``."""
+        with self._changed:
+            self._searches.pop(number, None)
+
+    def cancel_all(self) -> None:
+        """Give up every search and every question that is not out yet."""
+        with self._changed:
+            self._searches.clear()
+            for probe in self._queue:
+                del self._probes[probe.key]
+            self._queue.clear()
+
+    def trial(self, name: str) -> bool:
+        """Look at one object before all else, to see whether the store answers. False: a trial is out already."""
+        with self._changed:
+            if self._trial is not None or self._trial_out:
+                return False
+            self._trial = _Trial(name)
+            self._changed.notify()
+            return True
+
+    def do(self, chore: Chore) -> bool:
+        """Do ``chore`` when no question waits. Ends in a ``ChoreEnd``. False: too many wait already."""
+        with self._changed:
+            if len(self._chores) >= MAX_CHORES or self._closing:
+                return False
+            self._chores.append(chore)
+            self._changed.notify()
+            return True
+
+    def drain(self, limit: int) -> list[Event]:
+        """Return what has happened since the last call, ``limit`` events at most."""
+        events = self._events
+        return [events.popleft() for _ in range(min(limit, len(events)))]
+
+    def overdue(self, now_s: float, limit_s: float) -> int:
+        """Count questions that have been out for longer than ``limit_s``, each of them once."""
+        with self._changed:
+            late = [probe for probe in self._running if not probe.told and now_s - probe.asked_s > limit_s]
+            for probe in late:
+                probe.told = True
+            return len(late)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being done and nothing waits, results included."""
+        with self._changed:
+            busy = self._probes or self._chores or self._chores_running or self._trial or self._trial_out
+            return not busy and not self._events
+
+    def counts(self) -> ProbeCounts:
+        """Return a copy of the counters."""
+        with self._changed:
+            return replace(self._counts)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Begin nothing more, and wait ``timeout_s`` at most for what is under way. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._chores.clear()
+            self._changed.notify_all()
+        self.cancel_all()
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    # Under the lock.
+
+    def _want(self, key: Key) -> _Probe:
+        probe = self._probes.get(key)
+        if probe is None:
+            probe = self._probes[key] = _Probe(key)
+            self._queue.append(probe)
+            self._changed.notify()
+        return probe
+
+    def _advance(self, search: _Search) -> None:
+        for position in search.plan.next_round():
+            self._want(search.keys[position]).waiters.append((search, position))
+        if search.plan.done:
+            del self._searches[search.number]
+            self._counts.rounds += search.plan.rounds
+            self._counts.questions += search.plan.probes
+            self._events.append(SearchEnd(search.number, search.plan.boundary, search.plan.found))
+
+    def _take(self) -> _Probe | _Trial | Chore | None:
+        while not self._closing:
+            if self._trial is not None:
+                trial, self._trial, self._trial_out = self._trial, None, True
+                return trial
+            while self._queue:
+                probe = self._queue.popleft()
+                if probe.plain or any(search.number in self._searches for search, _ in probe.waiters):
+                    probe.asked_s = self._clock()
+                    self._running.add(probe)
+                    return probe
+                del self._probes[probe.key]
+            if self._chores and self._chores_running < self._chore_threads:
+                self._chores_running += 1
+                return self._chores.popleft()
+            self._changed.wait()
+        return None
+
+    def _answered(self, probe: _Probe, sight: Sight, seconds: float) -> None:
+        self._running.discard(probe)
+        del self._probes[probe.key]
+        self._counts.heads += 1
+        self._counts.seconds += seconds
+        self._counts.errors += sight.found is Found.ERROR
+        self._events.append(sight)
+        touched: dict[int, _Search] = {}
+        for search, position in probe.waiters:
+            if self._searches.get(search.number) is search:
+                search.plan.answer(position, sight.found is Found.PRESENT)
+                touched[search.number] = search
+        for search in touched.values():
+            self._advance(search)
+
+    # On the prober's threads.
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                task = self._take()
+            if task is None:
+                return
+            if isinstance(task, _Probe):
+                began_s = time.monotonic()
+                sight = self._look(task.key, task.asked_s)
+                with self._changed:
+                    self._answered(task, sight, time.monotonic() - began_s)
+            elif isinstance(task, _Trial):
+                cause, message = self._try(lambda name=task.name: self._store.head(name))  # type: ignore[misc]
+                with self._changed:
+                    self._trial_out = False
+                    self._events.append(TrialEnd(cause, message))
+            else:
+                cause, message = self._try(lambda chore=task: chore.run(self._store))  # type: ignore[misc]
+                with self._changed:
+                    self._chores_running -= 1
+                    self._counts.chores += 1
+                    self._counts.chore_errors += bool(cause)
+                    self._events.append(ChoreEnd(task, cause, message))
+                    self._changed.notify()
+
+    def _look(self, key: Key, asked_s: float) -> Sight:
+        found: list[Sight] = []
+
+        def ask() -> None:
+            info = self._store.head(self._name_of(key))
+            if info is None or self.expired(info.modified_s):
+                found.append(Sight(key, Found.ABSENT, asked_s))
+            elif info.size_bytes != self._size_of(key):
+                found.append(Sight(key, Found.DAMAGED, asked_s, info.modified_s))
+            else:
+                found.append(Sight(key, Found.PRESENT, asked_s, info.modified_s))
+
+        cause, message = self._try(ask)
+        return found[0] if found else Sight(key, Found.ERROR, asked_s, cause=cause, message=message)
+
+    def expired(self, modified_s: float) -> bool:
+        """Whether an object of that date no longer counts. May be called from any thread."""
+        return modified_s < self.since_s or (self._ttl_s is not None and self._wall() - modified_s > self._ttl_s)
+
+    @staticmethod
+    def _try(action: Callable[[], object]) -> tuple[str, str]:
+        """Return the cause and message of what went wrong, empty when nothing did."""
+        try:
+            action()
+        except StoreError as error:
+            return error.cause, str(error)
+        except Exception as error:
+            # A thread that ended here would be missed for ever, and its question with it.
+            logger.exception("A look into a shared store ended in an error that should not be")
+            return "io", type(error).__name__
+        return "", ""

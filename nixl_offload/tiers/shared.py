@@ -1,0 +1,463 @@
+"""The scheduler's half of a tier that other servers write to as well: a bucket, or a shared directory.
+
+Threading: called by the scheduler's thread alone, except that the prober and the listing have threads of their own. No
+method waits for storage or raises for reasons of storage.
+Ownership: the store (closed with the tier), the prober, the listing, and what is believed of the store. The chunks
+belong to nobody: any server may delete any of them at any time, and the worst that comes of it is a recompute.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nixl_offload.config.schema import LookupOptions
+from nixl_offload.index import State
+from nixl_offload.namespace import Namespace
+from nixl_offload.stores.base import Store
+from nixl_offload.tiers.breaker import Breaker
+from nixl_offload.tiers.chores import Discard, Recheck, Refresh, WriteManifest
+from nixl_offload.tiers.inquiries import Flight, Inquiries, Kind
+from nixl_offload.tiers.listing import Listing
+from nixl_offload.tiers.naming import manifest_name, shard_name, witness_rank
+from nixl_offload.tiers.presence import Presence
+from nixl_offload.tiers.prober import ChoreEnd, Found, ProbeCounts, Prober, SearchEnd, Sight, TrialEnd
+from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+
+logger = logging.getLogger(__name__)
+
+EVENTS_PER_FLUSH = 8192
+LISTED_PER_FLUSH = 1024
+"""A few milliseconds of the scheduler's step."""
+REFRESH_BATCH = 64
+MAX_REFRESHES = 16_384
+RESET_MARGIN_S = 300.0
+"""After a reset, what others stored within so long after it does not count either: clocks differ, and a fleet is not
+reset in one instant."""
+MANIFEST_RETRY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlace:
+    """Where the ranks find their shards; travels to them with each job."""
+
+    namespace: str
+    """First part of every name: see ``tiers.naming``."""
+    rank_namespaces: tuple[bytes, ...]
+    """Per rank, the 32 bytes its shard headers carry."""
+
+
+@dataclass(slots=True)
+class SharedCounts:
+    """What a tier has done since it was opened; for metrics."""
+
+    probes: ProbeCounts = field(default_factory=ProbeCounts)
+    inferred: int = 0
+    """Chunks taken for present because later ones of their chain were."""
+    late: int = 0
+    """Requests that were not answered in time."""
+    damaged: int = 0
+    failed_loads: int = 0
+    """Chunks."""
+    discarded: int = 0
+    refreshed: int = 0
+    openings: int = 0
+    """How often the tier was given up for a while."""
+    known: int = 0
+    """Chunks believed present now."""
+    listed: int = 0
+    """Chunks that the warm start has found."""
+
+
+class SharedTier:
+    """Implements ``catalog.Tier``. What it says of a chunk is a belief: a load verifies, and corrects it.
+
+    There are three reasons to leave the storage alone for a while, each with a breaker of its own: it does not answer
+    questions; it answers, but loads fail; it answers, but stores fail.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        store: Store,
+        namespace: Namespace,
+        *,
+        lookup: LookupOptions,
+        ttl_s: float | None,
+        world_size: int,
+        slot_bytes: Callable[[Key], int],
+        warm_start: bool,
+        name: str,
+        threads: int = 16,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin with nothing known, or with a listing under way. Does not reach the store on this thread.
+
+        ``slot_bytes``: what a shard of a key occupies, header page included; it is called on other threads too.
+        ``clock`` must be the one that callers take ``now_s`` from.
+        """
+        self.place = SharedPlace(namespace.name, tuple(namespace.rank_digest(rank) for rank in range(world_size)))
+        self._position = position
+        self._store = store
+        self._name = name
+        self._options = lookup
+        self._ttl_s = ttl_s
+        self._world_size = world_size
+        self._slot_bytes = slot_bytes
+        self._clock = clock
+        self._wall = wall
+        self._now_s = clock()
+        self._taken_in = False
+        """Whether what has been found was taken in since the last step."""
+        self._presence = Presence(
+            present_for_s=lookup.present_for_s, absent_for_s=lookup.absent_for_s, max_keys=lookup.max_keys
+        )
+        self._inquiries = Inquiries(lookup.timeout_s)
+        self._reach = Breaker(name)
+        self._loads = Breaker(f"{name}, loading")
+        self._stores = Breaker(f"{name}, storing")
+        self._load_trial: str | None = None
+        """The request that tries whether loads work again."""
+        self._discarding: set[Key] = set()
+        """Being deleted: stored anew only afterwards, else the deletion might hit the new one."""
+        self._due: list[Key] = []
+        """To be looked at, and refreshed where they are old."""
+        self._manifest_s: float | None = self._now_s
+        """When to write the manifest; None: it is there, or somebody is at it."""
+        self._counts = SharedCounts()
+        self._prober = Prober(
+            store,
+            name_of=lambda key: shard_name(namespace.name, key, witness_rank(key, world_size)),
+            size_of=slot_bytes,
+            ttl_s=ttl_s,
+            threads=threads,
+            clock=clock,
+            wall=wall,
+        )
+        self._manifest = WriteManifest(manifest_name(namespace.name), namespace.manifest(), wall)
+        self._listing: Listing | None = None
+        if warm_start:
+            self._listing = Listing(
+                store,
+                namespace.name,
+                name=name,
+                world_size=world_size,
+                size_of=slot_bytes,
+                max_keys=lookup.max_keys,
+            )
+
+    def __len__(self) -> int:
+        return len(self._presence)
+
+    # What the catalog asks
+
+    def state(self, key: Key) -> State | None:
+        """Return the state of ``key`` in this tier, None when nothing is known or it is known to be absent."""
+        if key in self._discarding:
+            return State.EVICTING
+        return self._presence.state(key)
+
+    def lookup(self, key: Key, asker: Asker, now_s: float) -> Lookup:
+        """Say whether ``key`` can be loaded; MISS for everything while the storage is left alone."""
+        self._now_s = now_s
+        if not self._taken_in:
+            self._take_in()  # a step may be long, and an answer that is there must not come too late
+        if not self._reach.closed:
+            return Lookup.MISS
+        state = self._presence.state(key)
+        if state is State.READY and self._presence.fresh(key, now_s):
+            return Lookup.HIT if self._loads.closed or self._tries_loading(asker, now_s) else Lookup.MISS
+        if state is State.WRITING:
+            return Lookup.PENDING
+        if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._discarding:
+            return Lookup.MISS
+        if not self._loads.closed and self._load_trial != asker.request_id:
+            return Lookup.MISS
+        return self._inquiries.ask(key, asker, now_s)
+
+    def flush(self, now_s: float) -> None:
+        """Take in what was found, and begin what this step's lookups have asked for. Costs no I/O."""
+        self._now_s = now_s
+        self._take_in()
+        self._taken_in = False
+        if self._listing is not None:
+            self._take_listed(self._listing)
+        if self._reach.closed:
+            for _ in range(self._prober.overdue(now_s, self._options.timeout_s)):
+                self._unreachable("timeout", f"no answer within {self._options.timeout_s:g} s")
+        if not self._reach.closed:
+            self._inquiries.drop_all()
+            self._prober.cancel_all()
+            self._due.clear()
+            if self._reach.allows(now_s):
+                self._prober.trial(self._manifest.name)
+            return
+        for number in self._inquiries.give_up(now_s):
+            self._prober.cancel(number)
+        for flight in self._inquiries.depart(now_s):
+            self._prober.search(flight.number, flight.keys, flight.plan)
+        self._begin_chores(now_s)
+
+    def forget_asker(self, request_id: str) -> None:
+        """No more lookups will come for this request."""
+        for number in self._inquiries.forget(request_id):
+            self._prober.cancel(number)
+
+    # Storing
+
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
+        """Make ``key`` WRITING. None while the storage is left alone. Evicts nothing: see ``nixl-offload gc``."""
+        if not self._reach.closed or not (self._stores.closed or self._stores.allows(self._now_s)):
+            return None
+        if not self._presence.reserve(key):
+            return None
+        return Location(self._position, 0, slot_bytes)
+
+    def commit(self, key: Key) -> bool:
+        """WRITING to READY. False when everything was forgotten meanwhile."""
+        now_s, ttl_s = self._clock(), self._ttl_s
+        if ttl_s is None:
+            return self._presence.commit(key, now_s)
+        return self._presence.commit(key, now_s, now_s + ttl_s, now_s + ttl_s / 4)
+
+    def abort(self, key: Key) -> None:
+        """Forget a WRITING chunk."""
+        self._presence.abort(key)
+
+    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
+        """A store is over. Of a chunk that a rank could not store the other ranks' shards are deleted."""
+        self._now_s = now_s
+        if len(failed) < len(keys):
+            self._stores.succeeded(now_s)
+        elif Outcome.FAILED in failed.values():
+            self._stores.failed("stores", f"none of {len(keys)} chunks could be stored", now_s)
+        if failed and self._world_size > 1:
+            self._discard([key for key in failed if self.state(key) is None])
+
+    # Loading
+
+    def pin(self, key: Key) -> Location:
+        """Do not forget a READY chunk while it is loaded, and return where it is."""
+        self._presence.pin(key)
+        return Location(self._position, 0, self._slot_bytes(key))
+
+    def unpin(self, key: Key) -> None:
+        """Take one pin back."""
+        self._presence.unpin(key)
+
+    def touch(self, key: Key) -> None:
+        """Mark as recently used; unknown keys are ignored. Now and then a chunk in use is refreshed."""
+        self._presence.touch(key)
+        ttl_s, due = self._ttl_s, self._due
+        if ttl_s is not None and len(due) < MAX_REFRESHES and self._presence.look_due(key, self._now_s, ttl_s / 4):
+            due.append(key)
+
+    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
+        """A load is over: what did not arrive counts as absent, so that it is computed and stored anew.
+
+        What arrived damaged is deleted. Returns what was dropped.
+        """
+        self._now_s = now_s
+        bad = [key for key in reversed(keys) if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED]
+        self._counts.failed_loads += len(bad)
+        if len(failed) < len(keys) or Outcome.CORRUPT in failed.values():
+            self._loads.succeeded(now_s)
+            self._load_trial = None
+        elif Outcome.FAILED in failed.values():
+            self._recheck(next(key for key in keys if failed[key] is Outcome.FAILED))
+        dropped = [key for key in bad if self._presence.missed(key, now_s)]
+        self._discard([key for key in bad if failed[key] is Outcome.CORRUPT and self._presence.state(key) is None])
+        return dropped
+
+    def clear(self) -> None:
+        """Forget everything, and never again believe in what was stored before now; see decision 0010.
+
+        Nothing is deleted: a reset of one server must not empty the cache of all. From now on a chunk counts only when
+        this server stored it, or when it was modified ``RESET_MARGIN_S`` from now or later, each looked at itself.
+        """
+        self._presence.clear()
+        self._inquiries.drop_all()
+        self._inquiries.infer = False
+        self._prober.cancel_all()
+        self._prober.since_s = self._wall() + RESET_MARGIN_S
+        if self._listing is not None:
+            self._listing.stop()
+            self._listing = None
+        self._due.clear()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End what runs in the background, waiting ``timeout_s`` at most for each part, and close the store."""
+        if self._listing is not None:
+            self._listing.stop()
+        self._prober.close(timeout_s)
+        if self._listing is not None:
+            self._listing.close(timeout_s)
+        self._store.close()
+
+    def counts(self) -> SharedCounts:
+        """Return the counters as they are now."""
+        counts = self._counts
+        counts.probes = self._prober.counts()
+        counts.late = self._inquiries.late
+        counts.openings = self._reach.openings + self._loads.openings + self._stores.openings
+        counts.known = len(self._presence)
+        if self._listing is not None:
+            counts.listed = self._listing.chunks
+        return counts
+
+    @property
+    def trouble(self) -> str:
+        """Why the storage is left alone, in a word; ``none`` while all is well."""
+        return self._reach.cause or self._loads.cause or self._stores.cause or "none"
+
+    # What comes back from the prober
+
+    def _take_in(self) -> None:
+        self._taken_in = True
+        for event in self._prober.drain(EVENTS_PER_FLUSH):
+            if isinstance(event, Sight):
+                self._on_sight(event)
+            elif isinstance(event, SearchEnd):
+                self._on_search_end(event)
+            elif isinstance(event, TrialEnd):
+                self._on_trial_end(event)
+            else:
+                self._on_chore_end(event)
+
+    def _on_sight(self, sight: Sight) -> None:
+        if sight.found is Found.ERROR:
+            if self._reach.closed:
+                self._unreachable(sight.cause, sight.message)
+            return
+        if self._reach.closed:
+            self._reach.succeeded(self._now_s)
+        key = sight.key
+        if sight.found is Found.PRESENT and not self._prober.expired(sight.modified_s):
+            if not self._presence.missed_since(key, sight.asked_s) and key not in self._discarding:
+                self._presence.seen(key, self._now_s, self._expires_s(sight.modified_s))
+        elif not self._presence.seen_since(key, sight.asked_s):  # else it was stored after the question went out
+            self._presence.missed(key, self._now_s)
+            if sight.found is Found.DAMAGED:
+                self._counts.damaged += 1
+                self._discard([key])
+
+    def _on_search_end(self, end: SearchEnd) -> None:
+        flight = self._inquiries.arrive(end.number, end.boundary, end.found)
+        if flight is None or flight.kind is not Kind.CHAIN:
+            return
+        self._take_chain(flight, end.boundary)
+
+    def _take_chain(self, flight: Flight, boundary: int) -> None:
+        """Believe in what lies before the boundary, and no longer in what lies behind it and was not seen lately."""
+        presence, now_s, keys = self._presence, self._now_s, flight.keys
+        # From the end: what is believed last is forgotten last, and a prefix's beginning is worth most.
+        for position in range(boundary - 1, -1, -1):
+            key = keys[position]
+            if presence.state(key) is State.READY and presence.fresh(key, now_s):
+                continue
+            if self._inquiries.infer and not presence.is_absent(key, now_s) and key not in self._discarding:
+                presence.seen(key, now_s)
+                self._counts.inferred += 1
+        for position in range(boundary, len(keys)):
+            key = keys[position]
+            if presence.state(key) is State.READY and not presence.fresh(key, now_s):
+                presence.drop(key)  # so that it is stored anew when it is computed
+
+    def _on_trial_end(self, end: TrialEnd) -> None:
+        if self._reach.closed:
+            return
+        if end.cause:
+            self._reach.failed(end.cause, end.message, self._now_s)
+        else:
+            self._reach.succeeded(self._now_s)
+
+    def _on_chore_end(self, end: ChoreEnd) -> None:
+        chore = end.chore
+        if end.cause:
+            logger.debug("%s: %s: %s", self._name, type(chore).__name__.lower(), end.message)
+        if isinstance(chore, Discard):
+            self._discarding.difference_update(chore.keys)
+            self._counts.discarded += len(chore.keys)
+        elif isinstance(chore, Refresh):
+            for key, modified_s in chore.modified_s.items():
+                if self._presence.state(key) is State.READY and not self._prober.expired(modified_s):
+                    self._presence.seen(key, self._now_s, self._expires_s(modified_s))
+            for key in chore.gone:
+                if not self._presence.seen_since(key, chore.asked_s):
+                    self._presence.missed(key, self._now_s)
+            self._counts.refreshed += chore.refreshed
+        elif isinstance(chore, Recheck):
+            self._on_recheck(chore, end)
+        elif isinstance(chore, WriteManifest) and end.cause:
+            self._manifest_s = self._now_s + MANIFEST_RETRY_S
+
+    def _on_recheck(self, chore: Recheck, end: ChoreEnd) -> None:
+        if end.cause:
+            if self._reach.closed:
+                self._unreachable(end.cause, end.message)
+        elif chore.whole:
+            self._loads.failed("loads", "chunks that are there could not be read", self._now_s)
+        else:
+            # Deleted by somebody: nothing is wrong with the storage, and a trial has not failed.
+            self._loads.succeeded(self._now_s)
+        self._load_trial = None
+
+    # Inside
+
+    def _unreachable(self, cause: str, message: str) -> None:
+        self._reach.failed(cause, message, self._now_s)
+
+    def _tries_loading(self, asker: Asker, now_s: float) -> bool:
+        if self._load_trial != asker.request_id and self._loads.allows(now_s):
+            self._load_trial = asker.request_id
+        return self._load_trial == asker.request_id
+
+    def _expires_s(self, modified_s: float) -> float:
+        """When what was modified then, by the store's clock, ceases to count, on the scheduler's clock."""
+        if self._ttl_s is None:
+            return float("inf")
+        return self._now_s + self._ttl_s - max(0.0, self._wall() - modified_s)
+
+    def _names_of(self, key: Key) -> tuple[str, ...]:
+        """All shards of a chunk, the one that stands for it first."""
+        first = witness_rank(key, self._world_size)
+        ranks = [first, *(rank for rank in range(self._world_size) if rank != first)]
+        return tuple(shard_name(self.place.namespace, key, rank) for rank in ranks)
+
+    def _discard(self, keys: Sequence[Key]) -> None:
+        keys = tuple(key for key in keys if key not in self._discarding)
+        if not keys or not self._reach.closed:
+            return
+        if self._prober.do(Discard(keys, tuple(name for key in keys for name in self._names_of(key)))):
+            self._discarding.update(keys)
+
+    def _recheck(self, key: Key) -> None:
+        if self._reach.closed:
+            self._prober.do(Recheck(key, self._names_of(key), self._slot_bytes(key)))
+
+    def _begin_chores(self, now_s: float) -> None:
+        if self._manifest_s is not None and now_s >= self._manifest_s and self._prober.do(self._manifest):
+            self._manifest_s = None
+        if not self._due or self._ttl_s is None:
+            return
+        due, self._due = self._due, []
+        for start in range(0, len(due), REFRESH_BATCH):
+            keys = tuple(due[start : start + REFRESH_BATCH])
+            if not self._prober.do(Refresh(keys, self._names_of, self._ttl_s / 2, now_s, self._wall)):
+                break
+
+    def _take_listed(self, listing: Listing) -> None:
+        listed = listing.take(LISTED_PER_FLUSH)
+        if not listed and listing.done:
+            self._counts.listed = listing.chunks
+            self._listing = None
+            return
+        for key, modified_s in listed:
+            if self._presence.full:
+                listing.stop()
+                return
+            if self._presence.state(key) is None and not self._prober.expired(modified_s):
+                self._presence.seen(key, self._now_s, self._expires_s(modified_s))
