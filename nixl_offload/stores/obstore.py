@@ -137,6 +137,8 @@ class ObstoreStore(Store):
         for page in self._pages(f"LIST {prefix}", directory, after):
             for found in page:
                 info = self._info(found)
+                if info.name <= start_after:
+                    continue  # obstore drops a slash at the end of where it should begin.
                 if info.name.startswith(prefix):
                     yield info
                 elif info.name > prefix:
