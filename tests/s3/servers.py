@@ -26,7 +26,9 @@ _START_S = 30.0
 class RcloneServer(PlainRcloneServer):
     """``rclone serve s3`` over a directory: an object is a file, so that tests can damage what rests in the bucket.
 
-    Signatures are verified. The server caches what directories hold for a second; the methods below make it forget.
+    Signatures are verified, checksums of bodies are not. The server caches what directories hold for a second; the
+    methods below make it look again. Of several first PUTs into one new directory it may answer one with a 500, which
+    clients retry; where a test counts attempts, ``make_directories`` comes first.
     """
 
     def path(self, name: str) -> Path:
@@ -37,6 +39,12 @@ class RcloneServer(PlainRcloneServer):
         """Return the names of all objects that start with ``prefix``, as they lie on disk, sorted."""
         names = (path.relative_to(self.directory).as_posix() for path in self.directory.rglob("*") if path.is_file())
         return sorted(n for n in names if n.startswith(prefix) and ".rclone_temp_put_" not in n)
+
+    def make_directories(self, *names: str) -> None:
+        """Make directories, so that parallel PUTs into them need not."""
+        for name in names:
+            self.path(name).mkdir(parents=True, exist_ok=True)
+        self.forget()
 
     def write(self, name: str, data: bytes) -> None:
         """Put an object behind the server's back."""
@@ -79,11 +87,11 @@ class RcloneServer(PlainRcloneServer):
         if self._process is None:
             return
         with _unix_connection(self._control) as connection:
-            connection.request("POST", "/vfs/forget")
+            connection.request("POST", "/vfs/refresh?recursive=true")
             response = connection.getresponse()
             body = response.read()
         if response.status != http.client.OK:
-            raise RuntimeError(f"rclone's vfs/forget: {response.status} {body!r}")
+            raise RuntimeError(f"rclone's vfs/refresh: {response.status} {body!r}")
 
     @property
     def _control(self) -> Path:

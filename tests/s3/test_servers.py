@@ -56,6 +56,12 @@ def test_what_is_done_to_rclones_bucket_behind_its_back_is_seen_at_once() -> Non
         assert _status(client, "d/k") == 404
         server.write("e/k", b"new")
         assert client.get_object(Bucket=BUCKET, Key="e/k")["Body"].read() == b"new"
+        client.put_object(Bucket=BUCKET, Key="e/other", Body=b"by the client")
+        client.delete_object(Bucket=BUCKET, Key="e/k")
+        server.write("f/k", b"beside what the client did")
+        server.write("e/k", b"again")
+        assert client.head_object(Bucket=BUCKET, Key="f/k")["ContentLength"] == 26
+        assert client.get_object(Bucket=BUCKET, Key="e/k")["Body"].read() == b"again"
         server.empty()
         assert _status(client, "e/k") == 404
 
