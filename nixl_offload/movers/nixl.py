@@ -1,29 +1,26 @@
-"""NIXL's file plugins behind the mover contract: POSIX (aio, io_uring), GDS_MT and GDS are one class; the rest is data.
+"""NIXL's plugins behind the mover contract: POSIX (aio, io_uring), GDS_MT, GDS and OBJ are one class; the rest is data.
 
 Threading: driven by one thread; the plugins may keep their own. One process: NIXL does not survive a fork.
 Ownership: a transfer's handle is never released while in flight (NIXL would return normally and the kernel would go on
 writing), so it is kept, polled to its end, and released after. What cannot be drained is leaked on purpose.
-The only file that imports nixl, and it does so when the first region or file arrives.
+NIXL itself is started when the first region, file or object arrives, or by ``connect``.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import itertools
 import logging
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.errors import MoverError, MoverUnavailableError
+from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import (
     Extents,
     FileId,
@@ -47,11 +44,13 @@ from nixl_offload.movers.handles import (
     open_regular_file,
     side_facts,
 )
+from nixl_offload.movers.nixl_agent import NixlAgent, descriptors, words
 from nixl_offload.movers.nixl_plugins import NixlPlugin
 
 logger = logging.getLogger(__name__)
 
-_agent_numbers = itertools.count(1)
+_object_numbers = itertools.count(1)
+"""Never one twice: NIXL finds an object by its number, and a second name for it would silently win."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +84,9 @@ class NixlMover(Mover):
         self.limits = plugin.limits
         self.reports_failures = plugin.reports_failures
         self._plugin = plugin
-        self._params = {**plugin.params, **(params or {})}
+        self._nixl = NixlAgent(plugin, {**plugin.params, **(params or {})})
         self._close_timeout_s = close_timeout_s
         self._pid = os.getpid()
-        self._agent: Any = None
-        self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
-        self._agent_name = f"nixl-offload-{self._pid}-{next(_agent_numbers)}"
         self._table = HandleTable(plugin.name)
         self._registered: dict[MemoryId | FileId, Any] = {}
         self._prepared: set[_NixlPrepared] = set()
@@ -98,7 +94,11 @@ class NixlMover(Mover):
         self._quarantined: list[_NixlTransfer] = []
         self._closed = False
 
-    # Regions and files
+    def connect(self) -> None:
+        """Start NIXL and its plugin now, which reaches nothing yet. Raises MoverUnavailableError."""
+        self._usable_agent()
+
+    # Regions, files and objects
 
     def register_memory(self, region: MemoryRegion) -> MemoryId:
         """See Mover."""
@@ -107,7 +107,7 @@ class NixlMover(Mover):
             kinds = ", ".join(sorted(kind.value for kind in self.memory_kinds))
             raise MoverError(f"{self.name}: moves {kinds}, not {region.kind.value}")
         descriptor = [(region.address, region.length_bytes, region.device_id, "")]
-        registered = self._translate(
+        registered = self._nixl.call(
             "register memory", lambda: agent.register_memory(descriptor, region.kind.name, [self._plugin.plugin])
         )
         memory = self._table.add_memory(MemoryEntry(region))
@@ -119,11 +119,13 @@ class NixlMover(Mover):
         agent = self._usable_agent()
         self._table.pop_memory(memory)
         registered = self._registered.pop(memory)
-        self._translate("unregister memory", lambda: agent.deregister_memory(registered, [self._plugin.plugin]))
+        self._nixl.call("unregister memory", lambda: agent.deregister_memory(registered, [self._plugin.plugin]))
 
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
         """See Mover."""
         agent = self._usable_agent()
+        if self._plugin.target != "FILE":
+            return super().open_file(path, length_bytes, direct_io=direct_io)
         fd, direct = open_regular_file(path, direct_io=direct_io)
         return self._register_file(agent, FileEntry(fd, path, length_bytes, direct_io, direct))
 
@@ -134,13 +136,15 @@ class NixlMover(Mover):
         except MoverError:
             os.close(fd)
             raise
+        if self._plugin.target != "FILE":
+            return super().adopt_file(fd, path, length_bytes, direct=direct)
         check_adopted(fd, path)
         return self._register_file(agent, FileEntry(fd, path, length_bytes, direct, direct))
 
     def _register_file(self, agent: Any, entry: FileEntry) -> FileId:
         try:
             # Empty meta info is fd mode: the device id is the descriptor.
-            registered = self._translate(
+            registered = self._nixl.call(
                 f"register {entry.path}",
                 lambda: agent.register_memory([(0, entry.length_bytes, entry.fd, "")], "FILE", [self._plugin.plugin]),
             )
@@ -151,15 +155,34 @@ class NixlMover(Mover):
         self._registered[file] = registered
         return file
 
+    def open_object(self, name: str, length_bytes: int) -> FileId:
+        """See Mover."""
+        agent = self._usable_agent()
+        if self._plugin.target != "OBJ":
+            return super().open_object(name, length_bytes)
+        number = next(_object_numbers)
+        registered = self._nixl.call(
+            f"register {name}",
+            lambda: agent.register_memory(
+                [(0, length_bytes, number, self._plugin.key_prefix + name)], "OBJ", [self._plugin.plugin]
+            ),
+        )
+        file = self._table.add_file(FileEntry(number, name, length_bytes))
+        self._registered[file] = registered
+        return file
+
     def close_file(self, file: FileId) -> None:
         """See Mover. Raises MoverError while a transfer is in flight or quarantined."""
         agent = self._usable_agent()
         entry = self._table.pop_file(file)
         registered = self._registered.pop(file)
         try:
-            self._translate("deregister file", lambda: agent.deregister_memory(registered, [self._plugin.plugin]))
+            self._nixl.call(
+                f"deregister {entry.path}", lambda: agent.deregister_memory(registered, [self._plugin.plugin])
+            )
         finally:
-            os.close(entry.fd)
+            if self._plugin.target == "FILE":
+                os.close(entry.fd)
 
     # Transfers
 
@@ -175,13 +198,13 @@ class NixlMover(Mover):
         file_end = int((fil[:, 0] + fil[:, 1]).max())
         if total_bytes > self.limits.max_extent_bytes:
             mem, fil = mem[::-1], fil[::-1]  # neighbours in falling order are not merged past the limit
-        handle = self._translate(
+        handle = self._nixl.call(
             "initialize transfer",
             lambda: agent.initialize_xfer(
                 op.name,
-                agent.get_xfer_descs(_descriptors(mem, m.region.address, m.region.device_id), m.region.kind.name),
-                agent.get_xfer_descs(_descriptors(fil, 0, f.fd), "FILE"),
-                self._agent_name,
+                agent.get_xfer_descs(descriptors(mem, m.region.address, m.region.device_id), m.region.kind.name),
+                agent.get_xfer_descs(descriptors(fil, 0, f.fd), self._plugin.target),
+                self._nixl.name,
                 b"",
                 [self._plugin.plugin],
             ),
@@ -192,7 +215,7 @@ class NixlMover(Mover):
         """See Mover."""
         region = self._table.memory(memory).region
         checked = checked_extents(extents, region.length_bytes, f"memory {memory}")
-        rows = _descriptors(checked, region.address, region.device_id)
+        rows = descriptors(checked, region.address, region.device_id)
         return self._prepare(
             memory, checked, side_facts(checked, region.address), "NIXL_INIT_AGENT", rows, region.kind.name
         )
@@ -201,8 +224,8 @@ class NixlMover(Mover):
         """See Mover."""
         entry = self._table.file(file)
         checked = checked_extents(extents, entry.length_bytes, entry.path)
-        rows = _descriptors(checked, 0, entry.fd)
-        return self._prepare(file, checked, side_facts(checked, 0), self._agent_name, rows, "FILE")
+        rows = descriptors(checked, 0, entry.fd)
+        return self._prepare(file, checked, side_facts(checked, 0), self._nixl.name, rows, self._plugin.target)
 
     def _prepare(
         self,
@@ -216,7 +239,7 @@ class NixlMover(Mover):
         agent = self._usable_agent()
         dlist = None
         if len(extents):
-            dlist = self._translate("prepare", lambda: agent.prep_xfer_dlist(side, rows, kind, [self._plugin.plugin]))
+            dlist = self._nixl.call("prepare", lambda: agent.prep_xfer_dlist(side, rows, kind, [self._plugin.plugin]))
         prepared = _NixlPrepared(handle, extents, *facts, dlist)
         self._prepared.add(prepared)
         return prepared
@@ -228,7 +251,7 @@ class NixlMover(Mover):
             raise MoverError(f"{self.name}: not prepared here, or released before")
         self._prepared.discard(prepared)
         if prepared.dlist is not None and not any(prepared in t.keep for t in (*self._in_flight, *self._quarantined)):
-            self._translate("release prepared", lambda: agent.release_dlist_handle(prepared.dlist))
+            self._nixl.call("release prepared", lambda: agent.release_dlist_handle(prepared.dlist))
 
     def submit_prepared(self, op: Op, memory: Prepared, memory_rows: Rows, file: Prepared, file_rows: Rows) -> Transfer:
         """See Mover."""
@@ -244,7 +267,7 @@ class NixlMover(Mover):
             return Transfer(op, 0, TransferState.DONE)
         if total_bytes > self.limits.max_extent_bytes:  # as in submit
             memory_index, file_index = np.ascontiguousarray(memory_index[::-1]), np.ascontiguousarray(file_index[::-1])
-        handle = self._translate(
+        handle = self._nixl.call(
             "make transfer",
             lambda: agent.make_prepped_xfer(
                 op.name, memory.dlist, memory_index, file.dlist, file_index, b"", [self._plugin.plugin]
@@ -260,10 +283,10 @@ class NixlMover(Mover):
         transfer.file.in_flight += 1
         self._in_flight.add(transfer)
         try:
-            state = self._agent.transfer(transfer.handle)
-        except self._errors as error:
+            state = self._nixl.get().transfer(transfer.handle)
+        except self._nixl.errors as error:
             # Part of it may be queued in the plugin or in the kernel, and nothing would ever tell.
-            self._finish(transfer, f"{self.name}: not started whole: {_words(error)}", quarantine=True)
+            self._finish(transfer, f"{self.name}: not started whole: {words(error)}", quarantine=True)
         else:
             if state != "PROC":
                 self._settle(transfer, state)
@@ -278,11 +301,11 @@ class NixlMover(Mover):
             transfer.state = TransferState.FAILED
             return transfer.state
         try:
-            state = self._agent.check_xfer_state(transfer.handle)
-        except self._errors as error:
+            state = self._nixl.get().check_xfer_state(transfer.handle)
+        except self._nixl.errors as error:
             self._finish(
                 transfer,
-                f"{self.name}: {transfer.op.value} of {transfer.file.path} failed or came short: {_words(error)}",
+                f"{self.name}: {transfer.op.value} of {transfer.file.path} failed or came short: {words(error)}",
                 quarantine=not self._plugin.settles_before_error,
             )
         else:
@@ -307,13 +330,13 @@ class NixlMover(Mover):
             transfer.memory.in_flight -= 1
             transfer.file.in_flight -= 1
             try:
-                self._agent.release_xfer_handle(transfer.handle)
-            except self._errors as release_error:
-                logger.warning("%s: could not release a finished handle: %s", self.name, _words(release_error))
+                self._nixl.get().release_xfer_handle(transfer.handle)
+            except self._nixl.errors as release_error:
+                logger.warning("%s: could not release a finished handle: %s", self.name, words(release_error))
             keep, transfer.keep, transfer.handle = transfer.keep, [], None
             for prepared in keep:
                 if prepared not in self._prepared and not any(prepared in t.keep for t in self._in_flight):
-                    self._agent.release_dlist_handle(prepared.dlist)
+                    self._nixl.get().release_dlist_handle(prepared.dlist)
         transfer.error, transfer.quarantine = error, quarantine
         transfer.state = TransferState.DONE if error is None else TransferState.FAILED
 
@@ -340,7 +363,7 @@ class NixlMover(Mover):
             for transfer in list(self._in_flight):
                 self._finish(transfer, f"{self.name}: still in flight when the mover was closed", quarantine=True)
             # Collected objects release themselves; these must never be.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._agent, self._quarantined, self._registered)))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._nixl, self._quarantined, self._registered)))
             self._closed = True
             return
         for prepared in list(self._prepared):
@@ -350,7 +373,7 @@ class NixlMover(Mover):
         for memory in list(self._table.memories):
             self.unregister_memory(memory)
         self._closed = True
-        self._agent = None
+        self._nixl.forget()
 
     # NIXL itself
 
@@ -359,64 +382,9 @@ class NixlMover(Mover):
             raise MoverError(self._fork_message())
         if self._closed:
             raise MoverError(f"{self.name}: this mover is closed")
-        if self._agent is None:
-            self._agent = self._make_agent()
-        return self._agent
-
-    def _make_agent(self) -> Any:
-        api = _import_nixl()
-        # A class per status, derived from nothing in common; here all of them mean the same.
-        own = (value for value in vars(api.nixlBind).values() if isinstance(value, type))
-        self._errors += tuple(value for value in own if issubclass(value, Exception))
-        try:
-            config = api.nixl_agent_config(
-                enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-            )
-            agent = api.nixl_agent(self._agent_name, config)
-            agent.create_backend(self._plugin.plugin, self._params)
-        except self._errors as error:
-            raise MoverUnavailableError(
-                f"{self.name}: NIXL's {self._plugin.plugin} plugin does not start here: {_words(error)}"
-            ) from error
+        agent = self._nixl.get()
+        self.memory_kinds = self._nixl.memory_kinds
         return agent
-
-    def _translate(self, what: str, call: Any) -> Any:
-        try:
-            return call()
-        except self._errors as error:
-            raise MoverError(f"{self.name}: {what}: {_words(error)}") from error
 
     def _fork_message(self) -> str:
         return fork_message(self.name, self._pid)
-
-
-def _import_nixl() -> ModuleType:
-    """Import NIXL quietly: unless NIXL_LOG_LEVEL says otherwise, it logs agents to stdout and failures to stderr.
-
-    Its level is read once per process; where someone else has imported it already, theirs stays.
-    """
-    if "nixl._api" in sys.modules:
-        return sys.modules["nixl._api"]
-    quiet = "NIXL_LOG_LEVEL" not in os.environ and not logger.isEnabledFor(logging.DEBUG)
-    if quiet:
-        os.environ["NIXL_LOG_LEVEL"] = "FATAL"
-    try:
-        return importlib.import_module("nixl._api")
-    except ImportError as error:
-        raise MoverUnavailableError(f"NIXL cannot be imported ({error}); `pip install nixl` brings it") from error
-    finally:
-        if quiet:
-            del os.environ["NIXL_LOG_LEVEL"]
-
-
-def _descriptors(extents: Extents, base: int, device_id: int) -> npt.NDArray[np.uint64]:
-    """Rows of (address, length, device id), as NIXL wants them."""
-    rows = np.empty((len(extents), 3), dtype=np.uint64)
-    rows[:, 0] = extents[:, 0] + base
-    rows[:, 1] = extents[:, 1]
-    rows[:, 2] = device_id
-    return rows
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -1,15 +1,19 @@
-"""What differs between NIXL's file plugins, as data: parameters, memory kinds, limits, trust.
+"""What differs between NIXL's plugins, as data: parameters, memory kinds, limits, trust.
 
-Threading: constants. Where the numbers come from: docs/decisions/0004-movers.md.
+Threading: constants and a pure function. Where the numbers come from: docs/decisions/0004-movers.md for files,
+docs/decisions/0008-object-movers.md for objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Final, Literal
 
+from nixl_offload.config.schema import S3Tier
 from nixl_offload.movers.base import MemoryKind, MoverLimits
+from nixl_offload.stores.s3 import ATTEMPTS, S3Address, ca_bundle_of
 from nixl_offload.types import PAGE_BYTES
 
 _MAX_IO_BYTES = (2 << 30) - 4096
@@ -18,7 +22,7 @@ _MAX_IO_BYTES = (2 << 30) - 4096
 
 @dataclass(frozen=True)
 class NixlPlugin:
-    """All that differs between one NIXL file plugin and another."""
+    """All that differs between one NIXL plugin and another."""
 
     name: str
     """The mover's name."""
@@ -26,11 +30,18 @@ class NixlPlugin:
     """NIXL's name of it."""
     params: Mapping[str, str]
     memory_kinds: frozenset[MemoryKind]
+    """What we would use it for; what it really takes is asked when it starts."""
     limits: MoverLimits
     settles_before_error: bool
     """An error is told only when nothing of the handle is in flight. Where False, a failed transfer is quarantined."""
     reports_failures: bool
-    """Where False, an I/O that failed or came short may be told as DONE: only a checksum of what was read can tell."""
+    """Where False, an I/O that failed may be told as DONE: only a checksum of what was read can tell."""
+    target: Literal["FILE", "OBJ"] = "FILE"
+    """NIXL's word for what is at the other end."""
+    key_prefix: str = ""
+    """Comes before every object name."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Set while the plugin starts, unless the process has other values: what it can be told in no other way."""
 
 
 _POSIX_LIMITS = MoverLimits(
@@ -88,3 +99,48 @@ PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
         ),
     }
 )
+
+_MAX_OBJECT_BYTES: Final = 5 << 30
+"""S3 takes no more in one PUT."""
+
+
+def object_plugin(tier: S3Tier) -> NixlPlugin:
+    """NIXL's OBJ plugin for a bucket. Credentials are no parameter: its SDK goes through the AWS chain.
+
+    One object per transfer, because the siblings of a failed one would go on writing; no more of them than there are
+    threads in the plugin, because what waits inside it cannot be called back.
+    """
+    address = S3Address.of(tier)
+    checksums = "required" if tier.checksums == "when_required" else "supported"
+    params = {
+        "bucket": address.bucket,
+        "scheme": "http" if address.plain_http else "https",
+        "use_virtual_addressing": str(not address.path_style).lower(),
+        "num_threads": str(tier.connections),
+        "req_checksum": checksums,
+        "resp_checksum": checksums,
+        "endpoint_override": address.endpoint,
+        "region": address.region,
+        "ca_bundle": ca_bundle_of(tier),
+        "crtMinLimit": None if tier.crt_min_size_bytes is None else str(tier.crt_min_size_bytes),
+    }
+    return NixlPlugin(
+        "obj",
+        "OBJ",
+        {name: value for name, value in params.items() if value is not None},
+        frozenset({MemoryKind.DRAM, MemoryKind.VRAM}),
+        MoverLimits(
+            alignment_bytes=1,
+            max_extent_bytes=_MAX_OBJECT_BYTES,
+            max_extents_per_transfer=1,
+            max_extents_in_flight=tier.connections,
+            whole_writes=True,
+            tells_short_reads=False,
+        ),
+        settles_before_error=True,
+        reports_failures=True,
+        target="OBJ",
+        key_prefix=address.prefix,
+        # The SDK's own default is ten retries, half a minute against a server that is down.
+        environment={"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": str(ATTEMPTS)},
+    )

@@ -12,12 +12,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
-from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, TransferState
+from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
@@ -126,7 +126,7 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
         pattern = os.urandom(PAGE_BYTES)
         os.pwrite(fd, pattern + bytes(3 * PAGE_BYTES), 0)
         os.fsync(fd)
-        region, keep = (scratch, None) if scratch is not None else _scratch(kind)
+        region, keep = (scratch, None) if scratch is not None else scratch_memory(kind)
         try:
             _round_trip(mover, region, path)
         except MoverError:
@@ -153,30 +153,32 @@ def _round_trip(mover: Mover, region: MemoryRegion, path: str) -> None:
     try:
         file = mover.open_file(path, SCRATCH_BYTES, direct_io=True)
         try:
-            _move(mover, lambda: mover.submit(Op.READ, memory, _page(1), file, _page(0)))
-            _move(mover, lambda: mover.submit(Op.WRITE, memory, _page(1), file, _page(2)))
+            move_page(mover, lambda: mover.submit(Op.READ, memory, page(1), file, page(0)), _PROBE_TIMEOUT_S)
+            move_page(mover, lambda: mover.submit(Op.WRITE, memory, page(1), file, page(2)), _PROBE_TIMEOUT_S)
         finally:
             mover.close_file(file)
     finally:
         mover.unregister_memory(memory)
 
 
-def _page(number: int) -> Extents:
+def page(number: int) -> Extents:
+    """The extent of page ``number``."""
     return np.array([[number * PAGE_BYTES, PAGE_BYTES]], dtype=np.int64)
 
 
-def _move(mover: Mover, submit: Callable[[], Any]) -> None:
+def move_page(mover: Mover, submit: Callable[[], Transfer], timeout_s: float) -> None:
+    """Poll what ``submit`` starts until it is done. Raises MoverError; then I/O may be in flight still."""
     transfer = submit()
-    deadline = time.monotonic() + _PROBE_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while mover.poll(transfer) is TransferState.PENDING:
         if time.monotonic() > deadline:
-            raise MoverError(f"a page did not move within {_PROBE_TIMEOUT_S:.0f} s")
+            raise MoverError(f"a page did not move within {timeout_s:.0f} s")
         time.sleep(0.0002)
     if transfer.state is TransferState.FAILED:
         raise MoverError(transfer.error or "failed")
 
 
-def _scratch(kind: MemoryKind) -> tuple[MemoryRegion, object]:
+def scratch_memory(kind: MemoryKind) -> tuple[MemoryRegion, object]:
     """Memory to probe with, and what keeps it alive."""
     if kind is MemoryKind.DRAM:
         pages = mmap.mmap(-1, SCRATCH_BYTES)

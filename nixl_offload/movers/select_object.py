@@ -1,0 +1,200 @@
+"""Which mover reaches this bucket: each candidate must really put a small object and get it back first.
+
+Threading: call it in the process and on the thread that will drive the mover.
+The probe object is called ``probe-<random hex>``, directly under the prefix, and deleted afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Final, Literal
+
+from nixl_offload.config.schema import S3Tier
+from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError, StoreError
+from nixl_offload.movers.base import MemoryKind, Mover, Op
+from nixl_offload.movers.limits import LimitedMover
+from nixl_offload.movers.nixl import NixlMover
+from nixl_offload.movers.nixl_plugins import object_plugin
+from nixl_offload.movers.retry import RetryingMover
+from nixl_offload.movers.select import OpenedMover, Probe, move_page, page, scratch_memory
+from nixl_offload.movers.store import StoreMover
+from nixl_offload.stores.base import Store
+from nixl_offload.types import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+StoreClient = Literal["obstore", "boto3"]
+OpenClient = Callable[[StoreClient], Store]
+
+_CLIENTS: Final[tuple[StoreClient, ...]] = ("obstore", "boto3")
+_HELP: Final = (
+    "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel, "
+    "obstore and boto3 come with nixl-offload[s3]"
+)
+_NOT_ANSWERING: Final = frozenset({"unreachable", "timeout", "throttled", "server"})
+"""Causes of a StoreError that say nothing of the client: another time the same call works."""
+
+
+def candidates(choice: str) -> list[str]:
+    """Names of movers to try, best first. Pure."""
+    return ["obj", *_CLIENTS] if choice == "auto" else [choice]
+
+
+def candidates_unproved(choice: str) -> list[str]:
+    """Likewise while the server does not answer: not the fastest first, but the surest to work once it does. Pure.
+
+    Whether NIXL's plugin can talk to a server shows only when it does; obstore and boto3 are what finds objects, too.
+    """
+    return [*_CLIENTS, "obj"] if choice == "auto" else [choice]
+
+
+def open_object_mover(tier: S3Tier, memory_kind: MemoryKind, open_client: OpenClient) -> OpenedMover:
+    """Open the best mover of ``tier.mover`` that can really move bytes between this memory and the bucket.
+
+    A server that does not answer is no reason to fail: then the first mover that can be made is returned, which works
+    as soon as the server does. Says at INFO what was chosen and what was passed over, and why. Takes a few times
+    ``tier.request_timeout_s`` at most, however the server behaves.
+    Raises MoverUnavailableError when nothing of ``tier.mover`` can run, or the server answers but refuses, with the
+    reasons and what would help.
+    """
+    control = _first_client(open_client)
+    with contextlib.closing(control) if control is not None else contextlib.nullcontext():
+        where = control.where if control is not None else f"s3://{tier.bucket}/{tier.prefix}"
+        silence = _silence(control)
+        report: list[Probe] = []
+        if silence is None:
+            for name in candidates(tier.mover):
+                opened = _try(name, tier, memory_kind, open_client, control, report)
+                if opened is not None:
+                    logger.info("objects in %s are moved by %s (%s)%s", where, name, report[-1].reason, _passed(report))
+                    return OpenedMover(opened, tuple(report))
+            silence = _silence(control)  # it may have fallen silent meanwhile
+    if silence is not None:
+        report = []
+        for name in candidates_unproved(tier.mover):
+            try:
+                made = _make(name, tier, open_client)
+            except NixlOffloadError as error:
+                report.append(Probe(name, False, _without(name, error)))
+                continue
+            report.append(Probe(name, True, "not proved, as the server does not answer"))
+            logger.warning(
+                "objects in %s will be moved by %s once it answers: %s%s",
+                where,
+                name,
+                silence,
+                _passed(report),
+            )
+            return OpenedMover(_limited(made, tier), tuple(report))
+    reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
+    raise MoverUnavailableError(f"mover {tier.mover!r} cannot move {memory_kind.value} to {where}: {reasons} ({_HELP})")
+
+
+def make_mover(name: str, tier: S3Tier, open_client: OpenClient) -> Mover:
+    """A mover of ``candidates`` without limits, not tried out. Raises what says that it cannot be made here."""
+    return _limited(_make(name, tier, open_client), tier)
+
+
+def _make(name: str, tier: S3Tier, open_client: OpenClient) -> Mover:
+    if name != "obj":
+        client: StoreClient = "obstore" if name == "obstore" else "boto3"
+        return StoreMover(open_client(client), threads=tier.connections, close_timeout_s=tier.request_timeout_s)
+    bare = NixlMover(object_plugin(tier), close_timeout_s=tier.request_timeout_s)
+    bare.connect()
+    return RetryingMover(bare, _first_client(open_client))
+
+
+def _limited(mover: Mover, tier: S3Tier) -> Mover:
+    return LimitedMover(mover, close_timeout_s=tier.request_timeout_s)
+
+
+def _try(
+    name: str,
+    tier: S3Tier,
+    memory_kind: MemoryKind,
+    open_client: OpenClient,
+    control: Store | None,
+    report: list[Probe],
+) -> Mover | None:
+    """Make ``name`` and send it round; the report gets a line either way."""
+    try:
+        bare = _make(name, tier, open_client)
+    except NixlOffloadError as error:
+        report.append(Probe(name, False, _without(name, error)))
+        return None
+    kind = memory_kind if memory_kind in bare.memory_kinds else MemoryKind.DRAM
+    mover = _limited(bare, tier)
+    probe = f"probe-{secrets.token_hex(8)}"
+    try:
+        probe_object(mover, kind, probe, 2 * tier.request_timeout_s)
+    except MoverError as error:
+        report.append(Probe(name, False, _without(name, error)))
+        mover.close()
+        return None
+    finally:
+        if control is not None:
+            try:
+                control.delete([probe])
+            except StoreError as error:
+                logger.debug("%s: %s stays behind: %s", control.where, probe, error)
+    note = "round trip ok" if kind is memory_kind else "round trip ok; packs through host memory"
+    report.append(Probe(name, True, note))
+    return mover
+
+
+def probe_object(mover: Mover, kind: MemoryKind, name: str, timeout_s: float) -> None:
+    """Put a page under ``name``, get it back into another page and compare them, for ``timeout_s`` each.
+
+    Memory of a device is never looked at, so there it is enough that the transfers succeed. The mover stays open.
+    Raises MoverError.
+    """
+    region, keep = scratch_memory(kind)
+    pattern = secrets.token_bytes(PAGE_BYTES)
+    memory = mover.register_memory(region)
+    target = mover.open_object(name, PAGE_BYTES)
+    if kind is MemoryKind.DRAM:
+        ctypes.memmove(region.address, pattern, PAGE_BYTES)
+    try:
+        move_page(mover, lambda: mover.submit(Op.WRITE, memory, page(0), target, page(0)), timeout_s)
+        move_page(mover, lambda: mover.submit(Op.READ, memory, page(2), target, page(0)), timeout_s)
+        if kind is MemoryKind.DRAM:
+            between, arrived = (ctypes.string_at(region.address + n * PAGE_BYTES, PAGE_BYTES) for n in (1, 2))
+            if arrived != pattern or any(between):
+                raise MoverError("the round trip came back with other bytes")
+    except MoverError:
+        # Whatever went wrong, late I/O must not find this memory in other hands.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(keep))
+        raise
+    mover.close_file(target)
+    mover.unregister_memory(memory)
+    del keep
+
+
+def _first_client(open_client: OpenClient) -> Store | None:
+    for client in _CLIENTS:
+        with contextlib.suppress(NixlOffloadError):
+            return open_client(client)
+    return None
+
+
+def _silence(control: Store | None) -> str | None:
+    """What there is instead of an answer of the server; None when it answers, be it with a refusal."""
+    if control is None:
+        return None
+    try:
+        control.head("probe")
+    except StoreError as error:
+        return str(error) if error.cause in _NOT_ANSWERING else None
+    return None
+
+
+def _passed(report: list[Probe]) -> str:
+    return "".join(f"; passed over {probe.name}: {probe.reason}" for probe in report if not probe.ok)
+
+
+def _without(name: str, error: Exception) -> str:
+    return str(error).removeprefix(f"{name}: ")
