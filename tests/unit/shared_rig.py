@@ -1,0 +1,273 @@
+"""What tests of shared tiers share: a store in memory that counts, delays, fails and hangs on demand, and a tier on it.
+
+The store is no stand-in for a bucket (tests/s3 has real ones): it makes exact what a server cannot, such as which
+question is out at which moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from nixl_offload.config.schema import LookupOptions
+from nixl_offload.errors import StoreError
+from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
+from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.tiers.naming import shard_name
+from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.types import Asker, Key, Lookup
+
+SLOT = 8192
+WAIT_S = 20.0
+"""Longer than anything takes that works."""
+
+
+class MemoryStore(Store):
+    """A dictionary. ``before`` is called with the operation and the name before each access, outside the lock."""
+
+    name = "memory"
+    where = "memory://"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[int, float]] = {}
+        """Name -> size, time of modification."""
+        self.calls: list[tuple[str, str]] = []
+        self.before: Callable[[str, str], None] = lambda operation, name: None
+        self.most_at_once = 0
+        self.closed = False
+        self._at_once = 0
+        self._lock = threading.Lock()
+
+    def names(self, operation: str) -> list[str]:
+        """Return what ``operation`` was asked for, in order; shards only."""
+        return [name for called, name in self.calls if called == operation and "manifest" not in name]
+
+    def put(self, name: str, size_bytes: int = SLOT, age_s: float = 0.0) -> None:
+        """Put an object there behind everybody's back."""
+        self.objects[name] = (size_bytes, time.time() - age_s)
+
+    def head(self, name: str) -> ObjectInfo | None:
+        self._enter("head", name)
+        try:
+            found = self.objects.get(name)
+            return None if found is None else ObjectInfo(name, *found)
+        finally:
+            self._leave()
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        raise NotImplementedError
+
+    def write(self, name: str, memory: memoryview) -> None:
+        self._enter("write", name)
+        self.put(name, memory.nbytes)
+        self._leave()
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._enter("delete", name)
+            self.objects.pop(name, None)
+            self._leave()
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        for name in sorted(self.objects):
+            if name.startswith(prefix) and name > start_after:
+                self._enter("list", name)
+                self._leave()
+                yield ObjectInfo(name, *self.objects[name])
+
+    def refresh(self, name: str) -> bool:
+        self._enter("refresh", name)
+        self._leave()
+        if name not in self.objects:
+            return False
+        self.put(name, self.objects[name][0])
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _enter(self, operation: str, name: str) -> None:
+        with self._lock:
+            self.calls.append((operation, name))
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            self.before(operation, name)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._at_once -= 1
+
+
+def refuse(operation: str, name: str) -> None:
+    """As ``before``: the server is gone."""
+    raise StoreError(f"{operation} {name}: connection refused", cause="unreachable")
+
+
+class Gate:
+    """As ``before``: holds every call back until it is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def __call__(self, operation: str, name: str) -> None:
+        self._open.wait(60.0)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def namespace_of(world_size: int = 1, tenant: str = "default") -> Namespace:
+    """Return a plausible namespace with two groups."""
+    groups = tuple(GroupFields(n, 1, "ab", 16, SLOT, "spec") for n in range(2))
+    return make_namespace(
+        NamespaceFields(
+            tenant=tenant,
+            engine="vllm 0.33",
+            platform="cpu",
+            attention_backend=None,
+            model="model",
+            revision=None,
+            model_digest="ab",
+            dtype="bfloat16",
+            kv_layout="LBHNC",
+            tokens_per_block=16,
+            blocks_per_chunk=1,
+            tokens_per_hash=16,
+            hash_algorithm="sha256",
+            hash_seed=None,
+            groups=groups,
+            tp=world_size,
+            pp=1,
+            pcp=1,
+            dcp=1,
+            world_size=world_size,
+        )
+    )
+
+
+def key_of(number: int, group: int = 0) -> Key:
+    """Return a key that looks like vLLM's: the first bytes spread."""
+    return Key((number * 2654435761 % 2**32).to_bytes(4, "big") + number.to_bytes(12, "big") + group.to_bytes(4, "big"))
+
+
+def keys_of(count: int, first: int = 0, group: int = 0) -> list[Key]:
+    return [key_of(number, group) for number in range(first, first + count)]
+
+
+def options(**changes: object) -> LookupOptions:
+    """Return lookup options that wait long, unless told otherwise."""
+    return LookupOptions.model_validate(
+        {"timeout": "20s", "present_for": "10m", "absent_for": "10s", "max_keys": 100_000, **changes}
+    )
+
+
+class Rig:
+    """One server's tier over a store, driven as vLLM drives it: lookups, then the end of the step."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        world_size: int = 1,
+        ttl_s: float | None = None,
+        warm_start: bool = False,
+        threads: int = 16,
+        namespace: Namespace | None = None,
+        **lookup: object,
+    ) -> None:
+        self.store = store
+        self.world_size = world_size
+        self.namespace = namespace or namespace_of(world_size)
+        self.ahead_s = 0.0
+        """How far this rig's clocks are ahead of the real ones."""
+        self.tier = SharedTier(
+            0,
+            store,
+            self.namespace,
+            lookup=options(**lookup),
+            ttl_s=ttl_s,
+            world_size=world_size,
+            slot_bytes=lambda key: SLOT,
+            warm_start=warm_start,
+            name="Tier under test",
+            threads=threads,
+            clock=self.now,
+            wall=lambda: time.time() + self.ahead_s,
+        )
+
+    def now(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def names(self, key: Key) -> list[str]:
+        return [shard_name(self.namespace.name, key, rank) for rank in range(self.world_size)]
+
+    def ask(self, request: str, keys: Sequence[Key], end_tokens: Iterable[int | None] | None = None) -> list[Lookup]:
+        """Look keys up as a prefix scan does: on after RETRY, no further after MISS."""
+        answers = []
+        ends = range(16, 16 * len(keys) + 16, 16) if end_tokens is None else end_tokens
+        now_s = self.now()
+        for key, end in zip(keys, ends, strict=False):
+            answers.append(self.tier.lookup(key, Asker(request, end), now_s))
+            if answers[-1] is Lookup.MISS:
+                break
+        return answers
+
+    def flush(self) -> None:
+        self.tier.flush(self.now())
+
+    def hits(self, request: str, keys: Sequence[Key], wait_s: float = WAIT_S) -> int:
+        """Ask, step by step, until no answer is RETRY; return the number of leading hits."""
+        return self.wait_for(lambda: self._count_hits(request, keys), wait_s)
+
+    def _count_hits(self, request: str, keys: Sequence[Key]) -> int | None:
+        answers = self.ask(request, keys)
+        if Lookup.RETRY in answers:
+            return None
+        return sum(answer is Lookup.HIT for answer in answers)
+
+    def scan(self, request: str, keys: Sequence[Key], window: int) -> int:
+        """Ask as vLLM's sliding-window lookup does: return the end of the last run of ``window`` hits, 0 for none."""
+        return self.wait_for(lambda: self._scan(request, keys, window), WAIT_S)
+
+    def _scan(self, request: str, keys: Sequence[Key], window: int) -> int | None:
+        run, deferred, now_s = 0, False, self.now()
+        for position in range(len(keys) - 1, -1, -1):
+            answer = self.tier.lookup(keys[position], Asker(request, 16 * (position + 1)), now_s)
+            deferred = deferred or answer is Lookup.RETRY
+            run = run + 1 if answer is Lookup.HIT else 0
+            if run == window:
+                return None if deferred else position + window
+        return None if deferred else run
+
+    def wait_for(self, what: Callable[[], int | None], wait_s: float = WAIT_S) -> int:
+        """Step until ``what`` says something else than None, and return that."""
+        deadline_s = time.monotonic() + wait_s
+        while time.monotonic() < deadline_s:
+            answer = what()
+            self.flush()
+            if answer is not None:
+                return answer
+            time.sleep(0.001)
+        raise AssertionError("no answer in time")
+
+    def settle(self) -> None:
+        """Step until nothing is under way in the background."""
+        self.wait_for(lambda: 1 if self.tier._prober.idle else None)
+        self.flush()
+
+    def put(self, *keys: Key, ranks: Iterable[int] | None = None, size_bytes: int = SLOT, age_s: float = 0.0) -> None:
+        """Let another server have stored ``keys``."""
+        assert isinstance(self.store, MemoryStore)
+        for key in keys:
+            names = self.names(key)
+            for rank in range(self.world_size) if ranks is None else ranks:
+                self.store.put(names[rank], size_bytes, age_s)
+
+    def heads(self) -> int:
+        assert isinstance(self.store, MemoryStore)
+        return len(self.store.names("head"))

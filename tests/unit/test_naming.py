@@ -1,0 +1,66 @@
+"""Names of shards: there and back, nothing foreign taken for one, and witnesses spread over the ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_offload.tiers.naming import (
+    ShardName,
+    manifest_name,
+    parse_manifest_name,
+    parse_shard_name,
+    shard_name,
+    witness_rank,
+)
+from nixl_offload.types import Key
+from tests.unit.shared_rig import key_of
+
+NAMESPACE = "0123456789abcdef" * 2
+
+
+@given(st.binary(min_size=20, max_size=64), st.integers(0, 0xFFFF))
+def test_there_and_back(key: bytes, rank: int) -> None:
+    name = shard_name(NAMESPACE, Key(key), rank)
+    assert parse_shard_name(name) == ShardName(NAMESPACE, Key(key), rank)
+    assert name.split("/")[1] == key.hex()[:2]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        manifest_name(NAMESPACE),
+        f"{NAMESPACE}/ab/cdef.0000",
+        f"{NAMESPACE}/ab/abc.0000",
+        f"{NAMESPACE}/ab/ABcd.0000",
+        f"{NAMESPACE}/ab/abcd.000",
+        f"{NAMESPACE}/ab/abcd.0000.tmp",
+        f"{NAMESPACE}/ab/abcd.0000\n",
+        f"x{NAMESPACE}/ab/abcd.0000",
+        f"{NAMESPACE}/../abcd.0000",
+    ],
+)
+def test_what_is_not_a_shard(name: str) -> None:
+    assert parse_shard_name(name) is None
+
+
+def test_manifests() -> None:
+    assert parse_manifest_name(manifest_name(NAMESPACE)) == NAMESPACE
+    for name in ("", "manifest.json", f"{NAMESPACE}/manifest.json.bak", f"{NAMESPACE[:-1]}/manifest.json"):
+        assert parse_manifest_name(name) is None
+
+
+def test_a_listing_has_the_ranks_of_a_key_side_by_side() -> None:
+    names = sorted(shard_name(NAMESPACE, key_of(number), rank) for number in range(50) for rank in range(12))
+    keys = [parsed.key for name in names if (parsed := parse_shard_name(name)) is not None]
+    assert [keys[start : start + 12] == [keys[start]] * 12 for start in range(0, 600, 12)] == [True] * 50
+
+
+def test_every_rank_witnesses_its_share() -> None:
+    shares = Counter(witness_rank(key_of(number), 8) for number in range(8000))
+    assert set(shares) == set(range(8))
+    assert min(shares.values()) > 500

@@ -1,0 +1,238 @@
+"""The prober: each key is asked about once at a time, questions overtake chores, and nobody waits for a hung store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.base import Store
+from nixl_offload.tiers.chain_search import AskAll, ChainSearch
+from nixl_offload.tiers.chores import Discard
+from nixl_offload.tiers.prober import MAX_CHORES, ChoreEnd, Event, Found, Prober, SearchEnd, Sight, TrialEnd
+from nixl_offload.types import Key
+from tests.unit.shared_rig import SLOT, WAIT_S, Gate, MemoryStore, keys_of, refuse
+
+MakeProber = Callable[..., Prober]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def make(store: MemoryStore) -> Iterator[MakeProber]:
+    made: list[Prober] = []
+
+    def build(threads: int = 4, **arguments: object) -> Prober:
+        made.append(Prober(store, name_of=_name, size_of=lambda key: SLOT, threads=threads, **arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    store.before = lambda operation, name: None
+    for prober in made:
+        prober.close()
+
+
+def _name(key: Key) -> str:
+    return key.hex()
+
+
+def _put(store: MemoryStore, *keys: Key, size_bytes: int = SLOT, age_s: float = 0.0) -> None:
+    for key in keys:
+        store.put(_name(key), size_bytes, age_s)
+
+
+def _collect(prober: Prober, until: type, count: int = 1) -> list[Event]:
+    """Drain until ``count`` events of type ``until`` have come."""
+    events: list[Event] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while sum(isinstance(event, until) for event in events) < count:
+        assert time.monotonic() < deadline_s, "nothing comes"
+        events += prober.drain(7)
+        time.sleep(0.0005)
+    return events
+
+
+def _sights(events: list[Event]) -> dict[Key, Found]:
+    return {event.key: event.found for event in events if isinstance(event, Sight)}
+
+
+def test_a_search_asks_round_by_round_and_tells_each_answer_and_the_boundary(
+    make: MakeProber, store: MemoryStore
+) -> None:
+    keys = keys_of(4096)
+    _put(store, *keys[:3000])
+    prober = make()
+    prober.search(7, keys, ChainSearch(len(keys)))
+    events = _collect(prober, SearchEnd)
+    (end,) = (event for event in events if isinstance(event, SearchEnd))
+    assert (end.number, end.boundary) == (7, 3000)
+    sights = _sights(events)
+    assert sights[keys[2999]] is Found.PRESENT
+    assert sights[keys[3000]] is Found.ABSENT
+    counts = prober.counts()
+    assert counts.heads == len(store.names("head")) == len(set(store.names("head"))) <= 64
+    assert counts.rounds <= 4
+    assert prober.idle
+
+
+def test_searches_that_want_the_same_key_share_the_question(make: MakeProber, store: MemoryStore) -> None:
+    keys = keys_of(16)
+    _put(store, *keys)
+    gate = store.before = Gate()
+    prober = make(threads=4)
+    for number in range(5):
+        prober.search(number, keys, ChainSearch(len(keys)))
+    prober.probe(keys)
+    gate.open()
+    events = _collect(prober, SearchEnd, 5)
+    assert [event.boundary for event in events if isinstance(event, SearchEnd)] == [16] * 5
+    assert len(store.names("head")) == 16
+
+
+def test_what_an_object_must_be_to_count(make: MakeProber, store: MemoryStore) -> None:
+    good, short, long, old, cleared, gone = keys_of(6)
+    _put(store, good)
+    _put(store, short, size_bytes=SLOT - 1)
+    _put(store, long, size_bytes=SLOT + 1)
+    _put(store, old, age_s=101.0)
+    _put(store, cleared, age_s=60.0)
+    prober = make(ttl_s=100.0)
+    prober.since_s = time.time() - 50.0
+    prober.probe([good, short, long, old, cleared, gone])
+    assert _sights(_collect(prober, Sight, 6)) == {
+        good: Found.PRESENT,
+        short: Found.DAMAGED,
+        long: Found.DAMAGED,
+        old: Found.ABSENT,
+        cleared: Found.ABSENT,
+        gone: Found.ABSENT,
+    }
+
+
+def test_an_error_is_an_answer_of_its_own_and_ends_the_search(make: MakeProber, store: MemoryStore) -> None:
+    store.before = refuse
+    prober = make()
+    prober.search(1, keys_of(3), ChainSearch(3))
+    events = _collect(prober, SearchEnd)
+    assert {event.cause for event in events if isinstance(event, Sight)} == {"unreachable"}
+    assert [event.boundary for event in events if isinstance(event, SearchEnd)] == [0]
+    _rest(prober)
+    # The first answer makes the others pointless: what was not out by then is not asked any more.
+    assert 1 <= prober.counts().errors == len(store.names("head")) <= 3
+
+
+def test_a_thread_outlives_an_error_that_should_not_be(
+    make: MakeProber, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stumble(operation: str, name: str) -> None:
+        raise ZeroDivisionError("secret")
+
+    store.before = stumble
+    prober = make(threads=1)
+    prober.probe(keys_of(2))
+    events = _collect(prober, Sight, 2)
+    assert {event.cause for event in events if isinstance(event, Sight)} == {"io"}
+    assert {event.message for event in events if isinstance(event, Sight)} == {"ZeroDivisionError"}
+    assert "should not be" in caplog.text
+
+
+def test_questions_overtake_chores_and_chores_keep_to_their_threads(make: MakeProber, store: MemoryStore) -> None:
+    gate = Gate()
+    store.before = lambda operation, name: gate(operation, name) if operation == "delete" else None
+    prober = make(threads=3, chore_threads=2)
+    chores = [Discard((key,), (_name(key),)) for key in keys_of(20, first=100)]
+    assert all(prober.do(chore) for chore in chores)
+    prober.search(1, keys_of(10), AskAll(10))
+    _collect(prober, SearchEnd)
+    assert len(store.names("delete")) <= 2, "a third thread is left for questions"
+    gate.open()
+    done = [event for event in _collect(prober, ChoreEnd, 20) if isinstance(event, ChoreEnd)]
+    assert {id(event.chore) for event in done} == {id(chore) for chore in chores}
+    assert not any(event.cause for event in done)
+
+
+def test_too_many_chores_are_refused(make: MakeProber, store: MemoryStore) -> None:
+    gate = store.before = Gate()
+    prober = make(threads=2)
+    taken = sum(prober.do(Discard((), (str(number),))) for number in range(MAX_CHORES + 100))
+    assert MAX_CHORES <= taken <= MAX_CHORES + 2
+    gate.open()
+
+
+def test_a_trial_goes_before_all_else_and_alone(make: MakeProber, store: MemoryStore) -> None:
+    gate = store.before = Gate()
+    prober = make(threads=1)
+    prober.probe(keys_of(3))
+    assert prober.trial("a/manifest")
+    assert not prober.trial("a/manifest")
+    gate.open()
+    events = _collect(prober, TrialEnd)
+    assert TrialEnd("") in events
+    _collect(prober, Sight, 3 - sum(isinstance(event, Sight) for event in events))
+    assert [name for _, name in store.calls].index("a/manifest") <= 1, "at most the question that was out came first"
+    store.before = refuse
+    assert prober.trial("a/manifest")
+    (end,) = (event for event in _collect(prober, TrialEnd) if isinstance(event, TrialEnd))
+    assert end.cause == "unreachable"
+
+
+def test_a_cancelled_search_asks_no_further(make: MakeProber, store: MemoryStore) -> None:
+    gate = store.before = Gate()
+    prober = make(threads=2)
+    prober.search(1, keys_of(16), ChainSearch(16))
+    prober.search(2, keys_of(4, first=50), ChainSearch(4))
+    _wait_for(lambda: len(store.calls) == 2)
+    prober.cancel(1)
+    gate.open()
+    events = _collect(prober, SearchEnd)
+    assert [event.number for event in events if isinstance(event, SearchEnd)] == [2]
+    _rest(prober)
+    assert len(store.calls) <= 6
+
+
+def test_a_hung_store_holds_no_caller_and_no_more_threads_than_there_are(make: MakeProber, store: MemoryStore) -> None:
+    gate = store.before = Gate()
+    before = threading.active_count()
+    prober = make(threads=4)
+    began_s = time.monotonic()
+    for number in range(50):
+        prober.search(number, keys_of(100, first=1000 * number), ChainSearch(100))
+    assert prober.drain(10) == []
+    _wait_for(lambda: len(store.calls) == 4)
+    assert threading.active_count() == before + 4
+    assert prober.overdue(time.monotonic() + 5.0, 1.0) == 4
+    assert prober.overdue(time.monotonic() + 9.0, 1.0) == 0, "each is counted once"
+    prober.cancel_all()
+    prober.close(timeout_s=0.05)
+    assert time.monotonic() - began_s < 5.0
+    gate.open()
+
+
+def _rest(prober: Prober) -> None:
+    """Drain until nothing is under way any more."""
+    _wait_for(lambda: bool(prober.drain(100) or True) and prober.idle)
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_a_chore_that_fails_is_told(make: MakeProber, store: MemoryStore) -> None:
+    class Failing:
+        def run(self, store: Store) -> None:
+            raise StoreError("no", cause="denied")
+
+    prober = make()
+    chore = Failing()
+    assert prober.do(chore)
+    assert _collect(prober, ChoreEnd) == [ChoreEnd(chore, "denied", "no")]
+    assert prober.counts().chore_errors == 1
