@@ -91,11 +91,38 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, expected in (
         (["--version"], f"nixl-offload {__version__}\n"),
         (["--help"], "nixl-offload show kv.yaml"),
+        (["gc", "--help"], "nixl-offload gc kv.yaml --delete"),
+        (["bucket", "init", "--help"], "nixl-offload bucket init kv.yaml --yes"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 0
         assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--kv-transfer-config"]])
+def test_a_bucket_is_shown_without_the_credentials_of_its_environment(
+    form: list[str], file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:hunter2@s3.example")
+    file.write_text("tiers: [{kind: s3, bucket: kv-cache, ttl: 7d}]\n")
+    assert main(["show", *form, "kv.yaml"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out
+    assert "hunter2" not in captured.out + captured.err
+
+
+def test_an_interruption_is_exit_code_130(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nixl_offload.cli.show.load_config", interrupted)
+    assert main(["show", "kv.yaml"]) == 130
+    assert capsys.readouterr().err == "nixl-offload: interrupted\n"
 
 
 def test_a_reader_that_goes_away_is_no_traceback(file: Path) -> None:
