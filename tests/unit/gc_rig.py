@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import time
 from dataclasses import replace
 from hashlib import sha256
 
 from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.stores.base import Store
+from nixl_offload.tiers.chores import WriteManifest
 from nixl_offload.tiers.naming import manifest_name, shard_name
 from nixl_offload.types import Key
 
@@ -58,6 +59,7 @@ def put_chunk(store: Store, namespace: Namespace, number: int, size_bytes: int =
 
 
 def put_manifest(store: Store, namespace: Namespace) -> str:
+    """Write it as servers do."""
     name = manifest_name(namespace.name)
-    store.write(name, memoryview(json.dumps(namespace.manifest(), indent=2).encode()))
+    WriteManifest(name, namespace.manifest(), time.time).run(store)
     return name
