@@ -82,13 +82,13 @@ class ChoreThreads:
     @property
     def pending(self) -> int:
         """How many have not ended, abandoned ones included."""
-        self._chores = [chore for chore in self._chores if not chore.done]
-        return len(self._chores)
+        return sum(not chore.done for chore in self._chores)
 
     def start(self, work: Callable[[], T], discard: Callable[[T], None] | None = None) -> Chore[T]:
         """Queue a call. ``discard`` gets the result of one that is abandoned, on whichever thread is at hand."""
         chore = Chore(work, discard)
-        if self.pending >= len(self._threads) < self._limit:
+        self._chores = [other for other in self._chores if not other.done]
+        if len(self._chores) >= len(self._threads) < self._limit:
             thread = threading.Thread(target=self._main, name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -1,0 +1,382 @@
+"""Proves of a shared directory: whatever happens to its files or to the filesystem under it, no KV block sees bytes
+that are not the chunk's, storing stops with one warning and resumes by itself, and one that hangs holds nobody up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_offload.engine.links import tree as tree_link
+from nixl_offload.engine.links.tree_files import TreeFiles
+from nixl_offload.format import HEADER_BYTES
+from nixl_offload.movers.base import Op
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.types import Outcome
+from tests.faults.conftest import SmallFilesystem
+from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
+from tests.unit.link_rig import drafts, shards, tree
+
+OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
+Make = Callable[..., Rig]
+SOURCE, TARGET = [1, 2, 3, 4], [5, 6, 7, 8]
+
+
+class Clock:
+    """Real time plus what the test adds."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    rigs: list[Rig] = []
+
+    def build(*args: Any, **options: Any) -> Rig:
+        rigs.append(Rig.make(tmp_path, *args, **options))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        if isinstance(rig.mover, FaultyMover):
+            rig.mover.release()
+        rig.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")]
+
+
+class Gate:
+    """Holds back calls of ``TreeFiles`` while it is shut, as a server that does not answer would."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *names: str) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.held = 0
+        for name in names:
+            patch.setattr(TreeFiles, name, self._behind(getattr(TreeFiles, name)))
+
+    def _behind(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*args: Any) -> Any:
+            self.held += not self._open.is_set()
+            self._open.wait(60)
+            return call(*args)
+
+        return held
+
+    def shut(self) -> None:
+        """Hold back every call from now on."""
+        self._open.clear()
+
+    def open(self) -> None:
+        """Let all go on."""
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Gate]]:
+    gates: list[Gate] = []
+
+    def build(*names: str) -> Gate:
+        gates.append(Gate(monkeypatch, *names))
+        return gates[-1]
+
+    yield build
+    for each in gates:
+        each.open()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- the files ------------------------------------------------------------------------------------------------------
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, HEADER_BYTES + 100)
+
+
+def _cut_to_nothing(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _lengthen(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 4096)
+
+
+def _to_symlink(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def _to_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [_cut, _cut_to_nothing, _lengthen, Path.unlink, _to_symlink, _to_directory])
+@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
+def test_a_file_that_is_not_as_stored_fails_its_chunk_only(
+    make: Make, tmp_path: Path, shape: str, damage: Callable[[Path], None]
+) -> None:
+    """No KV block is touched, the filesystem is not blamed for it however often, and storing anew heals what can be."""
+    rig = make(shape, link=tree(tmp_path / "shared"))
+    wanted = rig.bytes_of(SOURCE)
+    assert rig.store(0, [rig.chunk(0, SOURCE), rig.chunk(1, SOURCE)]) == (OK, OK)
+    path = shards(tmp_path / "shared")[0]
+    damage(path)
+    rig.wipe(0xEE)
+    for job in range(1, 20):
+        assert rig.load(job, [rig.chunk(0, TARGET)]) == (FAILED,)
+    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
+    assert rig.load(20, [rig.chunk(1, TARGET)]) == (OK,)
+    assert rig.bytes_of(TARGET) == wanted
+    assert rig.link.trouble == "none"
+    if damage is not _to_directory:
+        assert rig.store(21, [rig.chunk(0, TARGET)]) == (OK,)
+        rig.wipe()
+        assert rig.load(22, [rig.chunk(0, TARGET)]) == (OK,)
+        assert rig.bytes_of(TARGET) == wanted
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
+def test_flipped_bits_and_swapped_files_are_corrupt(make: Make, tmp_path: Path, shape: str) -> None:
+    rig = make(shape, link=tree(tmp_path / "shared"))
+    assert rig.store(0, [rig.chunk(0, SOURCE), rig.chunk(1, SOURCE)]) == (OK, OK)
+    one, other = shards(tmp_path / "shared")
+    used = HEADER_BYTES + 4 * rig.layout.groups[0].block_bytes
+    for job, place in enumerate((0, 100, HEADER_BYTES - 1, HEADER_BYTES, used - 1), start=1):
+        data = bytearray(one.read_bytes())
+        data[place] ^= 0x10
+        one.write_bytes(data)
+        assert rig.load(job, [rig.chunk(0, TARGET)]) == (CORRUPT,)
+        data[place] ^= 0x10
+        one.write_bytes(data)
+    assert rig.load(10, [rig.chunk(0, TARGET)]) == (OK,)
+    shutil.copyfile(other, one)
+    assert rig.load(11, [rig.chunk(0, TARGET)]) == (CORRUPT,)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.REFUSE])
+@pytest.mark.parametrize("shape", ["per_layer", "direct_per_layer"])
+def test_a_failed_write_leaves_nothing_and_pauses_storing(
+    make: Make, tmp_path: Path, shape: str, kind: FaultKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At each transfer of a store: no file, no draft, no descriptor; one warning; loads go on; storing resumes."""
+    root, clock, mover = tmp_path / "shared", Clock(), FaultyMover(CopyMover())
+    rig = make(shape, mover, link=tree(root), clock=clock)
+    assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
+    job, before = 1, open_files()
+    for nth in range(len(mover.submitted)):
+        caplog.clear()
+        mover.script = [Fault(mover.submitted.count(Op.WRITE) + nth, kind, op=Op.WRITE, amount=4096)]
+        assert rig.store(job, [rig.chunk(1, SOURCE)]) == (FAILED,)
+        assert rig.store(job + 1, [rig.chunk(1, SOURCE)] * 3) == (FAILED,) * 3
+        assert rig.load(job + 2, [rig.chunk(0, TARGET)]) == (OK,)
+        until(lambda: not drafts(root))
+        assert len(shards(root)) == 1
+        until(lambda: rig.link.may_load() and rig.link.trouble == "io")
+        assert warnings_of(caplog, "nothing is stored until this is over") == 1
+        clock.ahead_s += 61
+        assert rig.store(job + 3, [rig.chunk(2, SOURCE)]) == (OK,)
+        shards(root)[1].unlink()
+        clock.ahead_s += 120
+        job += 4
+    until(lambda: open_files() == before)
+
+
+def test_a_directory_that_vanishes_before_the_rename_fails_the_store(make: Make, tmp_path: Path) -> None:
+    """An operator may remove anything: nothing becomes visible, and the next store makes the directory anew."""
+    root, clock, mover = tmp_path / "shared", Clock(), FaultyMover(CopyMover())
+    rig = make("per_layer", mover, link=tree(root), clock=clock)
+    mover.script = [Fault(0, FaultKind.STUCK)]
+    rig.engine.submit_store(0, [rig.chunk(0, SOURCE)])
+    until(lambda: mover.submitted)
+    shutil.rmtree(next(root.iterdir()))
+    mover.release()
+    assert rig.collect(0).outcomes == (FAILED,)
+    assert rig.link.trouble == "missing"
+    clock.ahead_s += 2
+    assert rig.store(1, [rig.chunk(0, SOURCE)]) == (OK,)
+    assert len(shards(root)) == 1
+
+
+# -- the filesystem -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trouble", ["full", "readonly", "permission"])
+def test_storing_stops_with_one_warning_and_resumes(
+    make: Make, small_filesystem: SmallFilesystem, trouble: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A real disk, full or read-only: no file is half there, loads go on, probing finds the end of it."""
+    clock = Clock()
+    rig = make("packed_blocks", link=tree(small_filesystem.path), clock=clock)
+    wanted = rig.bytes_of(SOURCE)
+    assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
+    # With a file open for writing a remount is refused, and the files are made immutable instead.
+    hold = (small_filesystem.path / "held").open("wb") if trouble == "permission" else None
+    small_filesystem.fill() if trouble == "full" else small_filesystem.make_read_only()
+    for job in range(1, 15):
+        assert rig.store(job, [rig.chunk(job, SOURCE)] * 2) == (FAILED,) * 2
+        assert rig.load(100 + job, [rig.chunk(0, TARGET)]) == (OK,)
+        clock.ahead_s += 0.5
+    assert rig.bytes_of(TARGET) == wanted
+    assert rig.link.trouble == trouble
+    assert warnings_of(caplog, "nothing is stored until this is over") == 1
+    if hold is not None:
+        hold.close()
+    small_filesystem.drain() if trouble == "full" else small_filesystem.make_writable()
+    clock.ahead_s += 61
+    assert rig.store(50, [rig.chunk(1, SOURCE)]) == (OK,)
+    assert rig.load(51, [rig.chunk(1, TARGET)]) == (OK,)
+    assert len(shards(small_filesystem.path)) == 2
+    assert not drafts(small_filesystem.path)
+
+
+def test_an_unmounted_directory_is_not_filled(
+    make: Make, small_filesystem: SmallFilesystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mount goes away under a running engine: nothing is made on the disk below, storing resumes later."""
+    clock = Clock()
+    rig = make("packed_blocks", link=tree(small_filesystem.path), clock=clock)
+    wanted = rig.bytes_of(SOURCE)
+    assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
+    small_filesystem.take_away()
+    for job in range(1, 10):
+        assert rig.store(job, [rig.chunk(0, SOURCE)]) == (FAILED,)
+        assert rig.load(100 + job, [rig.chunk(0, TARGET)]) == (FAILED,)
+        clock.ahead_s += 1
+    assert not list(small_filesystem.path.iterdir())
+    assert warnings_of(caplog, "nothing is stored until this is over") == 1
+    small_filesystem.bring_back()
+    assert rig.load(20, [rig.chunk(0, TARGET)]) == (OK,)
+    assert rig.bytes_of(TARGET) == wanted
+    clock.ahead_s += 61
+    assert rig.store(21, [rig.chunk(1, SOURCE)]) == (OK,)
+
+
+def test_a_root_that_is_not_there_at_start_is_no_error(make: Make, tmp_path: Path) -> None:
+    clock, root = Clock(), tmp_path / "shared"
+    link = tree(root)
+    root.rmdir()
+    rig = make("per_layer", link=link, clock=clock)
+    assert rig.link.trouble == "missing"
+    assert rig.store(0, [rig.chunk(0, SOURCE)]) == (FAILED,)
+    assert rig.load(1, [rig.chunk(0, TARGET)]) == (FAILED,)
+    assert not root.exists()
+    root.mkdir()
+    clock.ahead_s += 2
+    assert rig.store(2, [rig.chunk(0, SOURCE)]) == (OK,)
+    assert rig.load(3, [rig.chunk(0, TARGET)]) == (OK,)
+
+
+# -- it hangs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_filesystem_that_hangs_costs_each_chunk_five_seconds_once(
+    make: Make, tmp_path: Path, gate: Callable[..., Gate]
+) -> None:
+    """Opening and creating hang: chunks are FAILED after the limit, then at once; when the calls return at last, what
+    they opened is closed, what they created removed, and the tier is used again.
+    """
+    root, clock = tmp_path / "shared", Clock()
+    door = gate("create", "open")
+    rig = make("per_layer", link=tree(root), clock=clock, staging_slots=16)
+    assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
+    before = open_files()
+    door.shut()
+    rig.engine.submit_store(1, [rig.chunk(1, SOURCE)])
+    rig.engine.submit_load(2, [rig.chunk(0, TARGET)] * 8)
+    assert isinstance(rig.link, tree_link.TreeLink)
+    until(lambda: rig.link._chores.pending == 9 and door.held == 8)
+    assert rig.engine.finished() == []
+    clock.ahead_s += tree_link.BEGIN_LIMIT_S
+    assert rig.collect(1).outcomes == (FAILED,)
+    assert rig.collect(2).outcomes == (FAILED,) * 8
+    assert rig.store(3, [rig.chunk(1, SOURCE)]) == (FAILED,)
+    assert rig.load(4, [rig.chunk(0, TARGET)] * 4) == (FAILED,) * 4
+    assert rig.collect(4).errors == ("storage is out of use: io",)
+    door.open()
+    until(lambda: open_files() == before and not drafts(root))
+    clock.ahead_s += 61
+    assert rig.load(5, [rig.chunk(0, TARGET)]) == (OK,)
+    assert rig.store(6, [rig.chunk(1, SOURCE)]) == (OK,)
+
+
+def test_calls_that_never_return_are_bounded(
+    make: Make, tmp_path: Path, gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trial after trial is given up: from the bound on nothing is asked any more, and nothing piles up."""
+    monkeypatch.setattr(tree_link, "MAX_PENDING", 12)
+    root, clock = tmp_path / "shared", Clock()
+    door = gate("create", "open")
+    rig = make("per_layer", link=tree(root), clock=clock)
+    door.shut()
+    for job in range(30):
+        rig.engine.submit_load(job, [rig.chunk(0, TARGET)])
+        until(lambda: door.held or rig.link.trouble != "none")
+        time.sleep(0.002)
+        clock.ahead_s += 31
+        assert rig.collect(job).outcomes == (FAILED,)
+    assert isinstance(rig.link, tree_link.TreeLink)
+    assert rig.link._chores.pending == 12
+    assert not rig.link.may_store()
+    door.open()
+    until(lambda: rig.link._chores.pending == 0)
+    clock.ahead_s += 61
+    assert rig.store(100, [rig.chunk(0, SOURCE)]) == (OK,)
+
+
+def test_a_sync_that_hangs_fails_the_store_and_shows_nothing(
+    make: Make, tmp_path: Path, gate: Callable[..., Gate]
+) -> None:
+    root, clock = tmp_path / "shared", Clock()
+    door = gate("publish")
+    rig = make("per_layer", link=tree(root), clock=clock)
+    before = open_files()
+    door.shut()
+    rig.engine.submit_store(0, [rig.chunk(0, SOURCE)])
+    until(lambda: door.held == 1)
+    rig.engine.wait([0])  # its blocks are free long since
+    clock.ahead_s += tree_link.END_LIMIT_S
+    assert rig.collect(0).outcomes == (FAILED,)
+    door.open()
+    until(lambda: not drafts(root))
+    assert not shards(root)
+    clock.ahead_s += 2
+    assert rig.store(1, [rig.chunk(0, SOURCE)]) == (OK,)
+    assert rig.link.may_store()
+    assert open_files() == before
+
+
+def test_an_engine_starts_and_closes_beside_a_hanging_filesystem(
+    make: Make, tmp_path: Path, gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither waits for the call that hangs."""
+    monkeypatch.setattr(tree_link, "BEGIN_LIMIT_S", 0.05)
+    door = gate("connect", "create", "open")
+    door.shut()
+    began_s = time.monotonic()
+    rig = make("per_layer", link=tree(tmp_path / "shared"))
+    assert rig.link.trouble == "io"
+    assert rig.load(0, [rig.chunk(0, TARGET)]) == (FAILED,)
+    rig.engine.close()
+    assert time.monotonic() - began_s < 10
+    door.open()
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("nixl-offload")])
