@@ -97,6 +97,10 @@ def error_code(error: StoreError) -> str:
     return str(cause.response.get("Error", {}).get("Code", "")) if isinstance(cause, ClientError) else ""
 
 
+class _BrokenBodyError(StoreError):
+    """An answer began well and broke off."""
+
+
 class Boto3Store(Store):
     """An S3 bucket behind one boto3 client, made at the first call that needs it.
 
@@ -125,11 +129,10 @@ class Boto3Store(Store):
     def head(self, name: str) -> ObjectInfo | None:
         try:
             found = self._call(f"HEAD {name}", "head_object", Key=self._address.key(name))
+            return self._info(name, found, "ContentLength")
         except StoreError as error:
             if error.cause != "missing":
                 raise
-        else:
-            return ObjectInfo(name, int(found["ContentLength"]), found["LastModified"].timestamp())
         self._bucket.check()
         return None
 
@@ -142,16 +145,10 @@ class Boto3Store(Store):
             if found.size_bytes < offset:
                 raise short_error(self.where, name, offset, 0, found.size_bytes - offset)
             return
-        doing, wanted = f"GET {name}", f"bytes={offset}-{offset + memory.nbytes - 1}"
-        answer = self._call(doing, "get_object", Key=self._address.key(name), Range=wanted)
         try:
-            self._take(answer, name, offset, memory)
-        except StoreError:
-            raise
-        except Exception as error:  # A foreign library's edge: StoreError alone gets out.
-            raise translated(error, doing, self._address) from error
-        finally:
-            answer["Body"].close()
+            self._read_into(name, offset, memory)
+        except _BrokenBodyError:
+            self._read_into(name, offset, memory)  # boto3 tries again what does not begin, not what breaks off.
 
     def write(self, name: str, memory: memoryview) -> None:
         # boto3 takes no memoryview; a file-like around one would go out in pieces of 16 KiB.
@@ -183,8 +180,7 @@ class Boto3Store(Store):
         while True:
             page = self._call(f"LIST {prefix}", "list_objects_v2", **wanted)
             for found in page.get("Contents", ()):
-                name = self._address.name(found["Key"])
-                yield ObjectInfo(name, int(found["Size"]), found["LastModified"].timestamp())
+                yield self._info(self._address.name(found["Key"]), found, "Size")
             if not page.get("IsTruncated"):
                 return
             wanted["ContinuationToken"] = page["NextContinuationToken"]
@@ -219,6 +215,23 @@ class Boto3Store(Store):
         if client is not None:
             client.close()
 
+    def _read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        doing, wanted = f"GET {name}", f"bytes={offset}-{offset + memory.nbytes - 1}"
+        answer = self._call(doing, "get_object", Key=self._address.key(name), Range=wanted)
+        try:
+            self._take(answer, name, offset, memory)
+        except StoreError:
+            raise
+        except KeyError as error:
+            raise StoreError(f"{self.where}: {doing}: the answer lacks {error}: not S3?", cause="server") from error
+        except Exception as error:  # A foreign library's edge: StoreError alone gets out.
+            failure = translated(error, doing, self._address)
+            if failure.cause == "unreachable":
+                failure = _BrokenBodyError(str(failure), cause=failure.cause)
+            raise failure from error
+        finally:
+            answer["Body"].close()
+
     def _take(self, answer: dict[str, Any], name: str, offset: int, memory: memoryview) -> None:
         """Copy the body of a ranged GET into ``memory``; where all of it came, skip what is before ``offset``."""
         body, length_bytes = answer["Body"], int(answer["ContentLength"])
@@ -240,9 +253,15 @@ class Boto3Store(Store):
 
     def _go_on(self, got_bytes: int, name: str, deadline_s: float) -> None:
         if not got_bytes:
-            raise StoreError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+            raise _BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
         if time.monotonic() > deadline_s:
             raise StoreError(f"{self.where}: GET {name}: the body comes too slowly", cause="timeout")
+
+    def _info(self, name: str, found: dict[str, Any], size: str) -> ObjectInfo:
+        try:
+            return ObjectInfo(name, int(found[size]), found["LastModified"].timestamp())
+        except KeyError as error:
+            raise StoreError(f"{self.where}: what is told of {name} lacks {error}: not S3?", cause="server") from error
 
     def _ask_for_bucket(self) -> None:
         """Raise StoreError when there is no bucket: a HEAD cannot tell, a listing can."""

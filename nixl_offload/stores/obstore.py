@@ -51,6 +51,10 @@ _CREDENTIALS_TTL: Final = timedelta(minutes=8)
 """botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
 
 
+class _BrokenBodyError(StoreError):
+    """An answer began well and broke off."""
+
+
 class ObstoreStore(Store):
     """An S3 bucket behind one ``obstore.store.S3Store``, made at the first call that needs it.
 
@@ -83,16 +87,12 @@ class ObstoreStore(Store):
         return f"ObstoreStore({self.where})"
 
     def head(self, name: str) -> ObjectInfo | None:
-        try:
-            found = self._call(f"HEAD {name}", obstore.head, self._address.key(name))
-        except StoreError as error:
-            if error.cause != "missing":
-                raise
-        else:
-            self._bucket.seen()
-            return self._info(found)
-        self._bucket.check()
-        return None
+        found = self._call(f"HEAD {name}", _head, self._address.key(name))
+        if found is None:
+            self._bucket.check()
+            return None
+        self._bucket.seen()
+        return self._info(found)
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
         memory = memory.cast("B")
@@ -103,7 +103,11 @@ class ObstoreStore(Store):
             if found.size_bytes < offset:
                 raise short_error(self.where, name, offset, 0, found.size_bytes - offset)
             return
-        self._call(f"GET {name}", self._read_into, name, offset, memory)
+        try:
+            self._call(f"GET {name}", self._read_into, name, offset, memory)
+        except _BrokenBodyError:
+            # obstore takes a body up where it broke, but by a range, which not every server has.
+            self._call(f"GET {name}", self._read_into, name, offset, memory)
         self._bucket.seen()
 
     def write(self, name: str, memory: memoryview) -> None:
@@ -208,7 +212,7 @@ class ObstoreStore(Store):
             filled += view.nbytes
             if filled == memory.nbytes:
                 return
-        raise StoreError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+        raise _BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
 
     def _pages(self, doing: str, directory: str, after: str) -> Iterator[Sequence[Any]]:
         """Yield pages of what is in ``directory`` behind ``after``, each a request of its own."""
@@ -277,7 +281,8 @@ class ObstoreStore(Store):
             hint = "; set ca_bundle if the server has its own certificate authority" if "ertificate" in text else ""
             return StoreError(f"{begin}cannot connect{why}{hint}", cause="unreachable")
         if kind is not None:
-            return StoreError(f"{begin}the connection broke{why}", cause="unreachable")
+            broken = StoreError if "RetryError" in text else _BrokenBodyError
+            return broken(f"{begin}the connection broke{why}", cause="unreachable")
         if "redirect" in text:
             return StoreError(f"{begin}redirected; the bucket may be in another region: set region", cause="io")
         if "redential" in text or "Metadata" in text:
@@ -292,7 +297,13 @@ class ObstoreStore(Store):
             if self._closed:
                 raise closed_error(self.where)
             if self._store is None:
-                self._store = self._make_store()
+                try:
+                    self._store = self._make_store()
+                except (BaseError, OSError, ValueError) as error:
+                    text = (
+                        f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"
+                    )
+                    raise StoreError(text, cause="io") from error
             return self._store
 
     def _make_store(self) -> S3Store:
@@ -306,12 +317,7 @@ class ObstoreStore(Store):
         }
         bundle = ca_bundle_of(tier)
         if bundle is not None:
-            try:
-                client["root_certificate"] = Path(bundle).read_bytes()
-            except OSError as error:
-                raise StoreError(
-                    f"{self.where}: cannot read ca_bundle {bundle}: {error.strerror}", cause="io"
-                ) from error
+            client["root_certificate"] = Path(bundle).read_bytes()
         config: dict[str, Any] = {"virtual_hosted_style_request": not address.path_style}
         endpoint = address.endpoint if address.path_style else address.virtual_endpoint
         if endpoint is not None:
@@ -353,3 +359,11 @@ class ObstoreStore(Store):
         else:
             why = ""
         raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
+
+
+def _head(store: S3Store, key: str) -> Any:
+    """Return None for an absent object: the answer that most probes get is not worth an error of ours."""
+    try:
+        return obstore.head(store, key)
+    except FileNotFoundError:
+        return None

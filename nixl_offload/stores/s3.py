@@ -33,7 +33,7 @@ _DENIED_CODES: Final = frozenset(
 _THROTTLED_CODES: Final = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"})
 _FULL: Final = re.compile(r"Quota|StorageFull|InsufficientCapacity")
 
-_TALKATIVE: Final = ("botocore.auth", "botocore.endpoint", "botocore.parsers")
+_TALKATIVE: Final = tuple(f"botocore.{part}" for part in ("auth", "endpoint", "handlers", "parsers", "utils"))
 """Loggers that write signed headers, or what a server answers to them, at DEBUG."""
 
 
@@ -96,8 +96,14 @@ class S3Address:
 
 
 def ca_bundle_of(tier: S3Tier) -> str | None:
-    """Return the file with the certificates to trust: the config's, or that of ``AWS_CA_BUNDLE``."""
-    return tier.ca_bundle or os.environ.get("AWS_CA_BUNDLE") or None
+    """Return the file with the certificates to trust: the config's, or that of ``AWS_CA_BUNDLE``.
+
+    Raises StoreError when it cannot be read: clients say so late, or in other words.
+    """
+    bundle = tier.ca_bundle or os.environ.get("AWS_CA_BUNDLE") or None
+    if bundle is not None and not (os.path.isfile(bundle) and os.access(bundle, os.R_OK)):
+        raise StoreError(f"{S3Address.of(tier).where}: cannot read the CA bundle {bundle}", cause="io")
+    return bundle
 
 
 def answer_error(doing: str, address: S3Address, status: int, code: str, message: str) -> StoreError:

@@ -1,0 +1,298 @@
+"""What S3 stores make of servers that are dead, hang, refuse, break off or lie, and of credentials; no secret gets out.
+
+Both clients, against one-answer servers and rclone. Each case bounds the time that a call may take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nixl_offload.config.schema import S3Tier
+from nixl_offload.errors import StoreError
+from nixl_offload.stores import boto3, obstore
+from nixl_offload.stores.base import Store
+from nixl_offload.stores.s3 import S3Address
+from nixl_offload.stores.select import open_store
+from nixl_offload.testing.store_suite import cause_of, read, write
+from tests.s3.servers import RcloneServer, free_port
+
+from .one_answer_server import HANG, RESET, OneAnswerServer, answer, error
+
+KEY_ID = "AKIAFAKEFAKEFAKEFAKE"
+SECRET = "SECRETSECRETSECRETSECRETSECRETSECRETSECR"
+TOKEN = "TOKENTOKENTOKENTOKENTOKENTOKEN"
+TIMEOUT_S = 0.4
+LAST_MODIFIED = "Sat, 21 Nov 2026 10:00:00 GMT"
+
+pytestmark = pytest.mark.parametrize("client", ["obstore", "boto3"])
+
+OPERATIONS: dict[str, Callable[[Store], object]] = {
+    "head": lambda store: store.head("x/1"),
+    "read": lambda store: read(store, "x/1", 0, 10),
+    "write": lambda store: write(store, "x/1", b"0123456789"),
+    "delete": lambda store: store.delete(["x/1"]),
+    "list": lambda store: list(store.list("x/")),
+    "refresh": lambda store: store.refresh("x/1"),
+}
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials that can be recognised, and nothing of the machine's own."""
+    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+
+
+@pytest.fixture(scope="module")
+def rclone() -> Iterator[RcloneServer]:
+    with RcloneServer() as server:
+        yield server
+
+
+def store_at(endpoint: str, client: str, **fields: object) -> Store:
+    fields = {"bucket": "kv-cache", "region": "us-east-1", "request_timeout": f"{TIMEOUT_S}s", **fields}
+    tier = S3Tier.model_validate({"kind": "s3", "endpoint": endpoint, **fields})
+    return open_store(tier, "obstore" if client == "obstore" else "boto3")
+
+
+def failure_of(store: Store, operation: str) -> StoreError:
+    try:
+        with pytest.raises(StoreError) as caught:
+            OPERATIONS[operation](store)
+    finally:
+        store.close()
+    return caught.value
+
+
+@contextlib.contextmanager
+def recording(texts: list[str]) -> Iterator[None]:
+    """Take down all that an error could print."""
+    try:
+        yield
+    except StoreError as failure:
+        texts += [str(failure), repr(failure), "".join(traceback.format_exception(failure))]
+        raise
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_dead_server_is_unreachable(client: str, operation: str) -> None:
+    """Nobody listens: told within seconds, retries and pauses included."""
+    start_s = time.monotonic()
+    failure = failure_of(store_at(f"http://127.0.0.1:{free_port()}", client), operation)
+    assert failure.cause == "unreachable"
+    assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_hung_server_times_out(client: str, operation: str) -> None:
+    """It takes requests and never answers: three attempts of the request timeout each, and some pauses."""
+    with OneAnswerServer(HANG) as server:
+        start_s = time.monotonic()
+        failure = failure_of(store_at(server.endpoint, client), operation)
+        assert failure.cause == "timeout"
+        assert time.monotonic() - start_s < 10 * TIMEOUT_S + 3
+        assert 1 <= len(server.requests) <= 3
+
+
+def test_a_body_that_stalls_times_out(client: str) -> None:
+    """The headers come, half of the body, and nothing more: no success, and no endless wait."""
+
+    class Stalling(OneAnswerServer):
+        """Leaves the connection open behind what it sent."""
+
+        def _serve(self, connection) -> None:  # type: ignore[no-untyped-def]
+            connection.recv(65536)
+            connection.sendall(answer("206 Partial Content", b"01234", length=10, **PARTIAL))
+            connection.recv(65536)
+
+    with Stalling(HANG) as server:
+        start_s = time.monotonic()
+        assert failure_of(store_at(server.endpoint, client), "read").cause == "timeout"
+        assert time.monotonic() - start_s < 10 * TIMEOUT_S + 3
+
+
+def test_a_reset_connection_is_unreachable(client: str) -> None:
+    """The connection breaks under each of three attempts."""
+    with OneAnswerServer(RESET) as server:
+        assert failure_of(store_at(server.endpoint, client), "read").cause == "unreachable"
+        assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "cause", "words"),
+    [
+        (error("403 Forbidden", "AccessDenied"), "denied", "AccessDenied: Said so."),
+        (error("401 Unauthorized", "AccessDenied"), "denied", "credentials"),
+        (error("400 Bad Request", "ExpiredToken"), "denied", "ExpiredToken"),
+        (error("503 Service Unavailable", "SlowDown"), "throttled", "slow down"),
+        (answer("429 Too Many Requests"), "throttled", "slow down"),
+        (error("500 Internal Server Error", "InternalError"), "server", "HTTP 500"),
+        (answer("502 Bad Gateway", b"<html>"), "server", "HTTP 502"),
+        (error("507 Insufficient Storage", "XMinioStorageFull"), "full", "XMinioStorageFull"),
+        (error("403 Forbidden", "QuotaExceeded"), "full", "QuotaExceeded"),
+        (error("400 Bad Request", "InvalidRequest"), "io", "InvalidRequest"),
+        (answer("301 Moved Permanently"), "io", "set region"),
+        (error("404 Not Found", "NoSuchBucket"), "io", "no bucket 'kv-cache'"),
+        (error("404 Not Found", "NoSuchKey"), "missing", "NoSuchKey"),
+        (error("416 Range Not Satisfiable", "InvalidRange"), "short", "ends before"),
+    ],
+)
+def test_answers_are_told_apart(client: str, said: bytes, cause: str, words: str) -> None:
+    """Each refusal has its cause, and S3's own words in the text; a bucket's absence is no object's."""
+    with OneAnswerServer(said) as server:
+        failure = failure_of(store_at(server.endpoint, client), "read")
+    assert (failure.cause, words in str(failure)) == (cause, True), str(failure)
+    assert "s3://kv-cache" in str(failure)
+    assert "GET x/1" in str(failure)
+    assert failure.__cause__ is not None
+
+
+def test_a_head_that_is_refused_says_what_that_may_mean(client: str) -> None:
+    """S3 answers 403 for absent keys to those who may not list."""
+    with OneAnswerServer(answer("403 Forbidden")) as server:
+        failure = failure_of(store_at(server.endpoint, client), "head")
+    assert failure.cause == "denied"
+    assert "may not list" in str(failure)
+
+
+PARTIAL = {"Content_Range": "bytes 0-9/10", "ETag": '"e"', "Last_Modified": LAST_MODIFIED}
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        pytest.param(answer("206 Partial Content", b"01234", length=10, **PARTIAL), "unreachable", id="broken off"),
+        pytest.param(
+            answer("206 Partial Content", b"01234", **(PARTIAL | {"Content_Range": "bytes 0-4/5"})), "short", id="short"
+        ),
+        pytest.param(answer("200 OK", b"01234", ETag='"e"', Last_Modified=LAST_MODIFIED), "short", id="short whole"),
+    ],
+)
+def test_a_short_body_is_no_success(client: str, said: bytes, cause: str) -> None:
+    """Whether the server says so or only does it."""
+    with OneAnswerServer(said) as server:
+        assert failure_of(store_at(server.endpoint, client), "read").cause == cause
+
+
+def test_a_server_without_ranges_is_read_past_the_offset(client: str) -> None:
+    """It sends the whole object whatever was asked for; the right bytes arrive, and too few of them are short."""
+    whole = answer("200 OK", b"0123456789", ETag='"e"', Last_Modified=LAST_MODIFIED)
+    with OneAnswerServer(whole) as server:
+        store = store_at(server.endpoint, client)
+        for offset, length_bytes in [(0, 10), (0, 3), (4, 6), (9, 1)]:
+            assert read(store, "x/1", offset, length_bytes) == b"0123456789"[offset : offset + length_bytes]
+        assert cause_of(lambda: read(store, "x/1", 5, 6)) == "short"
+        store.close()
+
+
+def test_another_range_than_asked_for_is_an_error(client: str) -> None:
+    """A proxy that serves another piece of the object is not believed."""
+    wrong = answer("206 Partial Content", b"0123456789", **(PARTIAL | {"Content_Range": "bytes 20-29/100"}))
+    with OneAnswerServer(wrong) as server:
+        failure_of(store_at(server.endpoint, client), "read")
+
+
+def test_wrong_credentials_are_denied(client: str, rclone: RcloneServer) -> None:
+    """A real server checks the signature; each operation says denied, and HEAD does not say absent."""
+    for operation in OPERATIONS:
+        failure = failure_of(store_at(rclone.endpoint, client), operation)
+        assert failure.cause == "denied", operation
+
+
+def test_no_credentials_are_denied_and_looked_for_again(
+    client: str, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text says what helps; once there are some, the same store works."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    for module in (boto3, obstore):
+        monkeypatch.setattr(module, "CREDENTIALS_RETRY_S", 0.0)
+    store = store_at(rclone.endpoint, client)
+    for operation in ("head", "read", "list"):
+        with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID") as caught:
+            OPERATIONS[operation](store)
+        assert caught.value.cause == "denied"
+    for name, value in rclone.environment.items():
+        monkeypatch.setenv(name, value)
+    assert store.head("x/none") is None
+    store.close()
+
+
+def test_an_absent_bucket_is_not_an_absent_object(
+    client: str, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a HEAD's answer is the same for both."""
+    for name, value in rclone.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_SESSION_TOKEN")
+    for operation in OPERATIONS:
+        failure = failure_of(store_at(rclone.endpoint, client, bucket="no-such-bucket"), operation)
+        assert (failure.cause, "bucket init" in str(failure)) == ("io", True), (operation, str(failure))
+
+
+def test_a_certificate_bundle_that_is_not_there(client: str) -> None:
+    """Said at the first call, and not by a foreign exception."""
+    store = store_at("https://127.0.0.1:1", client, ca_bundle="/no/such/bundle.pem")
+    assert "/no/such/bundle.pem" in str(failure_of(store, "head"))
+
+
+def test_refresh_where_a_server_refuses_to_copy_an_object_onto_itself(client: str) -> None:
+    """It is not given up: the object is looked at, to be read and written."""
+    with OneAnswerServer(error("400 Bad Request", "InvalidRequest")) as server:
+        failure = failure_of(store_at(server.endpoint, client), "refresh")
+        assert failure.cause == "io"
+        methods = [request.split(b" ")[0] for request in server.requests]
+    assert methods[:2] == [b"PUT", b"HEAD"]
+
+
+def test_no_secret_in_logs_errors_and_reprs(client: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even at DEBUG, and when the server quotes the request that it refuses, as S3 does."""
+    quoted = f"<AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId><CanonicalRequest>{TOKEN} {SECRET}</CanonicalRequest>"
+    said = [error("403 Forbidden", "SignatureDoesNotMatch", quoted), error("500 Oh", "InternalError", quoted)]
+    said += [answer("200 OK", quoted.encode()), answer("404 Not Found", quoted.encode())]
+    texts: list[str] = []
+    caplog.set_level(logging.DEBUG)
+    for one in said:
+        with OneAnswerServer(one) as server:
+            store = store_at(server.endpoint, client)
+            for operation in OPERATIONS.values():
+                with contextlib.suppress(StoreError), recording(texts):
+                    operation(store)
+            store.close()
+            texts += [repr(store), store.where, repr(vars(store))]
+            assert len(server.requests) > len(OPERATIONS) - 1
+    texts += [record.getMessage() for record in caplog.records] + [repr(record.args) for record in caplog.records]
+    assert len(texts) > 20
+    for secret in (SECRET, TOKEN, KEY_ID):
+        assert [text[:300] for text in texts if secret in text] == []
+
+
+def test_addresses(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Path style where an endpoint is given, else virtual; the user of an endpoint's URL is not shown."""
+
+    def address(**fields: object) -> S3Address:
+        return S3Address.of(S3Tier.model_validate({"kind": "s3", "bucket": "kv-cache", **fields}))
+
+    assert address().path_style is False
+    assert address(endpoint="http://h:1").path_style is True
+    assert address(bucket="kv.cache").path_style is True
+    assert address(endpoint="https://h:1", addressing="virtual").virtual_endpoint == "https://kv-cache.h:1"
+    assert address(prefix="a/b").key("ns/x") == "a/b/ns/x"
+    assert address().where == "s3://kv-cache"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:SECRET@h:1")
+    assert address(prefix="a").where == "s3://kv-cache/a at http://h:1"
+    store = store_at("http://127.0.0.1:1", client)
+    assert client in store.name
+    store.close()
