@@ -27,11 +27,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import NOWHERE, Catalog
 from nixl_offload.config import Config
-from nixl_offload.config import FileTier as FileTierSettings
-from nixl_offload.tiers.file import FileTier, SlabPlace
+from nixl_offload.tiers.file import FileTier
+from nixl_offload.tiers.shared import SharedTier
 from nixl_offload.types import Asker, Key, Lookup, Outcome, key_group
 from nixl_offload.vllm.identity import build_namespace
-from nixl_offload.vllm.messages import ChunkSpec, TicketReport
+from nixl_offload.vllm.messages import ChunkSpec, Place, TicketReport
+from nixl_offload.vllm.open_tiers import open_tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,8 +60,8 @@ class NixlOffloadManager(OffloadingManager):
         self._config = config
         self._vllm_config = vllm_config
         self._catalog: Catalog | None = None
-        self._tier: FileTier | None = None
-        self._place: SlabPlace | None = None
+        self._tiers: list[FileTier | SharedTier] = []
+        self._places: tuple[Place, ...] = ()
         self._events: list[OffloadingEvent] = []
 
     def open(
@@ -78,24 +79,14 @@ class NixlOffloadManager(OffloadingManager):
         namespace = build_namespace(
             self._vllm_config, kv_cache_config, self._offloading, self._config, slot_bytes, attention_backends
         )
-        parallel = self._offloading.parallel
-        ((position, tier_config),) = (
-            (position, tier) for position, tier in enumerate(self._config.tiers) if isinstance(tier, FileTierSettings)
-        )
-        self._tier = FileTier.open(
-            tier_config,
-            position=position,
-            namespace=namespace,
-            slot_classes=sorted(set(slot_bytes)),
-            world_size=parallel.world_size,
-            dp_index=parallel.data_parallel_index,
-            dp_size=parallel.data_parallel_size,
-        )
-        self._place = self._tier.place
         by_group = {group.group_id: size for group, size in zip(self._offloading.groups, slot_bytes, strict=True)}
+        world_size = self._offloading.parallel.world_size
+        for position, tier in enumerate(self._config.tiers):
+            self._tiers.append(open_tier(tier, position, namespace, by_group, self._offloading.parallel))
+        self._places = tuple(tier.place for tier in self._tiers)
         self._catalog = Catalog(
-            [self._tier],
-            world_size=parallel.world_size,
+            self._tiers,
+            world_size=world_size,
             slot_bytes=lambda key: by_group[key_group(key)],
             store_backlog_bytes=STORE_BACKLOG_STAGINGS * self._config.staging_bytes,
         )
@@ -124,8 +115,9 @@ class NixlOffloadManager(OffloadingManager):
             self._catalog.forget_asker(req_context.req_id)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Return the tier that served a hit: this one is a disk."""
-        return CacheHitSource.DISK
+        """Return what kind of tier serves a hit. vLLM has no word for a bucket or a shared filesystem yet."""
+        is_local = isinstance(self._tiers[0], FileTier) if self._tiers else True
+        return CacheHitSource.DISK if is_local else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
@@ -136,19 +128,19 @@ class NixlOffloadManager(OffloadingManager):
         """Pin chunks and tell the ranks where they are."""
         wanted = tuple(Key(key) for key in keys)
         if self._catalog is None:
-            return ChunkSpec(0, wanted, (NOWHERE,) * len(wanted), None)
+            return ChunkSpec(0, wanted, (NOWHERE,) * len(wanted), ())
         grant = self._catalog.prepare_load(wanted, time.monotonic())
-        return ChunkSpec(grant.ticket, grant.keys, grant.locations, self._place)
+        return ChunkSpec(grant.ticket, grant.keys, grant.locations, self._places)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
         if self._catalog is None:
-            return PrepareStoreOutput([], ChunkSpec(0, (), (), None), [])
+            return PrepareStoreOutput([], ChunkSpec(0, (), (), ()), [])
         grant = self._catalog.reserve((Key(key) for key in keys), time.monotonic())
         self._collect_events()
         if grant is None:
-            return PrepareStoreOutput([], ChunkSpec(0, (), (), None), [])
-        spec = ChunkSpec(grant.ticket, grant.keys, grant.locations, self._place)
+            return PrepareStoreOutput([], ChunkSpec(0, (), (), ()), [])
+        spec = ChunkSpec(grant.ticket, grant.keys, grant.locations, self._places)
         return PrepareStoreOutput([OffloadKey(key) for key in grant.keys], spec, [])
 
     # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
@@ -191,18 +183,19 @@ class NixlOffloadManager(OffloadingManager):
         if self._catalog is not None:
             self._catalog.clear()
             self._events = []  # as with vLLM's own managers, its "all blocks cleared" says the rest
-            logger.info("File tier: cleared by reset_prefix_cache")
+            logger.info("Cleared by reset_prefix_cache: nothing that was stored before is served any more")
 
     def shutdown(self) -> None:
-        """Write the durable index out and release the directory's lock."""
-        if self._tier is not None:
-            self._tier.close()
+        """Close the tiers: indexes are written out, locks released, background work ends."""
+        for tier in self._tiers:
+            tier.close()
 
     def _collect_events(self) -> None:
         assert self._catalog is not None
         stored, removed = self._catalog.take_changes()
         if not self._offloading.enable_kv_cache_events:
             return
+        locality = Locality.LOCAL if isinstance(self._tiers[0], FileTier) else Locality.REMOTE
         for keys, is_removal in ((stored, False), (removed, True)):
             if keys:
                 self._events.append(
@@ -210,6 +203,6 @@ class NixlOffloadManager(OffloadingManager):
                         keys=[OffloadKey(key) for key in keys],
                         medium=Medium.STORAGE,
                         removed=is_removal,
-                        locality=Locality.LOCAL,
+                        locality=locality,
                     )
                 )

@@ -12,7 +12,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from nixl_offload.tiers.file import SlabPlace
+from nixl_offload.tiers.shared import SharedPlace
 from nixl_offload.types import Key, Location, Outcome
+
+Place = SlabPlace | SharedPlace
+"""Where the ranks find what a tier keeps."""
 
 
 @dataclass
@@ -27,13 +31,13 @@ class RankGeometry(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ChunkSpec(LoadStoreSpec):
-    """The storage side of a job: which chunks, where, and in whose slab."""
+    """The storage side of a job: which chunks, and where."""
 
     ticket: int
     keys: tuple[Key, ...]
     locations: tuple[Location, ...]
-    place: SlabPlace | None
-    """None only when nothing can be loaded or stored; every chunk then fails softly."""
+    places: tuple[Place, ...]
+    """One for each tier of the config. Empty only when nothing can be loaded or stored: every chunk fails softly."""
 
 
 @dataclass

@@ -6,9 +6,11 @@ blocks on I/O: a job that cannot be done is a job that failed, and a failed load
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +29,10 @@ from nixl_offload.config import Config
 from nixl_offload.engine import ChunkIO, Engine, JobResult
 from nixl_offload.errors import LayoutError, NixlOffloadError
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec, split_job
+from nixl_offload.movers.base import Mover
 from nixl_offload.types import Outcome, key_group
 from nixl_offload.vllm.messages import ChunkSpec, RankGeometry, TicketReport, WorkerReport
-from nixl_offload.vllm.rank_engine import open_engine
+from nixl_offload.vllm.rank_engine import open_engine, open_movers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from nixl_offload.vllm.spec import NixlOffloadSpec
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -76,7 +81,7 @@ def canonical_layout(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVL
 
 
 class NixlOffloadingWorker(OffloadingWorker):
-    """vLLM's worker contract over our engine, which opens with the first job (it says where the slab is)."""
+    """vLLM's worker contract over our engine, which opens with the first job (it says where the tiers are)."""
 
     def __init__(self, offloading: OffloadingConfig, config: Config, kv_caches: CanonicalKVCaches) -> None:
         self._config = config
@@ -85,9 +90,11 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
         self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
         self._engine: Engine | None = None
+        self._movers: dict[int, Mover] = {}
         self._broken = False
         self._jobs: dict[int, RankJob] = {}
         self._refused: list[JobResult] = []
+        self._movers = self._unless_broken(lambda: open_movers(config, self._tensors)) or {}
 
     def geometry(self) -> RankGeometry:
         """Return the slot sizes that this rank needs, per group."""
@@ -134,6 +141,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        _close_all(self._movers.values())
+        self._movers = {}
 
     def _submit(
         self, job_id: int, spec: LoadStoreSpec, blocks: GPULoadStoreSpec, *, is_store: bool, expedited: bool
@@ -188,16 +197,31 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._refused.append(JobResult(job_id, is_store, outcomes, 0, 0.0, (why,)))
 
     def _open(self, spec: ChunkSpec) -> Engine | None:
-        if self._engine is None and not self._broken and spec.place is not None:
-            try:
-                self._engine = open_engine(self._config, self._tensors, self.layout, spec.place, self._rank)
-            except NixlOffloadError as error:
-                self._broken = True
-                logger.error("Offloading is off on rank %d until the engine restarts: %s", self._rank, error)
-            except Exception:
-                self._broken = True
-                logger.exception("Offloading is off on rank %d until the engine restarts", self._rank)
+        if self._engine is None and not self._broken and spec.places:
+            movers, self._movers = self._movers, {}
+            self._engine = self._unless_broken(
+                lambda: open_engine(self._config, self._tensors, self.layout, spec.places, self._rank, movers)
+            )
+            if self._engine is None:
+                _close_all(movers.values())
         return self._engine
+
+    def _unless_broken(self, make: Callable[[], T]) -> T | None:
+        """Return what ``make`` makes. Whatever it raises turns offloading off on this rank, and nothing else."""
+        try:
+            return make()
+        except NixlOffloadError as error:
+            logger.error("Offloading is off on rank %d until the engine restarts: %s", self._rank, error)
+        except Exception:
+            logger.exception("Offloading is off on rank %d until the engine restarts", self._rank)
+        self._broken = True
+        return None
+
+
+def _close_all(movers: Iterable[Mover]) -> None:
+    for mover in movers:
+        with contextlib.suppress(Exception):  # it never moved anything
+            mover.close()
 
 
 class NixlConnectorWorker(OffloadingConnectorWorker):

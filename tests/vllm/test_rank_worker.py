@@ -6,6 +6,7 @@ that never resumes because its job was forgotten after one step, an exception wh
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ class Rig:
         """Chunks named after their slots."""
         keys = tuple(Key(slot.to_bytes(32, "big") + bytes(4)) for slot in slots)
         locations = tuple(Location(0, slot * self.slot_bytes, self.slot_bytes) for slot in slots)
-        return ChunkSpec(ticket=1, keys=keys, locations=locations, place=self.place)
+        return ChunkSpec(ticket=1, keys=keys, locations=locations, places=(self.place,))
 
     def results(self, count: int = 1) -> list[RankResult]:
         """Wait for jobs as vLLM does: ask again and again."""
@@ -221,13 +222,7 @@ def test_a_rank_that_cannot_open_its_storage_answers_every_job(rig: Rig, tmp_pat
     """The namespace directory is a file: every job fails softly, and submitting goes on working."""
     (tmp_path / "file").write_bytes(b"")
     spec = rig.spec(0)
-    assert spec.place is not None
-    spec.place = SlabPlace(
-        directory=str(tmp_path / "file" / "below"),
-        rank_namespaces=spec.place.rank_namespaces,
-        rank_bytes=spec.place.rank_bytes,
-        extent_bytes=spec.place.extent_bytes,
-    )
+    spec.places = (dataclasses.replace(rig.place, directory=str(tmp_path / "file" / "below")),)
     for number in range(3):
         rig.worker.submit_load(number, spec, gpu([0, 1, 2, 3], 0))
     outcomes = {outcome for item in rig.results(3) for outcome in item.result.outcomes}
