@@ -46,7 +46,6 @@ class Listing:
         world_size: int,
         size_of: Callable[[Key], int],
         max_keys: int,
-        first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
         """Begin at once. Ends after ``max_keys`` chunks, and says so. ``name`` opens each message."""
         self.chunks = 0
@@ -61,7 +60,6 @@ class Listing:
         self._world_size = world_size
         self._size_of = size_of
         self._max_keys = max_keys
-        self._first_pause_s = first_pause_s
         self._found: deque[Listed] = deque()
         self._wake = threading.Event()
         """Set when there is room again, and when it is to stop."""
@@ -95,12 +93,12 @@ class Listing:
     # On the listing thread.
 
     def _run(self) -> None:
-        pause_s, last = self._first_pause_s, ""
+        pause_s, last = FIRST_PAUSE_S, ""
         while not self._stop.is_set():
             try:
                 for info in self._store.list(self._prefix, start_after=last):
                     self._take_in(info)
-                    last, pause_s = info.name, self._first_pause_s
+                    last, pause_s = info.name, FIRST_PAUSE_S
                     if self._stop.is_set() or self.chunks >= self._max_keys:
                         break
                 else:

@@ -257,6 +257,7 @@ class Rig:
 
     def settle(self) -> None:
         """Step until nothing is under way in the background."""
+        self.flush()
         self.wait_for(lambda: 1 if self.tier._prober.idle else None)
         self.flush()
 

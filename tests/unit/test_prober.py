@@ -33,6 +33,8 @@ def make(store: MemoryStore) -> Iterator[MakeProber]:
         return made[-1]
 
     yield build
+    if isinstance(store.before, Gate):
+        store.before.open()
     store.before = lambda operation, name: None
     for prober in made:
         prober.close()

@@ -1,0 +1,580 @@
+"""SharedTier: what is there is found with few questions, what is not costs little, and no storage holds a request long.
+
+The steps are vLLM's: lookups, end of the step, again. Where not said otherwise the store is in memory and only counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.catalog import Catalog
+from nixl_offload.errors import StoreError
+from nixl_offload.index import State
+from nixl_offload.stores.tree import TreeStore
+from nixl_offload.tiers.naming import manifest_name, witness_rank
+from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, key_of, keys_of, refuse
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def make(store: MemoryStore) -> Iterator[MakeRig]:
+    """Return a maker of tiers over ``store``; checks their books and closes them."""
+    rigs: list[Rig] = []
+
+    def build(**arguments: object) -> Rig:
+        rigs.append(Rig(store, **arguments))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield build
+    if isinstance(store.before, Gate):
+        store.before.open()
+    store.before = lambda operation, name: None
+    for rig in rigs:
+        rig.tier._presence.check()
+        rig.tier.close()
+    assert not rigs or store.closed
+
+
+def _store(rig: Rig, *keys: Key) -> None:
+    """Let this server store ``keys``, all ranks at once."""
+    for key in keys:
+        assert rig.tier.reserve(key, SLOT, []) == Location(0, 0, SLOT)
+        rig.put(key)
+        assert rig.tier.commit(key)
+    rig.tier.stored(keys, {}, rig.now())
+
+
+def _load(rig: Rig, *keys: Key, failed: dict[Key, Outcome] | None = None) -> list[Key]:
+    for key in keys:
+        rig.tier.pin(key)
+    for key in keys:
+        rig.tier.unpin(key)
+    return rig.tier.loaded(keys, failed or {}, rig.now())
+
+
+# Existence
+
+
+@pytest.mark.parametrize("present", [0, 1, 17, 3000, 4095, 4096])
+def test_the_end_of_a_chain_of_4096_is_found_in_four_rounds_and_64_heads(make: MakeRig, present: int) -> None:
+    rig, keys = make(), keys_of(4096)
+    rig.put(*keys[:present])
+    assert rig.hits("a", keys) == present
+    assert rig.heads() <= 64
+    assert rig.tier.counts().probes.rounds <= 4
+    assert rig.hits("b", keys) == present, "the next request knows"
+    assert rig.heads() <= 64
+
+
+def test_over_a_shared_directory_too(tmp_path: Path) -> None:
+    """The same over real files: nothing there, then two thirds of a chain, written by somebody else."""
+    rig, keys = Rig(TreeStore(str(tmp_path)), absent_for="1ms"), keys_of(300)
+    other = TreeStore(str(tmp_path))
+    try:
+        assert rig.hits("a", keys) == 0
+        for key in keys[:200]:
+            other.write(rig.names(key)[0], memoryview(bytes(SLOT)))
+        assert rig.hits("b", keys) == 200
+        assert rig.tier.counts().probes.heads <= 64
+        assert (tmp_path / manifest_name(rig.namespace.name)).read_text().startswith("{")
+    finally:
+        rig.tier.close()
+
+
+def test_many_requests_for_one_chain_share_its_probes(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(), keys_of(1000)
+    rig.put(*keys[:700])
+    gate = store.before = Gate()
+    for number in range(20):
+        rig.ask(f"r{number}", keys)
+    rig.flush()
+    for number in range(20):
+        rig.ask(f"r{number}", keys)
+    rig.flush()
+    gate.open()
+    assert {rig.hits(f"r{number}", keys) for number in range(20)} == {700}
+    assert rig.tier.counts().probes.searches == 1
+    assert rig.heads() == len(set(store.names("head"))) <= 48
+
+
+def test_a_request_that_shares_only_a_beginning_waits_for_it_and_then_asks_for_its_own(make: MakeRig) -> None:
+    rig, shared = make(), keys_of(20)
+    first, second = [*shared, *keys_of(100, 1000)], [*shared, *keys_of(100, 2000)]
+    rig.put(*first, *second[:60])
+    rig.ask("first", first)
+    rig.ask("second", second)
+    rig.flush()
+    assert rig.hits("second", second) == 60
+    assert rig.hits("first", first) == 120
+
+
+def test_what_is_known_is_not_asked_again_until_it_is_stale(make: MakeRig) -> None:
+    rig, keys = make(present_for="10m", absent_for="10s"), keys_of(8)
+    rig.put(*keys[:5])
+    assert rig.hits("a", keys) == 5
+    asked = rig.heads()
+    rig.ahead_s = 9.0
+    assert rig.hits("b", keys) == 5
+    assert rig.heads() == asked
+    rig.put(keys[5])
+    rig.ahead_s = 12.0
+    assert rig.hits("c", keys) == 6, "an absence lasts ten seconds"
+    rig.ahead_s = 700.0
+    del rig.store.objects[rig.names(keys[2])[0]]  # type: ignore[attr-defined]
+    assert rig.hits("d", keys) == 2, "a presence lasts ten minutes"
+
+
+def test_a_hole_heals_itself(make: MakeRig) -> None:
+    """The front of a chain expired: it is a miss, is computed and stored, and then all of it is there again."""
+    rig, keys = make(), keys_of(40)
+    rig.put(*keys[3:])
+    assert rig.hits("a", keys) == 0
+    _store(rig, *keys[:3])
+    rig.ahead_s = 11.0
+    assert rig.hits("b", keys) == 40
+
+
+def test_what_lies_behind_a_boundary_is_stored_anew_once_it_is_stale(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(), keys_of(40)
+    rig.put(*keys)
+    assert rig.hits("a", keys) == 40
+    store.objects.clear()
+    rig.ahead_s = 700.0
+    assert rig.hits("b", keys) == 0
+    assert [rig.tier.state(key) for key in keys] == [None] * 40
+
+
+def test_a_key_beyond_the_boundary_is_not_taken_for_absent(make: MakeRig) -> None:
+    rig, keys = make(), keys_of(1000)
+    rig.put(*keys[:10], *keys[500:])
+    assert rig.hits("a", keys) == 10
+    assert rig.hits("b", keys[500:]) == 500
+
+
+def test_damaged_objects_are_absent_and_deleted(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(world_size=2), keys_of(4)
+    rig.put(*keys)
+    witness = rig.names(keys[1])[witness_rank(keys[1], 2)]
+    store.put(witness, SLOT // 2)
+    assert rig.hits("a", keys) == 1
+    rig.settle()
+    assert not any(name in store.objects for name in rig.names(keys[1]))
+    assert rig.tier.counts().damaged == 1
+
+
+def test_old_objects_are_absent(make: MakeRig) -> None:
+    rig, keys = make(ttl_s=3600.0), keys_of(4)
+    rig.put(*keys[:2], age_s=3000.0)
+    rig.put(*keys[2:], age_s=4000.0)
+    assert rig.hits("a", keys) == 2
+    rig.ahead_s = 599.0
+    assert rig.hits("b", keys) == 2
+    rig.ahead_s = 601.0
+    assert rig.hits("c", keys) == 0, "the lifetime has passed while it was remembered"
+
+
+# Sliding windows
+
+
+@pytest.mark.parametrize("window", [1, 5, 40])
+def test_a_window_at_the_end_of_what_is_there(make: MakeRig, window: int) -> None:
+    """No group tells how far to look: the scan finds the end of 3,000 of 4,096 by an edge search, and no more."""
+    rig, keys = make(), keys_of(4096, group=1)
+    rig.put(*keys[:3000])
+    assert rig.scan("a", keys, window) == 3000
+    assert rig.heads() <= 16 + 48 + 2 * max(window, 16) + 16
+    assert rig.tier.counts().inferred == 0
+
+
+def test_a_window_that_is_there_costs_its_own_length(make: MakeRig) -> None:
+    rig, keys = make(), keys_of(4096, group=1)
+    rig.put(*keys[-5:])
+    assert rig.scan("a", keys, 5) == 4096
+    assert rig.heads() == 16
+    assert rig.scan("b", keys[:2000], 5) == 0
+
+
+def test_nothing_at_all_is_soon_known(make: MakeRig) -> None:
+    rig, keys = make(), keys_of(4096, group=1)
+    assert rig.scan("a", keys, 8) == 0
+    assert rig.heads() <= 16 + 48
+
+
+def test_a_window_is_not_scanned_while_the_same_request_waits_for_a_chain(make: MakeRig, store: MemoryStore) -> None:
+    rig, full, window = make(), keys_of(100), keys_of(100, group=1)
+    rig.put(*full[:50], *window[:50])
+    rig.ask("a", full)
+    rig._scan("a", window, 4)
+    rig.flush()
+    assert rig.hits("a", full) == 50
+    assert rig.scan("a", window[:50], 4) == 50
+    asked = set(store.names("head"))
+    assert not any(rig.names(key)[0] in asked for key in window[50:]), "nobody needs to know of what lies behind"
+
+
+# Deadlines, failures, recovery
+
+
+def test_a_request_is_held_back_for_its_timeout_once(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(timeout="100ms"), keys_of(4)
+    rig.put(*keys)
+    gate = store.before = Gate()
+    began_s = time.monotonic()
+    assert rig.hits("a", keys[:1]) == 0
+    assert 0.09 < time.monotonic() - began_s < 5.0
+    for key in keys:
+        assert rig.tier.lookup(key, Asker("a", 16), rig.now()) is Lookup.MISS, "at once, whatever is asked"
+    assert rig.tier.counts().late == 1
+    gate.open()
+    rig.settle()
+    assert rig.hits("b", keys) == 4
+    rig.tier.forget_asker("a")
+    assert rig.hits("a", keys) == 4
+
+
+def test_an_answer_that_came_during_a_long_step_is_not_too_late(make: MakeRig) -> None:
+    rig, keys = make(timeout="1s"), keys_of(64)
+    rig.put(*keys)
+    rig.ask("a", keys)
+    rig.flush()
+    while not rig.tier._prober.counts().rounds:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    rig.ahead_s = 3.0
+    assert rig.ask("a", keys) == [Lookup.HIT] * 64
+
+
+def test_a_dead_store_costs_a_request_little_and_the_next_ones_nothing_and_comes_back_by_itself(
+    make: MakeRig, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rig, keys = make(), keys_of(100)
+    rig.put(*keys)
+    store.before = refuse
+    assert rig.hits("a", keys) == 0
+    assert rig.tier.trouble == "unreachable"
+    asked = len(store.calls)
+    for number in range(100):
+        assert rig.ask(f"r{number}", keys) == [Lookup.MISS]
+        rig.flush()
+    assert rig.tier.reserve(key_of(7000), SLOT, []) is None, "and nothing is stored"
+    assert len(store.calls) <= asked + 2
+    store.before = lambda operation, name: None
+    rig.ahead_s = 5.0
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
+    assert rig.hits("b", keys) == 100
+    assert rig.tier.reserve(key_of(7000), SLOT, []) is not None
+    rig.tier.abort(key_of(7000))
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "out of use (unreachable)" in warnings[0].getMessage()
+
+
+def test_a_store_that_hangs_never_holds_the_scheduler(make: MakeRig, store: MemoryStore) -> None:
+    """Sixty seconds without an answer: no call takes long, requests wait once, then not at all; threads are bounded."""
+    rig, keys = make(timeout="200ms", threads=8), keys_of(500)
+    rig.put(*keys)
+    gate = store.before = Gate()
+    longest_s, began_s = 0.0, time.monotonic()
+    while time.monotonic() - began_s < 1.0:
+        step_s = time.monotonic()
+        answers = rig.ask("a", keys)
+        rig.flush()
+        longest_s = max(longest_s, time.monotonic() - step_s)
+        if answers == [Lookup.MISS]:
+            break
+        time.sleep(0.005)
+    assert answers == [Lookup.MISS]
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "timeout" else None)
+    assert longest_s < 0.5
+    assert rig.ask("b", keys) == [Lookup.MISS], "the next one does not wait"
+    rig.ahead_s = 100.0
+    rig.flush()
+    rig.ahead_s = 200.0
+    rig.flush()
+    assert store.most_at_once <= 8
+    gate.open()
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
+    assert rig.hits("c", keys) == 500
+
+
+def test_a_flight_that_nobody_waits_for_ends(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(threads=1), keys_of(100)
+    gate = store.before = Gate()
+    rig.ask("a", keys)
+    rig.ask("b", keys)
+    rig.flush()
+    rig.tier.forget_asker("a")
+    assert len(rig.tier._inquiries) == 1
+    rig.tier.forget_asker("b")
+    assert len(rig.tier._inquiries) == 0
+    gate.open()
+    rig.settle()
+    assert rig.heads() <= 1
+    assert rig.tier._inquiries.requests == 0
+
+
+def test_errors_here_and_there_delay_but_do_not_lie(make: MakeRig, store: MemoryStore) -> None:
+    """Every third question fails: never an absence is remembered for it, and in the end all is found."""
+    calls = iter(range(10**6))
+
+    def stumble(operation: str, name: str) -> None:
+        if next(calls) % 3 == 2:
+            raise StoreError("slow down", cause="throttled")
+
+    rig, keys = make(threads=1), keys_of(200)
+    rig.put(*keys[:150])
+    store.before = stumble
+    assert rig.hits("a", keys) == 150
+
+
+# Stores and loads
+
+
+def test_what_this_server_stores_is_served_without_a_look(make: MakeRig) -> None:
+    rig, keys = make(), keys_of(3)
+    catalog = Catalog([rig.tier], world_size=2, slot_bytes=lambda key: SLOT, store_backlog_bytes=1 << 30)
+    grant = catalog.reserve(keys, rig.now())
+    assert grant is not None
+    assert grant.locations == (Location(0, 0, SLOT),) * 3
+    assert rig.ask("a", keys) == [Lookup.PENDING] * 3
+    assert catalog.report(grant.ticket, 2, {}, rig.now()) is not None
+    assert rig.ask("a", keys) == [Lookup.HIT] * 3
+    assert rig.heads() == 0
+    load = catalog.prepare_load(keys, rig.now())
+    assert load.locations == (Location(0, 0, SLOT),) * 3
+    assert catalog.report(load.ticket, 2, {1: Outcome.FAILED}, rig.now()) is not None
+    assert rig.ask("a", keys) == [Lookup.HIT, Lookup.MISS]
+    assert catalog.take_changes() == (keys, [keys[1]])
+    again = catalog.reserve(keys, rig.now())
+    assert again is not None
+    assert again.keys == (keys[1],), "the lost chunk is stored anew at once"
+    catalog.report(again.ticket, 2, {}, rig.now())
+    assert rig.ask("b", keys) == [Lookup.HIT] * 3
+
+
+def test_a_chunk_that_arrived_damaged_is_deleted_before_it_is_stored_anew(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(world_size=2), keys_of(2)
+    _store(rig, *keys)
+    gate = store.before = Gate()
+    assert _load(rig, *keys, failed={keys[1]: Outcome.CORRUPT}) == [keys[1]]
+    assert rig.tier.state(keys[1]) is State.EVICTING, "not stored while the deletion could hit the new one"
+    assert rig.ask("a", keys) == [Lookup.HIT, Lookup.MISS]
+    gate.open()
+    rig.settle()
+    assert rig.tier.state(keys[1]) is None
+    assert sorted(store.names("delete")) == sorted(rig.names(keys[1]))
+    assert not any(name in store.objects for name in rig.names(keys[1]))
+
+
+def test_what_one_rank_could_not_store_is_deleted_for_all(make: MakeRig, store: MemoryStore) -> None:
+    rig, key = make(world_size=2), key_of(1)
+    assert rig.tier.reserve(key, SLOT, []) is not None
+    rig.put(key, ranks=[0])
+    rig.tier.abort(key)
+    rig.tier.stored([key], {key: Outcome.FAILED}, rig.now())
+    rig.settle()
+    assert rig.names(key)[0] not in store.objects
+    assert rig.hits("a", [key]) == 0
+
+
+def test_loads_that_fail_while_all_is_there_stop_loading_and_one_request_tries_again(make: MakeRig) -> None:
+    rig, keys = make(), keys_of(50)
+    rig.put(*keys)
+    assert rig.hits("a", keys) == 50
+    for number in range(3):
+        _load(rig, keys[number], failed={keys[number]: Outcome.FAILED})
+    rig.settle()
+    assert rig.tier.trouble == "loads"
+    assert rig.ask("b", keys[10:]) == [Lookup.MISS]
+    assert rig.ask("b", keys_of(1, 900)) == [Lookup.MISS], "nor is it worth a question"
+    rig.ahead_s = 2.0
+    assert rig.ask("c", keys[10:20]) == [Lookup.HIT] * 10, "the trial"
+    assert rig.ask("d", keys[10:20]) == [Lookup.MISS]
+    _load(rig, *keys[10:20])
+    assert rig.tier.trouble == "none"
+    assert rig.ask("d", keys[10:20]) == [Lookup.HIT] * 10
+
+
+def test_loads_of_what_somebody_deleted_do_not_count_against_the_storage(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(), keys_of(20)
+    rig.put(*keys)
+    assert rig.hits("a", keys) == 20
+    store.objects.clear()
+    for key in keys[:10]:
+        _load(rig, key, failed={key: Outcome.FAILED})
+        rig.settle()
+    assert rig.tier.trouble == "none"
+
+
+def test_stores_that_fail_stop_storing_and_nothing_else(make: MakeRig) -> None:
+    rig, keys = make(), keys_of(20)
+    rig.put(*keys)
+    for number in range(3):
+        key = key_of(1000 + number)
+        assert rig.tier.reserve(key, SLOT, []) is not None
+        rig.tier.abort(key)
+        rig.tier.stored([key], {key: Outcome.FAILED}, rig.now())
+    assert rig.tier.reserve(key_of(2000), SLOT, []) is None
+    assert rig.hits("a", keys) == 20
+    rig.ahead_s = 2.0
+    rig.flush()
+    assert rig.tier.reserve(key_of(2000), SLOT, []) is not None, "the trial"
+    assert rig.tier.reserve(key_of(2001), SLOT, []) is None, "one at a time"
+    assert rig.tier.commit(key_of(2000))
+    rig.tier.stored([key_of(2000)], {}, rig.now())
+    assert rig.tier.reserve(key_of(2001), SLOT, []) is not None
+    rig.tier.abort(key_of(2001))
+
+
+def test_an_answer_older_than_a_store_does_not_undo_it(make: MakeRig, store: MemoryStore) -> None:
+    """The question went out before the chunk was stored, its answer, that it is absent, comes after."""
+    rig, key = make(), key_of(1)
+    gate = store.before = Gate()
+    rig.ask("a", [key])
+    rig.flush()
+    while not store.names("head"):
+        time.sleep(0.001)
+    assert rig.tier.reserve(key, SLOT, []) is not None
+    assert rig.tier.commit(key)
+    rig.tier.stored([key], {}, rig.now())
+    gate.open()
+    rig.settle()
+    assert rig.ask("b", [key]) == [Lookup.HIT]
+
+
+# Lifetimes of chunks
+
+
+def test_a_chunk_in_use_is_refreshed_once_it_is_half_as_old_as_it_may_get(make: MakeRig, store: MemoryStore) -> None:
+    rig, (young, old, unused) = make(world_size=2, ttl_s=3600.0), keys_of(3)
+    rig.put(young, age_s=100.0)
+    rig.put(old, age_s=2000.0)
+    rig.put(unused, age_s=2000.0)
+    assert rig.hits("a", [young, old, unused]) == 3
+    for _ in range(5):
+        rig.tier.touch(young)
+        rig.tier.touch(old)
+        rig.settle()
+    assert sorted(store.names("refresh")) == sorted(rig.names(old))
+    assert rig.tier.counts().refreshed == 1
+    heads = rig.heads()
+    rig.ahead_s = 899.0
+    rig.tier.touch(old)
+    rig.settle()
+    assert rig.heads() == heads, "looked after once in a quarter of its lifetime"
+    rig.ahead_s = 3000.0
+    assert rig.ask("b", [old]) != [Lookup.MISS]
+
+
+def test_after_a_reset_only_what_was_stored_since_counts_each_looked_at_itself(
+    make: MakeRig, store: MemoryStore
+) -> None:
+    rig, keys = make(), keys_of(60)
+    rig.put(*keys)
+    assert rig.hits("a", keys) == 60
+    rig.tier.pin(keys[0])
+    rig.tier.clear()
+    rig.tier.unpin(keys[0])
+    assert len(store.names("delete")) == 0, "the others' cache stays"
+    assert rig.hits("b", keys) == 0
+    _store(rig, keys[0])
+    assert rig.hits("c", keys) == 1
+    # Others store anew, all but one in the middle, which is as old as the reset.
+    for key in [*keys[:30], *keys[31:]]:
+        rig.put(key, age_s=-400.0)
+    rig.ahead_s = 400.0
+    assert rig.hits("d", keys) == 30
+    assert rig.tier._presence.held == 0
+
+
+def test_the_manifest_is_written_once_and_again_after_trouble(make: MakeRig, store: MemoryStore) -> None:
+    rig = make()
+    name = manifest_name(rig.namespace.name)
+    store.before = refuse
+    rig.settle()
+    assert name not in store.objects
+    store.before = lambda operation, name: None
+    rig.ahead_s = 61.0
+    rig.settle()
+    assert name in store.objects
+    other = make()
+    other.settle()
+    assert [called for called, _ in store.calls].count("write") == 1
+
+
+# Warm start
+
+
+def test_warm_start_knows_whole_chunks_without_a_question(make: MakeRig, store: MemoryStore) -> None:
+    keys = keys_of(500)
+    writer = make(world_size=2)
+    writer.put(*keys)
+    store.put(writer.names(keys[10])[1], SLOT - 1)
+    del store.objects[writer.names(keys[20])[0]]
+    store.put(f"{writer.namespace.name}/zz/foreign")
+    rig = make(world_size=2, warm_start=True)
+    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
+    assert len(rig.tier) == 498
+    assert rig.ask("a", keys[:10]) == [Lookup.HIT] * 10
+    assert rig.heads() == 0
+    assert rig.tier.counts().listed == 498
+
+
+def test_warm_start_goes_on_where_it_broke_off_and_says_what_it_found(
+    make: MakeRig, store: MemoryStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nixl_offload.tiers.listing.FIRST_PAUSE_S", 0.01)
+    caplog.set_level(logging.INFO)
+    calls = iter(range(10**6))
+
+    def stumble(operation: str, name: str) -> None:
+        if operation == "list" and next(calls) % 50 == 49:
+            raise StoreError("try later", cause="server")
+
+    make(world_size=2).put(*keys_of(200))
+    store.before = stumble
+    rig = make(world_size=2, warm_start=True)
+    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
+    assert len(rig.tier) == 200
+    listed = store.names("list")
+    assert len(listed) == 400 + (len(listed) - len(set(listed))), "a name is listed again only where it failed"
+    assert "warm start found 200 chunks in 40" in caplog.text
+
+
+def test_warm_start_stops_when_memory_is_full(make: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make().put(*keys_of(3000))
+    rig = make(warm_start=True, max_keys=1000)
+    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
+    assert len(rig.tier) <= 1000
+    assert "no more than lookup.max_keys, 1000" in caplog.text
+
+
+def test_a_chain_longer_than_what_may_be_remembered_ends_by_its_deadline(make: MakeRig) -> None:
+    rig, keys = make(max_keys=1000, timeout="300ms"), keys_of(3000)
+    rig.put(*keys)
+    began_s = time.monotonic()
+    assert rig.hits("a", keys) <= 1000
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_the_order_of_asking_serves_where_positions_are_not_known(make: MakeRig) -> None:
+    rig, keys = make(), keys_of(100)
+    rig.put(*keys[:33])
+    nobody = [None] * 100
+    rig.wait_for(lambda: None if Lookup.RETRY in rig.ask("a", keys, nobody) else 1)
+    assert rig.ask("a", keys, nobody).count(Lookup.HIT) == 33
+    assert rig.heads() <= 48
