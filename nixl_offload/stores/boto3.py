@@ -39,9 +39,9 @@ from nixl_offload.stores.s3 import (
     MissingBucketGuard,
     S3Address,
     answer_error,
-    ca_bundle_of,
     closed_error,
     hush_botocore,
+    readable_ca_bundle,
     short_error,
 )
 
@@ -60,7 +60,7 @@ def make_client(tier: S3Tier) -> Any:
         s3={"addressing_style": "path" if address.path_style else "virtual"},
     )
     session = boto3.session.Session(region_name=address.region)
-    bundle = ca_bundle_of(tier)
+    bundle = readable_ca_bundle(tier)
     return session.client("s3", endpoint_url=address.endpoint, verify=bundle, config=config)
 
 

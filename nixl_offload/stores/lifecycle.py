@@ -168,6 +168,8 @@ def _prefix_of(rule: Rule) -> str:
 def _client(tier: S3Tier, address: S3Address) -> Any:
     try:
         return make_client(tier)
+    except StoreError:
+        raise
     except Exception as error:  # A foreign library's edge.
         raise translated(error, "open", address) from error
 

@@ -32,10 +32,10 @@ from nixl_offload.stores.s3 import (
     MissingBucketGuard,
     S3Address,
     answer_error,
-    ca_bundle_of,
     closed_error,
     hush_botocore,
     no_bucket,
+    readable_ca_bundle,
     short_error,
 )
 
@@ -315,7 +315,7 @@ class ObstoreStore(Store):
             "allow_http": address.plain_http,
             "pool_max_idle_per_host": str(tier.connections),
         }
-        bundle = ca_bundle_of(tier)
+        bundle = readable_ca_bundle(tier)
         if bundle is not None:
             client["root_certificate"] = Path(bundle).read_bytes()
         config: dict[str, Any] = {"virtual_hosted_style_request": not address.path_style}

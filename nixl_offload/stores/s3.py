@@ -96,11 +96,13 @@ class S3Address:
 
 
 def ca_bundle_of(tier: S3Tier) -> str | None:
-    """Return the file with the certificates to trust: the config's, or that of ``AWS_CA_BUNDLE``.
+    """Return the file with the certificates to trust: the config's, or that of ``AWS_CA_BUNDLE``."""
+    return tier.ca_bundle or os.environ.get("AWS_CA_BUNDLE") or None
 
-    Raises StoreError when it cannot be read: clients say so late, or in other words.
-    """
-    bundle = tier.ca_bundle or os.environ.get("AWS_CA_BUNDLE") or None
+
+def readable_ca_bundle(tier: S3Tier) -> str | None:
+    """Return the same. Raises StoreError when it cannot be read: clients say so late, or in other words."""
+    bundle = ca_bundle_of(tier)
     if bundle is not None and not (os.path.isfile(bundle) and os.access(bundle, os.R_OK)):
         raise StoreError(f"{S3Address.of(tier).where}: cannot read the CA bundle {bundle}", cause="io")
     return bundle

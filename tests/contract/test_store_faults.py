@@ -27,7 +27,7 @@ from .one_answer_server import HANG, RESET, OneAnswerServer, answer, error
 KEY_ID = "AKIAFAKEFAKEFAKEFAKE"
 SECRET = "SECRETSECRETSECRETSECRETSECRETSECRETSECR"
 TOKEN = "TOKENTOKENTOKENTOKENTOKENTOKEN"
-TIMEOUT_S = 0.4
+TIMEOUT_S = 0.3
 LAST_MODIFIED = "Sat, 21 Nov 2026 10:00:00 GMT"
 
 pytestmark = pytest.mark.parametrize("client", ["obstore", "boto3"])
@@ -95,7 +95,7 @@ def test_a_dead_server_is_unreachable(client: str, operation: str) -> None:
     assert time.monotonic() - start_s < 5
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", ["head", "read", "write"])
 def test_a_hung_server_times_out(client: str, operation: str) -> None:
     """It takes requests and never answers: three attempts of the request timeout each, and some pauses."""
     with OneAnswerServer(HANG) as server:
@@ -148,6 +148,7 @@ def test_a_reset_connection_is_unreachable(client: str) -> None:
         (error("404 Not Found", "NoSuchKey"), "missing", "NoSuchKey"),
         (error("416 Range Not Satisfiable", "InvalidRange"), "short", "ends before"),
     ],
+    ids=lambda value: value[9:12].decode() if isinstance(value, bytes) else None,
 )
 def test_answers_are_told_apart(client: str, said: bytes, cause: str, words: str) -> None:
     """Each refusal has its cause, and S3's own words in the text; a bucket's absence is no object's."""
