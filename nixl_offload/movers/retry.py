@@ -15,6 +15,8 @@ import random
 import threading
 import time
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
 
 import numpy as np
 
@@ -25,14 +27,26 @@ from nixl_offload.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
+NOT_ANSWERING: Final = frozenset({"unreachable", "timeout", "throttled", "server"})
+"""Causes of a StoreError that say nothing of the client or the object: another time the same call works."""
+
+
+class _Answer(Enum):
+    """What the store says while a transfer waits."""
+
+    GO_ON = "go on"
+    """The object is there, or nobody knows: try again."""
+    ABSENT = "absent"
+    SILENT = "silent"
+    """The server does not answer the store either: leave it alone."""
+
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """Whether an object is absent, for the asking thread."""
+    """How it is with an object, for the asking thread."""
 
     name: str
-    absent: bool | None = None
-    """None until answered; False also where nobody could tell."""
+    answer: _Answer | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +65,8 @@ class RetryingMover(Mover):
 
     ``attempts`` in all, with a pause of half to one and a half ``pause_s`` between them; none begins later than
     ``within_s`` after the first, so that a server that takes long to fail is not asked twice. ``store`` is asked in the
-    pause whether the object is there at all, which the wrapped mover cannot tell; without one, ``Transfer.missing``
-    says nothing.
+    pause whether the object is there, which the wrapped mover cannot tell: what is absent (``Transfer.missing``), and
+    what a server that does not answer has, is not tried again.
     """
 
     def __init__(
@@ -62,7 +76,7 @@ class RetryingMover(Mover):
         *,
         attempts: int = 2,
         pause_s: float = 0.1,
-        within_s: float = 1.0,
+        within_s: float = 3.0,
     ) -> None:
         self.name = mover.name
         self.memory_kinds = mover.memory_kinds
@@ -160,13 +174,14 @@ class RetryingMover(Mover):
             self._ask(transfer.question)
 
     def _go_on(self, transfer: _RetriedTransfer, again_s: float) -> None:
-        question, now_s = transfer.question, time.monotonic()
-        if question is not None and question.absent:
+        now_s = time.monotonic()
+        answer = transfer.question.answer if transfer.question is not None else _Answer.GO_ON
+        if answer is _Answer.ABSENT:
             transfer.inner.missing = True
             self._settle(transfer)
-        elif now_s > transfer.started_s + self._within_s:
+        elif answer is _Answer.SILENT or now_s > transfer.started_s + self._within_s:
             self._settle(transfer)
-        elif now_s >= again_s and (question is None or question.absent is not None):
+        elif answer is _Answer.GO_ON and now_s >= again_s:
             self._let_go(transfer)
             try:
                 transfer.inner = self.inner.submit(transfer.op, *transfer.request)
@@ -211,17 +226,18 @@ class RetryingMover(Mover):
     def _answer(self) -> None:
         """Serve the questions until told to stop, on the asking thread."""
         while (question := self._questions.get()) is not None:
-            question.absent = self._is_absent(question.name)
+            question.answer = self._look_for(question.name)
 
-    def _is_absent(self, name: str) -> bool:
+    def _look_for(self, name: str) -> _Answer:
         assert self._store is not None
         try:
-            return self._store.head(name) is None
+            return _Answer.ABSENT if self._store.head(name) is None else _Answer.GO_ON
         except StoreError as error:
             logger.debug("%s: whether %s is there: %s", self.name, name, error)
+            return _Answer.SILENT if error.cause in NOT_ANSWERING else _Answer.GO_ON
         except Exception:  # the thread must go on
             logger.exception("%s: whether %s is there", self.name, name)
-        return False
+            return _Answer.GO_ON
 
     def close(self) -> None:
         """See Mover. What waits for its next attempt fails with what the last one said."""

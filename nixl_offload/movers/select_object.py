@@ -19,7 +19,7 @@ from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import object_plugin
-from nixl_offload.movers.retry import RetryingMover
+from nixl_offload.movers.retry import NOT_ANSWERING, RetryingMover
 from nixl_offload.movers.select import OpenedMover, Probe, move_page, page, scratch_memory
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
@@ -35,8 +35,6 @@ _HELP: Final = (
     "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel, "
     "obstore and boto3 come with nixl-offload[s3]"
 )
-_NOT_ANSWERING: Final = frozenset({"unreachable", "timeout", "throttled", "server"})
-"""Causes of a StoreError that say nothing of the client: another time the same call works."""
 
 
 def candidates(choice: str) -> list[str]:
@@ -188,7 +186,7 @@ def _silence(control: Store | None) -> str | None:
     try:
         control.head("probe")
     except StoreError as error:
-        return str(error) if error.cause in _NOT_ANSWERING else None
+        return str(error) if error.cause in NOT_ANSWERING else None
     return None
 
 

@@ -1,0 +1,395 @@
+"""What movers of objects do when the server fails, hangs or lies; what NIXL's plugin was found to do; who is chosen.
+
+A real server behind the fault proxy. What is proved for NIXL's plugin here is what docs/decisions/0008-object-movers.md
+builds on, so that a release that behaves otherwise shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.config.schema import S3Tier
+from nixl_offload.errors import MoverUnavailableError, StoreError
+from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
+from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.movers.limits import LimitedMover
+from nixl_offload.movers.nixl_plugins import object_plugin
+from nixl_offload.movers.select import OpenedMover
+from nixl_offload.movers.select_object import make_mover, open_object_mover
+from nixl_offload.movers.store import StoreMover
+from nixl_offload.stores.base import Store
+from nixl_offload.stores.select import open_store
+from nixl_offload.stores.tree import TreeStore
+from nixl_offload.testing.mover_suite import MIB, extents
+from nixl_offload.testing.object_mover_suite import ObjectRig
+from tests.s3.proxy import Answer, FaultProxy, Hold, Reset, Stall
+from tests.s3.servers import RcloneServer
+
+from .object_rigs import PREFIX, RawBucket, RawDirectory, bare_mover, tier_of
+
+SIZE = 200_000
+
+
+@pytest.fixture(scope="module")
+def rclone() -> Iterator[RcloneServer]:
+    with RcloneServer() as server:
+        server.make_directories(f"{PREFIX}/suite")
+        yield server
+
+
+@pytest.fixture
+def proxy(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    for name, value in rclone.environment.items():
+        monkeypatch.setenv(name, value)
+    with FaultProxy(rclone.port) as proxy:
+        yield proxy
+
+
+class Rigs:
+    """Makes rigs over the proxy, and closes them."""
+
+    def __init__(self, server: RcloneServer, proxy: FaultProxy) -> None:
+        self.server, self.proxy = server, proxy
+        self.opened: list[ObjectRig] = []
+
+    def tier(self, **fields: object) -> S3Tier:
+        return tier_of(self.server, endpoint=self.proxy.endpoint, **fields)
+
+    def bare(self, name: str, **fields: object) -> ObjectRig:
+        return self.over(bare_mover(name, self.tier(**fields)))
+
+    def handed_out(self, name: str, **fields: object) -> ObjectRig:
+        tier = self.tier(**fields)
+        return self.over(make_mover(name, tier, lambda client: open_store(tier, client)))
+
+    def over(self, mover: Mover) -> ObjectRig:
+        self.opened.append(ObjectRig(mover, RawBucket(self.server), MemoryKind.DRAM, MIB))
+        return self.opened[-1]
+
+    def select(self, **fields: object) -> OpenedMover:
+        tier = self.tier(**fields)
+        return open_object_mover(tier, MemoryKind.DRAM, lambda client: open_store(tier, client))
+
+
+@pytest.fixture
+def rigs(rclone: RcloneServer, proxy: FaultProxy) -> Iterator[Rigs]:
+    rigs = Rigs(rclone, proxy)
+    yield rigs
+    proxy.release_all()
+    for rig in rigs.opened:
+        rig.mover.close()
+
+
+def works(rig: ObjectRig) -> bool:
+    """Whether an object goes round."""
+    target = rig.open(rig.name("works"), 5000)
+    return all(rig.move(op, 0, target, 0, 5000).state is TransferState.DONE for op in (Op.WRITE, Op.READ))
+
+
+# NIXL's plugin
+
+
+def test_obj_get_that_failed_writes_nothing_later(
+    rigs: Rigs, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GETs held back by the server, before and amid the body, fail; when it goes on, no byte reaches their memory.
+
+    While they are pending their memory cannot be let go. One attempt each, for the SDK's own times cannot be set: 3 s
+    without an answer, 10 s after half a body.
+    """
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    rig = rigs.bare("obj")
+    names = [rig.store(f"held-{number}", b"\x11" * SIZE) for number in range(2)]
+    proxy.inject(Hold(), operation="GET", key="held-0")
+    stall = proxy.inject(Stall(0.5), operation="GET", key="held-1")
+    reads = [
+        rig.submit(Op.READ, extents([number * SIZE], SIZE), rig.open(name, SIZE), extents([0], SIZE))
+        for number, name in enumerate(names)
+    ]
+    stall.wait()
+    rig.wait(*reads, timeout_s=30)
+    assert [(read.state, read.quarantine) for read in reads] == [(TransferState.FAILED, False)] * 2
+    rig.memory[:] = 0xA5
+    proxy.release_all()
+    proxy.wait_idle()
+    time.sleep(0.2)
+    assert bool((rig.memory == 0xA5).all())
+    assert works(rig)
+
+
+@pytest.mark.parametrize("fault", [Answer(503, "SlowDown"), Reset("body")])
+def test_obj_cannot_read_twice_by_itself(rigs: Rigs, proxy: FaultProxy, fault: Answer | Reset) -> None:
+    """The SDK's second attempt finds no room behind what the first left in the buffer; ours starts afresh."""
+    bare, ours = rigs.bare("obj"), rigs.handed_out("obj")
+    name = bare.store("twice", b"\x22" * SIZE)
+    with proxy.inject(fault, operation="GET", times=1):
+        read = bare.move(Op.READ, 0, bare.open(name, SIZE), 0, SIZE)
+    assert read.state is TransferState.FAILED
+    assert len(proxy.requests("GET")) == 2
+    with proxy.inject(fault, operation="GET", times=1):
+        read = ours.move(Op.READ, 0, ours.open(name, SIZE), 0, SIZE)
+    assert (read.state, read.error) == (TransferState.DONE, None)
+    assert ours.bytes_at(0, SIZE) == b"\x22" * SIZE
+
+
+@pytest.mark.parametrize("fault", [Answer(503, "SlowDown"), Reset("upload")])
+def test_obj_writes_twice_by_itself(rigs: Rigs, proxy: FaultProxy, fault: Answer | Reset) -> None:
+    """A PUT that failed is sent again whole."""
+    rig = rigs.bare("obj")
+    name, sent = rig.name("again"), rig.bytes_at(0, SIZE)
+    with proxy.inject(fault, operation="PUT", times=1):
+        assert rig.move(Op.WRITE, 0, rig.open(name, SIZE), 0, SIZE).state is TransferState.DONE
+    assert rig.raw.read(name) == sent
+
+
+@pytest.mark.parametrize("attempts", [None, 1])
+def test_obj_attempts(rigs: Rigs, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, attempts: int | None) -> None:
+    """Three attempts unless the environment says otherwise, which is as it was once the plugin has started."""
+    if attempts is not None:
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", str(attempts))
+    before = dict(os.environ)
+    rig = rigs.bare("obj")
+    assert dict(os.environ) == before
+    with proxy.inject(Answer(500, "InternalError")):
+        assert rig.move(Op.WRITE, 0, rig.open(rig.name("a"), 100), 0, 100).state is TransferState.FAILED
+    assert len(proxy.requests("PUT")) == (attempts or 3)
+
+
+def test_obj_reads_no_more_from_a_server_that_answers_nobody(rigs: Rigs, proxy: FaultProxy) -> None:
+    """Where HEADs fail, too, there is no second round of GETs; an error says so, and then it works again."""
+    rig = rigs.handed_out("obj")
+    target = rig.open(rig.store("silent", b"\x33" * 100), 100)
+    with proxy.inject(Answer(503, "SlowDown")):
+        read = rig.move(Op.READ, 0, target, 0, 100)
+    assert (read.state, read.missing, read.quarantine) == (TransferState.FAILED, False, False)
+    assert read.error
+    assert len(proxy.requests("GET")) <= 3
+    assert works(rig)
+
+
+@pytest.mark.parametrize("name", ["obj", "obstore", "boto3"])
+def test_dead_server(rigs: Rigs, proxy: FaultProxy, name: str) -> None:
+    """A server that is gone fails transfers within seconds, in their own time; when it is back the mover works."""
+    rig = rigs.handed_out(name)
+    target = rig.open(rig.store("dead", b"\x44" * 100), 100)
+    proxy.go_down()
+    started_s = time.monotonic()
+    for op in Op:
+        transfer = rig.move(op, 0, target, 0, 100)
+        assert (transfer.state, transfer.missing) == (TransferState.FAILED, False)
+        rig.assert_memory_is_ours(transfer)
+    assert time.monotonic() - started_s < 12
+    proxy.come_back()
+    assert works(rig)
+
+
+def test_obj_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every connection option of the config reaches the plugin under its name; credentials have none."""
+    for variable in ("AWS_CA_BUNDLE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(variable, raising=False)
+    tier = S3Tier.model_validate(
+        {
+            "kind": "s3",
+            "bucket": "kv-cache",
+            "prefix": "/a/b/",
+            "endpoint": "http://host:9000",
+            "region": "eu-1",
+            "addressing": "virtual",
+            "ca_bundle": "/etc/ca.pem",
+            "checksums": "when_supported",
+            "connections": 3,
+            "crt_min_size": "16MiB",
+        }
+    )
+    plugin = object_plugin(tier)
+    assert plugin.params == {
+        "bucket": "kv-cache",
+        "scheme": "http",
+        "use_virtual_addressing": "true",
+        "num_threads": "3",
+        "req_checksum": "supported",
+        "resp_checksum": "supported",
+        "endpoint_override": "http://host:9000",
+        "region": "eu-1",
+        "ca_bundle": "/etc/ca.pem",
+        "crtMinLimit": str(16 << 20),
+    }
+    assert plugin.key_prefix == "a/b/"
+    plain = object_plugin(S3Tier.model_validate({"kind": "s3", "bucket": "kv-cache", "region": "eu-1"}))
+    assert plain.params["scheme"] == "https"
+    assert plain.params["use_virtual_addressing"] == "true"
+    assert not {"endpoint_override", "ca_bundle", "crtMinLimit"} & set(plain.params)
+
+
+def test_obj_large_objects_through_crt(rigs: Rigs, proxy: FaultProxy) -> None:
+    """From ``crt_min_size`` on, objects go in parts; a part that fails fails the read, and nothing writes after it."""
+    rig = ObjectRig(
+        bare_mover("obj", rigs.tier(crt_min_size="5MiB")), RawBucket(rigs.server), MemoryKind.DRAM, 12 * MIB
+    )
+    rigs.opened.append(rig)
+    name, sent = rig.name("large"), rig.memory.tobytes()
+    rig.raw.write(name, sent)
+    target = rig.open(name, len(sent))
+    rig.memory[:] = 0
+    assert rig.move(Op.READ, 0, target, 0, len(sent)).state is TransferState.DONE
+    assert rig.memory.tobytes() == sent
+    assert len(proxy.requests("GET")) > 1
+    with proxy.inject(Answer(403, "AccessDenied"), operation="GET", nth=2):
+        read = rig.move(Op.READ, 0, target, 0, len(sent))
+    assert read.state is TransferState.FAILED
+    rig.assert_memory_is_ours(read)
+
+
+# Our own threads
+
+
+class BlockingStore(Store):
+    """Reads wait until they are let go; closing lets them go where ``polite``."""
+
+    name = "blocking"
+    where = "nowhere"
+
+    def __init__(self, *, polite: bool) -> None:
+        self.go = threading.Event()
+        self._polite = polite
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        self.go.wait(30)
+        raise StoreError("let go", cause="io")
+
+    def write(self, name: str, memory: memoryview) -> None:
+        raise RuntimeError("not a StoreError")
+
+    def close(self) -> None:
+        if self._polite:
+            self.go.set()
+
+    def head(self, name):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    delete = list = refresh = head
+
+
+@pytest.mark.parametrize("polite", [True, False])
+def test_close_is_bounded(polite: bool) -> None:
+    """A call that does not end holds ``close`` up for its time only; its memory is quarantined unless it did end."""
+    store = BlockingStore(polite=polite)
+    rig = ObjectRig(StoreMover(store, threads=2, close_timeout_s=0.1), RawDirectory(Path("/")), MemoryKind.DRAM, MIB)
+    reads = [rig.submit(Op.READ, extents([0], 10), rig.open("x", 10), extents([0], 10)) for _ in range(3)]
+    started_s = time.monotonic()
+    rig.mover.close()
+    assert time.monotonic() - started_s < 3
+    assert [(read.state, read.quarantine) for read in reads] == [(TransferState.FAILED, not polite)] * 3
+    store.go.set()
+
+
+def test_a_store_that_raises_anything() -> None:
+    """A worker survives what no store should raise, and the transfer fails in words."""
+    store = BlockingStore(polite=True)
+    rig = ObjectRig(StoreMover(store, threads=1), RawDirectory(Path("/")), MemoryKind.DRAM, MIB)
+    for _ in range(2):
+        write = rig.move(Op.WRITE, 0, rig.open("x", 10), 0, 10)
+        assert write.state is TransferState.FAILED
+        assert "not a StoreError" in str(write.error)
+    rig.mover.close()
+
+
+# Who is chosen
+
+
+def test_auto_takes_obj(rigs: Rigs, rclone: RcloneServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The plugin where it works; said at INFO; the probe object is gone; no secret in any log."""
+    caplog.set_level(logging.DEBUG)
+    opened = rigs.select()
+    rig = rigs.over(opened.mover)
+    assert opened.mover.name == "obj"
+    assert works(rig)
+    assert "are moved by obj" in caplog.text
+    assert not [name for name in rclone.objects(PREFIX) if "probe" in name]
+    assert rclone.secret_access_key not in caplog.text
+
+
+def test_auto_passes_over_what_cannot_talk(rigs: Rigs, proxy: FaultProxy, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that takes no PUT of the plugin's: the next one is taken, and the log says why."""
+    caplog.set_level(logging.INFO)
+    with proxy.inject(Answer(403, "AccessDenied"), operation="PUT", nth=1):
+        opened = rigs.select()
+    rig = rigs.over(opened.mover)
+    assert [(probe.name, probe.ok) for probe in opened.report] == [("obj", False), ("obstore", True)]
+    assert "passed over obj: write of probe-" in caplog.text
+    assert works(rig)
+
+
+def test_nixl_is_not_installed(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NIXL auto goes on to obstore, and ``mover: obj`` says what would help."""
+    monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    opened = rigs.select()
+    rigs.over(opened.mover)
+    assert opened.mover.name == "obstore"
+    with pytest.raises(MoverUnavailableError, match="pip install nixl"):
+        rigs.select(mover="obj")
+
+
+@pytest.mark.parametrize(("choice", "taken"), [("auto", "obstore"), ("obj", "obj"), ("boto3", "boto3")])
+def test_server_is_down_at_start(
+    rigs: Rigs, proxy: FaultProxy, caplog: pytest.LogCaptureFixture, choice: str, taken: str
+) -> None:
+    """Nobody can be proved, so the surest is taken with a warning, and works without a restart once the server does."""
+    proxy.go_down()
+    started_s = time.monotonic()
+    opened = rigs.select(mover=choice, request_timeout="2s")
+    assert time.monotonic() - started_s < 8
+    rig = rigs.over(opened.mover)
+    assert opened.mover.name == taken
+    assert "once it answers" in caplog.text
+    proxy.come_back()
+    assert works(rig)
+
+
+def test_server_hangs_at_start(rigs: Rigs, proxy: FaultProxy) -> None:
+    """A server that takes requests and says nothing holds the start up for a few request times only."""
+    hold = proxy.inject(Hold())
+    started_s = time.monotonic()
+    opened = rigs.select(request_timeout="1s")
+    assert time.monotonic() - started_s < 10
+    rig = rigs.over(opened.mover)
+    hold.release()
+    assert works(rig)
+
+
+def test_server_that_refuses_everyone(rigs: Rigs, proxy: FaultProxy) -> None:
+    """Who answers with a refusal has answered: the error names every candidate, why, and what to look at."""
+    with (
+        proxy.inject(Answer(403, "AccessDenied"), operation="PUT"),
+        pytest.raises(MoverUnavailableError, match=r"obj: .*; obstore: .*403.*; boto3: .*403.*credentials"),
+    ):
+        rigs.select()
+
+
+# Scripted faults
+
+
+def test_scripted_faults_on_objects(tmp_path: Path) -> None:
+    """A short write leaves a short object, a corrupt one a flipped byte; the memory that it came from is as it was."""
+    script = [Fault(0, FaultKind.SHORT, amount=70), Fault(1, FaultKind.CORRUPT, amount=5), Fault(2, FaultKind.FAIL)]
+    mover = LimitedMover(FaultyMover(StoreMover(TreeStore(str(tmp_path)), threads=2), script))
+    rig = ObjectRig(mover, RawDirectory(tmp_path), MemoryKind.DRAM, MIB)
+    before = rig.memory.copy()
+    states = [rig.move(Op.WRITE, 0, rig.open(f"n/{number}", 100), 0, 100).state for number in range(3)]
+    assert states == [TransferState.DONE, TransferState.DONE, TransferState.FAILED]
+    assert rig.raw.read("n/0") == before[:70].tobytes()
+    flipped = before[:100].copy()
+    flipped[5] ^= 0xFF
+    assert rig.raw.read("n/1") == flipped.tobytes()
+    assert not rig.raw.exists("n/2")
+    assert bool((rig.memory == before).all())
+    mover.close()

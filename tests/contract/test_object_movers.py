@@ -1,0 +1,96 @@
+"""Every mover of objects passes the shipped suite, bare and as ``open_object_mover`` hands it out.
+
+Against rclone's S3 server: NIXL's OBJ plugin, and our own threads over obstore and boto3; threads over a directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.movers.base import Mover
+from nixl_offload.movers.limits import LimitedMover
+from nixl_offload.movers.select_object import make_mover
+from nixl_offload.movers.store import StoreMover
+from nixl_offload.stores.select import open_store
+from nixl_offload.stores.tree import TreeStore
+from nixl_offload.testing.object_mover_suite import ObjectMoverSuite, RawObjects
+from tests.s3.servers import RcloneServer
+
+from .object_rigs import PREFIX, RawBucket, RawDirectory, bare_mover, tier_of
+
+
+@pytest.fixture(scope="module")
+def rclone() -> Iterator[RcloneServer]:
+    with RcloneServer() as server:
+        server.make_directories(f"{PREFIX}/suite")
+        yield server
+
+
+class _BucketSuite(ObjectMoverSuite):
+    mover: str
+
+    @pytest.fixture(autouse=True)
+    def _server(self, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in rclone.environment.items():
+            monkeypatch.setenv(name, value)
+        self.server = rclone
+
+    def make_mover(self) -> Mover:
+        return bare_mover(self.mover, tier_of(self.server))
+
+    def raw(self) -> RawObjects:
+        return RawBucket(self.server)
+
+
+class _AsHandedOut(_BucketSuite):
+    def make_mover(self) -> Mover:
+        tier = tier_of(self.server)
+        return make_mover(self.mover, tier, lambda client: open_store(tier, client))
+
+
+class TestObj(_BucketSuite):
+    """NIXL's plugin, one object per transfer."""
+
+    mover = "obj"
+    tells_missing = False
+
+
+class TestObjHandedOut(_AsHandedOut):
+    """NIXL's plugin of any size, which reads again and asks what is missing."""
+
+    mover = "obj"
+
+
+class TestObstore(_BucketSuite):
+    """Threads over obstore."""
+
+    mover = "obstore"
+
+
+class TestObstoreHandedOut(_AsHandedOut):
+    """Threads over obstore, of any size."""
+
+    mover = "obstore"
+
+
+class TestBoto3(_BucketSuite):
+    """Threads over boto3."""
+
+    mover = "boto3"
+
+
+class TestTree(ObjectMoverSuite):
+    """Threads over a directory."""
+
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.directory = tmp_path / "objects"
+
+    def make_mover(self) -> Mover:
+        return LimitedMover(StoreMover(TreeStore(str(self.directory)), threads=4))
+
+    def raw(self) -> RawObjects:
+        return RawDirectory(self.directory)
