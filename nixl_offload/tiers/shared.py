@@ -17,7 +17,7 @@ from nixl_offload.config.schema import LookupOptions
 from nixl_offload.index import State
 from nixl_offload.namespace import Namespace
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.breaker import Breaker
+from nixl_offload.tiers.breaker import Breaker, BreakerState
 from nixl_offload.tiers.chores import Discard, Recheck, Refresh, WriteManifest
 from nixl_offload.tiers.inquiries import Flight, Inquiries, Kind
 from nixl_offload.tiers.listing import Listing
@@ -307,6 +307,10 @@ class SharedTier:
         if self._listing is not None:
             counts.listed = self._listing.chunks
         return counts
+
+    def breakers(self) -> dict[str, BreakerState]:
+        """Return the state of each breaker by what it watches: ``reach``, ``load`` or ``store``."""
+        return {"reach": self._reach.state, "load": self._loads.state, "store": self._stores.state}
 
     @property
     def trouble(self) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -32,6 +33,7 @@ from nixl_offload.tiers.shared import SharedTier
 from nixl_offload.types import Asker, Key, Lookup, Outcome, key_group
 from nixl_offload.vllm.identity import build_namespace
 from nixl_offload.vllm.messages import ChunkSpec, Place, TicketReport
+from nixl_offload.vllm.metrics import Telling
 from nixl_offload.vllm.open_tiers import open_tier
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class NixlOffloadManager(OffloadingManager):
         self._tiers: list[FileTier | SharedTier] = []
         self._places: tuple[Place, ...] = ()
         self._events: list[OffloadingEvent] = []
+        self._telling = Telling()
 
     def open(
         self, slot_bytes: tuple[int, ...], kv_cache_config: KVCacheConfig, attention_backends: Sequence[str] = ()
@@ -154,6 +157,8 @@ class NixlOffloadManager(OffloadingManager):
         now_s = time.monotonic()
         for ticket, report in reports.items():
             settled = self._catalog.report(ticket, report.ranks, report.failures, now_s)
+            if settled is not None:
+                self._telling.settled(settled)
             if settled is not None and not settled.is_store:
                 lost.update(OffloadKey(key) for key in settled.failed)
             if settled is not None and settled.failed:
@@ -172,6 +177,10 @@ class NixlOffloadManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         """Keep an idle engine stepping until every rank has reported every ticket."""
         return self._catalog is not None and self._catalog.open_tickets > 0
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return what has changed in our metrics since the last call."""
+        return self._telling.take([tier for tier in self._tiers if isinstance(tier, SharedTier)])
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and removed since the last call."""

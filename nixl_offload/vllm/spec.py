@@ -5,14 +5,21 @@ Threading: built once per role, read-only afterwards.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.manager import NixlOffloadManager
+from nixl_offload.vllm.metrics import DEFINITIONS
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 
 if TYPE_CHECKING:
@@ -21,6 +28,11 @@ if TYPE_CHECKING:
 
 class NixlOffloadSpec(OffloadingSpec):
     """Ties our config to vLLM's normalised one."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Return the metrics that our scheduler's half tells; asked of the class, where no engine runs."""
+        return dict(DEFINITIONS)
 
     def __init__(
         self, config: OffloadingConfig, *, config_file: Config | None = None, vllm_config: VllmConfig | None = None
