@@ -46,6 +46,8 @@ _KIND: Final = re.compile(r"^ *kind: (Connect|Timeout|Interrupted|Request|Decode
 _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _MESSAGE: Final = re.compile(r"<Message>([^<>]{1,200})</Message>")
 _OS_MESSAGE: Final = re.compile(r'^ *message: "([^"]{1,200})",$', re.MULTILINE)
+_CREDENTIALS_URL: Final = re.compile(r"Error performing [A-Z]+ https?://(169\.254\.|\[fd00:ec2|sts\.)")
+"""obstore's own chain was asking the machine, the container or STS for credentials."""
 _NOT_PARTIAL: Final = "source: NotPartial"
 _CREDENTIALS_TTL: Final = timedelta(minutes=8)
 """botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
@@ -205,14 +207,16 @@ class ObstoreStore(Store):
         """Copy the body into ``memory``, less its first ``skip_bytes``; what comes behind stays unread."""
         filled = 0
         for chunk in result.stream(min_chunk_size=1 << 20):
+            if filled == memory.nbytes:
+                return
             view = memoryview(chunk)[skip_bytes:]
             skip_bytes = max(0, skip_bytes - len(chunk))
             view = view[: memory.nbytes - filled]
             memory[filled : filled + view.nbytes] = view
             filled += view.nbytes
-            if filled == memory.nbytes:
-                return
-        raise _BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+        # Read to its end, where it ends, as a connection is used again only then.
+        if filled < memory.nbytes:
+            raise _BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
 
     def _pages(self, doing: str, directory: str, after: str) -> Iterator[Sequence[Any]]:
         """Yield pages of what is in ``directory`` behind ``after``, each a request of its own."""
@@ -262,6 +266,9 @@ class ObstoreStore(Store):
         return error
 
     def _read(self, doing: str, text: str) -> StoreError:
+        begin = f"{self.where}: {doing}: "
+        if _CREDENTIALS_URL.search(text):
+            return StoreError(begin + NO_CREDENTIALS, cause="denied")
         status = _STATUS.search(text)
         code, message = _CODE.search(text), _MESSAGE.search(text)
         if code is not None and code[1] == "NoSuchBucket":
@@ -270,7 +277,6 @@ class ObstoreStore(Store):
             said = (code[1] if code else "", message[1] if message else "")
             return answer_error(doing, self._address, int(status[1]), *said)
         kind = _KIND.search(text)
-        begin = f"{self.where}: {doing}: "
         system = _OS_MESSAGE.search(text)
         why = f" ({system[1]})" if system else ""
         if kind is not None and kind[1] == "Timeout":
