@@ -74,7 +74,7 @@ class RetryingMover(Mover):
         mover: Mover,
         store: Store | None = None,
         *,
-        attempts: int = 2,
+        attempts: int = 3,
         pause_s: float = 0.1,
         within_s: float = 3.0,
     ) -> None:

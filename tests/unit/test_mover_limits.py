@@ -309,3 +309,38 @@ def test_a_probe_believes_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     assert "other bytes" in opened.report[0].reason
     assert not os.listdir(tmp_path)
+
+
+# What limits cannot split away
+
+
+class WholeMover(CopyMover):
+    """A copy mover that writes as objects are written, and may not tell what came short."""
+
+    def __init__(self, extent_bytes: int = MIB) -> None:
+        super().__init__(threads=1)
+        self.limits = replace(
+            self.limits,
+            whole_writes=True,
+            tells_short_reads=False,
+            max_extent_bytes=extent_bytes,
+            max_extents_per_transfer=1,
+        )
+
+
+def test_whole_writes_stay_whole(tmp_path: Path) -> None:
+    """The wrapper says what the wrapped mover said, splits reads only, and refuses a write too large for one piece."""
+    mover = LimitedMover(WholeMover(64 * KIB))
+    assert (mover.limits.whole_writes, mover.limits.tells_short_reads) == (True, False)
+    rig = Rig(mover, tmp_path / "data", MemoryKind.DRAM, 64 * KIB, direct_io=False)
+    assert rig.move(Op.WRITE, extents([0], 64 * KIB), extents([0], 64 * KIB)).state is DONE
+    assert rig.move(Op.READ, extents([0, 8 * KIB], 4 * KIB), extents([8 * KIB, 0], 4 * KIB)).state is DONE
+    for bad in (extents([0], 4 * KIB), extents([0, 32 * KIB], 32 * KIB)):
+        with pytest.raises(MoverError, match="whole"):
+            rig.submit(Op.WRITE, bad, bad)
+    rig.close()
+    large = Rig(LimitedMover(WholeMover(64 * KIB)), tmp_path / "large", MemoryKind.DRAM, MIB, direct_io=False)
+    assert large.move(Op.READ, extents([0], MIB), extents([0], MIB)).state is DONE
+    with pytest.raises(MoverError, match="at most"):
+        large.submit(Op.WRITE, extents([0], MIB), extents([0], MIB))
+    large.close()
