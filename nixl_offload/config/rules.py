@@ -130,6 +130,11 @@ def _ignored_of_s3(position: int, tier: Mapping[str, Any], said: set[str]) -> It
             ("tiers", position, "crt_min_size"),
             f"has no meaning with mover: {mover}; remove it, or say mover: obj (or auto)",
         )
+    if "crt_throughput_gbps" in said and "crt_min_size" not in said:
+        yield Problem(
+            ("tiers", position, "crt_throughput_gbps"),
+            "has no meaning without crt_min_size, which says what goes through the CRT client; say that too",
+        )
     if "ca_bundle" in said and isinstance(endpoint, str) and endpoint.lower().startswith("http:"):
         yield Problem(
             ("tiers", position, "ca_bundle"),

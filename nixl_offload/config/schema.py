@@ -158,6 +158,9 @@ class S3Tier(_Model):
     """One attempt of one request; there are up to three."""
     crt_min_size_bytes: SizeBytes | None = Field(default=None, alias="crt_min_size", ge=1)
     """Mover obj: objects from this size on go through AWS's CRT client, in parallel parts. None: never."""
+    crt_throughput_gbps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """What the CRT client aims at, in gigabits per second; it opens connections accordingly. None: its own default.
+    Only with ``crt_min_size``."""
     lookup: LookupOptions = LookupOptions()
     warm_start: bool = False
     """List the namespace at start, in the background, so that first requests need not look."""
@@ -179,6 +182,7 @@ class S3Tier(_Model):
             "connections": self.connections,
             "request_timeout": format_duration(self.request_timeout_s),
             "crt_min_size": None if self.crt_min_size_bytes is None else format_size(self.crt_min_size_bytes),
+            "crt_throughput_gbps": self.crt_throughput_gbps,
             "lookup": self.lookup.to_dict(),
             "warm_start": self.warm_start,
         }

@@ -41,7 +41,7 @@ DEFINITIONS: Final[Mapping[str, OffloadingMetricMetadata]] = {
         documentation="Requests that were computed because a shared tier did not answer within lookup.timeout."
     ),
     _BREAKER: OffloadingGaugeMetadata(
-        documentation="Whether a shared tier is in use: 0 closed (it is), 1 half-open (being tried), 2 open (left alone).",
+        documentation="Whether a shared tier is in use: 0 closed (it is), 1 half-open (on trial), 2 open (left alone).",
         labelnames=("purpose",),
     ),
     _OPENINGS: OffloadingCounterMetadata(documentation="How often a shared tier was given up for a while."),

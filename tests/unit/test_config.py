@@ -130,6 +130,7 @@ def test_defaults_of_a_bucket() -> None:
         ("connections", 16),
         ("request_timeout", "10s"),
         ("crt_min_size", None),
+        ("crt_throughput_gbps", None),
         ("lookup", LOOKUP_DEFAULTS),
         ("warm_start", False),
     ]
@@ -153,6 +154,7 @@ SHARED_TIERS = [
         "connections": 64,
         "request_timeout": "1500ms",
         "crt_min_size": "8MiB",
+        "crt_throughput_gbps": 100.0,
         "lookup": {"timeout": "2s", "present_for": "1h", "absent_for": "1s", "max_keys": 1000},
         "warm_start": True,
     },
@@ -226,6 +228,8 @@ _NO_ENDPOINT = "is not an endpoint; allowed: http(s)://host[:port]"
         ({**S3_TIER, "connections": 0}, "connections: 0 is too small; allowed: 1 or more"),
         ({**S3_TIER, "connections": 2000}, "connections: 2000 is too large; allowed: at most 1024"),
         ({**S3_TIER, "crt_min_size": 0}, "crt_min_size: 0 is too small; allowed: 1B or more"),
+        ({**S3_TIER, "crt_min_size": "1MiB", "crt_throughput_gbps": 0}, "crt_throughput_gbps: 0 is too small; "),
+        ({**S3_TIER, "crt_min_size": "1MiB", "crt_throughput_gbps": "fast"}, "crt_throughput_gbps: 'fast' is refused"),
         ({**S3_TIER, "layout": "tree"}, "layout: unknown field; allowed: kind, bucket, prefix, endpoint, "),
         ({**S3_TIER, "lookup": None}, "lookup: None is refused; allowed: a mapping"),
         ({**S3_TIER, "lookup": {"timeout": 1}}, "lookup.timeout: 1 is not a duration; allowed: a number with a unit"),
@@ -253,6 +257,7 @@ def test_refusals_of_shared_tiers(tier: dict[str, Any], expected: str) -> None:
         ({**TREE_TIER, "policy": "s3fifo"}, "policy: has no meaning with layout: tree, where nixl-offload gc deletes"),
         ({**S3_TIER, "mover": "boto3", "crt_min_size": "8MiB"}, "crt_min_size: has no meaning with mover: boto3; "),
         ({**S3_TIER, "mover": "obstore", "crt_min_size": "8MiB"}, "crt_min_size: has no meaning with mover: obstore; "),
+        ({**S3_TIER, "crt_throughput_gbps": 10}, "crt_throughput_gbps: has no meaning without crt_min_size, "),
         (
             {**S3_TIER, "endpoint": "http://minio:9000", "ca_bundle": "/etc/ca.pem"},
             "ca_bundle: has no meaning with an endpoint without TLS; remove it, or say https:// there",
