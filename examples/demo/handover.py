@@ -93,14 +93,24 @@ class Stage:
         """More than enough for everything, as the config says it."""
         return f"{2 * self.kv_bytes // GIB + 1}GiB"
 
-    def start(self, number: int, tier: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Engine:
-        """Start an engine with one tier and wait for it. Raises EngineError. ``number`` is for people."""
+    def start(
+        self,
+        number: int,
+        tier: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+        *,
+        in_process: bool = False,
+    ) -> Engine:
+        """Start an engine with one tier and wait for it. Raises EngineError. ``number`` is for people.
+
+        ``in_process``: see ``quick_environment``.
+        """
         self._progress(f"starting engine {number} (half a minute on a small machine)")
         return Engine(
             self._model,
             connector={"chunk_tokens": CHUNK_TOKENS, "tiers": [dict(tier)]},
             log=self._scratch / f"engine-{number}.log",
-            environment={**quick_environment(scratch=self._scratch), **(environment or {})},
+            environment={**quick_environment(scratch=self._scratch, in_process=in_process), **(environment or {})},
             dtype=self._dtype,
             block_size=BLOCK_TOKENS,
             max_model_len=PROMPT_TOKENS + self.tokens,

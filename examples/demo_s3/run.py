@@ -74,11 +74,11 @@ def run(shape: ModelShape, *, prompts: int, tokens: int, mover: str, progress: C
 
 
 def _over_directory(stage: Stage, directory: Path) -> Handover:
-    """The same with two new engines and a directory that both have mounted."""
+    """The same with two new engines, each of one process so that they start sooner, and a directory that both see."""
     tier: Mapping[str, Any] = {"kind": "file", "layout": "tree", "path": str(directory), "capacity": stage.capacity}
-    with stage.start(3, tier) as engine:
+    with stage.start(3, tier, in_process=True) as engine:
         first = stage.compute(engine, prompts=TREE_PROMPTS)
-        with stage.start(4, tier) as other:
+        with stage.start(4, tier, in_process=True) as other:
             tree = stage.take_over(other, first, "a shared directory")
             other.stop()
         engine.stop()
@@ -98,8 +98,8 @@ def problems(result: DemoS3Result) -> list[str]:
             f"The S3 server sent {second.bytes_from_server} bytes to the second engine, which says that it loaded"
             f" {result.bucket.loaded_bytes}."
         )
-    if second.heads > chunks:
-        found.append(f"The second engine sent {second.heads} HEADs for {chunks} chunks: more than one each.")
+    if second.heads > chunks + 1:
+        found.append(f"The second engine sent {second.heads} HEADs for {chunks} chunks and the manifest.")
     if second.puts:
         found.append(f"The second engine sent {second.puts} PUTs, and had nothing to store.")
     return found
