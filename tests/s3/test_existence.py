@@ -1,0 +1,132 @@
+"""Existence over a real bucket: HEADs counted at the server, and what a bucket that fails costs a request.
+
+The tier is the real one over the real client; requests are driven as vLLM drives them (see ``tests.unit.shared_rig``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nixl_offload.config import S3Tier, parse_config
+from nixl_offload.stores.select import Client, open_store
+from nixl_offload.types import Lookup
+from tests.unit.shared_rig import SLOT, Rig, keys_of
+
+from .proxy import Answer, FaultProxy, Hold
+from .servers import RcloneServer
+
+SHARD = r"/[0-9a-f]{2}/"
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def proxy(rclone: RcloneServer) -> Iterator[FaultProxy]:
+    with FaultProxy(rclone.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def make(rclone: RcloneServer, proxy: FaultProxy, prefix: str, s3_environment: None) -> Iterator[MakeRig]:
+    """Return a maker of tiers whose requests pass the proxy."""
+    rigs: list[Rig] = []
+
+    def build(client: Client = "obstore", request_timeout: str = "10s", **arguments: object) -> Rig:
+        fields = {**rclone.tier(prefix), "endpoint": proxy.endpoint, "request_timeout": request_timeout}
+        (tier,) = parse_config({"tiers": [fields]}).tiers
+        assert isinstance(tier, S3Tier)
+        rigs.append(Rig(open_store(tier, client), **arguments))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield build
+    proxy.release_all()
+    for rig in rigs:
+        rig.tier.close(timeout_s=10.0)
+
+
+def _put(rclone: RcloneServer, prefix: str, rig: Rig, numbers: range) -> None:
+    """Let another server have stored chunks, one shard each."""
+    for key in keys_of(len(numbers), numbers.start):
+        path = rclone.path(f"{prefix}/{rig.names(key)[0]}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(SLOT))
+    rclone.forget()
+
+
+def test_3000_of_4096_are_found_in_four_rounds_and_64_heads_counted_at_the_server(
+    make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str
+) -> None:
+    rig, keys = make(), keys_of(4096)
+    _put(rclone, prefix, rig, range(3000))
+    rig.settle()
+    proxy.forget()
+    assert rig.hits("a", keys) == 3000
+    rig.settle()
+    assert len(proxy.requests("HEAD", SHARD)) <= 64
+    assert rig.tier.counts().probes.rounds <= 4
+    assert set(proxy.counts()) <= {"HEAD"}, "and by nothing else"
+    for number in range(10):
+        assert rig.hits(f"b{number}", keys) == 3000
+    assert len(proxy.requests("HEAD", SHARD)) <= 64, "ten more requests cost nothing"
+
+
+def test_the_slow_client_finds_the_same(make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
+    rig, keys = make("boto3"), keys_of(300)
+    _put(rclone, prefix, rig, range(100))
+    assert rig.hits("a", keys) == 100
+    assert len(proxy.requests("HEAD", SHARD)) <= 48
+
+
+def test_a_silent_bucket_holds_a_request_for_its_timeout_and_the_next_one_not_at_all(
+    make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str
+) -> None:
+    rig, keys = make(timeout="300ms", request_timeout="1s"), keys_of(200)
+    _put(rclone, prefix, rig, range(200))
+    rig.settle()
+    rule = proxy.inject(Hold())
+    began_s = time.monotonic()
+    assert rig.hits("a", keys) == 0
+    assert time.monotonic() - began_s < 3.0
+    rig.wait_for(lambda: 1 if rig.tier.trouble != "none" else None)
+    assert rig.ask("b", keys) == [Lookup.MISS]
+    rule.release()
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
+    assert rig.hits("c", keys) == 200
+
+
+def test_a_bucket_that_refuses_comes_back_by_itself(
+    make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str
+) -> None:
+    rig, keys = make(timeout="2s"), keys_of(200)
+    _put(rclone, prefix, rig, range(150))
+    proxy.go_down()
+    began_s = time.monotonic()
+    assert rig.hits("a", keys) == 0
+    assert time.monotonic() - began_s < 6.0
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "unreachable" else None)
+    proxy.come_back()
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
+    assert rig.hits("b", keys) == 150
+
+
+def test_errors_now_and_then_delay_an_answer_and_change_nothing(
+    make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str
+) -> None:
+    rig, keys = make(timeout="15s"), keys_of(1000)
+    _put(rclone, prefix, rig, range(600))
+    with proxy.inject(Answer(503, "SlowDown"), operation="HEAD", probability=0.3):
+        assert rig.hits("a", keys) == 600
+
+
+def test_warm_start_lists_the_bucket(make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
+    keys = keys_of(1500)
+    _put(rclone, prefix, make(), range(1200))
+    rig = make(warm_start=True)
+    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
+    rig.settle()
+    assert len(rig.tier) == 1200
+    proxy.forget()
+    assert rig.ask("a", keys[:1200]) == [Lookup.HIT] * 1200
+    assert proxy.counts()["HEAD"] == 0
