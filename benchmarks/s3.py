@@ -320,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
         shown = {"about": about, "absent": bench.absent, "results": [asdict(result) for result in results]}
         print(json.dumps(shown, indent=1))
     else:
-        out = Console(width=None if sys.stdout.isatty() else 140)
+        out = Console(width=None if sys.stdout.isatty() else 150)
         for what, words in about.items():
             out.print(f"{what}: {words}", highlight=False)
         out.print(table(results))

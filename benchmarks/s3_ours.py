@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from benchmarks.s3_sides import POLL_S, Buffer, Keys, Move, Side
+from benchmarks.s3_sides import POLL_S, STEP_S, Buffer, Keys, Move, Side
 from examples.s3_server import RcloneServer
 from nixl_offload.config.schema import LookupOptions, S3Tier
 from nixl_offload.errors import MoverError
@@ -138,7 +138,7 @@ class Ours(Side):
             if Lookup.RETRY not in answers:
                 self._tier.forget_asker("benchmark")
                 return answers.count(Lookup.HIT), self._tier.counts().probes.heads - before
-            time.sleep(POLL_S)
+            time.sleep(STEP_S)
 
     def forget(self) -> None:
         self._close_tier()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.s3_sides import POLL_S, Buffer, Keys, Move, Side
+from benchmarks.s3_sides import POLL_S, STEP_S, Buffer, Keys, Move, Side
 from examples.s3_server import RcloneServer
 
 
@@ -124,7 +124,7 @@ class VllmTier(Side):
             if LookupResult.RETRY not in answers:
                 self._tier.on_request_finished(self._context)  # forgets the answers
                 return answers.count(LookupResult.HIT)
-            time.sleep(POLL_S)
+            time.sleep(STEP_S)
 
     def object_path(self, key: bytes) -> str:
         name: str = self._tier._file_mapper.get_file_name(key)

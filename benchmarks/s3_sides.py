@@ -17,6 +17,8 @@ from nixl_offload.types import Key
 
 POLL_S = 0.0005
 """Everybody's transfers are polled this often."""
+STEP_S = 0.005
+"""A short step of an engine: whoever answers "ask again" is asked again after it."""
 MIB = 1 << 20
 Keys = list[Key]
 Move = Literal["WRITE", "READ"]
