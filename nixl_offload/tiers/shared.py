@@ -174,7 +174,7 @@ class SharedTier:
             return Lookup.PENDING
         if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._discarding:
             return Lookup.MISS
-        if not self._loads.closed and self._load_trial != asker.request_id:
+        if not self._loads.closed and not self._tries_loading(asker, now_s):
             return Lookup.MISS
         return self._inquiries.ask(key, asker, now_s)
 
@@ -205,6 +205,8 @@ class SharedTier:
         """No more lookups will come for this request."""
         for number in self._inquiries.forget(request_id):
             self._prober.cancel(number)
+        if self._load_trial == request_id:
+            self._load_trial = None  # if it found nothing to load, the next may try at once
 
     # Storing
 
@@ -415,7 +417,8 @@ class SharedTier:
         self._reach.failed(cause, message, self._now_s)
 
     def _tries_loading(self, asker: Asker, now_s: float) -> bool:
-        if self._load_trial != asker.request_id and self._loads.allows(now_s):
+        handed_on = self._load_trial is None and self._loads.state is BreakerState.HALF_OPEN
+        if self._load_trial != asker.request_id and (handed_on or self._loads.allows(now_s)):
             self._load_trial = asker.request_id
         return self._load_trial == asker.request_id
 

@@ -408,6 +408,24 @@ def test_loads_that_fail_while_all_is_there_stop_loading_and_one_request_tries_a
     assert rig.ask("d", keys[10:20]) == [Lookup.HIT] * 10
 
 
+def test_a_server_that_knows_of_nothing_finds_out_that_loads_work_again(make: MakeRig) -> None:
+    """A trial begins with a question too; one that finds nothing to load hands the trial on when its request ends."""
+    rig, keys = make(), keys_of(50)
+    rig.put(*keys)
+    assert rig.hits("a", keys[:3]) == 3
+    for key in keys[:3]:
+        _load(rig, key, failed={key: Outcome.FAILED})
+    rig.settle()
+    assert rig.tier.trouble == "loads"
+    rig.ahead_s = 2.0
+    assert rig.hits("b", keys_of(5, 900)) == 0
+    assert rig.hits("c", keys[10:20]) == 0, "b is the trial"
+    rig.tier.forget_asker("b")
+    assert rig.hits("d", keys[10:20]) == 10
+    _load(rig, *keys[10:20])
+    assert rig.tier.trouble == "none"
+
+
 def test_loads_of_what_somebody_deleted_do_not_count_against_the_storage(make: MakeRig, store: MemoryStore) -> None:
     rig, keys = make(), keys_of(20)
     rig.put(*keys)
