@@ -309,7 +309,7 @@ class JobTable:
         unless its KV blocks are being written.
         """
         if task.job.is_store:
-            if task.in_place:
+            if task.stage is Stage.SOURCE and task.in_place:
                 task.disowned = True
             elif task.stage in {Stage.QUEUED, Stage.SOURCE}:
                 self._finish(task, Outcome.DROPPED, why)

@@ -275,6 +275,8 @@ class ChunkPaths:
         failure = _failure(flight.transfers)
         if failure is None and not flight.task.disowned:
             flight.undo = None
+            if flight.direct:
+                self._table.advance(flight.task, Stage.IO)  # all is read: what makes it visible needs no KV blocks
             yield from link.end_write(target)
             self._table.finish(flight.task, Outcome.OK)
             return

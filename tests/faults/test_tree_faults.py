@@ -365,6 +365,48 @@ def test_a_sync_that_hangs_fails_the_store_and_shows_nothing(
     assert open_files() == before
 
 
+def test_loads_do_not_wait_behind_the_syncing_of_files(make: Make, tmp_path: Path, gate: Callable[..., Gate]) -> None:
+    """However many files a busy server has to write down, another is opened, and the next is created, at once."""
+    root = tmp_path / "shared"
+    door = gate("publish")
+    rig = make("per_layer", link=tree(root), staging_slots=24)
+    assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
+    door.shut()
+    rig.engine.submit_store(1, [rig.chunk(n, SOURCE) for n in range(1, 13)])
+    until(lambda: door.held == 8)
+    assert rig.load(2, [rig.chunk(0, TARGET)]) == (OK,)
+    rig.engine.submit_store(3, [rig.chunk(13, SOURCE)])
+    until(lambda: len(drafts(root)) == 13)
+    door.open()
+    assert rig.collect(1).outcomes == (OK,) * 12
+    assert rig.collect(3).outcomes == (OK,)
+
+
+@pytest.mark.parametrize("shape", ["per_layer_pages", "direct_per_layer"])
+def test_blocks_are_free_while_a_file_is_synced(
+    make: Make, tmp_path: Path, gate: Callable[..., Gate], shape: str
+) -> None:
+    """A step waits for the reading of its blocks alone, and what is visible in the end has been stored."""
+    door, create = gate("publish"), gate("create")
+    rig = make(shape, link=tree(tmp_path / "shared"))
+    door.shut()
+    rig.engine.submit_store(0, [rig.chunk(0, SOURCE)])
+    until(lambda: door.held == 1)
+    began_s = time.monotonic()
+    rig.engine.wait([0])
+    assert time.monotonic() - began_s < 1.5
+    assert rig.engine.finished() == []
+    # One that is given up beside it does not spoil it.
+    create.shut()
+    rig.engine.submit_store(1, [rig.chunk(1, SOURCE)])
+    until(lambda: create.held == 1)
+    rig.engine.wait([0, 1])
+    door.open()
+    create.open()
+    assert rig.collect(0).outcomes == (OK,)
+    rig.collect(1)
+
+
 def test_an_engine_starts_and_closes_beside_a_hanging_filesystem(
     make: Make, tmp_path: Path, gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:

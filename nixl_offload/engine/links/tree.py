@@ -68,6 +68,8 @@ class TreeLink(Link):
         self._clock = clock
         self._files = TreeFiles(root, direct_io=direct_io)
         self._chores = ChoreThreads("nixl-offload-tree")
+        self._syncs = ChoreThreads("nixl-offload-tree-sync")
+        """For what takes long: nothing that is opened or created waits behind the syncing of files."""
         self._health = Health(f"File tier {root}")
         self._trial_until_s = 0.0
         self._breaker = Breaker(f"Loads from file tier {root}", threshold=LOAD_FAILURES, trial_limit_s=TRIAL_LIMIT_S)
@@ -79,7 +81,7 @@ class TreeLink(Link):
     @property
     def trouble(self) -> str:
         """See Link."""
-        if self._chores.pending >= MAX_PENDING:
+        if self._pending >= MAX_PENDING:
             return "io"
         return self._health.cause or self._breaker.cause or "none"
 
@@ -97,7 +99,7 @@ class TreeLink(Link):
         """See Link. In trouble one store at a time is let through, when a trial is due."""
         self._reap()
         now_s = self._clock()
-        if self._verdicts or self._chores.pending >= MAX_PENDING:
+        if self._verdicts or self._pending >= MAX_PENDING:
             return False
         if self._health.cause is None:
             return True
@@ -109,7 +111,7 @@ class TreeLink(Link):
     def may_load(self) -> bool:
         """See Link."""
         self._reap()
-        return self._chores.pending < MAX_PENDING and self._breaker.allows(self._clock())
+        return self._pending < MAX_PENDING and self._breaker.allows(self._clock())
 
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
         """See Link."""
@@ -131,7 +133,7 @@ class TreeLink(Link):
     def end_write(self, target: Target) -> Generator[None, None, None]:
         """See Link."""
         assert isinstance(target, _WriteTarget)
-        chore = self._chores.start(partial(self._files.publish, target.draft))
+        chore = self._syncs.start(partial(self._files.publish, target.draft))
         try:
             yield from self._answer(chore, END_LIMIT_S)
         except TierError as error:
@@ -148,8 +150,8 @@ class TreeLink(Link):
         """See Link. The cause is told when the filesystem has said it; until then nothing is stored."""
         assert isinstance(target, _WriteTarget)
         draft = target.draft
-        self._chores.start(partial(self._files.discard, draft))
-        self._close_file(target.file, None)
+        # Of two descriptors the first to be closed is the one that may wait for what was written to reach a server.
+        self._close_file(target.file, self._chores.start(partial(self._files.discard, draft)))
         if error is not None:
             self._verdicts.append((self._chores.start(partial(self._files.why, draft.length_bytes)), error))
 
@@ -191,7 +193,12 @@ class TreeLink(Link):
     def close(self) -> None:
         """See Link. A thread that hangs is left behind."""
         self._chores.close()
+        self._syncs.close()
         self._reap()
+
+    @property
+    def _pending(self) -> int:
+        return self._chores.pending + self._syncs.pending
 
     def _answer(self, chore: Chore[T], limit_s: float) -> Generator[None, None, T]:
         """Wait for a call; one that does not return is given up. Raises TierError."""
