@@ -19,6 +19,7 @@ NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
 """Stands for a chunk that is gone; a rank answers it with FAILED and the request recomputes."""
 
 NOBODY = Asker("")
+_HIT = Lookup.HIT
 
 
 class Tier(Protocol):
@@ -142,15 +143,16 @@ class Catalog:
 
         RETRY where a tier has to go and look: it begins at the next ``flush``, and answers within its own deadline.
         """
-        answers = [Lookup.MISS]
+        pending = retry = False
         for tier in self._tiers:
             answer = tier.lookup(key, asker, now_s)
-            if answer is Lookup.HIT:
+            if answer is _HIT:
                 return answer
-            answers.append(answer)
-        if Lookup.PENDING in answers and now_s - self._writing_since.get(key, now_s) <= self._pending_limit_s:
+            pending = pending or answer is Lookup.PENDING
+            retry = retry or answer is Lookup.RETRY
+        if pending and now_s - self._writing_since.get(key, now_s) <= self._pending_limit_s:
             return Lookup.PENDING
-        return Lookup.RETRY if Lookup.RETRY in answers else Lookup.MISS
+        return Lookup.RETRY if retry else Lookup.MISS
 
     def flush(self, now_s: float) -> None:
         """The scheduler's step is over: tiers begin what lookups have asked for."""

@@ -16,6 +16,7 @@ from nixl_offload.index import Index, State
 from nixl_offload.types import Key, Location
 
 MAX_ABSENT = 100_000
+_READY = State.READY
 _ROW_BYTES = 1
 """All rows are of one size class, so that one queue says what to forget first."""
 
@@ -59,8 +60,17 @@ class Presence:
 
     def fresh(self, key: Key, now_s: float) -> bool:
         """Whether the belief that a READY ``key`` is there still holds."""
-        row = self._index.location(key).offset
-        return now_s - self._seen_s[row] <= self._present_for_s and now_s < self._expires_s[row]
+        return self.look(key, now_s)[1]
+
+    def look(self, key: Key, now_s: float) -> tuple[State | None, bool]:
+        """Return ``state`` and, of a READY key, ``fresh``."""
+        found = self._index.find(key)
+        if found is None:
+            return None, False
+        state, row = found
+        if state is not _READY:
+            return state, False
+        return state, now_s - self._seen_s[row] <= self._present_for_s and now_s < self._expires_s[row]
 
     def seen_since(self, key: Key, then_s: float) -> bool:
         """Whether ``key`` is here and was seen or stored at ``then_s`` or later, or is being stored."""

@@ -167,8 +167,8 @@ class SharedTier:
             self._take_in()  # a step may be long, and an answer that is there must not come too late
         if not self._reach.closed:
             return Lookup.MISS
-        state = self._presence.state(key)
-        if state is State.READY and self._presence.fresh(key, now_s):
+        state, fresh = self._presence.look(key, now_s)
+        if fresh:
             return Lookup.HIT if self._loads.closed or self._tries_loading(asker, now_s) else Lookup.MISS
         if state is State.WRITING:
             return Lookup.PENDING

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_HIT, _VLLM_HIT = Lookup.HIT, LookupResult.HIT
 _ANSWERS = {
     Lookup.MISS: LookupResult.MISS,
-    Lookup.HIT: LookupResult.HIT,
     Lookup.PENDING: LookupResult.HIT_PENDING,
     Lookup.RETRY: LookupResult.RETRY,
 }
@@ -104,8 +104,10 @@ class NixlOffloadManager(OffloadingManager):
         """Say whether one chunk can be loaded."""
         if self._catalog is None:
             return LookupResult.MISS
+        # Asked thousands of times a step, mostly about hits.
         asker = Asker(req_context.req_id, req_context.get_offload_key_position(key))
-        return _ANSWERS[self._catalog.lookup(Key(key), time.monotonic(), asker)]
+        answer = self._catalog.lookup(Key(key), time.monotonic(), asker)
+        return _VLLM_HIT if answer is _HIT else _ANSWERS[answer]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is scheduled: tiers go and look for what its lookups did not find in memory."""
