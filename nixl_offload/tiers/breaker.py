@@ -6,6 +6,7 @@ Threading: no lock, no clock, no I/O; one owner, who passes the time in (monoton
 from __future__ import annotations
 
 import logging
+import math
 from enum import Enum
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self.cause = ""
         """Why it is open, in a word; empty while closed."""
+        self.closed_s = -math.inf
+        """Since when it is closed, while it is: what was asked earlier says nothing of how things are now."""
         self.openings = 0
         """How often it has opened; for metrics."""
 
@@ -75,6 +78,7 @@ class Breaker:
             return
         logger.info("%s: in use again after %.0f s (was: %s)", self._name, now_s - self._opened_s, self.cause)
         self.state, self.cause, self._pause_s = BreakerState.CLOSED, "", self._first_pause_s
+        self.closed_s = now_s
 
     def failed(self, cause: str, message: str, now_s: float) -> None:
         """Take note of a failure: opens after ``threshold`` in a row, and again, for twice as long, after a trial's."""

@@ -54,6 +54,15 @@ class Sight(NamedTuple):
     message: str = ""
 
 
+class Overdue(NamedTuple):
+    """A question that is out for too long."""
+
+    key: Key
+    asked_s: float
+    is_new: bool
+    """Not told before."""
+
+
 class SearchEnd(NamedTuple):
     """A search is over."""
 
@@ -119,7 +128,7 @@ class _Probe:
     waiters: list[tuple[_Search, int]] = field(default_factory=list)
     asked_s: float = 0.0
     told: bool = False
-    """Already counted as overdue."""
+    """Already returned as overdue."""
 
 
 class _Trial(NamedTuple):
@@ -144,7 +153,7 @@ class Prober:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Start ``threads`` threads, of which at most ``chore_threads`` do chores at a time.
+        """Start ``threads`` threads, of which at most ``chore_threads`` do chores at a time, and one for trials.
 
         ``name_of`` and ``size_of`` tell the object that stands for a key and how large it must be; they are called from
         any thread. ``wall`` is this machine's idea of the store's clock: minutes of difference do no harm.
@@ -155,6 +164,8 @@ class Prober:
         self._name_of = name_of
         self._size_of = size_of
         self._ttl_s = ttl_s
+        self._busy_threads = threads
+        """For questions and chores. One more is left for a trial: questions that hang must not keep it waiting."""
         self._chore_threads = chore_threads
         self._clock = clock
         self._wall = wall
@@ -174,7 +185,7 @@ class Prober:
         self._closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"nixl-offload-probe-{number}", daemon=True)
-            for number in range(threads)
+            for number in range(threads + 1)
         ]
         for thread in self._threads:
             thread.start()
@@ -229,13 +240,14 @@ class Prober:
         events = self._events
         return [events.popleft() for _ in range(min(limit, len(events)))]
 
-    def overdue(self, now_s: float, limit_s: float) -> int:
-        """Count questions that have been out for longer than ``limit_s``, each of them once."""
+    def overdue(self, now_s: float, limit_s: float) -> list[Overdue]:
+        """Return the questions that have been out for longer than ``limit_s``. No error will be told of them later."""
         with self._changed:
-            late = [probe for probe in self._running if not probe.told and now_s - probe.asked_s > limit_s]
+            late = [probe for probe in self._running if now_s - probe.asked_s > limit_s]
+            told = [Overdue(probe.key, probe.asked_s, not probe.told) for probe in late]
             for probe in late:
                 probe.told = True
-            return len(late)
+            return told
 
     @property
     def idle(self) -> bool:
@@ -284,14 +296,15 @@ class Prober:
             if self._trial is not None:
                 trial, self._trial, self._trial_out = self._trial, None, True
                 return trial
-            while self._queue:
+            busy = len(self._running) + self._chores_running
+            while self._queue and busy < self._busy_threads:
                 probe = self._queue.popleft()
                 if probe.plain or any(search.number in self._searches for search, _ in probe.waiters):
                     probe.asked_s = self._clock()
                     self._running.add(probe)
                     return probe
                 del self._probes[probe.key]
-            if self._chores and self._chores_running < self._chore_threads:
+            if self._chores and self._chores_running < self._chore_threads and busy < self._busy_threads:
                 self._chores_running += 1
                 return self._chores.popleft()
             self._changed.wait()
@@ -303,7 +316,8 @@ class Prober:
         self._counts.heads += 1
         self._counts.seconds += seconds
         self._counts.errors += sight.found is Found.ERROR
-        self._events.append(sight)
+        if not (probe.told and sight.found is Found.ERROR):
+            self._events.append(sight)
         touched: dict[int, _Search] = {}
         for search, position in probe.waiters:
             if self._searches.get(search.number) is search:

@@ -123,6 +123,8 @@ class SharedTier:
         """The request that tries whether loads work again."""
         self._discarding: set[Key] = set()
         """Being deleted: stored anew only afterwards, else the deletion might hit the new one."""
+        self._unanswered: set[Key] = set()
+        """Asked about, and no answer for longer than a request may wait: nobody else waits for it."""
         self._due: list[Key] = []
         """To be looked at, and refreshed where they are old."""
         self._manifest_s: float | None = self._now_s
@@ -174,6 +176,8 @@ class SharedTier:
             return Lookup.PENDING
         if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._discarding:
             return Lookup.MISS
+        if key in self._unanswered:
+            return Lookup.MISS
         if not self._loads.closed and not self._tries_loading(asker, now_s):
             return Lookup.MISS
         return self._inquiries.ask(key, asker, now_s)
@@ -185,9 +189,11 @@ class SharedTier:
         self._taken_in = False
         if self._listing is not None:
             self._take_listed(self._listing)
-        if self._reach.closed:
-            for _ in range(self._prober.overdue(now_s, self._options.timeout_s)):
-                self._unreachable("timeout", f"no answer within {self._options.timeout_s:g} s")
+        overdue = self._prober.overdue(now_s, self._options.timeout_s)
+        self._unanswered = {question.key for question in overdue}
+        for question in overdue:
+            if question.is_new:
+                self._unanswered_since(question.asked_s, "timeout", f"no answer within {self._options.timeout_s:g} s")
         if not self._reach.closed:
             self._inquiries.drop_all()
             self._prober.cancel_all()
@@ -335,8 +341,7 @@ class SharedTier:
 
     def _on_sight(self, sight: Sight) -> None:
         if sight.found is Found.ERROR:
-            if self._reach.closed:
-                self._unreachable(sight.cause, sight.message)
+            self._unanswered_since(sight.asked_s, sight.cause, sight.message)
             return
         if self._reach.closed:
             self._reach.succeeded(self._now_s)
@@ -412,6 +417,11 @@ class SharedTier:
         self._load_trial = None
 
     # Inside
+
+    def _unanswered_since(self, asked_s: float, cause: str, message: str) -> None:
+        """A question was not answered. One from before the storage was last found well again says nothing."""
+        if self._reach.closed and asked_s >= self._reach.closed_s:
+            self._unreachable(cause, message)
 
     def _unreachable(self, cause: str, message: str) -> None:
         self._reach.failed(cause, message, self._now_s)

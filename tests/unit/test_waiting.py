@@ -1,11 +1,13 @@
-"""What requests that wait for a shared tier cost the scheduler's step: counted in lookups, not in time."""
+"""What waiting for a shared tier costs the scheduler's step, counted in lookups; and what questions that hang cost."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from nixl_offload.errors import StoreError
 from nixl_offload.types import Asker, Lookup
 from tests.unit.shared_rig import Gate, MemoryStore, Rig, keys_of
 
@@ -64,3 +66,63 @@ def test_a_window_is_scanned_to_its_end(rig: Rig, store: MemoryStore) -> None:
         rig.flush()
     gate.open()
     assert rig.scan("a", keys, 4) == 50
+
+
+class Stall:
+    """As ``before``: what is asked while it lasts hangs until ``drop`` and fails; later questions do not."""
+
+    def __init__(self) -> None:
+        self.lasts = True
+        self._dropped = threading.Event()
+
+    def __call__(self, operation: str, name: str) -> None:
+        if self.lasts and operation == "head":
+            self._dropped.wait(60.0)
+            raise StoreError(f"{operation} {name}: no answer", cause="timeout")
+
+    def drop(self) -> None:
+        self._dropped.set()
+
+
+@pytest.fixture
+def stalled(rig: Rig, store: MemoryStore) -> Iterator[Stall]:
+    """The store hangs until the tier is given up; then it is well again, but the old questions hang on."""
+    keys = keys_of(4096)
+    rig.put(*keys)
+    rig.settle()
+    stall = store.before = Stall()
+    rig.ask("a", keys)
+    rig.flush()
+    rig.wait_for(lambda: 1 if len(store.names("head")) == 16 else None)
+    rig.ahead_s += 21.0
+    rig.flush()
+    assert rig.tier.trouble == "timeout"
+    stall.lasts = False
+    yield stall
+    stall.drop()
+
+
+def test_a_store_that_is_well_again_is_used_at_once_whatever_still_hangs(rig: Rig, stalled: Stall) -> None:
+    rig.ahead_s += 2.0
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
+    assert rig.tier.counts().openings == 1
+
+
+def test_old_questions_that_fail_in_the_end_do_not_close_it_again(rig: Rig, stalled: Stall) -> None:
+    rig.ahead_s += 2.0
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
+    stalled.drop()
+    rig.settle()
+    assert rig.tier.trouble == "none"
+    assert rig.tier.counts().openings == 1
+    assert rig.hits("b", keys_of(4096)) == 4096
+
+
+def test_nobody_waits_for_an_answer_that_is_overdue_already(rig: Rig, stalled: Stall) -> None:
+    rig.ahead_s += 2.0
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
+    assert rig.ask("b", keys_of(4096)) == [Lookup.MISS]
+    assert not rig.tier.counts().late
+    stalled.drop()
+    rig.settle()
+    assert rig.hits("c", keys_of(4096)) == 4096
