@@ -290,11 +290,12 @@ class ChunkPaths:
     def _finish_read(self, flight: Flight, link: Link, target: Target) -> bool:
         """Tell the link how its part ended; False, and the chunk is FAILED, when it did not end well."""
         failure = _failure(flight.transfers)
-        if failure is None:
+        if failure is None or failure.missing:
             flight.undo = None
             link.end_read(target)
+        if failure is None:
             return True
-        flight.abandon(None if failure.missing else failure.error or "read failed")
+        flight.abandon(failure.error or "read failed")
         self._log.warning("read", "A chunk could not be read and will be recomputed: %s", failure.error)
         self._table.finish(flight.task, Outcome.FAILED, failure.error)
         return False

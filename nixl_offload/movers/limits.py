@@ -270,7 +270,6 @@ class LimitedMover(Mover):
             owner.error = owner.error or inner.error
             owner.quarantine |= inner.quarantine
             owner.missing |= inner.missing
-            owner.missing |= inner.missing
             self._drop_waiting(owner)
         # Its owner may not be the transfer that is polled now; it becomes final when its own turn comes.
 

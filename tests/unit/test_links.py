@@ -332,6 +332,19 @@ def test_objects_that_are_gone_do_not_put_the_bucket_out_of_use(make: Make, tmp_
     assert rig.store(100, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
 
 
+def test_that_an_object_is_gone_is_an_answer(make: Make, tmp_path: Path) -> None:
+    """A bucket that comes back empty is in use again with the first load that hears so."""
+    clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
+    rig = make("per_layer", mover, link=objects(), clock=clock)
+    mover.script = [Fault(number, FaultKind.FAIL) for number in range(object_links.FAILURES)]
+    assert rig.load(0, [rig.chunk(0, [5, 6, 7, 8])] * object_links.FAILURES) == (FAILED,) * object_links.FAILURES
+    assert rig.link.trouble == "io"
+    clock.ahead_s += 1.5
+    assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (FAILED,)
+    assert rig.link.trouble == "none"
+    assert rig.store(2, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+
+
 # -- late bytes -----------------------------------------------------------------------------------------------------
 
 

@@ -74,7 +74,9 @@ class Link(ABC):
 
     @abstractmethod
     def end_read(self, target: Target) -> None:
-        """All wanted bytes have arrived (whether they verify is another matter)."""
+        """Storage has answered: all wanted bytes have arrived (whether they verify is another matter), or the shard is
+        gone.
+        """
 
     @abstractmethod
     def fail_read(self, target: Target, error: str | None) -> None:
