@@ -31,6 +31,7 @@ StoreClient = Literal["obstore", "boto3"]
 OpenClient = Callable[[StoreClient], Store]
 
 _CLIENTS: Final[tuple[StoreClient, ...]] = ("obstore", "boto3")
+_PASSING: Final = NOT_ANSWERING | {"full"}
 _HELP: Final = (
     "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel, "
     "obstore and boto3 come with nixl-offload[s3]"
@@ -53,9 +54,10 @@ def candidates_unproved(choice: str) -> list[str]:
 def open_object_mover(tier: S3Tier, memory_kind: MemoryKind, open_client: OpenClient) -> OpenedMover:
     """Open the best mover of ``tier.mover`` that can really move bytes between this memory and the bucket.
 
-    A server that does not answer is no reason to fail: then the first mover that can be made is returned, which works
-    as soon as the server does. Says at INFO what was chosen and what was passed over, and why. Takes a few times
-    ``tier.request_timeout_s`` at most, however the server behaves.
+    A server that does not answer, is overloaded or full is no reason to fail: then the first mover that can be made is
+    returned, which works as soon as the server does. Says at INFO what was chosen and what was passed over, and why.
+    Takes a few times ``tier.request_timeout_s`` where the server does not answer at all; sixteen times at the worst,
+    where it answers a HEAD and nothing else.
     Raises MoverUnavailableError when nothing of ``tier.mover`` can run, or the server answers but refuses, with the
     reasons and what would help.
     """
@@ -70,7 +72,11 @@ def open_object_mover(tier: S3Tier, memory_kind: MemoryKind, open_client: OpenCl
                 if opened is not None:
                     logger.info("objects in %s are moved by %s (%s)%s", where, name, report[-1].reason, _passed(report))
                     return OpenedMover(opened, tuple(report))
-            silence = _silence(control)  # it may have fallen silent meanwhile
+            trouble = _trouble(control)
+            if trouble is not None and trouble.cause in _PASSING:
+                silence = str(trouble)
+            elif trouble is not None and control is not None and control.name not in candidates(tier.mover):
+                report.append(Probe(control.name, False, str(trouble)))
     if silence is not None:
         report = []
         for name in candidates_unproved(tier.mover):
@@ -187,6 +193,26 @@ def _silence(control: Store | None) -> str | None:
         control.head("probe")
     except StoreError as error:
         return str(error) if error.cause in NOT_ANSWERING else None
+    return None
+
+
+def _trouble(control: Store | None) -> StoreError | None:
+    """What stands against putting an object and getting it back, where no mover could: they cannot all tell the cause.
+
+    A HEAD may be answered by a server that takes no PUT for the moment.
+    """
+    if control is None:
+        return None
+    name, content = f"probe-{secrets.token_hex(8)}", memoryview(bytearray(PAGE_BYTES))
+    try:
+        control.write(name, content)
+        try:
+            control.read_into(name, 0, content)
+        finally:
+            with contextlib.suppress(StoreError):
+                control.delete([name])
+    except StoreError as error:
+        return error
     return None
 
 

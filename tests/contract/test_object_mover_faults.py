@@ -366,6 +366,17 @@ def test_server_hangs_at_start(rigs: Rigs, proxy: FaultProxy) -> None:
     assert works(rig)
 
 
+@pytest.mark.parametrize(
+    ("operation", "fault"),
+    [("PUT", Answer(503, "SlowDown")), ("GET", Answer(500, "InternalError")), ("PUT", Answer(507, "QuotaExceeded"))],
+)
+def test_server_is_overloaded_or_full_at_start(rigs: Rigs, proxy: FaultProxy, operation: str, fault: Answer) -> None:
+    """One that answers a HEAD and for the moment nothing else does not cost the tier until a restart."""
+    with proxy.inject(fault, operation=operation):
+        opened = rigs.select(request_timeout="2s")
+    assert works(rigs.over(opened.mover))
+
+
 def test_server_that_refuses_everyone(rigs: Rigs, proxy: FaultProxy) -> None:
     """Who answers with a refusal has answered: the error names every candidate, why, and what to look at."""
     with (
@@ -373,6 +384,14 @@ def test_server_that_refuses_everyone(rigs: Rigs, proxy: FaultProxy) -> None:
         pytest.raises(MoverUnavailableError, match=r"obj: .*; obstore: .*403.*; boto3: .*403.*credentials"),
     ):
         rigs.select()
+
+
+def test_a_refusal_is_told_in_words_where_nixl_has_none(rigs: Rigs, proxy: FaultProxy) -> None:
+    with (
+        proxy.inject(Answer(403, "AccessDenied"), operation="PUT"),
+        pytest.raises(MoverUnavailableError, match=r"obj: .*; obstore: .*403 \(AccessDenied"),
+    ):
+        rigs.select(mover="obj")
 
 
 # Scripted faults
