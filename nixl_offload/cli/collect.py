@@ -16,7 +16,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.namespace import manifest_fits
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers.naming import manifest_name, parse_manifest_name
+from nixl_offload.tiers.naming import manifest_name, parse_manifest_name, parse_shard_name
 from nixl_offload.tiers.sweep import NOTHING, Ages, Chunk, Plan, Sweep, Tally, chunks_of, manifest_goes
 
 STALE_DRAFT_S: Final = 3600.0
@@ -145,9 +145,13 @@ def remove_stale_drafts(store: Store, outcome: Outcome) -> None:
     """Remove what writers that died left in a tree; a bucket has its lifecycle rule for that."""
     if isinstance(store, TreeStore):
         try:
-            outcome.drafts = store.remove_stale_drafts(STALE_DRAFT_S)
+            outcome.drafts = store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
         except StoreError as exc:
             outcome.fail(exc)
+
+
+def _is_ours(name: str) -> bool:
+    return parse_shard_name(name) is not None or parse_manifest_name(name) is not None
 
 
 class _Batches:

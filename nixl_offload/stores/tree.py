@@ -11,10 +11,11 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NoReturn
 
 from nixl_offload.errors import StoreError
@@ -39,6 +40,8 @@ _CAUSES: Final = {
     errno.ETIMEDOUT: "timeout",
 }
 _DRAFT_SUFFIX: Final = ".tmp"
+_DRAFT: Final = re.compile(r"\.(.+)\.[0-9]+-[0-9a-f]+\.[0-9]+\.tmp")
+"""The name that the file is to get, the writer's mark, a number."""
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _MAKE_DIRECTORY_ATTEMPTS: Final = 8
@@ -151,10 +154,11 @@ class TreeStore(Store):
             return False
         return True
 
-    def remove_stale_drafts(self, older_than_s: float) -> int:
+    def remove_stale_drafts(self, older_than_s: float, is_ours: Callable[[str], bool] = lambda name: True) -> int:
         """Remove what writers that died left behind, return how many. Take hours: a slow writer's draft is a draft too.
 
-        Ages are by this machine's clock against the filesystem's. Raises StoreError after all were tried.
+        ``is_ours`` is asked of the name that a draft was to get: other programs make files that look like drafts. Ages
+        are by this machine's clock against the filesystem's. Raises StoreError after all were tried.
         """
         self._check_open()
         self._check_root("remove stale drafts")
@@ -162,9 +166,10 @@ class TreeStore(Store):
         for directory, directories, files in os.walk(self._root, followlinks=False):
             directories.sort()
             for file in files:
-                if not (file.startswith(".") and file.endswith(_DRAFT_SUFFIX)):
-                    continue
                 path = os.path.join(directory, file)
+                draft = _DRAFT.fullmatch(file)
+                if draft is None or not is_ours(os.path.relpath(os.path.join(directory, draft[1]), self._root)):
+                    continue
                 try:
                     if os.stat(path, follow_symlinks=False).st_mtime < newest_s:
                         os.unlink(path)

@@ -240,6 +240,18 @@ def test_drafts_of_writers_that_died_go_after_an_hour(tree: Tree, capsys: pytest
     assert "Deleted: 1 draft older than 1h, of writers that died." in capsys.readouterr().out
 
 
+def test_files_of_others_that_look_like_drafts_stay(tree: Tree) -> None:
+    """Somebody made the tree of a directory that other programs use as well."""
+    theirs = {".theirs.tmp", "home/.document.tmp", "home/.document.17-abcd.0.tmp", f"{BLUE.name}/.x.1-abcd.0.tmp"}
+    ours = f"{BLUE.name}/.manifest.json.1-abcd.0.tmp"
+    for name in (*theirs, ours):
+        (tree.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree.root / name).write_bytes(b"theirs")
+        tree.age(name, 2 * HOUR_S)
+    assert tree.gc("--delete") == 0
+    assert tree.files() == theirs
+
+
 def test_beside_servers_that_write_read_and_refresh(tree: Tree) -> None:
     """What a server has just stored or refreshed is there after every run, however often gc runs beside it."""
     stop = threading.Event()
