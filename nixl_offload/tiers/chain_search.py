@@ -45,6 +45,11 @@ class ChainSearch:
         return self._low
 
     @property
+    def known(self) -> int:
+        """As ``boundary``, for whoever cannot wait until it is ``done``: up to the first question that is still out."""
+        return min([self._low, *self._outstanding])
+
+    @property
     def probes(self) -> int:
         """How many links were asked about."""
         return len(self._asked)
@@ -120,6 +125,11 @@ class AskAll:
         self.boundary = length
         """The first that was not."""
         self._outstanding = set(range(length))
+
+    @property
+    def known(self) -> int:
+        """As ``boundary``, up to the first question that is still out."""
+        return min([self.boundary, *self._outstanding])
 
     @property
     def done(self) -> bool:

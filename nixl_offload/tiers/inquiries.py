@@ -163,9 +163,9 @@ class Inquiries:
         """No more questions from this request. Returns the flights that nobody waits for any more."""
         record = self._records.pop(request_id, None)
         self._noting.pop(request_id, None)
-        return self._leave([record]) if record is not None else []
+        return [flight.number for flight in self._leave([record])] if record is not None else []
 
-    def give_up(self, now_s: float) -> list[int]:
+    def give_up(self, now_s: float) -> list[Flight]:
         """Return the flights for which nobody waits any more because all have waited long enough."""
         late = [
             record
@@ -231,14 +231,14 @@ class Inquiries:
                 if self._covered.get(key) is flight:
                     del self._covered[key]
 
-    def _leave(self, records: list[_Record]) -> list[int]:
+    def _leave(self, records: list[_Record]) -> list[Flight]:
         abandoned = []
         for record in records:
             for flight in record.flights.values():
                 flight.askers = [asker for asker in flight.askers if asker[0] is not record]
                 if not flight.askers and self._flights.pop(flight.number, None) is not None:
                     self._land(flight)
-                    abandoned.append(flight.number)
+                    abandoned.append(flight)
             record.flights = {}
         return abandoned
 

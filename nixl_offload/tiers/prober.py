@@ -204,10 +204,14 @@ class Prober:
             for key in keys:
                 self._want(key).plain = True
 
-    def cancel(self, number: int) -> None:
-        """Give a search up: no ``SearchEnd`` any more. Questions that are out still end in a ``Sight``."""
+    def cancel(self, number: int) -> int:
+        """Give a search up: no ``SearchEnd`` any more. Questions that are out still end in a ``Sight``.
+
+        Returns how many leading keys it has found to be there so far.
+        """
         with self._changed:
-            self._searches.pop(number, None)
+            search = self._searches.pop(number, None)
+            return search.plan.known if search is not None else 0
 
     def cancel_all(self) -> None:
         """Give up every search and every question that is not out yet."""

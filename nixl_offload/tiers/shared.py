@@ -19,7 +19,7 @@ from nixl_offload.namespace import Namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.breaker import Breaker, BreakerState
 from nixl_offload.tiers.chores import Discard, Recheck, Refresh, WriteManifest
-from nixl_offload.tiers.inquiries import Flight, Inquiries, Kind
+from nixl_offload.tiers.inquiries import Inquiries, Kind
 from nixl_offload.tiers.listing import Listing
 from nixl_offload.tiers.naming import manifest_name, shard_name, witness_rank
 from nixl_offload.tiers.presence import Presence
@@ -201,8 +201,6 @@ class SharedTier:
             if self._reach.allows(now_s):
                 self._prober.trial(self._manifest.name)
             return
-        for number in self._inquiries.give_up(now_s):
-            self._prober.cancel(number)
         for flight in self._inquiries.depart(now_s):
             self._prober.search(flight.number, flight.keys, flight.plan)
         self._begin_chores(now_s)
@@ -338,6 +336,10 @@ class SharedTier:
                 self._on_trial_end(event)
             else:
                 self._on_chore_end(event)
+        for flight in self._inquiries.give_up(self._now_s):
+            found = self._prober.cancel(flight.number)
+            if flight.kind is Kind.CHAIN:
+                self._take_chain(flight.keys[:found], found)  # better than nothing, for those that can wait no longer
 
     def _on_sight(self, sight: Sight) -> None:
         if sight.found is Found.ERROR:
@@ -359,11 +361,11 @@ class SharedTier:
         flight = self._inquiries.arrive(end.number, end.boundary, end.found)
         if flight is None or flight.kind is not Kind.CHAIN:
             return
-        self._take_chain(flight, end.boundary)
+        self._take_chain(flight.keys, end.boundary)
 
-    def _take_chain(self, flight: Flight, boundary: int) -> None:
+    def _take_chain(self, keys: Sequence[Key], boundary: int) -> None:
         """Believe in what lies before the boundary, and no longer in what lies behind it and was not seen lately."""
-        presence, now_s, keys = self._presence, self._now_s, flight.keys
+        presence, now_s = self._presence, self._now_s
         # From the end: what is believed last is forgotten last, and a prefix's beginning is worth most.
         for position in range(boundary - 1, -1, -1):
             key = keys[position]

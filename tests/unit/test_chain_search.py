@@ -96,3 +96,15 @@ def test_holes_in_any_order_of_answers(there: list[bool], fan_out: int, infer: b
 def test_refuses_what_makes_no_sense() -> None:
     with pytest.raises(ValueError, match="fan_out"):
         ChainSearch(4, 1)
+
+
+def test_what_is_known_ends_at_the_first_question_that_is_out() -> None:
+    search = ChainSearch(4096)
+    first, second, third, *_ = search.next_round()
+    assert search.known == 0
+    search.answer(third, True)
+    assert search.known == first == 0
+    search.answer(first, True)
+    assert search.known == second
+    search.answer(second, True)
+    assert search.known == third + 1

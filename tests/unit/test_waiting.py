@@ -68,6 +68,29 @@ def test_a_window_is_scanned_to_its_end(rig: Rig, store: MemoryStore) -> None:
     assert rig.scan("a", keys, 4) == 50
 
 
+def test_who_can_wait_no_longer_gets_what_is_known_so_far(rig: Rig, store: MemoryStore) -> None:
+    """A bucket that is too slow for all the rounds of a search: one round tells most of a chain."""
+    keys = keys_of(4096)
+    rig.put(*keys[:3000])
+    rounds = iter(range(10**6))
+    gate = Gate()
+
+    def slow(operation: str, name: str) -> None:
+        if operation == "head" and next(rounds) >= 16:
+            gate(operation, name)
+
+    rig.settle()
+    store.before = slow
+    rig.ask("a", keys)
+    rig.flush()
+    rig.wait_for(lambda: 1 if rig.tier._prober.counts().heads >= 1 + 15 else None)
+    rig.ahead_s += 21.0
+    answers = rig.ask("a", keys)
+    assert answers == [*[Lookup.HIT] * (len(answers) - 1), Lookup.MISS]
+    assert 2700 < len(answers) <= 3000
+    gate.open()
+
+
 class Stall:
     """As ``before``: what is asked while it lasts hangs until ``drop`` and fails; later questions do not."""
 
