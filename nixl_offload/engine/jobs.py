@@ -224,6 +224,18 @@ class JobTable:
                 return task
             return None
 
+    def refuse(self, lane: Lane, why_not: Callable[[Task], str | None]) -> None:
+        """Fail the first queued tasks of ``lane`` as long as ``why_not`` has words for it (as ``take``'s ``fits``)."""
+        with self._lock:
+            queue = self._lanes[lane]
+            while queue:
+                if queue[0].stage is Stage.QUEUED:
+                    why = why_not(queue[0])
+                    if why is None:
+                        return
+                    self._finish(queue[0], Outcome.FAILED, why)
+                queue.popleft()
+
     def empty(self) -> bool:
         """True if no job is live."""
         with self._lock:

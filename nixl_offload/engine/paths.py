@@ -1,8 +1,8 @@
 """The four ways of a chunk: packed or direct, store or load. Each is a generator that yields while it waits.
 
-Threading: the pump's thread; ``has_room`` also under the job table's lock. Ownership: slots belong to the flight; the
-pump gives them back when the generator has ended and every transfer is final. Links and their movers belong to the
-paths, which close them.
+Threading: the pump's thread; ``has_room`` and ``why_not`` also under the job table's lock. Ownership: slots belong to
+the flight; the pump gives them back when the generator has ended and every transfer is final. Links and their movers
+belong to the paths, which close them.
 """
 
 from __future__ import annotations
@@ -83,6 +83,13 @@ class ChunkPaths:
             return pool.usable == 0
         reserve = max(1, int(pool.usable * LOAD_RESERVE))
         return not task.job.is_store or stores_in_flight < max(1, pool.usable - reserve)
+
+    def why_not(self, task: Task) -> str | None:
+        """See pump.Paths. What takes up the room is not answered by a tier that is in doubt: then nobody knows when."""
+        way = self._way(task.io)
+        if way is None or not way[0].link.in_doubt:
+            return None
+        return f"storage is out of use: {way[0].link.trouble}"
 
     def begin(self, task: Task) -> Flight:
         """See pump.Paths."""

@@ -85,6 +85,9 @@ class Paths(Protocol):
     def has_room(self, task: Task, stores_in_flight: int) -> bool:
         """Whether staging allows to start ``task`` now. Pure and quick: called under the table's lock."""
 
+    def why_not(self, task: Task) -> str | None:
+        """Why a load that found no room shall not wait for it; None: it shall. Pure and quick, as ``has_room``."""
+
     def begin(self, task: Task) -> Flight:
         """Start a chunk: acquire what it needs and return its flight. Every exception becomes its failure."""
 
@@ -197,6 +200,8 @@ class Pump:
                 self._flights.append(flight)
                 self._stores += task.job.is_store
                 self._step(flight)
+            if lane in {Lane.EXPEDITED_LOAD, Lane.LOAD}:
+                self._table.refuse(lane, self._paths.why_not)
         return started
 
     def _fits(self, task: Task) -> bool:

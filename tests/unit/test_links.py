@@ -396,6 +396,28 @@ def test_loads_given_up_put_a_hanging_bucket_out_of_use(make: Make, tmp_path: Pa
     assert rig.load(3, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
 
 
+@pytest.mark.parametrize("expedited", [False, True])
+def test_no_load_waits_for_room_that_a_hanging_bucket_takes_up(make: Make, tmp_path: Path, expedited: bool) -> None:
+    """With every staging slot in a GET that is not answered, loads fail at once, also when a trial would be due."""
+    clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
+    rig = make("per_layer", mover, link=objects(), clock=clock, staging_slots=8)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    mover.script = [Fault(0, FaultKind.STUCK, op=Op.READ, every=True)]
+    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])] * 20)
+    until(lambda: mover.submitted.count(Op.READ) == 8)
+    clock.ahead_s += 31
+    assert rig.collect(1).outcomes == (FAILED,) * 20
+    until(lambda: rig.link.trouble == "timeout")
+    for job in (2, 3):
+        rig.engine.submit_load(job, [rig.chunk(0, [5, 6, 7, 8])] * 4, expedited=expedited)
+        assert rig.collect(job).outcomes == (FAILED,) * 4
+        assert rig.collect(job).errors == ("storage is out of use: timeout",)
+        clock.ahead_s += 2
+    assert mover.submitted.count(Op.READ) == 8
+    mover.release()
+    until(lambda: rig.load(int(clock.ahead_s * 1e9) + len(rig.results), [rig.chunk(0, [5, 6, 7, 8])]) == (OK,))
+
+
 def test_quarantined_objects_stay_with_the_mover(make: Make, tmp_path: Path) -> None:
     """An object under late I/O cannot be forgotten yet; the link keeps it, goes on, and closes without a word."""
     mover = FaultyMover(ObjectFiles(tmp_path / "objects"))

@@ -56,6 +56,11 @@ class Link(ABC):
     def may_load(self) -> bool:
         """Whether to load now; likewise."""
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether loads failed of late, so that what is in flight may never be answered. Pure and quick."""
+        return False
+
     @abstractmethod
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
         """Make room for a shard of ``length_bytes``, header page included, and open it. Returns the target."""

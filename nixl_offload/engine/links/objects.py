@@ -56,6 +56,11 @@ class ObjectLink(Link):
         """See Link."""
         return self._breaker.allows(self._clock())
 
+    @property
+    def in_doubt(self) -> bool:
+        """See Link."""
+        return not self._breaker.closed
+
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
         """See Link."""
         return (yield from at_once(self._open(key, length_bytes)))

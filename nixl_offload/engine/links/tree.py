@@ -113,6 +113,11 @@ class TreeLink(Link):
         self._reap()
         return self._pending < MAX_PENDING and self._breaker.allows(self._clock())
 
+    @property
+    def in_doubt(self) -> bool:
+        """See Link."""
+        return not self._breaker.closed
+
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
         """See Link."""
         is_trial = self._health.cause is not None
