@@ -92,6 +92,7 @@ class RetryingMover(Mover):
         self._names: dict[FileId, str] = {}
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._asker: threading.Thread | None = None
+        self._closed = False
 
     # Regions and targets: the wrapped mover's, kept while a transfer of theirs waits
 
@@ -161,7 +162,7 @@ class RetryingMover(Mover):
     def _end_attempt(self, transfer: _RetriedTransfer) -> None:
         inner, now_s = transfer.inner, time.monotonic()
         again_s = now_s + self._pause_s * random.uniform(0.5, 1.5)
-        settled = inner.state is TransferState.DONE or inner.quarantine or inner.missing
+        settled = inner.state is TransferState.DONE or inner.quarantine or inner.missing or self._closed
         if settled or not transfer.attempts_left or again_s > transfer.started_s + self._within_s:
             self._settle(transfer)
             return
@@ -240,7 +241,8 @@ class RetryingMover(Mover):
             return _Answer.GO_ON
 
     def close(self) -> None:
-        """See Mover. What waits for its next attempt fails with what the last one said."""
+        """See Mover. What waits for its next attempt, or would, fails with what the last one said."""
+        self._closed = True
         if os.getpid() == self._pid:
             for transfer in list(self._waiting):
                 self._settle(transfer)

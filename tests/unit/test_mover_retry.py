@@ -1,0 +1,134 @@
+"""Reads that are tried again: never beside their own late bytes, never for long, and final when the mover is closed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.errors import MoverError, StoreError
+from nixl_offload.movers.base import MemoryKind, Op, Transfer, TransferState
+from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.movers.retry import RetryingMover
+from nixl_offload.movers.store import StoreMover
+from nixl_offload.stores.base import ObjectInfo
+from nixl_offload.stores.tree import TreeStore
+from nixl_offload.testing.mover_suite import MIB, extents
+from nixl_offload.testing.object_mover_suite import ObjectRig
+from tests.contract.object_rigs import RawDirectory
+from tests.unit.engine_rig import until
+
+PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED
+DATA = bytes(range(250)) * 20
+
+
+class Control(TreeStore):
+    """Answers HEADs as it is told to."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory))
+        self.trouble: StoreError | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked = 0
+
+    def head(self, name: str) -> ObjectInfo | None:
+        """See Store."""
+        self.asked += 1
+        self.gate.wait(30)
+        if self.trouble is not None:
+            raise self.trouble
+        return super().head(name)
+
+
+class Setup:
+    """A rig over a retrying mover, the scripted mover under it, and the store that it asks."""
+
+    def __init__(self, directory: Path) -> None:
+        self.faulty = FaultyMover(StoreMover(TreeStore(str(directory)), threads=2))
+        self.control = Control(directory)
+        self.mover = RetryingMover(self.faulty, self.control, pause_s=0.05, within_s=1.0)
+        self.rig = ObjectRig(self.mover, RawDirectory(directory), MemoryKind.DRAM, MIB)
+        self.name = self.rig.store("object", DATA)
+
+    def read(self, *faults: Fault) -> Transfer:
+        """Start a read to which ``faults`` happen."""
+        self.faulty.script = list(faults)
+        file = self.rig.open(self.name, len(DATA))
+        return self.rig.submit(Op.READ, extents([0], len(DATA)), file, extents([0], len(DATA)))
+
+    @property
+    def reads(self) -> int:
+        """Attempts so far."""
+        return self.faulty.submitted.count(Op.READ)
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    setup = Setup(tmp_path / "objects")
+    yield setup
+    setup.control.gate.set()
+    setup.faulty.release()
+    setup.mover.close()
+
+
+def test_the_third_attempt_counts(setup: Setup) -> None:
+    assert setup.rig.wait(setup.read(*(Fault(n, FaultKind.FAIL) for n in range(2)))).state is DONE
+    assert setup.rig.bytes_at(0, len(DATA)) == DATA
+    assert setup.reads == 3
+    assert setup.rig.wait(setup.read(Fault(0, FaultKind.FAIL, every=True))).state is FAILED
+    assert setup.reads == 6
+
+
+def test_what_may_still_be_written_to_is_not_read_into_again(setup: Setup) -> None:
+    transfer = setup.rig.wait(setup.read(Fault(0, FaultKind.FAIL, quarantine=True)))
+    assert (transfer.state, transfer.quarantine) == (FAILED, True)
+    assert setup.reads == 1
+
+
+def test_memory_and_object_are_kept_between_two_attempts(setup: Setup) -> None:
+    """The mover below has let go of them; nobody else may have them all the same."""
+    setup.control.gate.clear()
+    transfer = setup.read(Fault(0, FaultKind.FAIL))
+    until(lambda: setup.mover.poll(transfer) is PENDING and setup.control.asked == 1)
+    file = max(setup.mover._names)
+    with pytest.raises(MoverError):
+        setup.mover.close_file(file)
+    with pytest.raises(MoverError):
+        setup.mover.unregister_memory(setup.rig.memory_id)
+    setup.control.gate.set()
+    assert setup.rig.wait(transfer).state is DONE
+    setup.mover.close_file(file)
+
+
+def test_what_is_gone_is_not_read_again(setup: Setup) -> None:
+    setup.control.delete([setup.name])
+    transfer = setup.rig.wait(setup.read(Fault(0, FaultKind.FAIL, every=True)))
+    assert (transfer.state, transfer.missing, setup.reads) == (FAILED, True, 1)
+
+
+@pytest.mark.parametrize("cause", ["timeout", "unreachable", "server", "hangs"])
+def test_a_server_that_answers_nobody_is_left_alone(setup: Setup, cause: str) -> None:
+    """Also when it does not even refuse: then the read ends when the time for attempts is over."""
+    if cause == "hangs":
+        setup.control.gate.clear()
+    else:
+        setup.control.trouble = StoreError("trouble", cause=cause)
+    began_s = time.monotonic()
+    transfer = setup.rig.wait(setup.read(Fault(0, FaultKind.FAIL, every=True)))
+    assert time.monotonic() - began_s < 5
+    assert (transfer.state, transfer.missing, setup.reads) == (FAILED, False, 1)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.STUCK])
+def test_closed_is_final(setup: Setup, kind: FaultKind) -> None:
+    """Whether it waits for its next attempt, or fails while the mover is closed."""
+    setup.control.gate.clear()
+    transfer = setup.read(Fault(0, kind, every=True))
+    until(lambda: setup.mover.poll(transfer) is PENDING and (kind is FaultKind.STUCK or setup.control.asked))
+    setup.mover.close()
+    assert setup.mover.poll(transfer) is FAILED
+    assert setup.reads == 1
