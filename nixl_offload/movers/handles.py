@@ -82,6 +82,8 @@ def check_adopted(fd: int, path: str) -> None:
     try:
         mode = os.fstat(fd).st_mode
     except OSError as error:
+        if error.errno != errno.EBADF:  # by now that number may be somebody else's
+            os.close(fd)
         raise MoverError(f"cannot use {path}: {error.strerror}") from error
     if not stat.S_ISREG(mode):
         os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -344,3 +345,21 @@ def test_whole_writes_stay_whole(tmp_path: Path) -> None:
     with pytest.raises(MoverError, match="at most"):
         large.submit(Op.WRITE, extents([0], MIB), extents([0], MIB))
     large.close()
+
+
+def test_a_descriptor_that_cannot_be_looked_at_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server forgot the file, say: what a mover was given it closes, whatever it answers."""
+    mover, path = CopyMover(), tmp_path / "data"
+    path.write_bytes(bytes(KIB))
+    fd, fstat = os.open(path, os.O_RDONLY | os.O_CLOEXEC), os.fstat
+
+    def stale(fd: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "fstat", stale)
+    with pytest.raises(MoverError, match=r"[Ss]tale"):
+        mover.adopt_file(fd, str(path), KIB, direct=False)
+    monkeypatch.setattr(os, "fstat", fstat)
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
+    mover.close()
