@@ -114,7 +114,7 @@ class Catalog:
 
         ``slot_bytes`` gives the slot a key needs on each rank. ``store_backlog_bytes`` bounds what is being written at
         any time, per rank: beyond it stores are dropped, never queued. ``pending_limit_s`` bounds how long a lookup
-        answers PENDING for one store, so that stuck storage cannot hold requests back.
+        answers PENDING for one store, and to one request, so that stuck storage cannot hold requests back.
         """
         self._tiers = tuple(tiers)
         self._world_size = world_size
@@ -124,6 +124,8 @@ class Catalog:
         self._tickets: dict[int, _Ticket] = {}
         self._numbers = count(1)
         self._writing_since: dict[Key, float] = {}
+        self._held_since: dict[str, float] = {}
+        """Request -> when it was told first that a chunk is being written."""
         self._backlog_bytes = 0
         self._stored: list[Key] = []
         self._removed: list[Key] = []
@@ -151,7 +153,10 @@ class Catalog:
             pending = pending or answer is Lookup.PENDING
             retry = retry or answer is Lookup.RETRY
         if pending and now_s - self._writing_since.get(key, now_s) <= self._pending_limit_s:
-            return Lookup.PENDING
+            # Chunks of one prompt are written one after another, each pending anew.
+            held_since_s = self._held_since.setdefault(asker.request_id, now_s) if asker.request_id else now_s
+            if now_s - held_since_s <= self._pending_limit_s:
+                return Lookup.PENDING
         return Lookup.RETRY if retry else Lookup.MISS
 
     def flush(self, now_s: float) -> None:
@@ -161,6 +166,7 @@ class Catalog:
 
     def forget_asker(self, request_id: str) -> None:
         """No more lookups will come for this request."""
+        self._held_since.pop(request_id, None)
         for tier in self._tiers:
             tier.forget_asker(request_id)
 

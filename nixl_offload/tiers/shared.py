@@ -29,7 +29,7 @@ from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
 logger = logging.getLogger(__name__)
 
 EVENTS_PER_FLUSH = 8192
-LISTED_PER_FLUSH = 1024
+LISTED_PER_FLUSH = 256
 """A few milliseconds of the scheduler's step."""
 REFRESH_BATCH = 64
 MAX_REFRESHES = 16_384

@@ -15,7 +15,7 @@ from nixl_offload.catalog import Catalog
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.file import FileTier, SlabPlace
 from nixl_offload.tiers.slab import SlabAllocator
-from nixl_offload.types import Key, Lookup, Outcome
+from nixl_offload.types import Asker, Key, Lookup, Outcome
 
 SLOT = 8192
 
@@ -197,3 +197,18 @@ def test_eviction_tells_what_was_removed(make: MakeCatalog) -> None:
     assert catalog.take_changes() == ([_key(1), _key(2)], [_key(1)])
     assert catalog._tiers[0].state(_key(1)) is None
     assert catalog._tiers[0].state(_key(2)) is State.READY
+
+
+def test_a_request_does_not_wait_for_one_store_after_another(make: MakeCatalog) -> None:
+    """A long prompt is stored chunk by chunk; who has the same beginning waits for two seconds in all."""
+    catalog, answers = make(slots=100), []
+    for number in range(10):
+        grant = catalog.reserve([_key(number)], float(number))
+        assert grant is not None
+        answers.append(catalog.lookup(_key(number), float(number), Asker("a", 16)))
+        catalog.report(grant.ticket, 1, {}, number + 0.9)
+    assert answers == [Lookup.PENDING] * 3 + [Lookup.MISS] * 7
+    assert catalog.lookup(_key(9), 10.0, Asker("a", 16)) is Lookup.HIT
+    assert catalog.reserve([_key(10)], 10.0) is not None
+    catalog.forget_asker("a")
+    assert catalog.lookup(_key(10), 10.0, Asker("a", 16)) is Lookup.PENDING
