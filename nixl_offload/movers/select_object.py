@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -31,6 +32,8 @@ StoreClient = Literal["obstore", "boto3"]
 OpenClient = Callable[[StoreClient], Store]
 
 _CLIENTS: Final[tuple[StoreClient, ...]] = ("obstore", "boto3")
+PATIENCE: Final = 3
+"""Times ``request_timeout``: with so much spent on candidates, no further one is tried."""
 _PASSING: Final = NOT_ANSWERING | {"full"}
 _HELP: Final = (
     "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel, "
@@ -54,13 +57,13 @@ def candidates_unproved(choice: str) -> list[str]:
 def open_object_mover(tier: S3Tier, memory_kind: MemoryKind, open_client: OpenClient) -> OpenedMover:
     """Open the best mover of ``tier.mover`` that can really move bytes between this memory and the bucket.
 
-    A server that does not answer, is overloaded or full is no reason to fail: then the first mover that can be made is
-    returned, which works as soon as the server does. Says at INFO what was chosen and what was passed over, and why.
-    Takes a few times ``tier.request_timeout_s`` where the server does not answer at all; sixteen times at the worst,
-    where it answers a HEAD and nothing else.
+    A server that does not answer, is overloaded or full is no reason to fail, nor is one that lets these credentials
+    read but not write: then the first mover that can be made is returned, which does what the server lets it. Says at
+    INFO what was chosen and what was passed over, and why. Takes a few times ``tier.request_timeout_s`` at most.
     Raises MoverUnavailableError when nothing of ``tier.mover`` can run, or the server answers but refuses, with the
     reasons and what would help.
     """
+    began_s = time.monotonic()
     control = _first_client(open_client)
     with contextlib.closing(control) if control is not None else contextlib.nullcontext():
         where = control.where if control is not None else f"s3://{tier.bucket}/{tier.prefix}"
@@ -68,13 +71,18 @@ def open_object_mover(tier: S3Tier, memory_kind: MemoryKind, open_client: OpenCl
         report: list[Probe] = []
         if silence is None:
             for name in candidates(tier.mover):
+                if time.monotonic() - began_s > PATIENCE * tier.request_timeout_s:
+                    silence = f"nothing was moved in {time.monotonic() - began_s:.0f} s"
+                    break
                 opened = _try(name, tier, memory_kind, open_client, control, report)
                 if opened is not None:
                     logger.info("objects in %s are moved by %s (%s)%s", where, name, report[-1].reason, _passed(report))
                     return OpenedMover(opened, tuple(report))
-            trouble = _trouble(control)
+            trouble = _trouble(control) if silence is None else None
             if trouble is not None and trouble.cause in _PASSING:
                 silence = str(trouble)
+            elif trouble is not None and trouble.cause == "denied" and _may_look(control):
+                silence = f"it can be read at most: {trouble}"
             elif trouble is not None and control is not None and control.name not in candidates(tier.mover):
                 report.append(Probe(control.name, False, str(trouble)))
     if silence is not None:
@@ -85,9 +93,9 @@ def open_object_mover(tier: S3Tier, memory_kind: MemoryKind, open_client: OpenCl
             except NixlOffloadError as error:
                 report.append(Probe(name, False, _without(name, error)))
                 continue
-            report.append(Probe(name, True, "not proved, as the server does not answer"))
+            report.append(Probe(name, True, "not proved, for the server did not do what it was asked"))
             logger.warning(
-                "objects in %s will be moved by %s once it answers: %s%s",
+                "objects in %s will be moved by %s as far and as soon as the server lets it: %s%s",
                 where,
                 name,
                 silence,
@@ -194,6 +202,17 @@ def _silence(control: Store | None) -> str | None:
     except StoreError as error:
         return str(error) if error.cause in NOT_ANSWERING else None
     return None
+
+
+def _may_look(control: Store | None) -> bool:
+    """Whether the server says what is there: so credentials that may not write may read, as like as not."""
+    if control is None:
+        return False
+    try:
+        control.head("probe")
+    except StoreError:
+        return False
+    return True
 
 
 def _trouble(control: Store | None) -> StoreError | None:

@@ -350,7 +350,7 @@ def test_server_is_down_at_start(
     assert time.monotonic() - started_s < 8
     rig = rigs.over(opened.mover)
     assert opened.mover.name == taken
-    assert "once it answers" in caplog.text
+    assert "as far and as soon as the server lets it" in caplog.text
     proxy.come_back()
     assert works(rig)
 
@@ -380,7 +380,7 @@ def test_server_is_overloaded_or_full_at_start(rigs: Rigs, proxy: FaultProxy, op
 def test_server_that_refuses_everyone(rigs: Rigs, proxy: FaultProxy) -> None:
     """Who answers with a refusal has answered: the error names every candidate, why, and what to look at."""
     with (
-        proxy.inject(Answer(403, "AccessDenied"), operation="PUT"),
+        proxy.inject(Answer(403, "AccessDenied")),
         pytest.raises(MoverUnavailableError, match=r"obj: .*; obstore: .*403.*; boto3: .*403.*credentials"),
     ):
         rigs.select()
@@ -388,10 +388,21 @@ def test_server_that_refuses_everyone(rigs: Rigs, proxy: FaultProxy) -> None:
 
 def test_a_refusal_is_told_in_words_where_nixl_has_none(rigs: Rigs, proxy: FaultProxy) -> None:
     with (
-        proxy.inject(Answer(403, "AccessDenied"), operation="PUT"),
+        proxy.inject(Answer(403, "AccessDenied")),
         pytest.raises(MoverUnavailableError, match=r"obj: .*; obstore: .*403 \(AccessDenied"),
     ):
         rigs.select(mover="obj")
+
+
+def test_credentials_that_may_only_read(rigs: Rigs, proxy: FaultProxy, caplog: pytest.LogCaptureFixture) -> None:
+    """A server whose credentials may not write still reads what others wrote; the log says so."""
+    writer = rigs.over(rigs.select().mover)
+    assert writer.move(Op.WRITE, 0, writer.open("n/shared", 100), 0, 100).state is TransferState.DONE
+    with proxy.inject(Answer(403, "AccessDenied"), operation="PUT"):
+        reader = rigs.over(rigs.select().mover)
+        assert "it can be read at most" in caplog.text
+        assert reader.move(Op.READ, 0, reader.open("n/shared", 100), 0, 100).state is TransferState.DONE
+        assert reader.move(Op.WRITE, 0, reader.open("n/own", 100), 0, 100).state is TransferState.FAILED
 
 
 # Scripted faults

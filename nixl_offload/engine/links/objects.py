@@ -19,13 +19,13 @@ from nixl_offload.types import Key, Location
 logger = logging.getLogger(__name__)
 
 FAILURES: Final = 8
-"""In a row, stores and loads together; then the bucket is left alone until a trial succeeds."""
+"""In a row, of stores or of loads; then no more of them go to the bucket until a trial succeeds."""
 TRIAL_LIMIT_S: Final = 10.0
 """A trial that is not heard of for so long is lost, and another may go."""
 
 
 class ObjectLink(Link):
-    """One rank's shards in a bucket.
+    """One rank's shards in a bucket. Loads and stores are watched apart: a bucket that refuses writers can be read.
 
     After a failure still holds: an object is whole or absent, for a PUT is one request.
     """
@@ -37,76 +37,79 @@ class ObjectLink(Link):
         self._namespace = namespace_name
         self._rank = rank
         self._clock = clock
-        self._breaker = Breaker(self.name, threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
+        self._loads = Breaker(f"Loads from {self.name}", threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
+        self._stores = Breaker(f"Stores to {self.name}", threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
         self._stale: list[FileId] = []
 
     @property
     def trouble(self) -> str:
         """See Link."""
-        return self._breaker.cause or "none"
+        return self._stores.cause or self._loads.cause or "none"
 
     def connect(self) -> None:
         """See Link. The first transfer tells."""
 
     def may_store(self) -> bool:
         """See Link."""
-        return self._breaker.allows(self._clock())
+        return self._stores.allows(self._clock())
 
     def may_load(self) -> bool:
         """See Link."""
-        return self._breaker.allows(self._clock())
+        return self._loads.allows(self._clock())
 
     @property
     def in_doubt(self) -> bool:
         """See Link."""
-        return not self._breaker.closed
+        return not self._loads.closed
 
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
         """See Link."""
-        return (yield from at_once(self._open(key, length_bytes)))
+        return (yield from at_once(self._open(key, length_bytes, self._stores)))
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
         """See Link. The object is there since its PUT was answered."""
-        self._end(target, None)
-        self._breaker.succeeded(self._clock())
+        self._end(target)
+        self._stores.succeeded(self._clock())
         yield from at_once(None)
 
     def fail_write(self, target: Target, error: str | None) -> None:
         """See Link. What a PUT given up may still write is a whole object."""
-        self._end(target, error)
+        self._end(target)
+        if error is not None:
+            self._stores.failed("io", error, self._clock())
 
     def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
         """See Link. Whether the object is there shows when it is read."""
-        return (yield from at_once(self._open(key, length_bytes)))
+        return (yield from at_once(self._open(key, length_bytes, self._loads)))
 
     def end_read(self, target: Target) -> None:
         """See Link."""
-        self._end(target, None)
-        self._breaker.succeeded(self._clock())
+        self._end(target)
+        self._loads.succeeded(self._clock())
 
     def fail_read(self, target: Target, error: str | None) -> None:
         """See Link."""
-        self._end(target, error)
+        self._end(target)
+        if error is not None:
+            self._loads.failed("io", error, self._clock())
 
     def overdue(self) -> None:
         """See Link."""
-        self._breaker.failed("timeout", "a load was given up before it was answered", self._clock())
+        self._loads.failed("timeout", "a load was given up before it was answered", self._clock())
 
     def close(self) -> None:
         """See Link."""
         self._close_stale()
 
-    def _open(self, key: Key, length_bytes: int) -> Target:
+    def _open(self, key: Key, length_bytes: int, breaker: Breaker) -> Target:
         self._close_stale()
         try:
             return Target(self.mover.open_object(shard_name(self._namespace, key, self._rank), length_bytes), 0)
         except MoverError as error:
-            self._breaker.failed("io", str(error), self._clock())
+            breaker.failed("io", str(error), self._clock())
             raise TierError(str(error), cause="io") from error
 
-    def _end(self, target: Target, error: str | None) -> None:
-        if error is not None:
-            self._breaker.failed("io", error, self._clock())
+    def _end(self, target: Target) -> None:
         self._stale.append(target.file)
         self._close_stale()
 
