@@ -303,6 +303,11 @@ class SharedTier:
             self._listing.close(timeout_s)
         self._store.close()
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether some request waits for an answer of the store."""
+        return len(self._inquiries) > 0
+
     def counts(self) -> SharedCounts:
         """Return the counters as they are now."""
         counts = self._counts

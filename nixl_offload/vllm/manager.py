@@ -180,6 +180,10 @@ class NixlOffloadManager(OffloadingManager):
         """Keep an idle engine stepping until every rank has reported every ticket."""
         return self._catalog is not None and self._catalog.open_tickets > 0
 
+    def is_waiting(self) -> bool:
+        """Whether some rank moves bytes, or somebody looks into a shared tier."""
+        return self.has_pending_work() or any(isinstance(tier, SharedTier) and tier.is_looking for tier in self._tiers)
+
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what has changed in our metrics since the last call."""
         return self._telling.take([tier for tier in self._tiers if isinstance(tier, SharedTier)])

@@ -301,7 +301,7 @@ def test_a_read_cut_short_unnoticed_is_found_out(
 def test_a_bucket_that_fails_is_left_alone_and_tried_again(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
-    """After eight failures in a row no more of the kind is submitted; the other kind goes on; one trial brings it back."""
+    """After eight failures in a row no more of the kind go; the other kind goes on; one trial brings it back."""
     clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
     rig = make("per_layer", mover, link=objects(), clock=clock)
     assert rig.store(0, [rig.chunk(n, [1, 2, 3, 4]) for n in range(2)]) == (OK, OK)
