@@ -1,6 +1,7 @@
 """Real vLLM engines for tests: tiny models, quick starts, hard deadlines, and a way to poison the KV cache.
 
-Threading: one test at a time. Ownership: ``Workshop`` owns engines and a scratch directory; ``close`` ends them all.
+Threading: one test at a time, which may start engines on threads of its own. Ownership: ``Workshop`` owns engines and a
+scratch directory; ``close`` ends them all.
 
 ``in_process`` engines (the default) are one process, forked from a zygote where there is one: a start takes 1 to 2 s,
 and a kill takes all of it. ``in_process=False`` is what ``vllm serve`` runs, scheduler and worker in processes of their
@@ -15,6 +16,7 @@ taken from vLLM's prefix cache or loaded, and ``Answer.same_as`` may compare bit
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -40,6 +42,8 @@ __all__ = [
     "close",
     "file_tier",
     "prompts",
+    "tier_config",
+    "tree_tier",
 ]
 
 BLOCK_TOKENS = 64
@@ -57,6 +61,7 @@ class Workshop:
         self._zygote = zygote
         self.scratch = Path(tempfile.mkdtemp(prefix="nixl-offload-tests-"))
         self._engines: list[Engine] = []
+        self._numbers = itertools.count()
 
     def start_engine(
         self,
@@ -87,7 +92,7 @@ class Workshop:
         engine = make(
             model,
             connector=connector,
-            log=self.scratch / f"engine-{len(self._engines)}.log",
+            log=self.scratch / f"engine-{next(self._numbers)}.log",
             environment={
                 **quick_environment(scratch=self.scratch, in_process=in_process),
                 **ONE_CORE,
@@ -107,11 +112,17 @@ class Workshop:
 
 def file_tier(path: Path, *, capacity: str = "256MiB", **fields: Any) -> dict[str, Any]:
     """Our config with one file tier at ``path``; ``fields`` are further top-level fields of the config."""
-    return {
-        "chunk_tokens": CHUNK_TOKENS,
-        "tiers": [{"kind": "file", "path": str(path), "capacity": capacity}],
-        **fields,
-    }
+    return tier_config({"kind": "file", "path": str(path), "capacity": capacity}, **fields)
+
+
+def tier_config(tier: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Our config with one tier, such as ``RcloneServer.tier()`` or ``tree_tier()`` describe; ``fields`` as above."""
+    return {"chunk_tokens": CHUNK_TOKENS, "tiers": [dict(tier)], **fields}
+
+
+def tree_tier(path: Path, **fields: Any) -> dict[str, Any]:
+    """A tier in a directory that engines share; ``fields`` are further fields of the tier."""
+    return {"kind": "file", "layout": "tree", "path": str(path), "capacity": "1GiB", **fields}
 
 
 def prompts(count: int, *, steps: int = 3, seed: int, shape: ModelShape = TINY) -> list[list[int]]:

@@ -4,8 +4,9 @@ An engine start is mostly imports: 8 s of CPU time for torch and vLLM, 2 s for t
 break exists in the zygote: it creates no NIXL agent, opens no file of ours, and runs no torch operation, which would
 start threads. Only in-process engines start this way; those in several processes start as ``vllm serve`` does.
 
-Threading: one owner thread per ``Zygote``; the zygote itself serves one request after the other, over a socket that
-carries the descriptors of a child's pipes. Ownership: end of the socket ends the zygote; engines see the end of theirs.
+Threading: engines may be started and ended from any thread; the zygote itself serves one request after the other, over
+a socket that carries the descriptors of a child's pipes. Ownership: end of the socket ends the zygote; engines see the
+end of theirs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -72,6 +74,7 @@ class Zygote:
             )
         self._socket = near
         self._socket.settimeout(120)
+        self._lock = threading.Lock()
 
     def fork(self, log_file: BinaryIO, environment: dict[str, str]) -> ForkedProcess:
         """Fork an engine process with its pipes and environment. Raises EngineError when the zygote is gone."""
@@ -91,8 +94,9 @@ class Zygote:
     def ask(self, request: dict[str, Any], descriptors: list[int]) -> int:
         """Send one request, return the number it is answered with; -1 stands for None."""
         try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-            answer = self._socket.recv(64)
+            with self._lock:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+                answer = self._socket.recv(64)
         except OSError as error:
             raise EngineError(f"the zygote does not answer: {error}") from error
         if not answer:
