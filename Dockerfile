@@ -12,6 +12,6 @@ COPY nixl_offload ./nixl_offload
 # --no-deps for NIXL: torch and CUDA are the image's, and must stay as they are.
 RUN cuda="$(python3 -c 'import torch; print(torch.version.cuda.split(".")[0])')" \
  && python3 -m pip install --no-cache-dir --no-deps nixl==1.5.1 "nixl-cu${cuda}==1.5.1" \
- && python3 -m pip install --no-cache-dir . \
+ && python3 -m pip install --no-cache-dir '.[s3]' \
  && nixl-offload --version
 WORKDIR /
