@@ -315,7 +315,7 @@ class ObstoreStore(Store):
     def _make_store(self) -> S3Store:
         tier, address = self._tier, self._address
         timeout = timedelta(seconds=tier.request_timeout_s)
-        client: dict[str, Any] = {
+        client: Any = {
             "timeout": timeout,
             "connect_timeout": timeout,
             "allow_http": address.plain_http,
@@ -324,7 +324,7 @@ class ObstoreStore(Store):
         bundle = readable_ca_bundle(tier)
         if bundle is not None:
             client["root_certificate"] = Path(bundle).read_bytes()
-        config: dict[str, Any] = {"virtual_hosted_style_request": not address.path_style}
+        config: Any = {"virtual_hosted_style_request": not address.path_style}
         endpoint = address.endpoint if address.path_style else address.virtual_endpoint
         if endpoint is not None:
             config["endpoint"] = endpoint
