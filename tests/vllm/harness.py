@@ -19,6 +19,7 @@ import functools
 import itertools
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class Workshop:
         self.scratch = Path(tempfile.mkdtemp(prefix="nixl-offload-tests-"))
         self._engines: list[Engine] = []
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
 
     def start_engine(
         self,
@@ -77,7 +79,8 @@ class Workshop:
         ``options`` are ``vllm.LLM``'s and override the defaults: 64-token blocks, a KV cache of 64 MiB (256 blocks of
         TINY), at most 512 tokens a step.
         """
-        model = write_model(self.scratch / f"model-{abs(hash(shape)):x}", shape)
+        with self._lock:
+            model = write_model(self.scratch / f"model-{abs(hash(shape)):x}", shape)
         options = {
             "dtype": "float32",
             "block_size": BLOCK_TOKENS,

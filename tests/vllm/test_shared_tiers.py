@@ -1,0 +1,222 @@
+"""Proves over running vLLMs that a bucket, or a shared directory, is one prefix cache for engines that know nothing of
+each other: what one computed the others answer from, to the last bit, and what must not be shared is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nixl_offload.tiers.naming import parse_shard_name
+from tests.s3.servers import RcloneServer
+from tests.vllm.harness import (
+    CHUNK_TOKENS,
+    MAX_BATCHED_TOKENS,
+    TAIL_TOKENS,
+    TINY,
+    TINY_HYBRID,
+    Answer,
+    Engine,
+    ModelShape,
+    Workshop,
+    prompts,
+)
+from tests.vllm.shared_rig import MOVERS, Medium, bucket, hits, said, token_bytes, tree
+
+PROMPTS = prompts(3, seed=201)
+OTHERS = prompts(2, seed=202)
+FULL_TOKENS = len(PROMPTS[0]) - TAIL_TOKENS
+FORK = PROMPTS[0][: 2 * MAX_BATCHED_TOKENS] + OTHERS[1][2 * MAX_BATCHED_TOKENS :]
+TWO_RANKS: dict[str, Any] = {
+    "in_process": False,
+    # Two ranks on a machine with one NUMA node.
+    "environment": {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"},
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RcloneServer]:
+    """The S3 server of this module; each medium has a prefix of its own."""
+    with RcloneServer() as started:
+        yield started
+
+
+def _medium(name: str, test: str, server: RcloneServer, workshop: Workshop) -> Medium:
+    return tree(workshop.scratch / test) if name == "tree" else bucket(server, name, prefix=f"{test}/{name}")
+
+
+def _start(workshop: Workshop, medium: Medium, shape: ModelShape = TINY, **options: Any) -> Engine:
+    fields = options.pop("fields", {})
+    environment = {**medium.environment, **options.pop("environment", {})}
+    return workshop.start_engine(shape, medium.config(**fields), environment=environment, **options)
+
+
+@pytest.fixture(scope="module")
+def right(workshop: Workshop) -> dict[ModelShape, list[Answer]]:
+    """What vLLMs without us answer to ``PROMPTS``, ``OTHERS`` and ``FORK``."""
+    answers = {}
+    for shape in (TINY, TINY_HYBRID):
+        with workshop.start_engine(shape) as engine:
+            answers[shape] = engine.generate([*PROMPTS, *OTHERS])
+            assert engine.reset_prefix_cache()
+            answers[shape] += engine.generate([FORK])
+    return answers
+
+
+def _assert_same(answers: list[Answer], expected: list[Answer]) -> None:
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer.tokens == other.tokens
+        assert answer.logprobs == other.logprobs
+
+
+def _load(engine: Engine, asked: list[list[int]], expected: list[Answer]) -> list[Answer]:
+    """Let ``engine`` answer; assert that every full chunk comes from the tier, and that the answers are right."""
+    answers = engine.generate(asked)
+    assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(answers), said(engine)
+    _assert_same(answers, expected)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, TINY) for name in (*MOVERS, "tree")), ("obj", TINY_HYBRID), ("tree", TINY_HYBRID)],
+    ids=lambda value: value if isinstance(value, str) else "one-group" if value is TINY else "two-groups",
+)
+def test_two_engines(
+    name: str, shape: ModelShape, server: RcloneServer, workshop: Workshop, right: dict[ModelShape, list[Answer]]
+) -> None:
+    """Both run at once. The second's hit tokens are the first's stored tokens, then the other way round."""
+    medium = _medium(name, f"two-{shape.sliding_window}", server, workshop)
+    count = len(PROMPTS)
+    with _start(workshop, medium, shape) as first, _start(workshop, medium, shape) as second:
+        answers = first.generate(PROMPTS)
+        assert hits(answers) == 0
+        _assert_same(answers, right[shape][:count])
+        assert first.settle()
+        answers = _load(second, PROMPTS, right[shape][:count])
+        assert second.settle()
+        assert second.stored_bytes() == 0, "it has found all and stored some again"
+        if shape.sliding_window is None:
+            assert hits(answers) * token_bytes(shape) == first.stored_bytes()
+            assert len(medium.shards()) * CHUNK_TOKENS == hits(answers)
+
+        _assert_same(second.generate(OTHERS), right[shape][count:-1])
+        assert second.settle()
+        _load(first, OTHERS, right[shape][count:-1])
+
+        # A prompt that forks off a stored one takes the common beginning, and the third engine the whole.
+        [answer] = second.generate([FORK])
+        _assert_same([answer], right[shape][-1:])
+        assert second.reset_prefix_cache()
+        [answer] = second.generate([FORK])
+        _assert_same([answer], right[shape][-1:])
+        first.stop()
+        second.stop()
+
+
+def test_two_ranks(server: RcloneServer, workshop: Workshop) -> None:
+    """Two engines with tensor parallelism 2: each rank of the second takes what its like in the first has stored.
+
+    A shard of one rank vanishes: both ranks compute, the answer is the same, and the chunk is whole again. An engine
+    with one rank finds nothing of this.
+    """
+    medium = bucket(server, "obj", prefix="ranks")
+    with _start(workshop, medium, **TWO_RANKS) as first:
+        expected = first.generate(PROMPTS)
+        assert first.settle()
+        stored_bytes = first.stored_bytes()
+        first.stop()
+    names = [parse_shard_name(name) for name in medium.shards()]
+    assert {name.rank for name in names if name} == {0, 1}
+    assert len(names) == 2 * len(PROMPTS) * FULL_TOKENS // CHUNK_TOKENS
+
+    with _start(workshop, medium, **TWO_RANKS) as second:
+        answers = _load(second, PROMPTS, expected)
+        assert hits(answers) * token_bytes() == stored_bytes
+        for rank in (0, 1):
+            gone = next(name for name in medium.shards() if name.endswith(f".{rank:04x}"))
+            medium.delete(gone)
+            assert second.reset_prefix_cache()
+            _assert_same(second.generate(PROMPTS), expected)
+            assert second.settle()
+            assert second.reset_prefix_cache()
+            _load(second, PROMPTS, expected)
+            assert gone in medium.shards()
+    with _start(workshop, medium) as alone:
+        assert hits(alone.generate(PROMPTS)) == 0
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "tenant": {"fields": {"tenant": "other"}},
+    "weights": {"shape": dataclasses.replace(TINY, attention_gain=2.25)},
+    "chunk": {"fields": {"chunk_tokens": 2 * CHUNK_TOKENS}},
+    "block": {"block_size": 32},
+    "hash": {"prefix_caching_hash_algo": "sha256_cbor"},
+}
+"""What sets an engine apart. Every field of the namespace has a test in tests/unit/test_namespace.py."""
+
+
+@pytest.fixture(scope="module")
+def common(server: RcloneServer, workshop: Workshop) -> Medium:
+    """A bucket in which an engine with nothing special has stored ``PROMPTS``."""
+    medium = bucket(server, "obstore", prefix="common")
+    with _start(workshop, medium) as engine:
+        engine.generate(PROMPTS)
+        assert engine.settle()
+    assert medium.shards()
+    return medium
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_no_hit_across(what: str, common: Medium, workshop: Workshop) -> None:
+    """An engine that differs in one thing finds nothing and stores under names of its own; what was there stays."""
+    before = common.snapshot()
+    spaces = common.namespaces()
+    with _start(workshop, common, **DIFFERENT[what]) as engine:
+        cold = engine.generate(PROMPTS[:1])
+        assert hits(cold) == 0
+        assert engine.settle()
+        assert engine.reset_prefix_cache()
+        again = engine.generate(PROMPTS[:1])
+        assert hits(again) == FULL_TOKENS
+        _assert_same(again, cold)
+    after = common.snapshot()
+    assert {name: after.get(name) for name in before} == before
+    [own] = common.namespaces() - spaces
+    manifest = json.loads(after[f"{own}/manifest.json"])
+    assert manifest["fields"]["tenant"] == ("other" if what == "tenant" else "default")
+
+
+@pytest.mark.parametrize("name", ["obj", "tree"])
+def test_a_reset_counts_for_one_engine(
+    name: str, server: RcloneServer, workshop: Workshop, right: dict[ModelShape, list[Answer]]
+) -> None:
+    """After ``reset_prefix_cache`` nothing stored before is served to this engine; other engines lose nothing."""
+    medium = _medium(name, "reset", server, workshop)
+    expected = right[TINY][: len(PROMPTS)]
+    with _start(workshop, medium) as one, _start(workshop, medium) as other:
+        one.generate(PROMPTS)
+        assert one.settle()
+        _load(other, PROMPTS, expected)
+        before = medium.snapshot()
+        time.sleep(1.1)  # what was stored in the second of the reset may count as stored after it
+
+        assert one.reset_prefix_cache(connector=True)
+        assert medium.snapshot() == before
+        answers = one.generate(PROMPTS)
+        assert hits(answers) == 0
+        _assert_same(answers, expected)
+
+        assert other.reset_prefix_cache()
+        _load(other, PROMPTS, expected)
+        assert one.settle()
+        assert sorted(medium.snapshot()) == sorted(before)
+        assert one.reset_prefix_cache()
+        _load(one, PROMPTS, expected)
