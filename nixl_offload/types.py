@@ -65,3 +65,13 @@ class Outcome(Enum):
     """Bytes arrived but identity, length or checksum disagree with the key."""
     DROPPED = "dropped"
     """Never attempted or given up to shed load; nothing is wrong with the storage."""
+    TAINTED = "tainted"
+    """FAILED, and something may still write to its place: that place must never be given to another chunk."""
+
+
+_SEVERITY = (Outcome.OK, Outcome.DROPPED, Outcome.FAILED, Outcome.CORRUPT, Outcome.TAINTED)
+
+
+def worst(*outcomes: Outcome) -> Outcome:
+    """Return the gravest of ``outcomes``: what a chunk's outcome is when ranks disagree."""
+    return max(outcomes, key=_SEVERITY.index)

@@ -73,12 +73,27 @@ class MemoryTier(_Model):
 
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """Host memory for payload, over all ranks of this machine."""
+    """Host memory for chunks, over all ranks and data-parallel engines of this machine. Taken at start, whole."""
     policy: PolicyName = "lru"
+    """lru, or s3fifo, which a scan of one-time prompts cannot flush."""
+    promote: bool = True
+    """Keep in memory what a farther tier has served."""
+    unsaved: Literal["pin", "drop"] = "pin"
+    """What has not reached the next tier yet when room is needed: pin keeps it until it has, up to ``unsaved_limit``;
+    drop lets it go."""
+    unsaved_limit_bytes: SizeBytes | None = Field(default=None, alias="unsaved_limit", ge=8192)
+    """The most that waits, pinned, for the next tier; what comes on top may be dropped. None: a quarter of capacity."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tier as the YAML would say it."""
-        return {"kind": self.kind, "capacity": format_size(self.capacity_bytes), "policy": self.policy}
+        return {
+            "kind": self.kind,
+            "capacity": format_size(self.capacity_bytes),
+            "policy": self.policy,
+            "promote": self.promote,
+            "unsaved": self.unsaved,
+            "unsaved_limit": None if self.unsaved_limit_bytes is None else format_size(self.unsaved_limit_bytes),
+        }
 
 
 class FileTier(_Model):
@@ -207,6 +222,12 @@ class Config(_Model):
     """Host or device memory for packed transfers, per worker rank; a hard bound."""
     load_timeout_s: DurationSeconds = Field(default=30.0, alias="load_timeout")
     """The longest that a request waits for its load; what has not arrived by then is computed."""
+    drain_timeout_s: DurationSeconds = Field(default=5.0, alias="drain_timeout")
+    """How long an engine that shuts down goes on writing what is on its way to a tier."""
+    store_after: int = Field(default=1, ge=1, le=255)
+    """Store a chunk when it is computed for the N-th time. 1: at once. 2 or more keeps one-time prompts out."""
+    slow_hits: Literal["skip", "take"] = "skip"
+    """A hit that would take longer to load than to compute, by what this server has measured: skip computes it."""
     tiers: tuple[Tier, ...] = Field(min_length=1, strict=False)
     """Nearest the GPU first."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -221,6 +242,9 @@ class Config(_Model):
             "on_load_failure": self.on_load_failure,
             "staging": format_size(self.staging_bytes),
             "load_timeout": format_duration(self.load_timeout_s),
+            "drain_timeout": format_duration(self.drain_timeout_s),
+            "store_after": self.store_after,
+            "slow_hits": self.slow_hits,
             "tiers": [tier.to_dict() for tier in self.tiers],
             "vllm": dict(self.vllm),
         }

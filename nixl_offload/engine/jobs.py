@@ -33,9 +33,14 @@ class ChunkIO:
     group: int
     """Position in ``KVLayout.groups``."""
     block_ids: npt.NDArray[np.int32]
-    """GPU blocks that hold consecutive blocks of the chunk; shape (n,), n >= 1."""
+    """GPU blocks that hold consecutive blocks of the chunk; shape (n,). Empty only where ``host_offset`` is given: then
+    no KV block takes part."""
     first_block: int
     """Position in the chunk of ``block_ids[0]``; 0 unless only a tail of the chunk is wanted."""
+    host_offset: int | None = None
+    """Byte offset of a slot in the host slab (``engine.host``). A store takes the whole image, header included, from
+    there, not from KV blocks. A load reads the whole image to there, verifies all of it, and serves its KV blocks, if
+    any, from it; the image stays (it was *landed*)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,28 @@ class JobResult:
     """From submit to the last chunk."""
     errors: tuple[str, ...]
     """Short distinct phrases for a log line; empty if all is well."""
+    shares: tuple[Share, ...] = ()
+    """What each tier did of it: see ``chain.ChainEngine``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A tier's part in a job: ``bytes_moved`` of chunks that are OK, ``seconds`` from submit to its last chunk."""
+
+    tier: int
+    bytes_moved: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What became of the host slots of a load, told once nothing moves there any more, which may be long after its
+    ``JobResult``. ``outcomes`` has one entry per ChunkIO of the job that has a ``host_offset``, in their order.
+    TAINTED: the slot must never be used again.
+    """
+
+    job_id: int
+    outcomes: tuple[Outcome, ...]
 
 
 class Stage(Enum):
@@ -84,6 +111,8 @@ class Lane(Enum):
     EXPEDITED_LOAD = "expedited_load"
     LOAD = "load"
     STORE = "store"
+    MOVE = "move"
+    """Between tiers: nobody waits for it."""
 
 
 @dataclass(slots=True, eq=False)
