@@ -30,7 +30,8 @@ MoverChoice = Literal["auto", "gds_mt", "gds", "posix", "copy"]
 PosixApi = Literal["auto", "io_uring", "aio"]
 
 SCRATCH_BYTES = 4 * PAGE_BYTES
-_PROBE_TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 60.0
+"""Long, because a busy disk may keep a write for many seconds, and at start nobody is kept waiting but the operator."""
 
 _POSIX = {"io_uring": "posix_uring", "aio": "posix_aio"}
 _HELP = {
@@ -149,16 +150,13 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
 
 
 def _round_trip(mover: Mover, region: MemoryRegion, path: str) -> None:
+    """After an error memory and file stay with the mover, which may still be at them; closing it lets them go."""
     memory = mover.register_memory(region)
-    try:
-        file = mover.open_file(path, SCRATCH_BYTES, direct_io=True)
-        try:
-            move_page(mover, lambda: mover.submit(Op.READ, memory, page(1), file, page(0)), _PROBE_TIMEOUT_S)
-            move_page(mover, lambda: mover.submit(Op.WRITE, memory, page(1), file, page(2)), _PROBE_TIMEOUT_S)
-        finally:
-            mover.close_file(file)
-    finally:
-        mover.unregister_memory(memory)
+    file = mover.open_file(path, SCRATCH_BYTES, direct_io=True)
+    move_page(mover, lambda: mover.submit(Op.READ, memory, page(1), file, page(0)), _PROBE_TIMEOUT_S)
+    move_page(mover, lambda: mover.submit(Op.WRITE, memory, page(1), file, page(2)), _PROBE_TIMEOUT_S)
+    mover.close_file(file)
+    mover.unregister_memory(memory)
 
 
 def page(number: int) -> Extents:

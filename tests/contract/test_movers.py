@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -23,13 +24,22 @@ HERE = Path(__file__).parent
 
 def posix(name: str) -> NixlMover:
     """A POSIX mover, or a skip with the kernel's reason. Only io_uring may be refused: containers do that."""
-    mover = NixlMover(PLUGINS[name])
-    if name == "posix_uring":
-        try:
-            probe_round_trip(mover, MemoryKind.DRAM, "/tmp")
-        except MoverUnavailableError as error:
-            pytest.skip(f"the kernel refuses io_uring: {error}")
-    return mover
+    if name == "posix_uring" and (refusal := _uring_refusal()):
+        pytest.skip(f"the kernel refuses io_uring: {refusal}")
+    return NixlMover(PLUGINS[name])
+
+
+@functools.cache
+def _uring_refusal() -> str:
+    """Asked once: a page written to a busy disk may take long."""
+    mover = NixlMover(PLUGINS["posix_uring"])
+    try:
+        probe_round_trip(mover, MemoryKind.DRAM, "/tmp")
+    except MoverUnavailableError as error:
+        return str(error)
+    finally:
+        mover.close()
+    return ""
 
 
 class TestCopy(MoverSuite):
