@@ -132,6 +132,10 @@ class Index:
             return None
         return STATE_OF_PHASE[self._phases[node]], self._offsets[node]
 
+    def is_pinned(self, key: Key) -> bool:
+        """Whether somebody holds a pin of ``key``, in whatever state it is."""
+        return self._nodes.get(key, 0) in self._pins
+
     def location(self, key: Key) -> Location:
         """Where ``key`` rests, in any state. Raises KeyError if absent."""
         return self._location(self._nodes[key])

@@ -1,7 +1,7 @@
-"""The scheduler's half of a file tier: which chunk rests in which slot, what goes when room is needed, what survives.
+"""The scheduler's half of a file tier: slots in a directory that one engine owns, and what of them survives.
 
 Threading: called by the scheduler's thread alone. The durable twin writes behind on a thread of its own.
-Ownership: the tier's directory (and its lock), index, slot allocator and durable twin. The bytes belong to the ranks.
+Ownership: the tier's directory (and its lock) and the durable twin, besides what a ``SlotTier`` owns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nixl_offload.config import FileTier as FileTierConfig
@@ -19,7 +19,8 @@ from nixl_offload.index.durable import DurableIndex
 from nixl_offload.namespace import Namespace
 from nixl_offload.tiers.directory import TierDirectory
 from nixl_offload.tiers.slab import SlabAllocator
-from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+from nixl_offload.tiers.slots import SlotTier
+from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class SlabPlace:
     extent_bytes: int
 
 
-class FileTier:
-    """Slots of a slab, one index for all ranks. Methods return at once and never raise for reasons of storage."""
+class FileTier(SlotTier):
+    """Slots of a slab, one index for all ranks, and its twin on disk."""
 
     def __init__(
         self,
@@ -54,11 +55,9 @@ class FileTier:
         directory: TierDirectory | None = None,
     ) -> None:
         """Put the parts together; ``open`` is the usual way. ``directory`` is closed with the tier."""
+        super().__init__(position, index, allocator, durable)
         self.place = place
-        self._position = position
         self._directory = directory
-        self._index = index
-        self._allocator = allocator
         self._durable = durable
         self._next_heal_s = 0.0
         self._healer: threading.Thread | None = None
@@ -130,91 +129,16 @@ class FileTier:
         )
         return cls(position, place, index, allocator, durable, directory)
 
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def state(self, key: Key) -> State | None:
-        """Return the state of ``key`` in this tier, None when it does not know the key."""
-        return self._index.state(key)
-
-    def lookup(self, key: Key, asker: Asker, now_s: float) -> Lookup:
-        """Say whether ``key`` can be loaded: nobody else writes here, so the index knows."""
-        state = self._index.state(key)
-        if state is State.READY:
-            return Lookup.HIT
-        return Lookup.PENDING if state is State.WRITING else Lookup.MISS
-
-    def flush(self, now_s: float) -> None:
-        """Nothing is asked for in the background."""
-
-    def forget_asker(self, request_id: str) -> None:
-        """Nothing is remembered of requests."""
-
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         if self._lost.is_set():
             return None
-        offset = self._allocator.allocate(slot_bytes)
-        if offset is None:
-            offset = self._make_room(slot_bytes, evicted)
-        if offset is None:
-            return None
-        location = Location(self._position, offset, slot_bytes)
-        self._index.insert_writing(key, location)
-        return location
-
-    def commit(self, key: Key) -> bool:
-        """WRITING to READY; the durable twin learns it. False when the chunk had been dropped meanwhile."""
-        freed = self._index.commit(key)
-        if freed is not None:
-            self._free(freed)
-            return False
-        self._durable.put(key, self._index.location(key))
-        return True
-
-    def abort(self, key: Key) -> None:
-        """Give a WRITING chunk's slot back."""
-        self._free(self._index.abort(key))
-
-    def pin(self, key: Key) -> Location:
-        """Forbid eviction of a READY chunk and return where it is."""
-        return self._index.pin(key)
-
-    def unpin(self, key: Key) -> None:
-        """Take one pin back; frees the slot of a chunk that was dropped meanwhile."""
-        freed = self._index.unpin(key)
-        if freed is not None:
-            self._free(freed)
-
-    def touch(self, key: Key) -> None:
-        """Mark as recently used; unknown keys are ignored."""
-        self._index.touch(key)
-
-    def drop(self, key: Key) -> None:
-        """Never serve this chunk again."""
-        self._durable.delete(key)
-        freed = self._index.drop(key)
-        if freed is not None:
-            self._free(freed)
+        return super().reserve(key, slot_bytes, evicted)
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store is over: where storage failed it, look whether the directory is still there."""
-        if Outcome.FAILED in failed.values():
+        if not {Outcome.FAILED, Outcome.TAINTED}.isdisjoint(failed.values()):
             self.heal(now_s)
-
-    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
-        """A load is over: drop what did not arrive, or not as it was stored. Returns what was dropped."""
-        bad = [key for key in reversed(keys) if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED]
-        dropped = [key for key in bad if self.state(key) is State.READY]
-        for key in dropped:
-            self.drop(key)
-        return dropped
-
-    def clear(self) -> None:
-        """Drop everything, now and for the next start. Costs per chunk in use, not per chunk."""
-        self._durable.clear()
-        held = self._index.clear()
-        self._allocator.clear((location.offset, location.slot_bytes) for location in held)
 
     def heal(self, now_s: float) -> None:
         """After failed stores: look on a thread of its own whether the directory vanished, and take it back if so.
@@ -233,8 +157,16 @@ class FileTier:
             healer.start()
             self._healer = healer
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Write the durable twin out and release the lock. Idempotent."""
+    def close(self, pending: Iterable[Key] = (), *, timeout_s: float = 5.0) -> None:
+        """Write the durable twin out and release the lock. Idempotent.
+
+        ``pending``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
+        finished after their last report. The next engine takes them for stored, and finds out when it loads one: what
+        was not written whole fails its header or checksums, as after a crash.
+        """
+        for key in pending:
+            if self.state(key) is State.WRITING:
+                self._durable.put(key, self._index.location(key))
         if self._healer is not None:
             self._healer.join(timeout_s)
         self._durable.close(timeout_s)
@@ -252,25 +184,3 @@ class FileTier:
             self._durable.abandon()
             self._lost.set()
             logger.error("%s Nothing is stored any more until this engine restarts.", error)
-
-    def _make_room(self, slot_bytes: int, evicted: list[Key]) -> int | None:
-        starved = self._allocator.reclaimable(slot_bytes)
-        if starved is not None:
-            for key in self._index.keys_between(*starved):
-                if self._index.state(key) is State.READY:
-                    self.drop(key)
-                    evicted.append(key)
-            offset = self._allocator.allocate(slot_bytes)
-            if offset is not None:
-                return offset
-        victim = self._index.evict(slot_bytes)
-        if victim is None:
-            return None
-        key, location = victim
-        self._durable.delete(key)
-        self._free(location)
-        evicted.append(key)
-        return self._allocator.allocate(slot_bytes)
-
-    def _free(self, location: Location) -> None:
-        self._allocator.free(location.offset, location.slot_bytes)

@@ -37,6 +37,7 @@ RESET_MARGIN_S = 300.0
 """After a reset, what others stored within so long after it does not count either: clocks differ, and a fleet is not
 reset in one instant."""
 MANIFEST_RETRY_S = 60.0
+_STORAGE_FAILED = frozenset({Outcome.FAILED, Outcome.TAINTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +234,20 @@ class SharedTier:
         """Forget a WRITING chunk."""
         self._presence.abort(key)
 
+    def retire(self, key: Key) -> None:
+        """Forget a WRITING chunk of which something may still be written, and delete what is there of it.
+
+        What arrives even later is an object like any other: a load verifies it.
+        """
+        self._presence.abort(key)
+        self._discard([key])
+
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store is over. Of a chunk that a rank could not store the other ranks' shards are deleted."""
         self._now_s = now_s
         if len(failed) < len(keys):
             self._stores.succeeded(now_s)
-        elif Outcome.FAILED in failed.values():
+        elif not _STORAGE_FAILED.isdisjoint(failed.values()):
             self._stores.failed("stores", f"none of {len(keys)} chunks could be stored", now_s)
         if failed and self._world_size > 1:
             self._discard([key for key in failed if self.state(key) is None])
@@ -272,8 +281,8 @@ class SharedTier:
         if len(failed) < len(keys) or Outcome.CORRUPT in failed.values():
             self._loads.succeeded(now_s)
             self._load_trial = None
-        elif Outcome.FAILED in failed.values():
-            self._recheck(next(key for key in keys if failed[key] is Outcome.FAILED))
+        elif not _STORAGE_FAILED.isdisjoint(failed.values()):
+            self._recheck(next(key for key in keys if failed[key] in _STORAGE_FAILED))
         dropped = [key for key in bad if self._presence.missed(key, now_s)]
         self._discard([key for key in bad if failed[key] is Outcome.CORRUPT and self._presence.state(key) is None])
         return dropped

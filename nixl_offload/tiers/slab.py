@@ -2,6 +2,7 @@
 
 Threading: no I/O, no lock, no clock; called by the scheduler's thread alone. Every rank's slab has this geometry.
 Ownership: a slot belongs to the caller from ``allocate`` or ``adopt`` until ``free``; nobody else gets it meanwhile.
+One that was retired is nobody's for good.
 Memory: one byte per slot of the extents in use, nothing per slot elsewhere; ten million slots cost ten megabytes.
 """
 
@@ -19,6 +20,8 @@ EXTENTS_WANTED = 256
 SLOTS_PER_EXTENT_MIN = 4
 EXTENT_MAX_BYTES = 1 << 30
 _POOL = -1
+_TAKEN = 1
+_RETIRED = 2
 
 
 def choose_extent_bytes(rank_bytes: int, slot_classes: Sequence[int]) -> int:
@@ -64,6 +67,8 @@ class SlabAllocator:
         self._number = {size: number for number, size in enumerate(classes)}
         self._slots = [extent // size for size in classes]
         self._may_grow = True
+        self._retired: dict[int, int] = {}
+        """Offset -> size of what is never given away again."""
         self._start_empty()
 
     def _start_empty(self) -> None:
@@ -89,6 +94,11 @@ class SlabAllocator:
         return sum(taken * size for taken, size in zip(self._taken_slots, self.slot_classes, strict=True))
 
     @property
+    def retired_bytes(self) -> int:
+        """Bytes of the slots that were retired, per rank; ``used_bytes`` counts them too."""
+        return sum(self._retired.values())
+
+    @property
     def extents_in_use(self) -> int:
         """Extents lent to some class."""
         return sum(self._held)
@@ -112,7 +122,7 @@ class SlabAllocator:
             return None
         taken = self._map(extent)
         slot = taken.find(0, self._lowest_free[extent])
-        taken[slot] = 1
+        taken[slot] = _TAKEN
         self._lowest_free[extent] = slot + 1
         self._used[extent] += 1
         self._taken_slots[number] += 1
@@ -120,11 +130,7 @@ class SlabAllocator:
 
     def free(self, offset: int, slot_bytes: int) -> None:
         """Give a slot back. Raises IndexStateError, changing nothing, when it is not a taken slot of this class."""
-        number = self._number.get(slot_bytes)
-        extent, slot = self._locate(offset, slot_bytes)
-        taken = self._taken[extent] if 0 <= extent < self.extent_count and self._owner[extent] == number else None
-        if number is None or taken is None or not 0 <= slot < len(taken) or not taken[slot]:
-            raise IndexStateError(f"slot of {slot_bytes} bytes at {offset} is not taken, so it cannot be freed")
+        number, extent, slot, taken = self._find_taken(offset, slot_bytes, "freed")
         taken[slot] = 0
         self._used[extent] -= 1
         self._taken_slots[number] -= 1
@@ -134,12 +140,27 @@ class SlabAllocator:
         elif not self._in_roomy[extent] and extent != self._draining:
             self._offer(extent, number)
 
+    def retire(self, offset: int, slot_bytes: int) -> None:
+        """Never give a taken slot away again, whatever is cleared: something may still write to it.
+
+        Raises IndexStateError, changing nothing, when it is not a taken slot of this class.
+        """
+        number, extent, slot, taken = self._find_taken(offset, slot_bytes, "retired")
+        taken[slot] = _RETIRED
+        self._retired[offset] = slot_bytes
+        if extent == self._draining:  # it will never be empty
+            self._draining = None
+            self._offer(extent, number)
+
     def clear(self, held: Iterable[tuple[int, int]]) -> None:
-        """Take back every slot but ``held``, as (offset, slot_bytes). Costs per held slot and per extent.
+        """Take back every slot but ``held``, as (offset, slot_bytes), and what is retired. Costs per extent and slot kept.
 
         Raises IndexStateError, with the slots before it kept, for one that cannot be.
         """
         self._start_empty()
+        for offset, slot_bytes in self._retired.items():
+            self.adopt(offset, slot_bytes)
+            self._map(offset // self.extent_bytes)[offset % self.extent_bytes // slot_bytes] = _RETIRED
         for offset, slot_bytes in held:
             if not self.adopt(offset, slot_bytes):
                 raise IndexStateError(f"slot of {slot_bytes} bytes at {offset} cannot be kept")
@@ -163,7 +184,7 @@ class SlabAllocator:
         taken = self._map(extent)
         if taken[slot]:
             return False
-        taken[slot] = 1
+        taken[slot] = _TAKEN
         self._used[extent] += 1
         self._taken_slots[number] += 1
         return True
@@ -173,8 +194,8 @@ class SlabAllocator:
 
         Answers only when the class has no free slot, the pool is empty, and the class holds less than
         1 / (2 * classes) of the extents; ``nothing_evictable`` says that its own slots cannot be freed either and
-        waives the last condition. The range is the least used extent of the class that holds most. Until it is empty
-        no new slot is taken from it, unless its own class has no other.
+        waives the last condition. The range is the least used extent of the class that holds most, of those without
+        a retired slot. Until it is empty no new slot is taken from it, unless its own class has no other.
         """
         number = self._class(slot_bytes)
         if self._extent_with_room(number, lend=False) is not None:
@@ -189,9 +210,14 @@ class SlabAllocator:
         richest = max(others, key=self._held.__getitem__, default=None)
         if richest is None or self._held[richest] < 2 or self._held[richest] <= self._held[number]:
             return None
+        never_empty = {offset // self.extent_bytes for offset in self._retired}
         extent = min(
-            (extent for extent, owner in enumerate(self._owner) if owner == richest), key=self._used.__getitem__
+            (extent for extent, owner in enumerate(self._owner) if owner == richest and extent not in never_empty),
+            key=self._used.__getitem__,
+            default=None,
         )
+        if extent is None:
+            return None
         self._withdraw(extent, richest)
         self._draining = extent
         return self._range(extent)
@@ -201,6 +227,15 @@ class SlabAllocator:
         if number is None:
             raise LayoutError(f"no size class of {slot_bytes} bytes; there are {list(self.slot_classes)}")
         return number
+
+    def _find_taken(self, offset: int, slot_bytes: int, to_be: str) -> tuple[int, int, int, bytearray]:
+        """Return class, extent, slot and the extent's map of a slot that is taken; else raise IndexStateError."""
+        number = self._number.get(slot_bytes)
+        extent, slot = self._locate(offset, slot_bytes)
+        taken = self._taken[extent] if 0 <= extent < self.extent_count and self._owner[extent] == number else None
+        if number is None or taken is None or not 0 <= slot < len(taken) or taken[slot] != _TAKEN:
+            raise IndexStateError(f"slot of {slot_bytes} bytes at {offset} is not taken, so it cannot be {to_be}")
+        return number, extent, slot, taken
 
     def _locate(self, offset: int, slot_bytes: int) -> tuple[int, int]:
         """Return (extent, slot); slot is -1 when ``offset`` is not where a slot begins."""

@@ -112,7 +112,7 @@ def test_a_directory_that_hangs_costs_one_thread(open_tier: OpenTier, monkeypatc
     for attempt in range(1, 4):
         tier.heal(attempt * 2 * HEAL_EVERY_S)
     assert entered.acquire(timeout=WAIT_S)
-    tier.close(0.01)
+    tier.close(timeout_s=0.01)
     assert not entered.acquire(blocking=False)
     go_on.set()
     assert tier._healer is not None

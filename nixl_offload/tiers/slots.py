@@ -1,0 +1,175 @@
+"""Chunks in slots that one engine alone fills: which chunk rests in which slot, and what goes when room is needed.
+
+Threading: called by the scheduler's thread alone. No I/O, no clock.
+Ownership: the index and the slot allocator. The bytes belong to the ranks, whose slots all have this one geometry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from nixl_offload.index import Index, Occupancy, State
+from nixl_offload.tiers.slab import SlabAllocator
+from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+
+
+class Twin(Protocol):
+    """Learns what rests where. None of it blocks or raises."""
+
+    def put(self, key: Key, location: Location) -> None: ...
+    def delete(self, key: Key) -> None: ...
+    def clear(self) -> None: ...
+
+
+class NoTwin:
+    """For a tier of which nothing outlives the engine."""
+
+    def put(self, key: Key, location: Location) -> None:
+        """Forget it."""
+
+    def delete(self, key: Key) -> None:
+        """Nothing was kept."""
+
+    def clear(self) -> None:
+        """Nothing was kept."""
+
+
+class SlotTier:
+    """Implements ``catalog.Tier`` over an index and slots. Methods return at once, never raise for reasons of storage.
+
+    A call that the index's table does not have, such as ``commit`` of a chunk that is not being written, raises
+    IndexStateError and changes nothing.
+    """
+
+    def __init__(self, position: int, index: Index, allocator: SlabAllocator, twin: Twin | None = None) -> None:
+        """Take over ``index`` and ``allocator``, which agree. ``twin`` learns of every chunk that comes and goes."""
+        self._position = position
+        self._index = index
+        self._allocator = allocator
+        self._twin: Twin = NoTwin() if twin is None else twin
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes per rank that ``retire`` has taken out of use for good."""
+        return self._allocator.retired_bytes
+
+    def occupancy(self) -> dict[int, Occupancy]:
+        """Slot size -> what is taken of it, by what; for metrics. Costs nothing per chunk."""
+        return self._index.occupancy()
+
+    def state(self, key: Key) -> State | None:
+        """Return the state of ``key`` in this tier, None when it does not know the key."""
+        return self._index.state(key)
+
+    def lookup(self, key: Key, asker: Asker, now_s: float) -> Lookup:
+        """Say whether ``key`` can be loaded: nobody else writes here, so the index knows."""
+        state = self._index.state(key)
+        if state is State.READY:
+            return Lookup.HIT
+        return Lookup.PENDING if state is State.WRITING else Lookup.MISS
+
+    def flush(self, now_s: float) -> None:
+        """Nothing is asked for in the background."""
+
+    def forget_asker(self, request_id: str) -> None:
+        """Nothing is remembered of requests."""
+
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
+        """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
+        offset = self._allocator.allocate(slot_bytes)
+        if offset is None:
+            offset = self._make_room(slot_bytes, evicted)
+        if offset is None:
+            return None
+        location = Location(self._position, offset, slot_bytes)
+        self._index.insert_writing(key, location)
+        return location
+
+    def commit(self, key: Key) -> bool:
+        """WRITING to READY. False when the chunk had been dropped meanwhile; then its slot is free now."""
+        freed = self._index.commit(key)
+        if freed is not None:
+            self._free(freed)
+            return False
+        self._twin.put(key, self._index.location(key))
+        return True
+
+    def abort(self, key: Key) -> None:
+        """Give a WRITING chunk's slot back."""
+        self._free(self._index.abort(key))
+
+    def retire(self, key: Key) -> None:
+        """Forget a WRITING chunk, and never give its slot away again, for something may still write there.
+
+        The slot stays lost until the engine restarts, resets included; the chunk may be stored anew, in another.
+        """
+        location = self._index.abort(key)
+        self._allocator.retire(location.offset, location.slot_bytes)
+
+    def pin(self, key: Key) -> Location:
+        """Forbid eviction of a READY chunk and return where it is."""
+        return self._index.pin(key)
+
+    def unpin(self, key: Key) -> None:
+        """Take one pin back; frees the slot of a chunk that was dropped meanwhile."""
+        freed = self._index.unpin(key)
+        if freed is not None:
+            self._free(freed)
+
+    def touch(self, key: Key) -> None:
+        """Mark as recently used; unknown keys are ignored."""
+        self._index.touch(key)
+
+    def drop(self, key: Key) -> None:
+        """Never serve this chunk again."""
+        self._twin.delete(key)
+        freed = self._index.drop(key)
+        if freed is not None:
+            self._free(freed)
+
+    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
+        """A store is over; how it went says nothing that is not in the index."""
+
+    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
+        """A load is over: drop what did not arrive, or not as it was stored. Returns what was dropped."""
+        bad = [key for key in reversed(keys) if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED]
+        dropped = [key for key in bad if self.state(key) is State.READY]
+        for key in dropped:
+            self.drop(key)
+        return dropped
+
+    def clear(self) -> None:
+        """Drop everything, in the twin too. Costs per chunk in use, not per chunk."""
+        self._twin.clear()
+        held = self._index.clear()
+        self._allocator.clear((location.offset, location.slot_bytes) for location in held)
+
+    def _gives_way(self, key: Key) -> bool:
+        """Whether ``key`` may be dropped so that its extent can go to another class of slots."""
+        return self._index.state(key) is State.READY
+
+    def _make_room(self, slot_bytes: int, evicted: list[Key]) -> int | None:
+        starved = self._allocator.reclaimable(slot_bytes)
+        if starved is not None:
+            for key in self._index.keys_between(*starved):
+                if self._gives_way(key):
+                    self.drop(key)
+                    evicted.append(key)
+            offset = self._allocator.allocate(slot_bytes)
+            if offset is not None:
+                return offset
+        victim = self._index.evict(slot_bytes)
+        if victim is None:
+            return None
+        key, location = victim
+        self._twin.delete(key)
+        self._free(location)
+        evicted.append(key)
+        return self._allocator.allocate(slot_bytes)
+
+    def _free(self, location: Location) -> None:
+        self._allocator.free(location.offset, location.slot_bytes)
