@@ -29,8 +29,8 @@ MOVERS = ("obj", "obstore", "boto3")
 
 LOOK_EACH_TIME_S = 0.2
 """``present_for`` of engines that are to look again for each request; see ``Medium.looking``."""
-LOOKING = {"timeout": "2s", "present_for": f"{int(LOOK_EACH_TIME_S * 1000)}ms", "absent_for": "1ms"}
-REMEMBERING = {"timeout": "2s", "present_for": "1h", "absent_for": "1ms"}
+LOOKING = {"timeout": "10s", "present_for": f"{int(LOOK_EACH_TIME_S * 1000)}ms", "absent_for": "300ms"}
+REMEMBERING = {"timeout": "10s", "present_for": "1h", "absent_for": "300ms"}
 RECOVERY_DEADLINE_S = 30.0
 
 
@@ -128,6 +128,21 @@ def said(engine: Engine) -> str:
     lines = engine.log.read_text(errors="replace").splitlines()
     ours = ("tier", "not usable", "chunks:", "moved by", "Traceback", "Error")
     return "\n".join(["", *[line for line in lines if any(word in line for word in ours)][-25:]])
+
+
+def until_stored(
+    engine: Engine, medium: Medium, prompts: list[Prompt], shards: int, *, max_tokens: int
+) -> list[Answer]:
+    """Ask until so many shards rest on the medium: a busy machine may shed a store. Returns the first answers."""
+    first = engine.generate(prompts, max_tokens=max_tokens)
+    assert engine.settle()
+    deadline = time.monotonic() + RECOVERY_DEADLINE_S
+    while len(medium.shards()) < shards:
+        assert time.monotonic() < deadline, f"{len(medium.shards())} of {shards} shards are stored{said(engine)}"
+        assert engine.reset_prefix_cache()
+        engine.generate(prompts, max_tokens=max_tokens)
+        assert engine.settle()
+    return first
 
 
 def until_loaded(reference: Reference, engine: Engine, prompts: list[Prompt]) -> None:

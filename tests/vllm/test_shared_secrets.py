@@ -25,6 +25,8 @@ from tests.vllm.harness import ONE_CORE, EngineError, Workshop
 from tests.vllm.shared_rig import LOOKING, MOVERS, bucket, hits, let_beliefs_lapse, side_by_side
 from tests.vllm.zygote import Zygote
 
+pytestmark = pytest.mark.alone
+
 SECRET_KEY = "sEcReTkEyThatNobodyMaySee0123456789abcdef"
 SESSION_TOKEN = "sEsSiOnToKenThatNobodyMaySee0123456789abcdef"
 """Rclone does not look at it, but it is sent, signed and checked as a part of each request."""
@@ -39,7 +41,7 @@ LOG_ALL: dict[str, Any] = {
     "loggers": {"vllm": {"handlers": ["stderr"], "level": "DEBUG", "propagate": False}},
 }
 """Every logger of every library, as an operator sets it up who wants to know why nothing works."""
-SAID = {"obj": "NIXL", "obstore": "nixl_offload", "boto3": "botocore"}
+SAID = {"obj": "nixl_plugin_manager.cpp", "obstore": "nixl_offload", "boto3": "botocore"}
 """What at least is to be found in the log."""
 
 

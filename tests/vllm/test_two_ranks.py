@@ -15,6 +15,8 @@ import pytest
 
 from tests.vllm.harness import MAX_BATCHED_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop, file_tier, prompts
 
+pytestmark = pytest.mark.alone
+
 PROMPTS = prompts(2, steps=2, seed=71)
 LATER = prompts(2, steps=2, seed=72)
 FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
