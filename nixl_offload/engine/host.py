@@ -1,0 +1,287 @@
+"""Host memory of one rank: the memory tier's slots, and behind them those through which farther tiers hand chunks on.
+
+Threading: made and closed by the thread that owns the rank; in between its views are read and written by whoever owns
+a slot. Ownership: one allocation, made whole at start, because a kernel that runs out of memory later kills the engine.
+It lives as long as any view of it; ``close`` only takes the page-lock off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nixl_offload.engine import host_limits
+from nixl_offload.engine.staging import Slot
+from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.movers.base import MemoryRegion
+from nixl_offload.types import PAGE_BYTES, align_up
+from nixl_offload.units import format_size
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with bytes ready and bytes in all."""
+
+HUGE_PAGE_BYTES = 2 << 20
+PIN_PIECE_BYTES = 1 << 30
+"""Page-locking goes by pieces that end at multiples of this *address*, so that progress can be told. A copy to or from
+a device must not cross from one piece into the next: see ``packer.CudaPacker``."""
+STEP_BYTES = 256 << 20
+"""Prefaulted at once; between steps it is looked whether the memory is still there to be had."""
+RESERVE_SHARE = 1 / 16
+RESERVE_LIMIT_BYTES = 2 << 30
+"""Of what can be had, so much is left for everything else that an engine allocates later."""
+LOG_EVERY_S = 5.0
+NO_POOL = -1
+"""``Slot.index`` of a slot that belongs to no pool: the catalog says whose it is."""
+
+_MADV_POPULATE_WRITE = 23
+_MPOL_PREFERRED = 1
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_REGISTER_PORTABLE = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class HostSlab:
+    """``memory_bytes`` for the memory tier, then ``relay_slots`` slots of ``slot_bytes``; page-aligned, present, and
+    page-locked where asked for. Locations of the memory tier are byte offsets into it.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_bytes: int,
+        relay_slots: int,
+        slot_bytes: int,
+        pinned: bool = False,
+        device: int = 0,
+        sharers: int = 1,
+        progress: Progress | None = None,
+        root: Path = host_limits.ROOT,
+    ) -> None:
+        """Allocate and prefault, which takes about a second per 2 to 8 GiB.
+
+        ``pinned`` needs CUDA and makes copies asynchronous; ``device`` says whose NUMA node is preferred then.
+        ``sharers``: ranks that a configured ``capacity`` is divided by, for the words of an error. ``progress``
+        replaces the bar (on a terminal) or the log lines (elsewhere). Raises TierError with cause ``full`` when the
+        machine or a control group cannot give that much, or cannot lock it; everything is given back then.
+        """
+        self.memory_bytes = align_up(memory_bytes)
+        slot_bytes = align_up(slot_bytes)
+        self.length_bytes = self.memory_bytes + relay_slots * slot_bytes
+        if memory_bytes < 0 or relay_slots < 0 or not self.length_bytes:
+            raise LayoutError(f"a host slab of {memory_bytes} bytes and {relay_slots} slots of {slot_bytes}")
+        self.relay_offsets = tuple(self.memory_bytes + slot * slot_bytes for slot in range(relay_slots))
+        self.pinned = pinned
+        self._sharers = sharers
+        self._root = root
+        self._pieces: list[tuple[int, int]] = []
+        began_s = time.monotonic()
+        self._require_room(self.length_bytes)
+        self._memory: npt.NDArray[np.uint8] | None = self._map()
+        self.region = MemoryRegion(self._memory.ctypes.data, self.length_bytes)
+        try:
+            node = _prefer_node_of(device, self.region) if pinned else "as the thread's"
+            with _reporting(progress) as report:
+                self._fill(report)
+        except BaseException:
+            self.close()
+            raise
+        logger.info(
+            "Host memory: %s (memory tier %s, %d relay slots of %s), %s, %d %% huge pages, NUMA node %s, in %.1f s",
+            _words(self.length_bytes),
+            _words(self.memory_bytes),
+            relay_slots,
+            _words(slot_bytes),
+            "page-locked" if pinned else "pageable",
+            100 * _huge_bytes(self.region) // self.length_bytes,
+            node,
+            time.monotonic() - began_s,
+        )
+
+    def slot(self, offset: int, slot_bytes: int) -> Slot:
+        """Return a view of a slot; its ``offset_bytes`` is its place in ``region``.
+
+        Raises LayoutError when it does not lie inside the slab, is not page-aligned, or the slab is closed.
+        """
+        memory = self._memory
+        if memory is None:
+            raise LayoutError("the host memory is closed")
+        if offset < 0 or slot_bytes < 1 or offset % PAGE_BYTES or offset + slot_bytes > self.length_bytes:
+            raise LayoutError(f"a slot of {slot_bytes} bytes at {offset} of {self.length_bytes} bytes of host memory")
+        return Slot(NO_POOL, offset, memory[offset : offset + slot_bytes])
+
+    def close(self) -> None:
+        """Take the page-lock off and let go of the memory; it goes when the last view goes. Idempotent.
+
+        No copy between it and a device may be in flight.
+        """
+        self._memory = None
+        pieces, self._pieces = self._pieces, []
+        for address, _ in pieces:
+            code = int(torch.cuda.cudart().cudaHostUnregister(address))
+            if code:
+                logger.warning("Host memory at %#x could not be unlocked: CUDA error %d", address, code)
+
+    def _map(self) -> npt.NDArray[np.uint8]:
+        """Reserve addresses, the first at a huge page's begin; nothing is touched yet."""
+        try:
+            area = mmap.mmap(-1, self.length_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise TierError(f"{_words(self.length_bytes)} of host memory: {error.strerror}", cause="full") from error
+        everything: npt.NDArray[np.uint8] = np.frombuffer(area, dtype=np.uint8)
+        start = -everything.ctypes.data % HUGE_PAGE_BYTES
+        # Children and core dumps have no use for it, and a child would make the kernel copy pages under a device.
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
+            with suppress(OSError):  # a kernel built without it
+                area.madvise(advice, start, self.length_bytes)
+        return everything[start : start + self.length_bytes]
+
+    def _fill(self, report: Progress) -> None:
+        """Bring in and lock piece after piece. Raises TierError."""
+        address, end = self.region.address, self.region.address + self.length_bytes
+        while address < end:
+            piece_end = min(end, (address // PIN_PIECE_BYTES + 1) * PIN_PIECE_BYTES)
+            for at in range(address, piece_end, STEP_BYTES):
+                # Looked at again and again: the other ranks of this machine fill theirs at the same time.
+                self._require_room(end - at)
+                self._populate(at, min(STEP_BYTES, piece_end - at))
+                report(min(at + STEP_BYTES, piece_end) - self.region.address, self.length_bytes)
+            if self.pinned:
+                _lock(address, piece_end - address)
+                self._pieces.append((address, piece_end - address))
+            address = piece_end
+
+    def _populate(self, address: int, length_bytes: int) -> None:
+        while _LIBC.madvise(address, length_bytes, _MADV_POPULATE_WRITE):
+            code = ctypes.get_errno()
+            if code == errno.EINVAL and self._memory is not None:  # Linux before 5.14
+                begin = address - self.region.address
+                self._memory[begin : begin + length_bytes : PAGE_BYTES] = 0
+                return
+            if code not in {errno.EINTR, errno.EAGAIN}:
+                raise TierError(f"host memory cannot be had: {os.strerror(code)}", cause="full")
+
+    def _require_room(self, wanted_bytes: int) -> None:
+        """Raise TierError unless ``wanted_bytes`` can still be had, with something left for others."""
+        available_bytes, limited_by = host_limits.room(self._root)
+        usable_bytes = available_bytes - min(int(available_bytes * RESERVE_SHARE), RESERVE_LIMIT_BYTES)
+        if wanted_bytes <= usable_bytes:
+            return
+        relay_bytes = self.length_bytes - self.memory_bytes
+        had_bytes = self.length_bytes - wanted_bytes
+        fits = ((usable_bytes + had_bytes - relay_bytes) * self._sharers >> 20) << 20
+        ranks = f" (for {self._sharers} ranks)" if self._sharers > 1 else ""
+        advice = (
+            f"a capacity of {format_size(fits)}{ranks} would do" if fits > 0 else "there is no room for a memory tier"
+        )
+        raise TierError(
+            f"{_words(self.length_bytes)} of host memory were asked for, {_words(self.memory_bytes)} of it for the "
+            f"memory tier; {_words(available_bytes + had_bytes)} can be had, limited by {limited_by}: {advice}",
+            cause="full",
+        )
+
+
+def _lock(address: int, length_bytes: int) -> None:
+    """Page-lock for every CUDA context of the process. Raises TierError."""
+    try:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, length_bytes, _REGISTER_PORTABLE))
+        why = f"CUDA error {code}"
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA, or a driver that does not start
+        code, why = -1, str(error)
+    if code == 0:
+        return
+    soft_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "none" if soft_bytes == resource.RLIM_INFINITY else _words(soft_bytes)
+    raise TierError(
+        f"{_words(length_bytes)} of host memory could not be page-locked: {why}; RLIMIT_MEMLOCK is {limit} "
+        "(ulimit -l): a smaller capacity or a higher limit may do",
+        cause="full",
+    )
+
+
+def _prefer_node_of(device: int, region: MemoryRegion) -> str:
+    """Ask for pages on the NUMA node of a GPU; says in words what came of it, and never fails."""
+    try:
+        if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
+            return "the only one"
+        facts = torch.cuda.get_device_properties(device)
+        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        if node < 0:
+            return "as the thread's (the GPU has none)"
+        nodes = (ctypes.c_ulong * (node // 64 + 1))()
+        nodes[node // 64] = 1 << node % 64
+        call = _MBIND[platform.machine()]
+        arguments = (region.address, region.length_bytes, _MPOL_PREFERRED, ctypes.addressof(nodes), 64 * len(nodes) + 1)
+        if _LIBC.syscall(ctypes.c_long(call), *map(ctypes.c_ulong, arguments), ctypes.c_ulong(0)):
+            return f"as the thread's (the GPU's, {node}, was refused: {os.strerror(ctypes.get_errno())})"
+        return f"{node} (the GPU's)"
+    except Exception as error:  # noqa: BLE001 - locality is a wish
+        return f"as the thread's (the GPU's is not known: {error!r})"
+
+
+def _huge_bytes(region: MemoryRegion) -> int:
+    """How much of ``region`` lies in huge pages; 0 where the kernel does not say."""
+    found, inside = 0, False
+    with suppress(OSError, ValueError), Path("/proc/self/smaps").open() as lines:
+        for line in lines:
+            name = line.split(maxsplit=1)[0]
+            if not name.endswith(":"):
+                begin, end = (int(part, 16) for part in name.split("-"))
+                inside = begin < region.address + region.length_bytes and end > region.address
+            elif inside and name == "AnonHugePages:":
+                found += int(line.split()[1]) << 10
+    return min(found, region.length_bytes)
+
+
+@contextmanager
+def _reporting(progress: Progress | None) -> Iterator[Progress]:
+    """The caller's own progress, a bar on a terminal, or a log line every few seconds."""
+    if progress is not None:
+        yield progress
+        return
+    bar = None
+    if sys.stderr.isatty():
+        with suppress(ImportError):
+            bar = import_module("tqdm").tqdm(desc="Host memory", unit="B", unit_scale=True, unit_divisor=1024)
+    next_s = time.monotonic() + LOG_EVERY_S
+
+    def report(done_bytes: int, total_bytes: int) -> None:
+        nonlocal next_s
+        if bar is not None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+        elif time.monotonic() >= next_s:
+            next_s = time.monotonic() + LOG_EVERY_S
+            logger.info("Host memory: %s of %s are ready", _words(done_bytes), _words(total_bytes))
+
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _words(size_bytes: int) -> str:
+    """For people: at most two decimals, rounded down."""
+    for unit, unit_bytes in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= unit_bytes:
+            return f"{size_bytes * 100 // unit_bytes / 100:g}{unit}"
+    return f"{size_bytes}B"
