@@ -1,0 +1,314 @@
+"""A rank's tiers as one engine: jobs are dealt out to the tier of each chunk and their results put together again;
+moves between tiers go on behind them.
+
+Threading: one caller thread (vLLM's worker); each tier has an engine of its own with a pump of its own, so a tier that
+hangs delays no other. No method but ``wait`` and ``close`` waits, and those two have limits.
+Ownership: closes the engines. The host slab is the caller's, who closes it afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from nixl_offload.engine.jobs import ChunkIO, JobResult, Landed, Share
+from nixl_offload.engine.moves import MoveIO, MoveResult, Moves, MovingEngine, RelayHost
+from nixl_offload.types import Outcome
+
+__all__ = ["ChainEngine", "MoveIO", "MoveResult", "TierEngine"]
+
+logger = logging.getLogger(__name__)
+
+WAIT_LIMIT_S = 2.0
+"""How long ``wait`` lets all tiers together read source blocks or finish loads. Only hung storage takes longer."""
+WAIT_LEAST_S = 0.020
+"""What of it each tier gets at least, even if another has used it up."""
+CLOSE_PATIENCE_S = 2.0
+"""How long engines may take to say that the deadline is over."""
+_STEP_S = 0.001
+
+
+class TierEngine(MovingEngine, Protocol):
+    """One tier on this rank: ``engine.Engine`` or ``memory.MemoryEngine``. Nothing raises for storage reasons.
+
+    Job ids are the caller's; negative ones are the chain's own. Each job yields one ``JobResult``, and each load or
+    move with host slots to fill also one ``Landed``.
+    """
+
+    def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
+        """Queue a store of KV blocks."""
+
+    def submit_load(self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False) -> None:
+        """Queue a load to KV blocks, some of it by way of host slots that keep it."""
+
+    def finished(self) -> list[JobResult]:
+        """Return the jobs that ended since the last call."""
+
+    def landed(self) -> list[Landed]:
+        """Return what was not told yet of host slots that were to be filled."""
+
+    def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
+        """Block until the KV blocks of these jobs are free (stores) or filled (loads); hung storage is given up after
+        ``limit_s`` (None: the engine's own limit).
+        """
+
+    def idle(self) -> bool:
+        """True if no job is live and there is nothing to tell."""
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """Finish what ``deadline_s`` allows and give up the rest; every job and every host slot is told of then."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job of vLLM while some tier works at it."""
+
+    is_store: bool
+    parts: dict[int, Sequence[int]]
+    """By tier: the positions of its chunks in the job. Those that have not ended."""
+    outcomes: list[Outcome]
+    shared: bool
+    """More than one tier has part in it, or a chunk has no tier."""
+    submitted_s: float
+    bytes_moved: int = 0
+    errors: list[str] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
+
+
+class ChainEngine:
+    """All tiers of one rank. Each submitted job yields exactly one ``JobResult`` and each ticket exactly one
+    ``MoveResult``, whatever fails.
+
+    After any failure still holds: tiers that work go on, and chunks of a tier that is not there are FAILED.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[TierEngine | None],
+        host: RelayHost | None = None,
+        *,
+        memory: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``engines`` is indexed by ``Location.tier``; None: this rank cannot use the tier. ``memory``: the position of
+        the memory tier, None if there is none. ``host``: without it nothing moves between farther tiers.
+        """
+        self._engines = tuple(engines)
+        self._live = tuple((tier, engine) for tier, engine in enumerate(engines) if engine is not None)
+        self._memory = memory
+        self._clock = clock
+        self._jobs: dict[int, _Job] = {}
+        self._results: list[JobResult] = []
+        self._moves = Moves(
+            self._engines, () if host is None else tuple(host.relay_offsets), memory=memory, clock=clock
+        )
+        self._closed = False
+
+    def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
+        """Queue a store, each chunk to the tier of its location. As ``Engine.submit_store``."""
+        for tier, part in self._deal(job_id, chunks, is_store=True):
+            self._engine(tier).submit_store(job_id, part)
+
+    def submit_load(
+        self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False, landing_ticket: int = 0
+    ) -> None:
+        """Queue a load, each chunk from the tier of its location. ``landing_ticket``: under which ``settled`` tells of
+        the chunks that have a ``host_offset``, in their order; 0: there are none.
+        """
+        if job_id in self._jobs:
+            self._refuse_twice(job_id)
+            landings = [chunk.location.slot_bytes for chunk in chunks if chunk.host_offset is not None]
+            if landing_ticket:
+                self._settle_all(landing_ticket, landings, Outcome.DROPPED)
+            return
+        chunks = self._expect_landings(job_id, chunks, landing_ticket)
+        for tier, part in self._deal(job_id, chunks, is_store=False):
+            self._engine(tier).submit_load(job_id, part, expedited=expedited)
+
+    def submit_moves(self, ticket: int, moves: Sequence[MoveIO]) -> None:
+        """Queue moves behind everything else. ``settled`` tells of them, in their order, when the last has ended.
+
+        The caller keeps sources readable and targets reserved until then. Host slots must hold whole images.
+        """
+        self._moves.submit(ticket, moves)
+
+    def finished(self) -> list[JobResult]:
+        """Return the jobs that ended since the last call, each exactly once over all calls."""
+        self._poll()
+        results, self._results = self._results, []
+        return results
+
+    def settled(self) -> list[MoveResult]:
+        """Return the tickets that were settled since the last call, each exactly once over all calls."""
+        self._poll()
+        return self._moves.take()
+
+    def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
+        """Stores: return as soon as their source blocks may be reused. Loads: return when they are finished.
+
+        The tiers are waited for from the nearest, which is the quickest, within one limit (``WAIT_LIMIT_S``), after
+        which each gives up what it can: see ``Engine.wait``. Unknown ids are done.
+        """
+        of_tier: dict[int, list[int]] = {}
+        for job_id in job_ids:
+            job = self._jobs.get(job_id)
+            for tier in job.parts if job is not None else ():
+                of_tier.setdefault(tier, []).append(job_id)
+        give_up_s = self._clock() + (WAIT_LIMIT_S if limit_s is None else limit_s)
+        for tier in sorted(of_tier):
+            self._engine(tier).wait(of_tier[tier], max(WAIT_LEAST_S, give_up_s - self._clock()))
+
+    def idle(self) -> bool:
+        """True if no job is live, no ticket is open, and there is nothing to tell."""
+        return (
+            not self._jobs and not self._results and self._moves.idle and all(engine.idle() for _, engine in self._live)
+        )
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """Finish what ``deadline_s`` allows, stores and moves included, in all tiers at the same time. Idempotent.
+
+        Afterwards every job and ticket has ended, and ``finished`` and ``settled`` still give the last results. Returns
+        within ``CLOSE_PATIENCE_S`` of the deadline.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        end_s = self._clock() + deadline_s
+        while self._moves.relaying and self._clock() < end_s:
+            self._poll()
+            time.sleep(_STEP_S)
+        self._moves.drop_waiting()
+        closers = [
+            threading.Thread(target=self._close_one, args=(tier, engine, end_s), name="nixl-offload-close", daemon=True)
+            for tier, engine in self._live
+        ]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(max(0.0, end_s - self._clock()) + CLOSE_PATIENCE_S)
+        # A chunk that was fetched last is stored to a closed engine, which says no at once: hence twice.
+        self._poll()
+        self._poll()
+        self._give_up()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _engine(self, tier: int) -> TierEngine:
+        engine = self._engines[tier]
+        assert engine is not None, "only live tiers are dealt to"
+        return engine
+
+    def _has(self, tier: int) -> bool:
+        return 0 <= tier < len(self._engines) and self._engines[tier] is not None
+
+    def _deal(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> list[tuple[int, Sequence[ChunkIO]]]:
+        """Record a job and return what each tier is to do of it. Chunks of no tier have failed by then."""
+        if job_id in self._jobs:
+            self._refuse_twice(job_id)
+            return []
+        parts: dict[int, Sequence[int]] = {}
+        tiers = {chunk.location.tier for chunk in chunks}
+        if len(tiers) == 1 and self._has(chunks[0].location.tier):
+            tier = chunks[0].location.tier
+            parts[tier] = range(len(chunks))
+            self._jobs[job_id] = _Job(is_store, parts, [], False, self._clock())
+            return [(tier, chunks)]
+        for tier in sorted(tiers):
+            if self._has(tier):
+                parts[tier] = [at for at, chunk in enumerate(chunks) if chunk.location.tier == tier]
+        job = _Job(is_store, parts, [Outcome.FAILED] * len(chunks), True, self._clock())
+        if any(not self._has(tier) for tier in tiers):
+            job.errors.append("the tier is not available on this rank")
+        self._jobs[job_id] = job
+        if not parts:
+            self._emit(job_id, job)
+        return [(tier, [chunks[at] for at in positions]) for tier, positions in parts.items()]
+
+    def _expect_landings(self, job_id: int, chunks: Sequence[ChunkIO], number: int) -> Sequence[ChunkIO]:
+        """Open the ticket of a load's landings; return the chunks without those that nobody would be told of."""
+        if not number:
+            if any(chunk.host_offset is not None for chunk in chunks):
+                logger.error("job %d has host slots but no ticket for them; they are not filled", job_id)
+                return [replace(chunk, host_offset=None) for chunk in chunks]
+            return chunks
+        landing = [chunk for chunk in chunks if chunk.host_offset is not None]
+        memory = 0 if self._memory is None else self._memory
+        ticket = self._moves.open(number, memory, [chunk.location.slot_bytes for chunk in landing])
+        of_tier: dict[int, list[int]] = {}
+        for position, chunk in enumerate(landing):
+            tier = chunk.location.tier
+            if self._has(tier) and tier != self._memory:
+                of_tier.setdefault(tier, []).append(position)
+            else:
+                self._moves.settle(ticket, position, Outcome.FAILED)
+        for tier, positions in of_tier.items():
+            self._moves.expect_landing(tier, job_id, ticket, positions)
+        return chunks
+
+    def _settle_all(self, number: int, sizes: Sequence[int], outcome: Outcome) -> None:
+        ticket = self._moves.open(number, self._memory or 0, sizes)
+        for position in range(len(sizes)):
+            self._moves.settle(ticket, position, outcome)
+
+    def _refuse_twice(self, job_id: int) -> None:
+        logger.error("job %d was submitted twice; the second submit is ignored", job_id)
+
+    def _poll(self) -> None:
+        """Take what the engines have to tell and let moves go on. Quick where there is nothing."""
+        for tier, engine in self._live:
+            for result in engine.finished():
+                if result.job_id < 0:
+                    self._moves.ended(result)
+                else:
+                    self._ended(tier, result)
+            if self._moves.landing:
+                for landed in engine.landed():
+                    self._moves.landed(tier, landed)
+        self._moves.step()
+
+    def _ended(self, tier: int, result: JobResult) -> None:
+        job = self._jobs[result.job_id]
+        share = Share(tier, result.bytes_moved, result.seconds)
+        if not job.shared:
+            del self._jobs[result.job_id]
+            self._results.append(replace(result, shares=(share,)))
+            return
+        for position, outcome in zip(job.parts.pop(tier), result.outcomes, strict=True):
+            job.outcomes[position] = outcome
+        job.bytes_moved += result.bytes_moved
+        job.errors += result.errors
+        job.shares.append(share)
+        if not job.parts:
+            self._emit(result.job_id, job)
+
+    def _emit(self, job_id: int, job: _Job) -> None:
+        del self._jobs[job_id]
+        self._results.append(
+            JobResult(
+                job_id,
+                job.is_store,
+                tuple(job.outcomes),
+                job.bytes_moved,
+                self._clock() - job.submitted_s,
+                tuple(dict.fromkeys(job.errors)),
+                tuple(sorted(job.shares, key=lambda share: share.tier)),
+            )
+        )
+
+    def _close_one(self, tier: int, engine: TierEngine, end_s: float) -> None:
+        try:
+            engine.close(max(0.0, end_s - self._clock()))
+        except Exception:
+            logger.exception("The engine of tier %d did not close well", tier)
+
+    def _give_up(self) -> None:
+        """End what an engine that did not close leaves open."""
+        for job_id, job in list(self._jobs.items()):
+            job.outcomes = job.outcomes or [Outcome.FAILED] * sum(map(len, job.parts.values()))
+            job.errors.append("the engine was closed while storage hung")
+            self._emit(job_id, job)
+        self._moves.give_up()

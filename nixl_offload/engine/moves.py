@@ -1,0 +1,323 @@
+"""Moves between tiers on one rank: what became of the chunks of each ticket, and the slots in which a chunk waits that
+goes from one farther tier to another.
+
+Threading: everything here is called by the engine's one caller, as ``chain.ChainEngine`` is; nothing blocks.
+Ownership: a relay slot belongs to one move until nothing reads or writes it any more; one that something may still
+write to is never used again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+
+from nixl_offload.engine.jobs import ChunkIO, JobResult, Landed
+from nixl_offload.types import Key, Location, Outcome
+
+logger = logging.getLogger(__name__)
+
+RELAY_WAIT_S = 30.0
+"""How long a move waits for a relay slot, or in the queue of its target; then it is DROPPED: storage that hangs holds
+no ticket open that has not touched it."""
+
+NO_BLOCKS = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveIO:
+    """One chunk that goes from one tier to another on this rank."""
+
+    key: Key
+    group: int
+    """Position in ``KVLayout.groups``."""
+    source: Location
+    target: Location
+    """A location of the memory tier is a byte offset in the host slab."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveResult:
+    """What became of the chunks of a ticket, in the order they were submitted: of moves, or of a load's landings.
+
+    TAINTED: the target must never be given to another chunk. Any other outcome: nothing touches the target any more.
+    """
+
+    ticket: int
+    outcomes: tuple[Outcome, ...]
+    tier: int
+    """Where they were to go; of the first, should they differ. For landings the memory tier."""
+    bytes_moved: int
+    """Of the chunks that are OK: whole slots, header page and padding included."""
+    seconds: float
+    """From submit to the last chunk."""
+
+
+class MovingEngine(Protocol):
+    """The side of a tier's engine that moves are made by: see ``chain.TierEngine``."""
+
+    def submit_move(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
+        """Queue a store from, or a fetch to, host slots."""
+
+
+class RelayHost(Protocol):
+    """What is needed of ``host.HostSlab``."""
+
+    @property
+    def relay_offsets(self) -> Sequence[int]:
+        """Offsets in the host slab of the slots for moves between farther tiers."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """The chunks of one ticket and what is known of them."""
+
+    number: int
+    tier: int
+    sizes: tuple[int, ...]
+    began_s: float
+    outcomes: list[Outcome | None] = field(default_factory=list)
+    unsettled: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What one engine does of a ticket in one job. ``positions``: of its chunks in the ticket."""
+
+    ticket: Ticket
+    positions: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Relay:
+    """One chunk between two farther tiers: waiting, being fetched, or being stored."""
+
+    ticket: Ticket
+    position: int
+    move: MoveIO
+    since_s: float
+    slot: int = -1
+    """Offset of its relay slot; -1 while it waits for one."""
+
+
+class Moves:
+    """The open tickets of one rank. Each is settled exactly once, whatever fails.
+
+    Jobs that begin here have negative ids, so that they never meet vLLM's in an engine's table.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[MovingEngine | None],
+        relay_offsets: Sequence[int],
+        *,
+        memory: int | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engines = engines
+        self._memory = memory
+        self._clock = clock
+        self._ids = count(-1, -1)
+        self._open: dict[Ticket, None] = {}
+        self._results: list[MoveResult] = []
+        self._stores: dict[int, _Part] = {}
+        self._landings: dict[tuple[int, int], _Part] = {}
+        """By tier and job: the engine tells of these by ``Landed``."""
+        self._waiting: deque[_Relay] = deque()
+        self._fetching: dict[int, _Relay] = {}
+        self._storing: dict[int, _Relay] = {}
+        self._free_slots = list(reversed(relay_offsets))
+        self._usable_slots = len(relay_offsets)
+
+    @property
+    def landing(self) -> bool:
+        """Whether some host slot is still to be told of by an engine."""
+        return bool(self._landings or self._fetching)
+
+    @property
+    def relaying(self) -> bool:
+        """Whether some move needs another step of this side."""
+        return bool(self._waiting or self._fetching or self._storing)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no ticket is open, no result waits to be taken, and no relay slot is in use."""
+        return not self._open and not self._results and not self.relaying
+
+    def take(self) -> list[MoveResult]:
+        """Return the tickets that were settled since the last call."""
+        results, self._results = self._results, []
+        return results
+
+    # -- what begins ------------------------------------------------------------------------------------------------
+
+    def open(self, number: int, tier: int, sizes: Sequence[int]) -> Ticket:
+        """Open a ticket for chunks of ``sizes`` bytes; with none of them it is settled at once."""
+        ticket = Ticket(number, tier, tuple(sizes), self._clock(), [None] * len(sizes), len(sizes))
+        self._open[ticket] = None
+        if not sizes:
+            self._emit(ticket)
+        return ticket
+
+    def expect_landing(self, tier: int, job_id: int, ticket: Ticket, positions: Collection[int]) -> None:
+        """A load of ``tier`` is about to be submitted whose landings are ``positions`` of ``ticket``."""
+        self._landings[tier, job_id] = _Part(ticket, tuple(positions))
+
+    def submit(self, number: int, moves: Sequence[MoveIO]) -> None:
+        """Begin the moves of a ticket: see ``chain.ChainEngine.submit_moves``."""
+        tier = moves[0].target.tier if moves else 0
+        ticket = self.open(number, tier, [move.target.slot_bytes for move in moves])
+        stores: dict[int, list[int]] = {}
+        fetches: dict[int, list[int]] = {}
+        for position, move in enumerate(moves):
+            source, target = move.source.tier, move.target.tier
+            if source == target or not self._moves(source) or not self._moves(target):
+                self.settle(ticket, position, Outcome.FAILED)
+            elif source == self._memory:
+                stores.setdefault(target, []).append(position)
+            elif target == self._memory:
+                fetches.setdefault(source, []).append(position)
+            else:
+                self._waiting.append(_Relay(ticket, position, move, ticket.began_s))
+        for tier, positions in stores.items():
+            chunks = [_chunk(moves[at], moves[at].target, moves[at].source.offset) for at in positions]
+            job_id = next(self._ids)
+            self._stores[job_id] = _Part(ticket, tuple(positions))
+            self._submit(tier, job_id, chunks, is_store=True)
+        for tier, positions in fetches.items():
+            chunks = [_chunk(moves[at], moves[at].source, moves[at].target.offset) for at in positions]
+            job_id = next(self._ids)
+            self.expect_landing(tier, job_id, ticket, positions)
+            self._submit(tier, job_id, chunks, is_store=False)
+        self.step()
+
+    def settle(self, ticket: Ticket, position: int, outcome: Outcome) -> None:
+        """Give a chunk of a ticket its outcome; the first one counts."""
+        if ticket.outcomes[position] is not None:
+            return
+        ticket.outcomes[position] = outcome
+        ticket.unsettled -= 1
+        if not ticket.unsettled:
+            self._emit(ticket)
+
+    # -- what ends --------------------------------------------------------------------------------------------------
+
+    def ended(self, result: JobResult) -> None:
+        """An engine has finished a job that began here."""
+        part = self._stores.pop(result.job_id, None)
+        if part is not None:
+            self._settle_part(part, result.outcomes)
+            return
+        relay = self._fetching.get(result.job_id)
+        if relay is not None:
+            # Told before the slot is free: storage may answer much later, but nothing will come of it.
+            if result.outcomes[0] is not Outcome.OK:
+                self.settle(relay.ticket, relay.position, result.outcomes[0])
+            return
+        relay = self._storing.pop(result.job_id, None)
+        if relay is not None:
+            self.settle(relay.ticket, relay.position, result.outcomes[0])
+            self._free(relay, tainted=result.outcomes[0] is Outcome.TAINTED)
+
+    def landed(self, tier: int, landed: Landed) -> None:
+        """An engine has told of host slots."""
+        relay = self._fetching.pop(landed.job_id, None)
+        if relay is not None:
+            self._relay_landed(relay, landed.outcomes[0])
+            return
+        part = self._landings.pop((tier, landed.job_id), None)
+        if part is not None:
+            self._settle_part(part, landed.outcomes)
+
+    def step(self) -> None:
+        """Give free relay slots to the moves that wait, and drop those that have waited for too long."""
+        if not self._waiting:
+            return
+        limit_s = self._clock() - RELAY_WAIT_S
+        while self._waiting:
+            relay = self._waiting[0]
+            if relay.since_s <= limit_s:
+                self.settle(relay.ticket, relay.position, Outcome.DROPPED)
+            elif not self._usable_slots:
+                self.settle(relay.ticket, relay.position, Outcome.FAILED)
+            elif self._free_slots:
+                relay.slot = self._free_slots.pop()
+                job_id = next(self._ids)
+                self._fetching[job_id] = relay
+                chunk = _chunk(relay.move, relay.move.source, relay.slot)
+                self._submit(relay.move.source.tier, job_id, [chunk], is_store=False)
+            else:
+                return
+            self._waiting.popleft()
+
+    def drop_waiting(self) -> None:
+        """Give up what waits for a relay slot."""
+        while self._waiting:
+            relay = self._waiting.popleft()
+            self.settle(relay.ticket, relay.position, Outcome.DROPPED)
+
+    def give_up(self) -> None:
+        """Settle what no engine will ever tell of: TAINTED."""
+        self.drop_waiting()
+        for ticket in list(self._open):
+            logger.error("Ticket %d was never settled by its engines; its places are given up", ticket.number)
+            for position in range(len(ticket.outcomes)):
+                self.settle(ticket, position, Outcome.TAINTED)
+        self._stores.clear()
+        self._landings.clear()
+        self._fetching.clear()
+        self._storing.clear()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _relay_landed(self, relay: _Relay, outcome: Outcome) -> None:
+        known = relay.ticket.outcomes[relay.position] is not None
+        if outcome is not Outcome.OK:
+            # The target was never touched, so it is not the target that is tainted.
+            told = Outcome.FAILED if outcome is Outcome.TAINTED else outcome
+            self.settle(relay.ticket, relay.position, told)
+        if known or outcome is not Outcome.OK:
+            self._free(relay, tainted=outcome is Outcome.TAINTED)
+            return
+        job_id = next(self._ids)
+        self._storing[job_id] = relay
+        chunk = _chunk(relay.move, relay.move.target, relay.slot)
+        self._submit(relay.move.target.tier, job_id, [chunk], is_store=True)
+
+    def _free(self, relay: _Relay, *, tainted: bool) -> None:
+        if tainted:
+            self._usable_slots -= 1
+            logger.error("A relay slot may still be touched; retired, %d left", self._usable_slots)
+        else:
+            self._free_slots.append(relay.slot)
+        self.step()
+
+    def _moves(self, tier: int) -> bool:
+        """Whether this rank has ``tier``."""
+        return 0 <= tier < len(self._engines) and self._engines[tier] is not None
+
+    def _submit(self, tier: int, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
+        engine = self._engines[tier]
+        assert engine is not None, "refused when the moves were submitted"
+        engine.submit_move(job_id, chunks, is_store=is_store)
+
+    def _settle_part(self, part: _Part, outcomes: Sequence[Outcome]) -> None:
+        for position, outcome in zip(part.positions, outcomes, strict=True):
+            self.settle(part.ticket, position, outcome)
+
+    def _emit(self, ticket: Ticket) -> None:
+        del self._open[ticket]
+        outcomes = tuple(outcome or Outcome.FAILED for outcome in ticket.outcomes)
+        ok_bytes = sum(size for size, outcome in zip(ticket.sizes, outcomes, strict=True) if outcome is Outcome.OK)
+        seconds = self._clock() - ticket.began_s
+        self._results.append(MoveResult(ticket.number, outcomes, ticket.tier, ok_bytes, seconds))
+
+
+def _chunk(move: MoveIO, farther: Location, host_offset: int) -> ChunkIO:
+    """The image of a move between its host slot and a farther tier."""
+    return ChunkIO(move.key, farther, move.group, NO_BLOCKS, 0, host_offset)
