@@ -28,14 +28,9 @@ def find_problems(raw: Mapping[str, Any], error: ValidationError | None) -> list
         if details["type"] == "too_short" and details["input"]:
             continue  # pydantic counts only the tiers that passed; the others have been named
         problem = _translate(details, raw)
-        if not any(problem.path[: len(path)] == path or _within_refused_tier(problem.path, path) for path in told):
+        if not any(problem.path[: len(path)] == path for path in told):
             problems.append(problem)
     return problems
-
-
-def _within_refused_tier(path: Path, refused: Path) -> bool:
-    """Whether ``path`` lies in a tier whose kind is refused: its other faults are of no interest."""
-    return refused[-1:] == ("kind",) and path[:2] == refused[:2]
 
 
 def _translate(details: ErrorDetails, raw: Mapping[str, Any]) -> Problem:
@@ -82,7 +77,7 @@ _EXPECTED: Final = {
     "string_type": "text",
     "tuple_type": "a list",
 }
-_SIZES: Final = ("capacity", "crt_min_size", "staging")
+_SIZES: Final = ("capacity", "crt_min_size", "staging", "unsaved_limit")
 _EXAMPLES: Final = {
     "tiers": "; for example: tiers: [{kind: file, path: /mnt/nvme/kv, capacity: 500GiB}]",
     "path": "; for example: path: /mnt/nvme/kv",

@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 
 from nixl_offload import __version__
 from nixl_offload.config.document import Path
-from nixl_offload.config.schema import AVAILABLE, MOST_TIERS, OWNED_EXTRA_KEYS, TIER_MODELS, TIER_ORDER, literals
+from nixl_offload.config.schema import AVAILABLE, FIELDS_IN_FRONT, OWNED_EXTRA_KEYS, TIER_MODELS, TIER_ORDER, literals
+from nixl_offload.units import parse_size
 
 _CREDENTIAL: Final = re.compile(
     r"(access|secret|api|private|account).?key|secret|passw|credential|(session|auth|security|bearer).?token|^token$"
@@ -36,7 +37,7 @@ class Problem(NamedTuple):
 
 def broken_rules(raw: Mapping[str, Any]) -> list[Problem]:
     """Return what the rules of this module say against ``raw``."""
-    rules = (_credentials(raw, ()), _unavailable(raw), _tier_order(raw), _chain(raw), _ignored(raw), _passthrough(raw))
+    rules = (_credentials(raw, ()), _unavailable(raw), _tier_order(raw), _ignored(raw), _passthrough(raw))
     return list(itertools.chain.from_iterable(rules))
 
 
@@ -71,10 +72,7 @@ def _tiers(raw: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _unavailable(raw: Mapping[str, Any]) -> Iterator[Problem]:
     for position, tier in _tiers(raw):
         kind = tier.get("kind")
-        if not isinstance(kind, str) or kind not in TIER_MODELS:
-            continue
-        if kind not in AVAILABLE:
-            yield Problem(("tiers", position, "kind"), _not_available(kind, AVAILABLE))
+        if not isinstance(kind, str) or kind not in AVAILABLE:
             continue
         for field, built in AVAILABLE[kind].items():
             value = tier.get(field)
@@ -96,17 +94,13 @@ def _tier_order(raw: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(("tiers", position), f"{kind!r} comes after {before!r}; {order}")
 
 
-def _chain(raw: Mapping[str, Any]) -> Iterator[Problem]:
-    tiers = raw.get("tiers")
-    if isinstance(tiers, list | tuple) and len(tiers) > MOST_TIERS:
-        yield Problem(("tiers", MOST_TIERS), f"a chain of tiers is not available in nixl-offload {_RELEASE}; keep one")
-
-
 def _ignored(raw: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield options that nothing would look at, so that nobody relies on them. Saying null is saying nothing."""
     for position, tier in _tiers(raw):
         kind, said = tier.get("kind"), {field for field, value in tier.items() if value is not None}
-        if kind == "file" and tier.get("layout") == "tree":
+        if kind == "memory":
+            yield from _ignored_of_memory(position, tier, said, is_alone=len(raw["tiers"]) == 1)
+        elif kind == "file" and tier.get("layout") == "tree":
             if "policy" in said:
                 yield Problem(
                     ("tiers", position, "policy"),
@@ -121,6 +115,36 @@ def _ignored(raw: Mapping[str, Any]) -> Iterator[Problem]:
                     )
         elif kind == "s3":
             yield from _ignored_of_s3(position, tier, said)
+
+
+def _ignored_of_memory(position: int, tier: Mapping[str, Any], said: set[str], *, is_alone: bool) -> Iterator[Problem]:
+    if is_alone:
+        for field in FIELDS_IN_FRONT:
+            if field in said:
+                yield Problem(
+                    ("tiers", position, field),
+                    "has no meaning without a tier behind this one; remove it, or add a tier with kind: file or s3",
+                )
+    elif "unsaved_limit" in said and tier.get("unsaved") == "drop":
+        yield Problem(
+            ("tiers", position, "unsaved_limit"),
+            "has no meaning with unsaved: drop, which pins nothing; remove it, or say unsaved: pin",
+        )
+    elif "unsaved_limit" in said:
+        yield from _more_than_capacity(position, tier)
+
+
+def _more_than_capacity(position: int, tier: Mapping[str, Any]) -> Iterator[Problem]:
+    limit, capacity = tier["unsaved_limit"], tier.get("capacity")
+    try:
+        too_large = parse_size(limit) > parse_size(capacity)
+    except ValueError:
+        return  # said of the field itself
+    if too_large:
+        yield Problem(
+            ("tiers", position, "unsaved_limit"),
+            f"{show_value(limit)} is more than the capacity; allowed: up to {capacity}, a quarter of it by default",
+        )
 
 
 def _ignored_of_s3(position: int, tier: Mapping[str, Any], said: set[str]) -> Iterator[Problem]:

@@ -26,13 +26,14 @@ TIER_ORDER: Final = ("memory", "file", "s3")
 """Nearest the GPU first. A config has any non-empty subset in this order, each kind at most once."""
 
 AVAILABLE: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "memory": {},
     "file": {"layout": ("slab", "tree"), "mover": ("auto", "gds_mt", "gds", "posix")},
     "s3": {"mover": ("auto", "obj", "obstore", "boto3")},
 }
-"""Tier kinds that this release builds, and per kind the values built of fields that know more. The only such table."""
+"""Per kind of tier, the values that this release builds of fields that know more. The only such table."""
 
-MOST_TIERS: Final = 1
-"""How many tiers this release can use together."""
+FIELDS_IN_FRONT: Final = ("promote", "unsaved", "unsaved_limit")
+"""What a memory tier says of its dealings with a tier behind it; without meaning, and refused, where there is none."""
 
 OWNED_EXTRA_KEYS: Final = ("config", "spec_name", "spec_module_path", "block_size", "blocks_per_chunk")
 """Keys of vLLM's extra config that this connector sets itself; refused under ``vllm:``."""
@@ -235,6 +236,10 @@ class Config(_Model):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as the YAML would say it, defaults filled in; ``parse_config`` of it gives an equal one."""
+        tiers = [tier.to_dict() for tier in self.tiers]
+        if len(tiers) == 1:
+            for field in FIELDS_IN_FRONT:
+                tiers[0].pop(field, None)
         return {
             "tenant": self.tenant,
             "chunk_tokens": self.chunk_tokens,
@@ -245,7 +250,7 @@ class Config(_Model):
             "drain_timeout": format_duration(self.drain_timeout_s),
             "store_after": self.store_after,
             "slow_hits": self.slow_hits,
-            "tiers": [tier.to_dict() for tier in self.tiers],
+            "tiers": tiers,
             "vllm": dict(self.vllm),
         }
 

@@ -153,7 +153,7 @@ class SlabAllocator:
             self._offer(extent, number)
 
     def clear(self, held: Iterable[tuple[int, int]]) -> None:
-        """Take back every slot but ``held``, as (offset, slot_bytes), and what is retired. Costs per extent and slot kept.
+        """Take back every slot but ``held``, as (offset, slot_bytes), and what was retired. Costs per extent and slot.
 
         Raises IndexStateError, with the slots before it kept, for one that cannot be.
         """

@@ -63,12 +63,13 @@ def test_vllm_accepts_the_transfer_config(file: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_wrong_config_is_a_message_and_exit_code_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text("tiers: [{kind: memory, capacity: 1GiB}]\nchunk: 3\n")
+    file.write_text("tiers: [{kind: memory, capacity: 1GiB, unsaved: drop}]\nchunk: 3\n")
     assert main(["show", "kv.yaml"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
-        "nixl-offload: kv.yaml:1: tiers[0].kind: 'memory' is not available in nixl-offload 0.1; available: file, s3",
+        "nixl-offload: kv.yaml:1: tiers[0].unsaved: has no meaning without a tier behind this one; "
+        "remove it, or add a tier with kind: file or s3",
         captured.err.splitlines()[1],
     ]
     assert captured.err.splitlines()[1].startswith("kv.yaml:2: chunk: unknown field")
