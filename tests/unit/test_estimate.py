@@ -1,0 +1,317 @@
+"""Load or recompute: estimates follow what is observed, a stall moves them only so far, and no verdict is final."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_offload.estimate import Decision, LoadOrRecompute, Part, PrefillSpeed, TierSpeed
+
+MIB = 1 << 20
+TOKEN_BYTES = 4096
+
+
+def tier_speed(latency_s: float, bytes_per_s: float, *, count: int = 20, now_s: float = 0.0) -> TierSpeed:
+    """A tier that was observed at one instant, with loads of 1 to 64 MiB."""
+    tier = TierSpeed()
+    teach_tier(tier, latency_s, bytes_per_s, count=count, now_s=now_s)
+    return tier
+
+
+def teach_tier(tier: TierSpeed, latency_s: float, bytes_per_s: float, *, count: int = 20, now_s: float = 0.0) -> None:
+    for number in range(count):
+        size = (1 + 63 * number // max(1, count - 1)) * MIB
+        tier.observe(size, latency_s + size / bytes_per_s, now_s)
+
+
+def teach_prefill(prefill: PrefillSpeed, token_s: float, token_context_s: float = 0.0) -> None:
+    """Steps of 512 tokens of prompts of 8 k tokens."""
+    for _ in range(4):
+        for context in range(0, 8192, 512):
+            prefill.observe(512, 512 * (token_s + token_context_s * (context + 256)), context)
+
+
+def judge(*bytes_per_s: float | None, token_s: float | None = 1e-3) -> LoadOrRecompute:
+    """Somebody who decides, over tiers of known bandwidths (None: nothing is known)."""
+    judged = LoadOrRecompute(len(bytes_per_s))
+    for tier, speed in enumerate(bytes_per_s):
+        if speed is not None:
+            for number in range(20):
+                size = (1 + 3 * number) * MIB
+                judged.tiers[tier].observe(size, size / speed, 0.0)
+    if token_s is not None:
+        for context in range(0, 8192, 512):
+            judged.prefill.observe(512, 512 * token_s, context)
+    return judged
+
+
+def part(tier: int, tokens: int) -> Part:
+    return Part(tier, tokens, tokens * TOKEN_BYTES)
+
+
+# Estimates
+
+
+def test_latency_and_bandwidth_are_told_apart() -> None:
+    tier = tier_speed(0.050, 200 * MIB)
+    assert tier.seconds(MIB) == pytest.approx(0.055)
+    assert tier.seconds(1000 * MIB) == pytest.approx(5.05)
+
+
+def test_too_few_observations_say_nothing_and_void_ones_do_not_count() -> None:
+    tier = TierSpeed()
+    for bytes_moved, seconds in ((0, 1.0), (-1, 1.0), (MIB, 0.0), (MIB, -1.0), (MIB, math.inf), (MIB, math.nan)):
+        tier.observe(bytes_moved, seconds, 0.0)
+    tier.observe(MIB, 0.01, 0.0)
+    tier.observe(2 * MIB, 0.02, 0.0)
+    assert tier.seconds(MIB) is None
+    tier.observe(3 * MIB, 0.03, 0.0)
+    assert tier.seconds(MIB) == pytest.approx(0.01)
+
+
+def test_loads_of_one_size_tell_nothing_of_far_larger_ones() -> None:
+    """Latency and bandwidth cannot be told apart then: what lies far out is unknown, so it is taken and observed."""
+    tier = TierSpeed()
+    for number in range(10):
+        tier.observe(MIB, 0.010 if number % 2 else 0.012, 0.0)
+    assert tier.seconds(MIB) == pytest.approx(0.011, rel=0.01)
+    assert tier.seconds(2 * MIB) == pytest.approx(0.022, rel=0.01)
+    assert tier.seconds(100 * MIB) is None
+    tier.observe(100 * MIB, 0.110, 0.0)
+    assert tier.seconds(100 * MIB) == pytest.approx(0.110, rel=0.1), "a point far out turns latency into bandwidth"
+
+
+def test_larger_loads_that_were_faster_make_no_negative_bandwidth() -> None:
+    tier = TierSpeed()
+    for size, seconds in ((1, 1.0), (2, 0.5), (4, 0.2), (8, 0.1)):
+        tier.observe(size * MIB, seconds, 0.0)
+    times = [tier.seconds(size * MIB) for size in (1, 8, 1000)]
+    assert all(time_s is not None and 0.1 < time_s < 1.0 for time_s in times)
+    assert times == sorted(times, key=lambda time_s: time_s or 0.0)
+
+
+def test_a_stall_raises_the_estimate_but_not_for_ever() -> None:
+    """One stalled load is bounded in what it does, several are believed, and good ones mend it within a minute."""
+    tier = tier_speed(0.0, 100 * MIB)
+    tier.observe(32 * MIB, 600.0, 0.0)
+    once = tier.seconds(32 * MIB)
+    assert once is not None
+    assert 0.5 < once < 1.5, "raised, and nowhere near ten minutes"
+    for _ in range(5):
+        tier.observe(32 * MIB, 600.0, 0.0)
+    often = tier.seconds(32 * MIB)
+    assert often is not None
+    assert often > 30.0
+    for second in range(60):
+        size = 16 + second % 3 * 16
+        tier.observe(size * MIB, size / 100, float(second))
+    assert tier.seconds(32 * MIB) == pytest.approx(0.32, rel=0.1)
+
+
+def test_what_is_old_fades_faster() -> None:
+    """The same news mends an estimate from a minute ago that it hardly moves when all is of the same second."""
+    old, young = tier_speed(0.0, MIB), tier_speed(0.0, MIB)
+    teach_tier(old, 0.0, 100 * MIB, count=4, now_s=60.0)
+    teach_tier(young, 0.0, 100 * MIB, count=4, now_s=0.0)
+    after_a_minute, at_once = old.seconds(16 * MIB), young.seconds(16 * MIB)
+    assert after_a_minute is not None
+    assert at_once is not None
+    assert after_a_minute < at_once / 2
+
+
+def test_prefill_grows_with_the_context_when_the_samples_say_so() -> None:
+    level, growing = PrefillSpeed(), PrefillSpeed()
+    teach_prefill(level, 1e-3)
+    teach_prefill(growing, 1e-3, 1e-6)
+    assert level.seconds(1000, 0) == pytest.approx(1.0)
+    assert level.seconds(1000, 7000) == pytest.approx(1.0)
+    assert growing.seconds(1000, 0) == pytest.approx(1000 * (1e-3 + 1e-6 * 500))
+    assert growing.seconds(1000, 7000) == pytest.approx(1000 * (1e-3 + 1e-6 * 7500))
+    assert growing.seconds(0, 7000) == 0.0
+
+
+def test_prefill_says_nothing_of_contexts_far_beyond_what_was_seen() -> None:
+    prefill = PrefillSpeed()
+    for _ in range(5):
+        prefill.observe(512, 0.5)
+    assert prefill.seconds(512, 0) == pytest.approx(0.5)
+    assert prefill.seconds(512, 32768) is None
+
+
+def test_short_steps_count_little_for_prefill() -> None:
+    """The last step of a prompt is a few tokens and mostly overhead: dear per token, and no measure of prefill."""
+    prefill = PrefillSpeed()
+    for _ in range(20):
+        prefill.observe(512, 0.5)
+        prefill.observe(10, 0.1)
+    assert prefill.seconds(512, 0) == pytest.approx(0.5, rel=0.2)
+
+
+# Decisions
+
+
+def test_a_load_must_be_clearly_slower_to_be_refused() -> None:
+    """Prefill of 1024 tokens takes 1.024 s: a load of 1.2 times that is taken, one of 1.3 times is not."""
+    for times, tokens in ((0.5, 1024), (1.2, 1024), (1.3, 0)):
+        choice = judge(TOKEN_BYTES * 1000 / times).choose([part(0, 1024)], 0, 1.0)
+        assert choice.tokens == tokens
+
+
+def test_a_slow_tier_behind_a_fast_one_is_left_out() -> None:
+    choice = judge(1e9, 1e5).choose([part(0, 1024), part(1, 1024)], 0, 1.0)
+    assert choice.tokens == 1024
+    assert choice.decisions == ((0, Decision.TAKEN), (1, Decision.SKIPPED))
+
+
+def test_a_slow_run_in_front_is_taken_where_the_fast_one_behind_it_pays_for_it() -> None:
+    """A hit is taken from its beginning: 256 slow tokens (2.6 s) in front of 8192 that would take 8 s to compute."""
+    slow, fast = part(0, 256), part(1, 8192)
+    judged = judge(4e5, 1e9)
+    assert judged.choose([slow, fast], 0, 1.0).tokens == 256 + 8192
+    assert judged.choose([slow], 0, 1.0).tokens == 0
+
+
+def test_tiers_load_side_by_side() -> None:
+    """Two tiers take as long as the slower, not as long as both: 1.1 s each, against 2 s of computing."""
+    speed = 1024 * TOKEN_BYTES / 1.1
+    both = [part(0, 1024), part(1, 1024)]
+    assert judge(speed, speed, token_s=2 / 2048).choose(both, 0, 1.0).tokens == 2048
+    same = [part(0, 1024), part(0, 1024)]
+    assert judge(speed / 1.3, None, token_s=2 / 2048).choose(same, 0, 1.0).tokens == 0
+
+
+def test_a_long_context_makes_loading_worth_more() -> None:
+    """The same chunks are cheap to compute at a prompt's beginning and dear far behind it."""
+    judged = judge(1024 * TOKEN_BYTES, token_s=None)
+    for context in range(0, 8192, 512):
+        judged.prefill.observe(512, 512 * (1e-4 + 1e-6 * (context + 256)), context)
+    assert judged.choose([part(0, 1024)], 0, 1.0).tokens == 0
+    assert judged.choose([part(0, 1024)], 6000, 1.0).tokens == 1024
+
+
+def test_decisions_are_counted_once_per_request_and_tier() -> None:
+    judged = judge(1e9, 1e5)
+    for _ in range(3):
+        judged.choose([part(0, 256), part(0, 256), part(1, 256)], 0, 1.0)
+    judged.choose([part(1, 256)], 0, 31.0)
+    assert judged.counts() == {(0, Decision.TAKEN): 3, (1, Decision.SKIPPED): 3, (1, Decision.TRIAL): 1}
+
+
+def test_one_trial_in_thirty_seconds() -> None:
+    """Of a request each second, the slow tier gets one in thirty, beginning thirty seconds after it was last seen."""
+    judged = judge(1e5)
+    trials = [second for second in range(100) if judged.choose([part(0, 1024)], 0, float(second)).tokens]
+    assert trials == [30, 60, 90]
+
+
+def test_a_slow_tier_that_nobody_has_seen_for_long_is_tried_at_once() -> None:
+    judged = judge(1e5)
+    assert judged.choose([part(0, 1024)], 0, 600.0).decisions == ((0, Decision.TRIAL),)
+    assert judged.choose([part(0, 1024)], 0, 601.0).decisions == ((0, Decision.SKIPPED),)
+
+
+def test_a_trial_is_of_one_tier() -> None:
+    """Two slow tiers: each has its turn, and the trial of the first does not drag the second along."""
+    judged = judge(1e5, 1e5)
+    both = [part(0, 1024), part(1, 1024)]
+    assert judged.choose(both, 0, 40.0).decisions == ((0, Decision.TRIAL), (1, Decision.SKIPPED))
+    assert judged.choose(both[1:], 0, 40.0).decisions == ((1, Decision.TRIAL),)
+    assert judged.choose(both, 0, 41.0).decisions == ((0, Decision.SKIPPED), (1, Decision.SKIPPED))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recovers_after_a_slow_spell(seed: int) -> None:
+    """A request a second for half an hour; for five minutes the tier is 200 times as slow.
+
+    It is refused within its first dozen loads, costs one request in thirty seconds meanwhile, and is used again within
+    five minutes after the spell.
+    """
+    source = random.Random(seed)
+    judged = judge(None)
+    taken: list[bool] = []
+    slow = range(600, 900)
+    for second in range(1800):
+        tokens = source.choice((512, 1024, 4096))
+        choice = judged.choose([part(0, tokens)], 0, float(second))
+        taken.append(choice.tokens > 0)
+        if choice.tokens:
+            load_s = (0.005 + tokens * TOKEN_BYTES / 400e6) * source.lognormvariate(0, 0.3)
+            judged.tiers[0].observe(tokens * TOKEN_BYTES, load_s * (200 if second in slow else 1), float(second))
+    assert all(taken[:600])
+    assert sum(taken[600:900]) <= 12 + 300 / 30
+    assert not any(taken[620:629]), "refused"
+    assert all(taken[1200:]), "used as before"
+
+
+@st.composite
+def hits(draw: st.DrawFn) -> tuple[LoadOrRecompute, list[Part], int]:
+    """Tiers about which something, or nothing, was observed, and a hit in runs."""
+    judged = LoadOrRecompute(3)
+    for tier, size, seconds in draw(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 1 << 32), st.floats(1e-6, 100)), max_size=20)
+    ):
+        judged.tiers[tier].observe(size, seconds, 0.0)
+    for tokens, context, seconds in draw(
+        st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 1 << 17), st.floats(1e-6, 100)), max_size=8)
+    ):
+        judged.prefill.observe(tokens, seconds, context)
+    parts = [
+        Part(tier, 256 * chunks, 256 * chunks * TOKEN_BYTES)
+        for tier, chunks in draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 64)), max_size=6))
+    ]
+    return judged, parts, draw(st.integers(0, 1 << 16))
+
+
+@given(hits(), st.floats(0, 100))
+def test_never_more_than_was_offered_and_always_whole_runs(
+    hit: tuple[LoadOrRecompute, list[Part], int], now_s: float
+) -> None:
+    judged, parts, computed_tokens = hit
+    choice = judged.choose(parts, computed_tokens, now_s)
+    assert choice.tokens in {sum(part.tokens for part in parts[:taken]) for taken in range(len(parts) + 1)}
+    assert {tier for tier, _ in choice.decisions} == {part.tier for part in parts}
+    is_refused = any(decision is Decision.SKIPPED for _, decision in choice.decisions)
+    assert is_refused == (choice.tokens < sum(part.tokens for part in parts))
+
+
+@given(hits())
+def test_estimates_are_never_negative_and_never_fall_with_size(hit: tuple[LoadOrRecompute, list[Part], int]) -> None:
+    judged = hit[0]
+    sizes = (1, 100, 10_000, 1 << 30)
+    for times in (
+        *([tier.seconds(size) for size in sizes] for tier in judged.tiers),
+        [judged.prefill.seconds(size, 100) for size in sizes],
+    ):
+        known = [time_s for time_s in times if time_s is not None]
+        assert known == sorted(known)
+        assert all(time_s >= 0.0 for time_s in known)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 64)), max_size=6), st.booleans(), st.integers(0, 1 << 16))
+def test_all_of_it_is_taken_while_nothing_is_known(
+    runs: list[tuple[int, int]], knows_tiers: bool, computed_tokens: int
+) -> None:
+    """Neither half of the comparison is worth anything without the other."""
+    known = judge(1e3, 1e3, 1e3, token_s=None) if knows_tiers else judge(None, None, None, token_s=1e-6)
+    parts = [part(tier, 256 * chunks) for tier, chunks in runs]
+    assert known.choose(parts, computed_tokens, 0.0).tokens == sum(run.tokens for run in parts)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 64)), min_size=1, max_size=6),
+    st.tuples(*[st.floats(1e4, 1e10)] * 3),
+    st.floats(1.0, 1e4),
+    st.integers(0, 1 << 14),
+)
+def test_faster_storage_never_means_that_less_is_taken(
+    runs: list[tuple[int, int]], bytes_per_s: tuple[float, float, float], times: float, computed_tokens: int
+) -> None:
+    """All tiers at once: where one alone becomes faster, stopping behind it may become best."""
+    parts = [part(tier, 256 * chunks) for tier, chunks in runs]
+    slow = judge(*bytes_per_s).choose(parts, computed_tokens, 0.0).tokens
+    fast = judge(*(times * speed for speed in bytes_per_s)).choose(parts, computed_tokens, 0.0).tokens
+    assert fast >= slow
