@@ -189,7 +189,7 @@ class ChainEngine:
         for closer in closers:
             closer.start()
         for closer in closers:
-            closer.join(max(0.0, end_s - self._clock()) + CLOSE_PATIENCE_S)
+            closer.join(max(0.0, end_s + CLOSE_PATIENCE_S - self._clock()))
         # A chunk that was fetched last is stored to a closed engine, which says no at once: hence twice.
         self._poll()
         self._poll()
@@ -236,8 +236,7 @@ class ChainEngine:
                 return [replace(chunk, host_offset=None) for chunk in chunks]
             return chunks
         landing = [chunk for chunk in chunks if chunk.host_offset is not None]
-        memory = 0 if self._memory is None else self._memory
-        ticket = self._moves.open(number, memory, [chunk.location.slot_bytes for chunk in landing])
+        ticket = self._moves.open(number, self._memory or 0, [chunk.location.slot_bytes for chunk in landing])
         of_tier: dict[int, list[int]] = {}
         for position, chunk in enumerate(landing):
             tier = chunk.location.tier
@@ -247,7 +246,7 @@ class ChainEngine:
                 self._moves.settle(ticket, position, Outcome.FAILED)
         for tier, positions in of_tier.items():
             self._moves.expect_landing(tier, job_id, ticket, positions)
-        return chunks
+        return [replace(chunk, host_offset=None) if chunk.location.tier == self._memory else chunk for chunk in chunks]
 
     def _settle_all(self, number: int, sizes: Sequence[int], outcome: Outcome) -> None:
         ticket = self._moves.open(number, self._memory or 0, sizes)
@@ -271,7 +270,9 @@ class ChainEngine:
         self._moves.step()
 
     def _ended(self, tier: int, result: JobResult) -> None:
-        job = self._jobs[result.job_id]
+        job = self._jobs.get(result.job_id)
+        if job is None:
+            return  # it was given up when an engine did not close in time
         share = Share(tier, result.bytes_moved, result.seconds)
         if not job.shared:
             del self._jobs[result.job_id]

@@ -14,11 +14,11 @@ from typing import Literal
 
 import torch
 
-from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Lane
+from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Landed, Lane
 from nixl_offload.engine.links.base import Link
-from nixl_offload.engine.packer import Page, make_packer
+from nixl_offload.engine.packer import READY, Fence, Page, make_packer
 from nixl_offload.engine.paths import ChunkPaths, new_page_pool
-from nixl_offload.engine.ports import Memory, open_ports
+from nixl_offload.engine.ports import Host, Memory, open_ports
 from nixl_offload.engine.pump import Pump
 from nixl_offload.engine.staging import StagingPool
 from nixl_offload.errors import LayoutError
@@ -39,7 +39,8 @@ STORE_QUEUE_FACTOR = 4
 
 
 class Engine:
-    """Moves chunks between KV blocks and tiers. Each submitted job yields exactly one ``JobResult``, whatever fails.
+    """Moves chunks between KV blocks and tiers. Each submitted job yields exactly one ``JobResult``, and a load with
+    host slots to fill exactly one ``Landed``, whatever fails.
 
     Loads overtake stores. A load becomes OK only after identity, lengths and checksums were verified; on CORRUPT or
     FAILED the blocks of a packed group are untouched, those of a direct group are garbage.
@@ -60,12 +61,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         load_timeout_s: float = 30.0,
         direct_min_extent_bytes: int = DIRECT_MIN_EXTENT_BYTES,
+        host: Host | None = None,
     ) -> None:
         """Register memory, connect the links, and start the pump.
 
         ``tensors``: in the order of ``layout.tensors``, int8 or uint8 of shape (num_blocks, page_bytes), all on one
         device. ``links``: indexed by ``Location.tier``; a tier that cannot be used yet is no error: storing begins when
         it can. ``verify="header"`` skips payload checksums, except where a read may have been cut short unnoticed.
+        ``host``: the slots that ``ChunkIO.host_offset`` names; the caller's, who closes it after the engine.
         Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); links and
         movers are the caller's to close then.
         """
@@ -80,7 +83,7 @@ class Engine:
 
         largest = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
         staging = StagingPool(slot_bytes=largest, budget_bytes=staging_bytes, pinned=on_device)
-        memory = Memory(staging, new_page_pool())
+        memory = Memory(staging, new_page_pool(), host)
         ports = open_ports(links, memory, layout, tensors, direct_min_extent_bytes=direct_min_extent_bytes)
         for link in links:
             if link is not None:
@@ -120,6 +123,13 @@ class Engine:
         """Queue a load. ``expedited`` puts it before the loads that wait already."""
         self._submit(job_id, chunks, is_store=False, lane=Lane.EXPEDITED_LOAD if expedited else Lane.LOAD)
 
+    def submit_move(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
+        """Queue whole images, from their host slots to storage or back, behind all loads and stores.
+
+        The caller bounds how many there are. One that has not begun after ``MOVE_QUEUE_LIMIT_S`` is DROPPED.
+        """
+        self._submit(job_id, chunks, is_store=is_store, lane=Lane.MOVE)
+
     def finished(self) -> list[JobResult]:
         """Return the jobs that ended since the last call, each exactly once over all calls."""
         self._table.expire_loads(self._load_timeout_s)
@@ -136,25 +146,33 @@ class Engine:
             )
         return results
 
-    def wait(self, job_ids: Collection[int]) -> None:
+    def landed(self) -> list[Landed]:
+        """Return what became of host slots that loads or moves were to fill, each job's exactly once over all calls.
+
+        Told when nothing moves in any of the job's slots any more: before its result, or long after it.
+        """
+        return self._table.drain_landed()
+
+    def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Stores: return as soon as their source blocks may be reused. Loads: return when they are finished.
 
         Chunks not yet gathered get ``STORE_GRACE_S``, then they are DROPPED; chunks already on their way from staging
-        do not hold this up, however slow the storage. After ``WAIT_LIMIT_S`` the rest is given up too: a direct store
-        in flight can then only end as FAILED. Only a load that is writing to its blocks is waited for without limit.
-        Unknown ids are done.
+        do not hold this up, however slow the storage. After ``limit_s`` (``WAIT_LIMIT_S``) the rest is given up too: a
+        direct store in flight can then only end as FAILED. Only a load that is writing to its blocks is waited for
+        without limit. Unknown ids are done.
         """
-        self._table.wait_source_free(job_ids, STORE_GRACE_S, WAIT_LIMIT_S)
+        self._table.wait_source_free(job_ids, STORE_GRACE_S, WAIT_LIMIT_S if limit_s is None else limit_s)
 
     def idle(self) -> bool:
-        """True if no job is live and ``finished`` would return nothing."""
+        """True if no job is live, no host slot is being filled, and there is nothing to tell."""
         return self._table.idle()
 
     def close(self, deadline_s: float = 5.0) -> None:
-        """Finish what ``deadline_s`` allows; queued stores become DROPPED then, all else FAILED. Idempotent.
+        """Finish what ``deadline_s`` allows; queued stores and moves become DROPPED then, all else FAILED. Idempotent.
 
-        Afterwards the pump is gone, ``finished`` still gives the last results, and new jobs fail at once. Memory that a
-        hung transfer may still touch is kept for the life of the process.
+        Afterwards the pump is gone, ``finished`` and ``landed`` still give the last results, and new jobs fail at once.
+        Memory that a hung transfer may still touch is kept for the life of the process; host slots that one may still
+        fill are TAINTED.
         """
         if self._closed:
             return
@@ -164,12 +182,18 @@ class Engine:
             self._table.give_up("the engine was closed while storage hung")
 
     def _submit(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool, lane: Lane) -> None:
-        groups = self._layout.groups
-        sized = [
-            (io, len(io.block_ids) * groups[io.group].block_bytes if 0 <= io.group < len(groups) else 0)
-            for io in chunks
-        ]
-        self._table.add(Job(job_id, is_store, self._packer.fence(), self._clock()), sized, lane)
+        move = lane is Lane.MOVE
+        fence: Fence = READY if move else self._packer.fence()
+        sized = [(io, self._payload_bytes(io)) for io in chunks]
+        self._table.add(Job(job_id, is_store, fence, self._clock(), is_move=move), sized, lane)
+
+    def _payload_bytes(self, io: ChunkIO) -> int:
+        if not 0 <= io.group < len(self._layout.groups):
+            return 0
+        blocks = len(io.block_ids)
+        if not blocks and io.host_offset is not None:
+            blocks = self._layout.blocks_per_chunk
+        return blocks * self._layout.groups[io.group].block_bytes
 
 
 def _pages(refs: Sequence[tuple[int, int]]) -> list[Page]:

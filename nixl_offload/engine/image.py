@@ -40,12 +40,17 @@ class GroupPlan:
 
 
 def check(plan: GroupPlan, io: ChunkIO) -> None:
-    """Raise LayoutError for blocks outside the KV cache or the chunk, and for a location that is too small."""
+    """Raise LayoutError for blocks outside the KV cache or the chunk, for no blocks where no host slot takes part
+    either, and for a location that is too small.
+    """
     count = len(io.block_ids)
     if io.location.slot_bytes < plan.slot_bytes:
         raise LayoutError(f"{io.location} is too small for a chunk of {plan.slot_bytes} bytes")
-    if io.first_block < 0 or count < 1 or io.first_block + count > plan.blocks:
+    least = 0 if io.host_offset is not None else 1
+    if io.first_block < 0 or count < least or io.first_block + count > plan.blocks:
         raise LayoutError(f"blocks {io.first_block} to {io.first_block + count} of a chunk of {plan.blocks}")
+    if not count:
+        return
     lowest, highest = int(io.block_ids.min()), int(io.block_ids.max())
     if lowest < 0 or highest >= plan.num_blocks:
         raise LayoutError(f"block ids {lowest} to {highest} of a KV cache of {plan.num_blocks} blocks")
@@ -64,9 +69,12 @@ def expected(namespace: bytes, plan: GroupPlan, io: ChunkIO) -> Expected:
 
 def rows(slot: Slot, plan: GroupPlan, io: ChunkIO) -> npt.NDArray[np.uint8]:
     """Return the blocks of a staged chunk that ``io`` is about: a view of shape (blocks, block_bytes)."""
-    count = len(io.block_ids)
-    start = HEADER_BYTES + io.first_block * plan.block_bytes
-    return slot.memory[start : start + count * plan.block_bytes].reshape(count, plan.block_bytes)
+    return _blocks(slot, plan, io.first_block, len(io.block_ids))
+
+
+def valid_rows(slot: Slot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.uint8]:
+    """Return the blocks of an image from ``first_block`` to the last, as ``rows`` does."""
+    return _blocks(slot, plan, first_block, plan.blocks - first_block)
 
 
 def spans(plan: GroupPlan, io: ChunkIO) -> Extents:
@@ -80,7 +88,12 @@ def spans(plan: GroupPlan, io: ChunkIO) -> Extents:
 
 def store_spans(plan: GroupPlan, io: ChunkIO) -> Extents:
     """Return what to write of a slot: as much as is read, or the slot as a whole where there are no parts."""
-    return extents([0], [plan.slot_bytes]) if plan.whole_writes else spans(plan, io)
+    return whole(plan) if plan.whole_writes else spans(plan, io)
+
+
+def whole(plan: GroupPlan) -> Extents:
+    """Return an image as one extent, padding and all."""
+    return extents([0], [plan.slot_bytes])
 
 
 def write_header(slot: Slot, expect: Expected, checksums: npt.NDArray[np.uint64], first_block: int) -> None:
@@ -97,6 +110,12 @@ def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO, moved: Extents) -> N
     slot.memory[rows_begin + len(io.block_ids) * plan.block_bytes : end] = 0
 
 
+def clear_around(slot: Slot, plan: GroupPlan, first_block: int) -> None:
+    """Zero what of an image is neither header nor a block from ``first_block`` on: it goes wherever the image goes."""
+    slot.memory[HEADER_BYTES : HEADER_BYTES + first_block * plan.block_bytes] = 0
+    slot.memory[HEADER_BYTES + plan.blocks * plan.block_bytes : plan.slot_bytes] = 0
+
+
 def set_canary(slot: Slot, spans: Extents) -> int:
     """Put one and the same byte at the end of each extent, and return it: a read that is cut short leaves it there."""
     canary = os.urandom(1)[0]
@@ -107,6 +126,11 @@ def set_canary(slot: Slot, spans: Extents) -> int:
 def may_be_short(slot: Slot, spans: Extents, canary: int) -> bool:
     """Whether some extent still ends in ``canary``. In one of 256 whole reads it does so by chance."""
     return bool((slot.memory[spans.sum(axis=1) - 1] == canary).any())
+
+
+def _blocks(slot: Slot, plan: GroupPlan, first_block: int, count: int) -> npt.NDArray[np.uint8]:
+    start = HEADER_BYTES + first_block * plan.block_bytes
+    return slot.memory[start : start + count * plan.block_bytes].reshape(count, plan.block_bytes)
 
 
 def extents(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Extents:

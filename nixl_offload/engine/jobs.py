@@ -22,6 +22,8 @@ from nixl_offload.types import Key, Location, Outcome
 logger = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 0.05
+MOVE_QUEUE_LIMIT_S = 30.0
+"""A move that has not begun by then is DROPPED: it keeps a host slot from being used for something better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,26 +132,37 @@ class Task:
     """A store in place whose blocks were given away under it: what it writes is worthless, so it cannot be OK."""
     outcome: Outcome | None = None
     error: str | None = None
+    landed: Outcome | None = None
+    """Of the host slot of a load: known once nothing moves there any more."""
+
+    @property
+    def is_landing(self) -> bool:
+        """Whether it fills a host slot."""
+        return not self.job.is_store and self.io.host_offset is not None
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One transfer job of vLLM: the only record of it."""
+    """One transfer job of vLLM, or of moves between tiers: the only record of it."""
 
     job_id: int
     is_store: bool
     fence: Fence
     """Done when the compute stream is past the submit: only then may KV blocks be touched."""
     submitted_s: float
+    is_move: bool = False
+    """Bounded by whoever submits it, not by the store queue's limit; dropped rather than failed while it waits."""
     tasks: list[Task] = field(default_factory=list)
     unfinished: int = 0
+    unlanded: int = 0
+    """Host slots to fill of which nothing was told yet."""
 
 
 class JobTable:
     """The live jobs, their queues and their results.
 
-    After any failure still holds: each accepted job yields exactly one ``JobResult``, and a task that is DONE never
-    leaves that stage.
+    After any failure still holds: each accepted job yields exactly one ``JobResult``, and one ``Landed`` if it fills
+    host slots; a task that is DONE never leaves that stage.
     """
 
     def __init__(self, *, store_queue_limit_bytes: int, clock: Callable[[], float]) -> None:
@@ -161,6 +174,9 @@ class JobTable:
         self._jobs: dict[int, Job] = {}
         self._lanes: dict[Lane, deque[Task]] = {lane: deque() for lane in Lane}
         self._results: list[JobResult] = []
+        self._landing: dict[Job, None] = {}
+        """Jobs with host slots of which nothing was told yet; they may have ended long ago."""
+        self._landed: list[Landed] = []
         self._queued_store_bytes = 0
         self._expire_s = clock()
         self._refusal: str | None = None
@@ -182,13 +198,17 @@ class JobTable:
             self._jobs[job.job_id] = job
             job.tasks = [Task(job, io, size_bytes) for io, size_bytes in chunks]
             job.unfinished = len(job.tasks)
+            job.unlanded = sum(task.is_landing for task in job.tasks)
+            if job.unlanded:
+                self._landing[job] = None
             if not job.tasks:
                 self._emit(job)
             full = False
+            limited = job.is_store and not job.is_move
             for task in job.tasks:
-                if job.is_store:
+                if limited:
                     self._queued_store_bytes += task.size_bytes
-                full = full or (job.is_store and self._queued_store_bytes > self._limit_bytes)
+                full = full or (limited and self._queued_store_bytes > self._limit_bytes)
                 if self._refusal is not None:
                     self._finish(task, Outcome.FAILED, self._refusal)
                 elif full:
@@ -202,6 +222,12 @@ class JobTable:
         with self._lock:
             results, self._results = self._results, []
             return results
+
+    def drain_landed(self) -> list[Landed]:
+        """Return the landings since the last call; each job appears in at most one of them."""
+        with self._lock:
+            landed, self._landed = self._landed, []
+            return landed
 
     def wait_source_free(self, job_ids: Collection[int], grace_s: float, limit_s: float) -> None:
         """Block until no store among ``job_ids`` needs its KV blocks any more; what is still queued after ``grace_s``
@@ -231,9 +257,9 @@ class JobTable:
                 self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)))
 
     def idle(self) -> bool:
-        """True if no job is live and no result waits to be drained."""
+        """True if no job is live, no host slot is being filled, and nothing waits to be drained."""
         with self._lock:
-            return not self._jobs and not self._results
+            return not (self._jobs or self._results or self._landing or self._landed)
 
     # -- the pump's side --------------------------------------------------------------------------------------------
 
@@ -283,6 +309,11 @@ class JobTable:
         with self._lock:
             self._finish(task, outcome, error)
 
+    def land(self, task: Task, outcome: Outcome) -> None:
+        """Nothing moves in the host slot of a task any more, or (TAINTED) something may for ever; the first counts."""
+        with self._lock:
+            self._land(task, outcome)
+
     def touch_in_place(self, task: Task) -> bool:
         """The mover is about to touch KV blocks: from now on the task is given up by nobody. False, and it must not, if
         that has happened already.
@@ -292,7 +323,8 @@ class JobTable:
             return task.in_place
 
     def expire_loads(self, timeout_s: float) -> None:
-        """Fail loads that were submitted more than ``timeout_s`` ago, except where their KV blocks are being touched.
+        """Fail loads that were submitted more than ``timeout_s`` ago, except where their KV blocks are being touched;
+        drop moves that have waited for ``MOVE_QUEUE_LIMIT_S``.
 
         For both sides: a pump that hangs in a system call cannot do it. Looks at most every ``EXPIRE_EVERY_S``.
         """
@@ -306,17 +338,28 @@ class JobTable:
             for job in late:
                 for task in job.tasks:
                     self._give_up(task, f"storage did not answer in {timeout_s:g} s")
-            if late:
+            limit_s = now_s - MOVE_QUEUE_LIMIT_S
+            waited = [job for job in self._jobs.values() if job.is_move and job.submitted_s <= limit_s]
+            for job in waited:
+                for task in job.tasks:
+                    if task.stage in {Stage.QUEUED, Stage.SOURCE}:
+                        self._finish(task, Outcome.DROPPED, "storage had no time for a move")
+            if late or waited:
                 self._sweep()
 
     def give_up(self, why: str) -> None:
-        """Refuse what comes and end what is there: queued stores are DROPPED, all else is FAILED."""
+        """Refuse what comes and end what is there: queued stores and moves are DROPPED, all else is FAILED; host slots
+        that are being filled or written out are TAINTED, for nobody will see the end of that.
+        """
         with self._lock:
             self._refusal = why
             for job in list(self._jobs.values()):
                 for task in job.tasks:
-                    queued_store = job.is_store and task.stage is Stage.QUEUED
-                    self._finish(task, Outcome.DROPPED if queued_store else Outcome.FAILED, why)
+                    self._finish(task, _given_up(task), why)
+            for job in list(self._landing):
+                for task in job.tasks:
+                    if task.is_landing:
+                        self._land(task, Outcome.TAINTED)
 
     def sleep(self, seconds: float | None) -> None:
         """Pump only: sleep until woken by new work, at most ``seconds`` (None: no limit)."""
@@ -339,7 +382,7 @@ class JobTable:
     def _move(self, task: Task, stage: Stage) -> None:
         if stage not in TRANSITIONS[task.stage]:
             raise RuntimeError(f"chunk of job {task.job.job_id} cannot go from {task.stage.name} to {stage.name}")
-        if task.stage is Stage.QUEUED and task.job.is_store:
+        if task.stage is Stage.QUEUED and task.job.is_store and not task.job.is_move:
             self._queued_store_bytes -= task.size_bytes
         task.stage = stage
         self._progress.notify_all()
@@ -355,7 +398,8 @@ class JobTable:
             elif task.stage in {Stage.QUEUED, Stage.SOURCE}:
                 self._finish(task, Outcome.DROPPED, why)
         elif not task.in_place and task.stage is not Stage.SCATTER:
-            self._finish(task, Outcome.FAILED, why)
+            dropped = task.job.is_move and task.stage is Stage.QUEUED
+            self._finish(task, Outcome.DROPPED if dropped else Outcome.FAILED, why)
 
     def _sweep(self) -> None:
         """Forget what was given up while queued: behind a head that has to wait, nobody else would take it away."""
@@ -368,11 +412,23 @@ class JobTable:
             return
         if task.disowned and outcome is Outcome.OK:
             outcome, error = Outcome.FAILED, "its blocks were given away while they were written"
+        if task.stage is Stage.QUEUED and task.is_landing:
+            self._land(task, outcome)  # it never began
         self._move(task, Stage.DONE)
         task.outcome, task.error = outcome, error
         task.job.unfinished -= 1
         if not task.job.unfinished:
             self._emit(task.job)
+
+    def _land(self, task: Task, outcome: Outcome) -> None:
+        if task.landed is not None:
+            return
+        task.landed = outcome
+        task.job.unlanded -= 1
+        if not task.job.unlanded:
+            del self._landing[task.job]
+            landed = tuple(other.landed or Outcome.FAILED for other in task.job.tasks if other.is_landing)
+            self._landed.append(Landed(task.job.job_id, landed))
 
     def _emit(self, job: Job) -> None:
         del self._jobs[job.job_id]
@@ -381,6 +437,15 @@ class JobTable:
         outcomes = tuple(task.outcome or Outcome.FAILED for task in job.tasks)
         seconds = self._clock() - job.submitted_s
         self._results.append(JobResult(job.job_id, job.is_store, outcomes, ok_bytes, seconds, errors))
+
+
+def _given_up(task: Task) -> Outcome:
+    """What becomes of a task when nobody will see its end."""
+    if task.stage is Stage.QUEUED and (task.job.is_store or task.job.is_move):
+        return Outcome.DROPPED
+    if task.job.is_store and task.io.host_offset is not None:
+        return Outcome.TAINTED
+    return Outcome.FAILED
 
 
 def _reads_source(job: Job) -> bool:

@@ -1,4 +1,5 @@
-"""The four ways of a chunk: packed or direct, store or load. Each is a generator that yields while it waits.
+"""The ways of a chunk: packed or direct, store or load, and between a host slot and storage. Each is a generator that
+yields while it waits.
 
 Threading: the pump's thread; ``has_room`` and ``why_not`` also under the job table's lock. Ownership: slots belong to
 the flight; the pump gives them back when the generator has ended and every transfer is final. Links and their movers
@@ -76,7 +77,7 @@ class ChunkPaths:
     def has_room(self, task: Task, stores_in_flight: int) -> bool:
         """See pump.Paths. What can only fail has room: it needs none."""
         way = self._way(task.io)
-        if way is None:
+        if way is None or task.io.host_offset is not None:
             return True
         pool = self._memory.pages if way[1].direct else self._memory.staging
         if not pool.free:
@@ -203,6 +204,58 @@ class ChunkPaths:
             verify_checksums(header, self._packer.checksums(io.group, io.block_ids), io.first_block)
         self._table.finish(task, Outcome.OK)
 
+    # -- host slots: always the whole image -------------------------------------------------------------------------
+
+    def _store_host(self, flight: Flight, port: Port, plan: GroupPlan) -> Iterator[None]:
+        task = flight.task
+        slot = self._host_slot(flight, plan)
+        if not self._may_store(task, port.link) or not self._table.advance(task, Stage.IO):
+            return
+        check_header(slot.memory[:HEADER_BYTES], image.expected(self._namespace, plan, task.io))
+        target = yield from self._begin_write(flight, port.link, plan)
+        flight.transfers.append(port.submit_host(Op.WRITE, slot, target, image.whole(plan)))
+        yield from self._settle(flight)
+        yield from self._finish_store(flight, port.link, target)
+
+    def _load_host(self, flight: Flight, port: Port, plan: GroupPlan) -> Iterator[None]:
+        task, io = flight.task, flight.task.io
+        slot = self._host_slot(flight, plan)
+        if not self._may_load(task, port.link):
+            return
+        target = yield from self._begin_read(flight, port.link, plan)
+        if task.stage is Stage.DONE:
+            flight.abandon(None)
+            return
+        spans = image.whole(plan)
+        canary = image.set_canary(slot, spans)
+        flight.transfers.append(port.submit_host(Op.READ, slot, target, spans))
+        yield from self._settle(flight, port.link)
+        if not self._finish_read(flight, port.link, target):
+            return
+        # A load that was given up meanwhile has a host slot all the same: what has come is kept.
+        suspect = not plan.tells_short_reads and image.may_be_short(slot, spans, canary)
+        header = check_header(slot.memory[:HEADER_BYTES], image.expected(self._namespace, plan, io))
+        if self._verify_checksum or suspect:
+            first = header.first_valid_block
+            verify_blocks(header, image.valid_rows(slot, plan, first), first)
+        image.clear_around(slot, plan, header.first_valid_block)
+        if len(io.block_ids):
+            _require_blocks(header, io)
+            if self._table.advance(task, Stage.SCATTER):
+                fence = self._packer.scatter(io.group, io.block_ids, image.rows(slot, plan, io), task.job.fence)
+                while not fence.done():
+                    yield
+        flight.landed = True
+        self._table.finish(task, Outcome.OK)
+
+    def _host_slot(self, flight: Flight, plan: GroupPlan) -> Slot:
+        """Return the chunk's host slot. Raises LayoutError where there is none."""
+        host, offset = self._memory.host, flight.task.io.host_offset
+        if host is None or offset is None:
+            raise LayoutError("there is no host memory in this engine")
+        flight.host = host.slot(offset, plan.slot_bytes)
+        return flight.host
+
     # -- shared -----------------------------------------------------------------------------------------------------
 
     def _guarded(self, flight: Flight) -> Iterator[None]:
@@ -234,7 +287,11 @@ class ChunkPaths:
             raise LayoutError(f"there is no group {io.group}, or no tier for {io.location}, in this engine")
         port, plan = way
         image.check(plan, io)
-        flight.mover, flight.direct = port.link.mover, plan.direct
+        flight.mover = port.link.mover
+        if io.host_offset is not None:
+            store = flight.task.job.is_store
+            return self._store_host(flight, port, plan) if store else self._load_host(flight, port, plan)
+        flight.direct = plan.direct
         if flight.task.job.is_store:
             return self._store_direct(flight, port, plan) if plan.direct else self._store_packed(flight, port, plan)
         return self._load_direct(flight, port, plan) if plan.direct else self._load_packed(flight, port, plan)
@@ -325,17 +382,22 @@ class ChunkPaths:
     def _checked_header(self, slot: Slot, plan: GroupPlan, io: ChunkIO) -> ShardHeader:
         """Identity, lengths and presence of the wanted blocks, whatever ``verify`` says. Raises FormatError."""
         header = check_header(slot.memory[:HEADER_BYTES], image.expected(self._namespace, plan, io))
-        if header.first_valid_block > io.first_block:
-            raise FormatError(
-                f"block {io.first_block} was asked for, the shard begins with {header.first_valid_block}",
-                reason="blocks",
-            )
+        _require_blocks(header, io)
         return header
 
 
 def new_page_pool() -> StagingPool:
     """One header page for each chunk that may be in flight."""
     return StagingPool(slot_bytes=PAGE_BYTES, budget_bytes=PAGE_BYTES * MAX_FLIGHTS)
+
+
+def _require_blocks(header: ShardHeader, io: ChunkIO) -> None:
+    """Raise FormatError when a wanted block was never stored."""
+    if header.first_valid_block > io.first_block:
+        raise FormatError(
+            f"block {io.first_block} was asked for, the shard begins with {header.first_valid_block}",
+            reason="blocks",
+        )
 
 
 def _quarantined(flight: Flight) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,12 +26,24 @@ from nixl_offload.movers.base import Extents, MemoryId, MemoryKind, MemoryRegion
 logger = logging.getLogger(__name__)
 
 
+class Host(Protocol):
+    """Host memory that is not the engine's: what it needs of ``host.HostSlab``."""
+
+    region: MemoryRegion
+
+    def slot(self, offset: int, slot_bytes: int) -> Slot:
+        """Return a view of a slot. Raises LayoutError where there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The engine's own memory: staging slots, and header pages for direct chunks."""
+    """The engine's own memory: staging slots, and header pages for direct chunks. ``host``: slots that are named by
+    ``ChunkIO.host_offset``.
+    """
 
     staging: StagingPool
     pages: StagingPool
+    host: Host | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +57,18 @@ class Port:
     pages: MemoryId
     tensors: Mapping[int, MemoryId]
     """KV tensors by number; those of direct groups only."""
+    host: MemoryId | None = None
+    """None: there are no host slots for this tier."""
 
     def submit_packed(self, op: Op, slot: Slot, target: Target, spans: Extents) -> Transfer:
         """Start one transfer of ``spans``, which are relative to the slot, in memory as in the target."""
-        in_memory, in_file = spans.copy(), spans.copy()
-        in_memory[:, 0] += slot.offset_bytes
-        in_file[:, 0] += target.offset
-        return self.link.mover.submit(op, self.staging, in_memory, target.file, in_file)
+        return self._submit_slot(op, self.staging, slot, target, spans)
+
+    def submit_host(self, op: Op, slot: Slot, target: Target, spans: Extents) -> Transfer:
+        """As ``submit_packed``, of a host slot. Raises MoverError where there are none."""
+        if self.host is None:
+            raise MoverError(f"{self.link.mover.name} cannot touch the host memory")
+        return self._submit_slot(op, self.host, slot, target, spans)
 
     def submit_direct(self, op: Op, layout: KVLayout, io: ChunkIO, slot: Slot, target: Target) -> Iterator[Transfer]:
         """Start the header page, then the extents of each tensor: a transfer per piece of memory is what a mover takes.
@@ -69,12 +87,19 @@ class Port:
             file_extents = image.extents(extents.payload_offset[of] + payload_at, extents.length[of])
             yield submit(op, self.tensors[tensor], memory_extents, target.file, file_extents)
 
+    def _submit_slot(self, op: Op, memory: MemoryId, slot: Slot, target: Target, spans: Extents) -> Transfer:
+        in_memory, in_file = spans.copy(), spans.copy()
+        in_memory[:, 0] += slot.offset_bytes
+        in_file[:, 0] += target.offset
+        return self.link.mover.submit(op, memory, in_memory, target.file, in_file)
+
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
     staging: MemoryId
     pages: MemoryId
     tensors: dict[int, MemoryId]
+    host: MemoryId | None
 
 
 def open_ports(
@@ -87,7 +112,8 @@ def open_ports(
 ) -> list[Port | None]:
     """Register memory with every mover, once each, and choose for each link and group whether it travels direct.
 
-    Raises MoverError when staging or header pages cannot be registered; a KV tensor that cannot is packed.
+    Raises MoverError when staging or header pages cannot be registered; a KV tensor that cannot is packed, and host
+    memory that cannot is not used with that tier.
     """
     registered: dict[int, _Registered] = {}
     ports: list[Port | None] = []
@@ -99,7 +125,7 @@ def open_ports(
         known = registered.get(id(mover))
         if known is None:
             staging = mover.register_memory(memory.staging.region)
-            known = _Registered(staging, mover.register_memory(memory.pages.region), {})
+            known = _Registered(staging, mover.register_memory(memory.pages.region), {}, _register_host(memory, mover))
             registered[id(mover)] = known
         plans = []
         for group in range(len(layout.groups)):
@@ -107,7 +133,7 @@ def open_ports(
             why = why or _register_tensors(layout, group, tensors, mover, known.tensors)
             logger.info("%s, KV group %d: %s%s", link.name, group, "packed, because " if why else "direct", why)
             plans.append(_plan(layout, group, mover, direct=not why))
-        ports.append(Port(link, plans, known.staging, known.pages, known.tensors))
+        ports.append(Port(link, plans, known.staging, known.pages, known.tensors, known.host))
     return ports
 
 
@@ -155,6 +181,18 @@ def _register_tensors(
     except MoverError as error:
         return f"its memory cannot be registered: {error}"
     return ""
+
+
+def _register_host(memory: Memory, mover: Mover) -> MemoryId | None:
+    if memory.host is None:
+        return None
+    try:
+        return mover.register_memory(memory.host.region)
+    except MoverError as error:
+        logger.error(
+            "No chunk goes from host memory to this tier or back: %s cannot register it: %s", mover.name, error
+        )
+        return None
 
 
 def _kind(tensor: torch.Tensor) -> MemoryKind:

@@ -35,7 +35,9 @@ STUCK_AFTER_S = 0.25
 MAX_FLIGHTS = 32
 """Chunks in flight. Bounds descriptors in the mover and what one poll costs; 32 chunks keep any NVMe busy."""
 MAX_STORE_FLIGHTS = 24
-"""Of those, stores; the rest is left for loads, so that no load waits behind a wall of writes."""
+"""Of those, stores and moves; the rest is left for loads, so that no load waits behind a wall of writes."""
+MAX_MOVE_FLIGHTS = 8
+"""Of those, moves between tiers, which hold no staging: hung ones leave room for stores."""
 MAX_FAILED_PASSES = 100
 """In a row; then the pump gives up and every job fails, rather than have callers wait for a loop that does nothing."""
 
@@ -56,6 +58,10 @@ class Flight:
     mover: Mover | None = None
     """Of every transfer: a chunk travels by one link."""
     transfers: list[Transfer] = field(default_factory=list)
+    host: Slot | None = None
+    """The host slot that its image lies in, or is to. Held here for as long as something may touch it."""
+    landed: bool = False
+    """The image in ``host`` is whole and verified."""
     undo: Callable[[str | None], None] | None = None
     """Ends what was begun at the link, should the flight not come to its proper end; called once, with the error."""
 
@@ -107,6 +113,8 @@ class Pump:
         self._clock = clock
         self._flights: list[Flight] = []
         self._stores = 0
+        """Flights of stores that are no moves."""
+        self._moves = 0
         self._failed_passes = 0
         self._moved_s = clock()
         self._stop_by_s: float | None = None
@@ -196,16 +204,26 @@ class Pump:
                     flight = self._paths.begin(task)
                 except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
                     self._crashed(task, error)
+                    self._table.land(task, Outcome.FAILED)
                     continue
                 self._flights.append(flight)
-                self._stores += task.job.is_store
+                self._count(task, 1)
                 self._step(flight)
             if lane in {Lane.EXPEDITED_LOAD, Lane.LOAD}:
                 self._table.refuse(lane, self._paths.why_not)
         return started
 
+    def _count(self, task: Task, change: int) -> None:
+        if task.job.is_move:
+            self._moves += change
+        elif task.job.is_store:
+            self._stores += change
+
     def _fits(self, task: Task) -> bool:
-        if task.job.is_store and self._stores >= MAX_STORE_FLIGHTS:
+        if task.job.is_move:
+            if self._moves >= MAX_MOVE_FLIGHTS or len(self._flights) >= MAX_STORE_FLIGHTS:
+                return False
+        elif task.job.is_store and self._stores + self._moves >= MAX_STORE_FLIGHTS:
             return False
         return self._paths.has_room(task, self._stores)
 
@@ -230,9 +248,10 @@ class Pump:
                 flight.steps = self._drain(flight, error)
                 self._log_crash(error)
                 return False
-            self._crashed(flight.task, error)
+            late = flight.pending and flight.task.job.is_store and flight.host is not None
+            self._crashed(flight.task, error, Outcome.TAINTED if late else Outcome.FAILED)
         self._flights.remove(flight)
-        self._stores -= flight.task.job.is_store
+        self._count(flight.task, -1)
         self._abandon(flight)
         if flight.task.stage is not Stage.DONE:
             self._crashed(flight.task, RuntimeError("a chunk ended without an outcome"))
@@ -244,6 +263,8 @@ class Pump:
                 pool.release(slot)
         if tainted:
             LEAKED.append((self._paths, flight))
+        if flight.task.is_landing:
+            self._table.land(flight.task, _landing_outcome(flight, tainted=tainted))
         return True
 
     def _abandon(self, flight: Flight) -> None:
@@ -258,10 +279,10 @@ class Pump:
             yield
         self._table.finish(flight.task, Outcome.FAILED, f"unexpected {type(error).__name__}")
 
-    def _crashed(self, task: Task, error: Exception) -> None:
+    def _crashed(self, task: Task, error: Exception, outcome: Outcome = Outcome.FAILED) -> None:
         """An exception that no path expects: a bug, ours or a mover's. The chunk fails, the pump goes on."""
         self._log_crash(error)
-        self._table.finish(task, Outcome.FAILED, f"unexpected {type(error).__name__}")
+        self._table.finish(task, outcome, f"unexpected {type(error).__name__}")
 
     def _log_crash(self, error: Exception) -> None:
         self._log.error(f"crash:{type(error).__name__}", "A chunk failed unexpectedly: %r", error, exc_info=error)
@@ -279,3 +300,12 @@ class Pump:
         except Exception:
             LEAKED.append(self._paths)
             logger.exception("Closing links and movers failed; their memory is kept until the process exits")
+
+
+def _landing_outcome(flight: Flight, *, tainted: bool) -> Outcome:
+    if tainted:
+        return Outcome.TAINTED
+    if flight.landed:
+        return Outcome.OK
+    outcome = flight.task.outcome
+    return Outcome.FAILED if outcome is None or outcome is Outcome.OK else outcome

@@ -52,6 +52,21 @@ SHAPES = {
 }
 
 
+def kv_cache(shape: Shape, seed: int) -> tuple[list[torch.Tensor], list[npt.NDArray[np.uint8]], KVLayout]:
+    """KV tensors full of noise, the same as numpy arrays of shape (NUM_BLOCKS, page), and their layout."""
+    rng = np.random.default_rng(seed)
+    tensors, kv, regions = [], [], []
+    for index, (page, stride) in enumerate(shape.tensors):
+        area = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * stride), dtype=np.uint8)
+        area[:] = rng.integers(0, 256, area.size, dtype=np.uint8)
+        rows = area.reshape(NUM_BLOCKS, stride)[:, :page]
+        tensor = torch.from_numpy(rows).view(torch.int8)
+        tensors.append(tensor)
+        kv.append(rows)
+        regions.append(RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, stride, page))
+    return tensors, kv, KVLayout(tuple(regions), tuple(GroupLayout(refs) for refs in shape.groups), CHUNK_BLOCKS)
+
+
 @dataclass
 class Rig:
     """Built by ``make``. ``kv`` are the tensors as numpy arrays of shape (NUM_BLOCKS, page)."""
@@ -82,17 +97,7 @@ class Rig:
         **options: Any,
     ) -> Rig:
         shape = SHAPES[shape] if isinstance(shape, str) else shape
-        rng = np.random.default_rng(seed)
-        tensors, kv, regions = [], [], []
-        for index, (page, stride) in enumerate(shape.tensors):
-            area = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * stride), dtype=np.uint8)
-            area[:] = rng.integers(0, 256, area.size, dtype=np.uint8)
-            rows = area.reshape(NUM_BLOCKS, stride)[:, :page]
-            tensor = torch.from_numpy(rows).view(torch.int8)
-            tensors.append(tensor)
-            kv.append(rows)
-            regions.append(RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, stride, page))
-        layout = KVLayout(tuple(regions), tuple(GroupLayout(refs) for refs in shape.groups), CHUNK_BLOCKS)
+        tensors, kv, layout = kv_cache(shape, seed)
         largest = max(layout.slot_bytes(group) for group in range(len(shape.groups)))
         if slab is None and link is None:
             extent = align_up(largest * 4, 65536)
