@@ -213,6 +213,11 @@ class SharedTier:
         if self._load_trial == request_id:
             self._load_trial = None  # if it found nothing to load, the next may try at once
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the storage answers and loads work, by all that is known."""
+        return self._reach.closed and self._loads.closed
+
     # Storing
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:

@@ -61,6 +61,11 @@ class SlotTier:
         """Slot size -> what is taken of it, by what; for metrics. Costs nothing per chunk."""
         return self._index.occupancy()
 
+    @property
+    def in_use(self) -> bool:
+        """Always: nothing here learns that storage is gone but by a load that fails."""
+        return True
+
     def state(self, key: Key) -> State | None:
         """Return the state of ``key`` in this tier, None when it does not know the key."""
         return self._index.state(key)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Catalog
+from nixl_offload.catalog import Catalog, Change
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.file import FileTier, SlabPlace
 from nixl_offload.tiers.slab import SlabAllocator
@@ -61,7 +61,7 @@ def test_a_chunk_is_served_only_after_all_ranks_have_stored_it(make: MakeCatalog
     assert catalog.lookup(_key(1), 0.1) is Lookup.PENDING
     assert catalog.report(grant.ticket, 1, {}, 0.0) is not None
     assert catalog.lookup(_key(1), 0.1) is Lookup.HIT
-    assert catalog.take_changes() == ([_key(1)], [])
+    assert catalog.take_changes() == [Change(0, (_key(1),), removed=False)]
 
 
 def test_one_failed_rank_drops_the_chunk_and_keeps_its_siblings(make: MakeCatalog) -> None:
@@ -120,7 +120,7 @@ def test_a_reset_lists_no_changes(make: MakeCatalog) -> None:
     catalog = make()
     _store(catalog, 1, 2)
     catalog.clear()
-    assert catalog.take_changes() == ([], []), "nor the stores before it, which would be announced after it"
+    assert catalog.take_changes() == [], "nor the stores before it, which would be announced after it"
 
 
 def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(make: MakeCatalog) -> None:
@@ -148,7 +148,7 @@ def test_a_prefix_is_evicted_from_its_end(make: MakeCatalog, used: str) -> None:
     prefix = [_key(number) for number in (1, 2, 3, 4)]
     if used == "stored":
         _store(catalog, 1, 2, 3, 4)
-        assert catalog.take_changes() == (prefix, []), "told in its order all the same"
+        assert catalog.take_changes() == [Change(0, tuple(prefix), removed=False)], "told in its order all the same"
     else:
         _store(catalog, 4, 3, 2, 1)
     if used == "loaded":
@@ -166,7 +166,7 @@ def test_the_end_of_a_prompt_does_not_evict_its_beginning(make: MakeCatalog) -> 
     _store(catalog, 8, 9)
     _store(catalog, 1, 2)
     assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
-    assert catalog.take_changes()[1] == [_key(9)]
+    assert [change.keys for change in catalog.take_changes() if change.removed] == [(_key(9),)]
 
 
 def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeCatalog) -> None:
@@ -194,7 +194,11 @@ def test_eviction_tells_what_was_removed(make: MakeCatalog) -> None:
     catalog = make(slots=1)
     _store(catalog, 1)
     _store(catalog, 2)
-    assert catalog.take_changes() == ([_key(1), _key(2)], [_key(1)])
+    assert catalog.take_changes() == [
+        Change(0, (_key(1),), removed=False),
+        Change(0, (_key(1),), removed=True),
+        Change(0, (_key(2),), removed=False),
+    ], "in the order in which it happened"
     assert catalog._tiers[0].state(_key(1)) is None
     assert catalog._tiers[0].state(_key(2)) is State.READY
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Catalog
+from nixl_offload.catalog import Catalog, Change
 from nixl_offload.errors import StoreError
 from nixl_offload.index import State
 from nixl_offload.stores.tree import TreeStore
@@ -224,6 +224,36 @@ def test_a_window_is_not_scanned_while_the_same_request_waits_for_a_chain(make: 
     assert not any(rig.names(key)[0] in asked for key in window[50:]), "nobody needs to know of what lies behind"
 
 
+def test_a_chunk_that_may_still_be_written_is_forgotten_and_deleted(make: MakeRig, store: MemoryStore) -> None:
+    """It is stored anew only once the deletion is through. What lands even later is found like any other's."""
+    rig, keys = make(world_size=2), keys_of(2)
+    for key in keys:
+        assert rig.tier.reserve(key, SLOT, []) is not None
+    rig.put(keys[0], ranks=[0])
+    gate = store.before = Gate()
+    rig.tier.retire(keys[0])
+    assert rig.tier.commit(keys[1])
+    rig.tier.stored(keys, {keys[0]: Outcome.TAINTED}, rig.now())
+    assert rig.tier.state(keys[0]) is State.EVICTING
+    gate.open()
+    rig.settle()
+    assert sorted(store.names("delete")) == sorted(rig.names(keys[0])), "each shard, once"
+    assert rig.tier.state(keys[0]) is None
+    assert not store.objects.keys() & {*rig.names(keys[0])}
+    rig.put(keys[0])
+    assert rig.hits("a", keys) == 2
+
+
+def test_a_store_of_which_nothing_is_certain_counts_as_failed(make: MakeRig) -> None:
+    rig, keys = make(), keys_of(3)
+    for key in keys:
+        assert rig.tier.reserve(key, SLOT, []) is not None
+        rig.tier.retire(key)
+        rig.tier.stored([key], {key: Outcome.TAINTED}, rig.now())
+    assert rig.tier.trouble == "stores"
+    assert rig.tier.reserve(key_of(9), SLOT, []) is None
+
+
 # Deadlines, failures, recovery
 
 
@@ -357,7 +387,10 @@ def test_what_this_server_stores_is_served_without_a_look(make: MakeRig) -> None
     assert load.locations == (Location(0, 0, SLOT),) * 3
     assert catalog.report(load.ticket, 2, {1: Outcome.FAILED}, rig.now()) is not None
     assert rig.ask("a", keys) == [Lookup.HIT, Lookup.MISS]
-    assert catalog.take_changes() == (keys, [keys[1]])
+    assert catalog.take_changes() == [
+        Change(0, tuple(keys), removed=False),
+        Change(0, (keys[1],), removed=True),
+    ]
     again = catalog.reserve(keys, rig.now())
     assert again is not None
     assert again.keys == (keys[1],), "the lost chunk is stored anew at once"

@@ -1,0 +1,28 @@
+"""The tiers in order: every decision of the scheduler's half. What to store where, what is there, who still uses it,
+what goes on to a farther tier.
+
+Threading: called by the scheduler's thread alone. No I/O, no thread, no clock: time is passed in.
+"""
+
+from __future__ import annotations
+
+from nixl_offload.catalog.catalog import Catalog, CatalogCounts
+from nixl_offload.catalog.changes import Change
+from nixl_offload.catalog.moves import ChainOptions
+from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Grant, Kind, LoadGrant, MoveGrant, Settled
+from nixl_offload.catalog.tier import Tier
+
+__all__ = [
+    "NOBODY",
+    "NOWHERE",
+    "Catalog",
+    "CatalogCounts",
+    "ChainOptions",
+    "Change",
+    "Grant",
+    "Kind",
+    "LoadGrant",
+    "MoveGrant",
+    "Settled",
+    "Tier",
+]

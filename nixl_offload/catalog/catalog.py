@@ -1,0 +1,411 @@
+"""Decides over the tiers in order, and keeps the tickets of what it has decided.
+
+Threading: called by the scheduler's thread alone. No I/O, no thread, no clock: time is passed in.
+Ownership: a *ticket* is one job until every rank has reported it. A location goes back to its tier only when its ticket
+is settled, so nothing can be written over while a rank may still touch it, resets and aborts included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from nixl_offload.catalog.admission import Admission
+from nixl_offload.catalog.changes import Change, Changes
+from nixl_offload.catalog.moves import ChainOptions, Move, WriteThrough
+from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Grant, Kind, LoadGrant, MoveGrant, Settled, Ticket
+from nixl_offload.catalog.tier import Tier
+from nixl_offload.index import State
+from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+
+_HIT, _PENDING, _RETRY = Lookup.HIT, Lookup.PENDING, Lookup.RETRY
+_READY = State.READY
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogCounts:
+    """What a catalog holds and has done; for metrics. Bytes are per rank."""
+
+    storing_bytes: tuple[int, ...]
+    """Being stored from KV blocks, by tier."""
+    moving_bytes: tuple[int, ...]
+    """On their way from tier to tier, by target."""
+    unsaved_bytes: int
+    """Pinned in memory for farther tiers."""
+    due: tuple[int, ...]
+    """Chunks that wait to be moved, by target."""
+    moves: Mapping[tuple[int, str], int]
+    """Chunks by target and what became of them: ``ok``, ``failed``, ``corrupt``, ``dropped`` or ``tainted``; ``gone``:
+    evicted or reset before they were moved; ``refused``: their tier took nothing for too long; ``overflow``: too many
+    waited."""
+    not_admitted: int
+    """Offers of chunks that were not asked for often enough yet."""
+    no_room: int
+    """Offers of chunks that no tier took: full, out of use, or too slow."""
+
+
+class Catalog:
+    """Decides over an ordered list of tiers, nearest the GPU first."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        world_size: int,
+        slot_bytes: Callable[[Key], int],
+        store_backlog_bytes: int,
+        pending_limit_s: float = 2.0,
+        chain: ChainOptions | None = None,
+        store_after: int = 1,
+    ) -> None:
+        """Build an empty set of tickets over ``tiers``.
+
+        ``slot_bytes`` gives the slot a key needs on each rank. ``store_backlog_bytes`` bounds what is being stored at
+        any time, per rank and tier: beyond it stores are dropped, never queued. ``pending_limit_s`` bounds how long a
+        lookup answers PENDING for one store, and to one request, so that stuck storage cannot hold requests back.
+        ``store_after``: a chunk is stored when it is offered for the N-th time.
+        """
+        self._tiers = tuple(tiers)
+        self._numbered = tuple(enumerate(self._tiers))
+        self._world_size = world_size
+        self._slot_bytes = slot_bytes
+        self._store_backlog_bytes = store_backlog_bytes
+        self._pending_limit_s = pending_limit_s
+        self._chain = ChainOptions() if chain is None else chain
+        self._admission = Admission(store_after)
+        self._changes = Changes()
+        self._through = WriteThrough(
+            self._tiers,
+            self._chain,
+            slot_bytes=slot_bytes,
+            evicted=lambda tier, keys: self._changes.tell(tier, keys, removed=True),
+        )
+        self._tickets: dict[int, Ticket] = {}
+        self._numbers = count(1)
+        self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self._tiers)
+        """By tier: what is written there under a ticket."""
+        self._storing: set[Key] = set()
+        """Under the tickets of stores."""
+        self._storing_bytes = [0] * len(self._tiers)
+        self._store_ended_s = [0.0] * len(self._tiers)
+        """When a store to the tier was settled last, or begun while there was none."""
+        self._held_since: dict[str, float] = {}
+        """Request -> when it was told first that a chunk is being written."""
+        self._not_admitted = 0
+        self._no_room = 0
+
+    @property
+    def open_tickets(self) -> int:
+        """Jobs that some rank has not reported yet."""
+        return len(self._tickets)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes per rank that are reserved for stores and not yet settled."""
+        return sum(self._storing_bytes)
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether ``begin_moves`` has something to begin, or to drop once its patience is over. Never so for good."""
+        return self._through.has_due
+
+    # What is there
+
+    def lookup(self, key: Key, now_s: float, asker: Asker = NOBODY, allowed: Collection[int] | None = None) -> Lookup:
+        """Say whether ``key`` can be loaded, from the nearest tier that knows it, among those ``allowed`` (None: all).
+
+        RETRY where a tier has to go and look: it begins at the next ``flush``, and answers within its own deadline.
+        """
+        pending = retry = False
+        for position, tier in self._numbered if allowed is None else self._among(allowed):
+            if pending and tier.state(key) is not _READY:
+                continue  # it will be in a nearer tier before anybody has looked here
+            answer = tier.lookup(key, asker, now_s)
+            if answer is _HIT:
+                return answer
+            if answer is _RETRY:
+                retry = True
+            elif answer is _PENDING and self._may_wait(self._writing_since[position].get(key, now_s), asker, now_s):
+                pending = True
+        if pending:
+            if asker.request_id:
+                self._held_since.setdefault(asker.request_id, now_s)
+            return _PENDING
+        return _RETRY if retry else Lookup.MISS
+
+    def where(self, key: Key, allowed: Collection[int] | None = None) -> int | None:
+        """Return the position of the tier that would serve ``key`` now, among those ``allowed``; None: none would."""
+        found = None
+        for position, tier in self._numbered if allowed is None else self._among(allowed):
+            if tier.state(key) is _READY:
+                if tier.in_use:
+                    return position
+                found = position if found is None else found
+        return found
+
+    def flush(self, now_s: float) -> None:
+        """The scheduler's step is over: tiers begin what lookups have asked for."""
+        for tier in self._tiers:
+            tier.flush(now_s)
+
+    def forget_asker(self, request_id: str) -> None:
+        """No more lookups will come for this request."""
+        self._held_since.pop(request_id, None)
+        for tier in self._tiers:
+            tier.forget_asker(request_id)
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Mark chunks, in prefix order, as recently used, wherever they are."""
+        backwards = tuple(keys)[::-1]
+        for tier in self._tiers:
+            touch = tier.touch
+            for key in backwards:
+                touch(key)
+
+    # What may begin
+
+    def reserve(self, keys: Iterable[Key], now_s: float) -> Grant | None:
+        """Reserve room for the chunks among ``keys`` that no tier has; for the first of them when room is short.
+
+        A chunk goes to the nearest tier that takes it. Returns None when there is nothing to store. Never an error: no
+        room means fewer keys.
+        Chunks that are known count as used: vLLM offers what its own cache still had, and tells of it in no other way.
+        So a prompt's beginning is not evicted to make room for its end. Where a farther tier lacks them they are due.
+        """
+        keys = tuple(keys)
+        self.touch(keys)
+        granted: list[Key] = []
+        locations: list[Location] = []
+        refused: set[tuple[int, int]] = set()
+        is_full = False
+        for key in keys:
+            states = [tier.state(key) for tier in self._tiers]
+            if _READY in states:
+                self._through.offer(key, states, now_s)
+                continue
+            if key in self._storing:
+                continue
+            if not self._admission.admits(key):
+                self._not_admitted += 1
+                continue
+            location = None if is_full else self._place(key, states, refused, now_s)
+            if location is None:
+                is_full = True
+                self._no_room += 1
+                continue
+            granted.append(key)
+            locations.append(location)
+        if not granted:
+            return None
+        ticket = self._open("store", granted, locations, now_s)
+        return Grant(ticket, tuple(granted), tuple(locations))
+
+    def prepare_load(self, keys: Iterable[Key], now_s: float, allowed: Collection[int] | None = None) -> LoadGrant:
+        """Pin ``keys`` and tell where they are, among the tiers ``allowed``. A key that is gone gets ``NOWHERE``.
+
+        What comes from farther than the memory tier is kept there, as far as there is room: under a ticket of its own,
+        for it may be told of long after the load.
+        """
+        wanted = tuple(keys)
+        locations = tuple(self._pin(key, allowed) for key in wanted)
+        ticket = self._open("load", wanted, locations, now_s)
+        landings = self._land(wanted, locations)
+        kept = [(key, landing) for key, landing in zip(wanted, landings, strict=True) if landing is not None]
+        if not kept:
+            return LoadGrant(ticket, wanted, locations)
+        landing_ticket = self._open("landing", [key for key, _ in kept], [landing for _, landing in kept], now_s)
+        return LoadGrant(ticket, wanted, locations, landing_ticket, landings)
+
+    def begin_moves(self, now_s: float) -> list[MoveGrant]:
+        """Begin what is due in farther tiers: its source pinned, its target reserved. To be called in every step."""
+        grants = []
+        for moves in self._through.begin(now_s):
+            keys = tuple(move.chunk.key for move in moves)
+            sources, targets = tuple(move.source for move in moves), tuple(move.target for move in moves)
+            grants.append(MoveGrant(self._open("move", keys, targets, now_s, moves), keys, sources, targets))
+        return grants
+
+    # What has ended
+
+    def report(self, ticket: int, ranks: int, failures: Mapping[int, Outcome], now_s: float) -> Settled | None:
+        """Take what ``ranks`` ranks say of a ticket: ``failures`` maps positions in its keys to outcomes.
+
+        Returns how it ended once the last rank has spoken, else None. Unknown tickets are ignored. Of a move, CORRUPT
+        says that the source is damaged; any other failure is the target's.
+        """
+        record = self._tickets.get(ticket)
+        if record is None or not record.take(ranks, failures):
+            return None
+        del self._tickets[ticket]
+        failed = {record.keys[position]: outcome for position, outcome in record.failures.items()}
+        if record.kind == "load":
+            self._unpin(record)
+        else:
+            self._settle_written(record, failed, now_s)
+        for position, keys in record.keys_by_tier().items():
+            tier, among = self._tiers[position], {key: failed[key] for key in keys if key in failed}
+            if record.kind == "load":
+                self._changes.tell(position, tier.loaded(keys, among, now_s), removed=True)
+            else:
+                tier.stored(keys, among, now_s)
+        return Settled(record.kind, record.keys, failed, tuple(location.tier for location in record.locations))
+
+    def clear(self) -> None:
+        """Forget every chunk, and the changes not taken yet. Locations in use come back as their tickets settle.
+
+        What goes is not listed by ``take_changes``: there may be millions, and whoever clears knows.
+        """
+        self._through.clear()
+        for tier in self._tiers:
+            tier.clear()
+        self._admission.clear()
+        self._changes.take()
+
+    # What to tell
+
+    def take_changes(self) -> list[Change]:
+        """Return which chunks became loadable and which ceased to be since the last call, in that order of events."""
+        return self._changes.take()
+
+    def in_flight_stores(self) -> list[tuple[int, Key]]:
+        """Return (tier, key) of all that is being written, moves included: at the end a rank may finish it untold."""
+        return [
+            (location.tier, key)
+            for record in self._tickets.values()
+            if record.kind != "load"
+            for key, location in zip(record.keys, record.locations, strict=True)
+            if self._tiers[location.tier].state(key) is State.WRITING
+        ]
+
+    def counts(self) -> CatalogCounts:
+        """Return the figures as they are now."""
+        through = self._through
+        return CatalogCounts(
+            storing_bytes=tuple(self._storing_bytes),
+            moving_bytes=through.moving_bytes,
+            unsaved_bytes=through.unsaved_bytes,
+            due=through.due,
+            moves=dict(through.told),
+            not_admitted=self._not_admitted,
+            no_room=self._no_room,
+        )
+
+    # Inside
+
+    def _among(self, allowed: Collection[int]) -> list[tuple[int, Tier]]:
+        return [numbered for numbered in self._numbered if numbered[0] in allowed]
+
+    def _may_wait(self, writing_since_s: float, asker: Asker, now_s: float) -> bool:
+        # Chunks of one prompt are written one after another, each pending anew.
+        held_since_s = self._held_since.get(asker.request_id, now_s) if asker.request_id else now_s
+        return now_s - min(writing_since_s, held_since_s) <= self._pending_limit_s
+
+    def _open(
+        self,
+        kind: Kind,
+        keys: Sequence[Key],
+        locations: Sequence[Location],
+        now_s: float,
+        moves: Sequence[Move] = (),
+    ) -> int:
+        number = next(self._numbers)
+        self._tickets[number] = Ticket(kind, tuple(keys), tuple(locations), self._world_size, moves=tuple(moves))
+        if kind != "load":
+            for key, location in zip(keys, locations, strict=True):
+                self._writing_since[location.tier][key] = now_s
+        return number
+
+    def _place(
+        self, key: Key, states: Sequence[State | None], refused: set[tuple[int, int]], now_s: float
+    ) -> Location | None:
+        """Reserve room in the nearest tier that takes ``key``. ``refused``: (tier, size) that need not be tried."""
+        needed = self._slot_bytes(key)
+        for position, tier in self._numbered:
+            # What is being given up cannot be stored anew yet; what lands there may fail as its source did.
+            if states[position] is not None or (position, needed) in refused:
+                continue
+            storing_bytes = self._storing_bytes[position]
+            if storing_bytes and storing_bytes + needed > self._store_backlog_bytes:
+                if now_s - self._store_ended_s[position] <= self._pending_limit_s:
+                    return None  # busy: what comes on top is shed
+                continue  # stuck
+            evicted: list[Key] = []
+            location = tier.reserve(key, needed, evicted)
+            self._changes.tell(position, evicted, removed=True)
+            if location is None:
+                refused.add((position, needed))
+                continue
+            if not storing_bytes:
+                self._store_ended_s[position] = now_s
+            self._storing_bytes[position] += needed
+            self._storing.add(key)
+            return location
+        return None
+
+    def _pin(self, key: Key, allowed: Collection[int] | None) -> Location:
+        position = self.where(key, allowed)
+        if position is None:
+            return NOWHERE
+        tier = self._tiers[position]
+        tier.touch(key)
+        return tier.pin(key)
+
+    def _land(self, keys: Sequence[Key], locations: Sequence[Location]) -> tuple[Location | None, ...]:
+        """Reserve room in memory for what comes from farther, once all of ``keys`` are pinned."""
+        memory = self._chain.memory
+        if memory is None or not self._chain.promote:
+            return (None,) * len(keys)
+        tier = self._tiers[memory]
+        evicted: list[Key] = []
+        landings: list[Location | None] = []
+        for key, location in zip(keys, locations, strict=True):
+            if location.tier <= memory or tier.state(key) is not None:
+                landings.append(None)
+            else:
+                landings.append(tier.reserve(key, self._slot_bytes(key), evicted))
+        self._changes.tell(memory, evicted, removed=True)
+        return tuple(landings)
+
+    # These go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk without those
+    # before it is of no use.
+
+    def _unpin(self, record: Ticket) -> None:
+        for key, location in zip(reversed(record.keys), reversed(record.locations), strict=True):
+            if location.tier >= 0:
+                self._tiers[location.tier].unpin(key)
+
+    def _settle_written(self, record: Ticket, failed: Mapping[Key, Outcome], now_s: float) -> None:
+        ready: list[tuple[int, Key]] = []
+        for position in range(len(record.keys) - 1, -1, -1):
+            key, location = record.keys[position], record.locations[position]
+            del self._writing_since[location.tier][key]
+            tier, outcome = self._tiers[location.tier], failed.get(key)
+            is_ready = False
+            if outcome is Outcome.TAINTED:
+                tier.retire(key)
+            elif outcome is not None:
+                tier.abort(key)
+            else:
+                is_ready = tier.commit(key)
+            if is_ready:
+                ready.append((location.tier, key))
+            if record.kind == "store":
+                self._storing.discard(key)
+                self._storing_bytes[location.tier] -= location.slot_bytes
+                self._store_ended_s[location.tier] = now_s
+            elif record.kind == "move":
+                how = outcome.value if outcome is not None else "ok" if is_ready else "gone"
+                self._settle_move(record.moves[position], how, now_s)
+        for tier_position, key in reversed(ready):
+            self._changes.tell(tier_position, (key,), removed=False)
+            if record.kind == "store" and len(self._tiers) > 1:
+                self._through.offer(key, [tier.state(key) for tier in self._tiers], now_s)
+
+    def _settle_move(self, move: Move, how: str, now_s: float) -> None:
+        position, key = move.source.tier, move.chunk.key
+        source = self._tiers[position]
+        source.unpin(key)
+        if how == Outcome.CORRUPT.value:
+            self._changes.tell(position, source.loaded([key], {key: Outcome.CORRUPT}, now_s), removed=True)
+        self._through.ended(move, how, now_s)

@@ -1,0 +1,105 @@
+"""Tickets: what a job may touch until every rank has reported it, and what the catalog tells of it.
+
+Threading: the scheduler's thread alone; grants and what is settled are immutable and travel.
+Ownership: a ticket holds its locations. They go back to their tiers only when it is settled, so nothing can be written
+over while a rank may still touch it, resets and aborts included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from nixl_offload.catalog.moves import Move
+from nixl_offload.types import Asker, Key, Location, Outcome, worst
+
+NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
+"""Stands for a chunk that is gone; a rank answers it with FAILED and the request recomputes."""
+
+NOBODY = Asker("")
+
+Kind = Literal["store", "load", "landing", "move"]
+"""store: KV blocks to a tier. load: a tier to KV blocks. landing: what a load from a farther tier leaves in memory.
+move: a tier to a farther one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a job may touch. ``keys[i]`` lies at ``locations[i]``."""
+
+    ticket: int
+    keys: tuple[Key, ...]
+    locations: tuple[Location, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGrant(Grant):
+    """A load, and where in memory to keep what it brings from farther tiers."""
+
+    landing_ticket: int = 0
+    """Of those chunks that have a landing, in their order; 0: none has."""
+    landings: tuple[Location | None, ...] = ()
+    """By position in ``keys``; empty when none has one."""
+
+
+class MoveGrant(NamedTuple):
+    """Chunks that go from tier to tier: ``keys[i]`` from ``sources[i]`` to ``targets[i]``, all of one tier."""
+
+    ticket: int
+    keys: tuple[Key, ...]
+    sources: tuple[Location, ...]
+    targets: tuple[Location, ...]
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A job that some rank has not reported yet."""
+
+    kind: Kind
+    keys: tuple[Key, ...]
+    locations: tuple[Location, ...]
+    """What is written; of a load, what is read."""
+    ranks_left: int
+    failures: dict[int, Outcome] = field(default_factory=dict)
+    """By position: the worst that any rank has said."""
+    moves: tuple[Move, ...] = ()
+    """Of a move, by position."""
+
+    def take(self, ranks: int, failures: Mapping[int, Outcome]) -> bool:
+        """Take the word of ``ranks`` ranks. True: it was the last."""
+        for position, outcome in failures.items():
+            if 0 <= position < len(self.keys):
+                self.failures[position] = worst(outcome, self.failures.get(position, Outcome.OK))
+        self.ranks_left -= ranks
+        return self.ranks_left <= 0
+
+    def keys_by_tier(self) -> dict[int, list[Key]]:
+        """Return the keys by the tier of their location; those that are nowhere are left out."""
+        keys: dict[int, list[Key]] = {}
+        for key, location in zip(self.keys, self.locations, strict=True):
+            if location.tier >= 0:
+                keys.setdefault(location.tier, []).append(key)
+        return keys
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How a ticket ended."""
+
+    kind: Kind
+    keys: tuple[Key, ...]
+    failed: Mapping[Key, Outcome]
+    """The worst outcome that any rank reported."""
+    tiers: tuple[int, ...]
+    """By position: the tier that was written to, or, of a load, read from; -1 for a chunk that was gone."""
+
+    @property
+    def tier(self) -> int:
+        """The one tier of all chunks; -1 when they differ."""
+        return self.tiers[0] if len(set(self.tiers)) == 1 else -1
+
+    @property
+    def is_store(self) -> bool:
+        """Whether KV blocks were written to a tier."""
+        return self.kind == "store"
