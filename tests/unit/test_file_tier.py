@@ -80,6 +80,43 @@ def test_a_restart_finds_what_was_stored_and_a_reset_forgets_all_of_it(open_tier
     assert tier.state(key(9)) is State.READY
 
 
+def test_what_was_being_written_at_shutdown_is_found_again(open_tier: OpenTier) -> None:
+    """The ranks may have finished it; not what was given up meanwhile, nor what nobody knows of."""
+    tier = open_tier()
+    kept = tier.reserve(key(1), SLOT, [])
+    tier.reserve(key(2), SLOT, [])
+    tier.abort(key(2))
+    tier.reserve(key(3), SLOT, [])
+    tier.retire(key(3))
+    tier.close([key(number) for number in range(1, 5)])
+    tier.close([key(1)])
+    tier = open_tier()
+    assert [tier.state(key(number)) for number in range(1, 5)] == [State.READY, None, None, None]
+    assert tier.pin(key(1)) == kept
+    tier.unpin(key(1))
+    tier.reserve(key(5), SLOT, [])
+    tier.clear()
+    tier.close([key(5)])
+    assert len(open_tier()) == 0, "a reset counts for what is being written, too"
+
+
+def test_a_retired_place_is_not_used_until_the_restart(open_tier: OpenTier) -> None:
+    """The index that is durable never names it; the next engine may use it, for nothing of this one writes any more."""
+    tier = open_tier()
+    spoilt = tier.reserve(key(1), SLOT, [])
+    tier.retire(key(1))
+    assert tier.state(key(1)) is None
+    after = store(tier, 1)
+    assert after != spoilt
+    tier.clear()
+    assert store(tier, 2) != spoilt
+    tier.close()
+    tier = open_tier()
+    assert tier.state(key(2)) is State.READY
+    tier.clear()
+    assert store(tier, 3) == spoilt
+
+
 def test_a_directory_taken_by_another_engine_is_left_alone(open_tier: OpenTier, tmp_path: Path) -> None:
     """Nothing is stored there any more, nor written to the index, which is the other's; what is known is served."""
     tier = open_tier()

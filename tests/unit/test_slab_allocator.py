@@ -128,6 +128,37 @@ def test_clearing_keeps_what_is_held_and_frees_the_rest() -> None:
         slab.clear([(1, SMALL)])
 
 
+def test_a_retired_slot_is_never_given_away_again() -> None:
+    """Not by freeing, not by clearing; the rest of its extent stays in use by its class."""
+    slab = SlabAllocator(2 * EXTENT, [LARGE], EXTENT)
+    offsets = take_all(slab, LARGE)
+    slab.retire(offsets[1], LARGE)
+    for refused in (slab.free, slab.retire):
+        with pytest.raises(IndexStateError):
+            refused(offsets[1], LARGE)
+    assert not slab.adopt(offsets[1], LARGE)
+    for _ in range(2):
+        slab.clear([(offsets[0], LARGE)])
+        assert slab.used_bytes == 2 * LARGE
+        assert take_all(slab, LARGE) == offsets[2:]
+    assert slab.retired_bytes == LARGE
+
+
+def test_an_extent_with_a_retired_slot_is_not_emptied_for_another_class() -> None:
+    """It never would be empty, and the starved class would wait for it for ever."""
+    slab = SlabAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
+    offsets = take_all(slab, SMALL)
+    first = slab.reclaimable(LARGE)
+    assert first == (0, EXTENT)
+    slab.retire(offsets[3], SMALL)
+    slab.free(offsets[4], SMALL)
+    assert slab.allocate(SMALL) == offsets[4], "its own class uses it again"
+    assert slab.reclaimable(LARGE) == (EXTENT, 2 * EXTENT)
+    for extent in range(1, 4):
+        slab.retire(extent * EXTENT, SMALL)
+    assert slab.reclaimable(LARGE, nothing_evictable=True) is None
+
+
 def test_reopening_restores_exactly_what_was_taken() -> None:
     """Adopting the taken slots of one allocator in any order leaves another one with the same free slots."""
     dice = random.Random(7)
@@ -264,6 +295,12 @@ class SlabModel(RuleBasedStateMachine):
         self.classes = (SMALL, MIDDLE, LARGE)
         self.slab = SlabAllocator(6 * EXTENT, self.classes, EXTENT)
         self.taken: dict[int, int] = {}
+        self.retired: list[tuple[int, int]] = []
+        """Among ``taken``, and never freed."""
+
+    def owns(self, slot: tuple[int, int]) -> bool:
+        """Whether a slot that was allocated once still is its taker's: it may have gone in a clear."""
+        return self.taken.get(slot[0]) == slot[1] and slot not in self.retired
 
     def owners(self) -> dict[int, int]:
         return {offset // EXTENT: size for offset, size in self.taken.items()}
@@ -291,8 +328,9 @@ class SlabModel(RuleBasedStateMachine):
     @rule(slot=consumes(slots))
     def free(self, slot: tuple[int, int]) -> None:
         offset, size = slot
-        self.slab.free(offset, size)
-        del self.taken[offset]
+        if self.owns(slot):
+            self.slab.free(offset, size)
+            del self.taken[offset]
         with pytest.raises(IndexStateError):
             self.slab.free(offset, size)
 
@@ -310,6 +348,18 @@ class SlabModel(RuleBasedStateMachine):
         self.taken[offset] = size
         return offset, size
 
+    @rule(slot=consumes(slots))
+    def retire(self, slot: tuple[int, int]) -> None:
+        if self.owns(slot):
+            self.slab.retire(*slot)
+            self.retired.append(slot)
+
+    @rule(every=st.integers(1, 8))
+    def clear(self, every: int) -> None:
+        held = [slot for slot in self.taken.items() if slot not in self.retired][::every]
+        self.slab.clear(held)
+        self.taken = dict([*held, *self.retired])
+
     @rule(size=st.sampled_from([SMALL, MIDDLE, LARGE]), nothing=st.booleans())
     def reclaim(self, size: int, nothing: bool) -> None:
         proposal = self.slab.reclaimable(size, nothing_evictable=nothing)
@@ -317,6 +367,7 @@ class SlabModel(RuleBasedStateMachine):
             assert not self.room(size)
             assert self.owners()[proposal[0] // EXTENT] != size
             assert proposal[1] - proposal[0] == EXTENT
+            assert not any(proposal[0] <= offset < proposal[1] for offset, _ in self.retired)
 
     @invariant()
     def books_agree(self) -> None:

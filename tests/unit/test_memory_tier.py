@@ -1,0 +1,367 @@
+"""The scheduler's half of a memory tier, and the slots that it shares with the file tier.
+
+Proves: capacity is dealt out to ranks and never exceeded; too little is refused at start; eviction is the policy's, and
+never of what is pinned; a retired place is given to nobody again; no two chunks share a byte.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nixl_offload.catalog import Catalog, Tier
+from nixl_offload.config import MemoryTier as MemoryTierConfig
+from nixl_offload.config import parse_config
+from nixl_offload.errors import ConfigError, IndexStateError
+from nixl_offload.index import State
+from nixl_offload.tiers.memory import MemoryTier, rank_memory_bytes
+from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+from nixl_offload.units import parse_size
+from tests.unit.shared_rig import key_of, keys_of, namespace_of
+
+SLOT = 64 << 10
+SMALL, LARGE = 4096, 12288
+ASKER = Asker("request")
+
+
+def config_of(capacity: int | str, **options: object) -> MemoryTierConfig:
+    tier: dict[str, Any] = {"kind": "memory", "capacity": capacity, **options}
+    (config,) = parse_config({"tiers": [tier]}).tiers
+    assert isinstance(config, MemoryTierConfig)
+    return config
+
+
+def open_tier(
+    slots: int = 8, slot_classes: tuple[int, ...] = (SLOT,), *, world_size: int = 1, dp_size: int = 1, **options: object
+) -> MemoryTier:
+    """Open a tier with room for ``slots`` of the largest class on each rank."""
+    return MemoryTier.open(
+        config_of(slots * max(slot_classes) * world_size * dp_size, **options),
+        position=0,
+        namespace=namespace_of(world_size),
+        slot_classes=slot_classes,
+        world_size=world_size,
+        dp_size=dp_size,
+    )
+
+
+def store(tier: MemoryTier, key: Key, slot_bytes: int = SLOT) -> tuple[Location | None, list[Key]]:
+    """Store a chunk if there is room; return where, and what was evicted for it."""
+    evicted: list[Key] = []
+    location = tier.reserve(key, slot_bytes, evicted)
+    if location is not None:
+        assert tier.commit(key)
+    return location, evicted
+
+
+# Capacity
+
+
+def test_capacity_is_dealt_out_to_ranks_of_all_engines() -> None:
+    """Every rank gets the same whole pages, and the sum never exceeds what the config allows."""
+    assert rank_memory_bytes(1 << 30, 1, 1) == 1 << 30
+    assert rank_memory_bytes(1 << 30, 4, 2) == 1 << 27
+    for world_size in range(1, 9):
+        share = rank_memory_bytes(10_000_000, world_size, 3)
+        assert share % 4096 == 0
+        assert share * world_size * 3 <= 10_000_000 < (share + 4096) * world_size * 3
+    tier = open_tier(16, world_size=2, dp_size=2)
+    namespace = namespace_of(2)
+    assert tier.place.rank_bytes == 16 * SLOT
+    assert tier.place.rank_namespaces == (namespace.rank_digest(0), namespace.rank_digest(1))
+
+
+@pytest.mark.parametrize("slots", [4, 5, 7, 100, 1021])
+def test_no_slot_is_left_over_where_all_are_of_one_size(slots: int) -> None:
+    tier = open_tier(slots)
+    places = {store(tier, key)[0] for key in keys_of(slots)}
+    assert None not in places
+    assert len(places) == slots
+    location, evicted = store(tier, key_of(5000))
+    assert location in places
+    assert evicted == [key_of(0)]
+
+
+@pytest.mark.parametrize(
+    ("slot_classes", "world_size", "dp_size"),
+    [((SLOT,), 1, 1), ((SLOT,), 3, 2), ((SMALL, LARGE), 2, 1), ((SMALL, LARGE, (2 << 20) + 4096), 1, 1)],
+)
+def test_too_small_a_capacity_is_refused_with_the_least_that_does(
+    slot_classes: tuple[int, ...], world_size: int, dp_size: int
+) -> None:
+    """The capacity that the message names is enough: four chunks of the largest size for each size."""
+
+    def open_with(capacity: int | str) -> MemoryTier:
+        return MemoryTier.open(
+            config_of(capacity),
+            position=0,
+            namespace=namespace_of(world_size),
+            slot_classes=slot_classes,
+            world_size=world_size,
+            dp_size=dp_size,
+        )
+
+    least_bytes = 4 * len(slot_classes) * max(slot_classes) * world_size * dp_size
+    with pytest.raises(ConfigError, match="of the memory tier is too small for this model") as refused:
+        open_with(least_bytes - 1)
+    named = str(refused.value).rpartition(" at least ")[2]
+    assert least_bytes <= parse_size(named) < least_bytes + (1 << 20)
+    for tier in (open_with(named), open_with(least_bytes)):
+        for number, slot_bytes in enumerate(slot_classes):
+            for key in keys_of(4, group=number):
+                assert store(tier, key, slot_bytes)[0] is not None
+
+
+# The life of a chunk
+
+
+def test_a_tier_is_what_the_catalog_asks_of_one() -> None:
+    tier: Tier = open_tier()
+    catalog = Catalog([tier], world_size=1, slot_bytes=lambda key: SLOT, store_backlog_bytes=1 << 30)
+    grant = catalog.reserve(keys_of(3), 0.0)
+    assert grant is not None
+    assert tier.lookup(key_of(0), ASKER, 0.0) is Lookup.PENDING
+    catalog.report(grant.ticket, 1, {1: Outcome.FAILED}, 0.0)
+    assert [tier.lookup(key, ASKER, 0.0) for key in keys_of(3)] == [Lookup.HIT, Lookup.MISS, Lookup.HIT]
+    load = catalog.prepare_load([key_of(0), key_of(2)], 0.0)
+    catalog.report(load.ticket, 1, {0: Outcome.CORRUPT}, 0.0)
+    assert [tier.state(key) for key in keys_of(3)] == [None, None, State.READY]
+
+
+def test_a_scan_does_not_flush_what_is_asked_for_often_where_the_policy_resists() -> None:
+    """The config's policy is the one that evicts: s3fifo keeps what was used, lru does not."""
+    kept = {}
+    for policy in ("lru", "s3fifo"):
+        tier = open_tier(20, policy=policy)
+        favourites = keys_of(4)
+        for key in favourites:
+            store(tier, key)
+        for _ in range(3):
+            for key in favourites:
+                tier.touch(key)
+        for key in keys_of(200, 100):
+            store(tier, key)
+        kept[policy] = sum(tier.state(key) is State.READY for key in favourites)
+    assert kept == {"lru": 0, "s3fifo": 4}
+
+
+def test_what_is_pinned_is_not_evicted_and_a_tier_full_of_it_takes_nothing() -> None:
+    tier = open_tier(4)
+    for key in keys_of(4):
+        store(tier, key)
+        tier.pin(key)
+    assert store(tier, key_of(9)) == (None, [])
+    tier.unpin(key_of(2))
+    assert store(tier, key_of(9))[1] == [key_of(2)]
+    assert {size: taken.pinned for size, taken in tier.occupancy().items()} == {SLOT: 3}
+
+
+def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() -> None:
+    """A chunk that waits for a farther tier is not lost to another group of the model, which gets room when it goes."""
+    tier = open_tier(64, (SMALL, LARGE))
+    evicted: list[Key] = []
+    small = []
+    while not evicted:  # until all extents are lent to the small size
+        small.append(key_of(len(small)))
+        assert tier.reserve(small[-1], SMALL, evicted) is not None
+        tier.commit(small[-1])
+    held = [key for key in small if tier.state(key) is State.READY]
+    for key in held:
+        tier.pin(key)
+    assert store(tier, key_of(0, group=1), LARGE) == (None, [])
+    assert {tier.state(key) for key in held} == {State.READY}
+    for key in held:
+        tier.unpin(key)
+    location, given_up = store(tier, key_of(0, group=1), LARGE)
+    assert location is not None
+    assert given_up
+    assert {tier.state(key) for key in given_up} == {None}
+
+
+def test_a_reset_forgets_all_and_waits_for_what_is_in_use() -> None:
+    tier = open_tier(4)
+    first, _ = store(tier, key_of(0))
+    store(tier, key_of(1))
+    tier.pin(key_of(1))
+    tier.reserve(key_of(2), SLOT, [])
+    tier.clear()
+    assert [tier.lookup(key, ASKER, 0.0) for key in keys_of(3)] == [Lookup.MISS] * 3
+    taken = [store(tier, key)[0] for key in keys_of(3, 10)]
+    assert first in taken
+    assert taken[2] is not None, "two were held, so two were free, and the third evicts one of them"
+    assert tier.state(key_of(10)) is None
+    tier.unpin(key_of(1))
+    assert not tier.commit(key_of(2))
+    assert [store(tier, key)[1] for key in keys_of(2, 20)] == [[], []]
+
+
+def test_a_retired_place_is_lost_for_good_and_its_chunk_is_stored_anew_elsewhere() -> None:
+    """Also when it is retired after a reset, or one follows: a late write then hits a place that belongs to nobody."""
+    tier = open_tier(6)
+    spoilt = []
+    for number in range(2):
+        location = tier.reserve(key_of(number), SLOT, [])
+        assert location is not None
+        spoilt.append(location)
+    tier.retire(key_of(0))
+    tier.clear()
+    tier.retire(key_of(1))
+    tier.clear()
+    assert tier.retired_bytes == 2 * SLOT
+    assert [tier.state(key_of(number)) for number in range(2)] == [None, None]
+    for key in keys_of(40):
+        location, _ = store(tier, key)
+        assert location is not None
+        assert location not in spoilt
+    assert len(tier) == 4, "the rest of the tier is in use"
+    with pytest.raises(IndexStateError):
+        tier.retire(key_of(39))
+    assert tier.state(key_of(39)) is State.READY
+
+
+def test_a_tier_all_of_whose_places_are_retired_takes_nothing() -> None:
+    tier = open_tier(4)
+    for key in keys_of(4):
+        tier.reserve(key, SLOT, [])
+        tier.retire(key)
+    assert store(tier, key_of(9)) == (None, [])
+    assert len(tier) == 0
+
+
+KEYS = keys_of(24)
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Whatever a caller may do, in any order, over two sizes of slots: the model knows who may touch which bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = open_tier(16, (SMALL, LARGE), policy="s3fifo")
+        self.slots: dict[Key, Location] = {}
+        """Slots that somebody may still write or read: of chunks in any state."""
+        self.pins: dict[Key, int] = {}
+        self.writing: set[Key] = set()
+        self.dropped: set[Key] = set()
+        """Writing or pinned, and served no more."""
+        self.retired: list[Location] = []
+
+    def gone(self, key: Key) -> None:
+        self.slots.pop(key)
+        self.dropped.discard(key)
+
+    @rule(first=st.integers(0, 23), count=st.integers(4, 12), slot_bytes=st.sampled_from([SMALL, LARGE]))
+    def store(self, first: int, count: int, slot_bytes: int) -> None:
+        for key in KEYS[first : first + count]:
+            if key not in self.slots:
+                self.reserve(key, slot_bytes)
+                if key in self.writing:
+                    self.finish_writing(key, "commit")
+
+    @rule(key=st.sampled_from(KEYS), slot_bytes=st.sampled_from([SMALL, LARGE]))
+    def reserve(self, key: Key, slot_bytes: int) -> None:
+        if key in self.slots:
+            return
+        evicted: list[Key] = []
+        location = self.tier.reserve(key, slot_bytes, evicted)
+        for victim in evicted:
+            assert victim not in self.pins | dict.fromkeys(self.writing), "evicted while in use"
+            self.gone(victim)
+        if location is not None:
+            assert location.slot_bytes == slot_bytes
+            self.slots[key] = location
+            self.writing.add(key)
+
+    @rule(key=st.sampled_from(KEYS), how=st.sampled_from(["commit", "commit", "abort"]))
+    def finish_writing(self, key: Key, how: str) -> None:
+        if key not in self.writing:
+            with pytest.raises(IndexStateError):
+                getattr(self.tier, how)(key)
+            return
+        self.writing.discard(key)
+        if how == "commit":
+            committed = self.tier.commit(key)
+            assert committed == (key not in self.dropped)
+            if not committed:
+                self.gone(key)
+        else:
+            getattr(self.tier, how)(key)
+            self.gone(key)
+
+    @precondition(lambda self: self.writing and len(self.retired) < 4)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.writing)))
+        self.retired.append(self.slots[key])
+        self.finish_writing(key, "retire")
+
+    @rule(key=st.sampled_from(KEYS))
+    def pin(self, key: Key) -> None:
+        if self.tier.state(key) is State.READY:
+            assert self.tier.pin(key) == self.slots[key]
+            self.pins[key] = self.pins.get(key, 0) + 1
+
+    @rule(key=st.sampled_from(KEYS))
+    def unpin(self, key: Key) -> None:
+        if key not in self.pins:
+            return
+        self.tier.unpin(key)
+        self.pins[key] -= 1
+        if not self.pins[key]:
+            del self.pins[key]
+            if key in self.dropped:
+                self.gone(key)
+
+    @rule(key=st.sampled_from(KEYS), outcome=st.sampled_from(list(Outcome)))
+    def fail_a_load(self, key: Key, outcome: Outcome) -> None:
+        ready = self.tier.state(key) is State.READY
+        failed = {} if outcome is Outcome.OK else {key: outcome}
+        dropped = self.tier.loaded([key], failed, 0.0)
+        assert dropped == ([key] if ready and outcome not in (Outcome.OK, Outcome.DROPPED) else [])
+        if dropped:
+            self.drop(key)
+
+    def drop(self, key: Key) -> None:
+        if key in self.pins or key in self.writing:
+            self.dropped.add(key)
+        else:
+            self.gone(key)
+
+    @rule()
+    def clear(self) -> None:
+        self.tier.clear()
+        for key in list(self.slots):
+            self.drop(key)
+
+    @invariant()
+    def states_agree(self) -> None:
+        for key in KEYS:
+            expected = None
+            if key in self.dropped:
+                expected = State.EVICTING
+            elif key in self.slots:
+                expected = State.WRITING if key in self.writing else State.READY
+            assert self.tier.state(key) is expected
+        pinned = sum(taken.pinned for taken in self.tier.occupancy().values())
+        assert pinned == len(self.pins.keys() - self.dropped)
+
+    @invariant()
+    def no_byte_has_two_owners_and_all_lie_inside(self) -> None:
+        end = 0
+        for location in sorted([*self.slots.values(), *self.retired], key=lambda location: location.offset):
+            assert location.offset >= end
+            end = location.offset + location.slot_bytes
+        assert end <= self.tier.place.rank_bytes
+        taken = sum(taken.bytes_total for taken in self.tier.occupancy().values())
+        assert taken == sum(location.slot_bytes for location in self.slots.values())
+        assert self.tier.retired_bytes == sum(location.slot_bytes for location in self.retired)
+
+    def teardown(self) -> None:
+        self.tier._index.check()
+
+
+SlotMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None, derandomize=True)
+TestSlotModel = SlotMachine.TestCase
