@@ -6,7 +6,7 @@ Threading: called by the scheduler's thread alone. No I/O, no thread, no clock: 
 
 from __future__ import annotations
 
-from nixl_offload.catalog.catalog import Catalog, CatalogCounts
+from nixl_offload.catalog.catalog import Catalog, Counts
 from nixl_offload.catalog.changes import Change
 from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Grant, Kind, LoadGrant, MoveGrant, Settled
@@ -16,9 +16,9 @@ __all__ = [
     "NOBODY",
     "NOWHERE",
     "Catalog",
-    "CatalogCounts",
     "ChainOptions",
     "Change",
+    "Counts",
     "Grant",
     "Kind",
     "LoadGrant",

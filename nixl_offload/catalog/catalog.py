@@ -14,6 +14,7 @@ from itertools import count
 from nixl_offload.catalog.admission import Admission
 from nixl_offload.catalog.changes import Change, Changes
 from nixl_offload.catalog.moves import ChainOptions, Move, WriteThrough
+from nixl_offload.catalog.placing import Placing
 from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Grant, Kind, LoadGrant, MoveGrant, Settled, Ticket
 from nixl_offload.catalog.tier import Tier
 from nixl_offload.index import State
@@ -24,7 +25,7 @@ _READY = State.READY
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogCounts:
+class Counts:
     """What a catalog holds and has done; for metrics. Bytes are per rank."""
 
     storing_bytes: tuple[int, ...]
@@ -70,26 +71,22 @@ class Catalog:
         self._numbered = tuple(enumerate(self._tiers))
         self._world_size = world_size
         self._slot_bytes = slot_bytes
-        self._store_backlog_bytes = store_backlog_bytes
         self._pending_limit_s = pending_limit_s
         self._chain = ChainOptions() if chain is None else chain
         self._admission = Admission(store_after)
         self._changes = Changes()
-        self._through = WriteThrough(
+        self._placing = Placing(
             self._tiers,
-            self._chain,
             slot_bytes=slot_bytes,
-            evicted=lambda tier, keys: self._changes.tell(tier, keys, removed=True),
+            backlog_bytes=store_backlog_bytes,
+            stuck_after_s=pending_limit_s,
+            evicted=self._removed,
         )
+        self._through = WriteThrough(self._tiers, self._chain, slot_bytes=slot_bytes, evicted=self._removed)
         self._tickets: dict[int, Ticket] = {}
         self._numbers = count(1)
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self._tiers)
         """By tier: what is written there under a ticket."""
-        self._storing: set[Key] = set()
-        """Under the tickets of stores."""
-        self._storing_bytes = [0] * len(self._tiers)
-        self._store_ended_s = [0.0] * len(self._tiers)
-        """When a store to the tier was settled last, or begun while there was none."""
         self._held_since: dict[str, float] = {}
         """Request -> when it was told first that a chunk is being written."""
         self._not_admitted = 0
@@ -103,7 +100,7 @@ class Catalog:
     @property
     def backlog_bytes(self) -> int:
         """Bytes per rank that are reserved for stores and not yet settled."""
-        return sum(self._storing_bytes)
+        return sum(self._placing.bytes_by_tier)
 
     @property
     def has_moves(self) -> bool:
@@ -184,12 +181,12 @@ class Catalog:
             if _READY in states:
                 self._through.offer(key, states, now_s)
                 continue
-            if key in self._storing:
+            if key in self._placing:
                 continue
             if not self._admission.admits(key):
                 self._not_admitted += 1
                 continue
-            location = None if is_full else self._place(key, states, refused, now_s)
+            location = None if is_full else self._placing.place(key, states, refused, now_s)
             if location is None:
                 is_full = True
                 self._no_room += 1
@@ -246,7 +243,7 @@ class Catalog:
         for position, keys in record.keys_by_tier().items():
             tier, among = self._tiers[position], {key: failed[key] for key in keys if key in failed}
             if record.kind == "load":
-                self._changes.tell(position, tier.loaded(keys, among, now_s), removed=True)
+                self._removed(position, tier.loaded(keys, among, now_s))
             else:
                 tier.stored(keys, among, now_s)
         return Settled(record.kind, record.keys, failed, tuple(location.tier for location in record.locations))
@@ -278,11 +275,11 @@ class Catalog:
             if self._tiers[location.tier].state(key) is State.WRITING
         ]
 
-    def counts(self) -> CatalogCounts:
+    def counts(self) -> Counts:
         """Return the figures as they are now."""
         through = self._through
-        return CatalogCounts(
-            storing_bytes=tuple(self._storing_bytes),
+        return Counts(
+            storing_bytes=self._placing.bytes_by_tier,
             moving_bytes=through.moving_bytes,
             unsaved_bytes=through.unsaved_bytes,
             due=through.due,
@@ -295,6 +292,9 @@ class Catalog:
 
     def _among(self, allowed: Collection[int]) -> list[tuple[int, Tier]]:
         return [numbered for numbered in self._numbered if numbered[0] in allowed]
+
+    def _removed(self, tier: int, keys: Iterable[Key]) -> None:
+        self._changes.tell(tier, keys, removed=True)
 
     def _may_wait(self, writing_since_s: float, asker: Asker, now_s: float) -> bool:
         # Chunks of one prompt are written one after another, each pending anew.
@@ -315,33 +315,6 @@ class Catalog:
             for key, location in zip(keys, locations, strict=True):
                 self._writing_since[location.tier][key] = now_s
         return number
-
-    def _place(
-        self, key: Key, states: Sequence[State | None], refused: set[tuple[int, int]], now_s: float
-    ) -> Location | None:
-        """Reserve room in the nearest tier that takes ``key``. ``refused``: (tier, size) that need not be tried."""
-        needed = self._slot_bytes(key)
-        for position, tier in self._numbered:
-            # What is being given up cannot be stored anew yet; what lands there may fail as its source did.
-            if states[position] is not None or (position, needed) in refused:
-                continue
-            storing_bytes = self._storing_bytes[position]
-            if storing_bytes and storing_bytes + needed > self._store_backlog_bytes:
-                if now_s - self._store_ended_s[position] <= self._pending_limit_s:
-                    return None  # busy: what comes on top is shed
-                continue  # stuck
-            evicted: list[Key] = []
-            location = tier.reserve(key, needed, evicted)
-            self._changes.tell(position, evicted, removed=True)
-            if location is None:
-                refused.add((position, needed))
-                continue
-            if not storing_bytes:
-                self._store_ended_s[position] = now_s
-            self._storing_bytes[position] += needed
-            self._storing.add(key)
-            return location
-        return None
 
     def _pin(self, key: Key, allowed: Collection[int] | None) -> Location:
         position = self.where(key, allowed)
@@ -364,7 +337,7 @@ class Catalog:
                 landings.append(None)
             else:
                 landings.append(tier.reserve(key, self._slot_bytes(key), evicted))
-        self._changes.tell(memory, evicted, removed=True)
+        self._removed(memory, evicted)
         return tuple(landings)
 
     # These go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk without those
@@ -391,9 +364,7 @@ class Catalog:
             if is_ready:
                 ready.append((location.tier, key))
             if record.kind == "store":
-                self._storing.discard(key)
-                self._storing_bytes[location.tier] -= location.slot_bytes
-                self._store_ended_s[location.tier] = now_s
+                self._placing.ended(key, location, now_s)
             elif record.kind == "move":
                 how = outcome.value if outcome is not None else "ok" if is_ready else "gone"
                 self._settle_move(record.moves[position], how, now_s)
@@ -407,5 +378,5 @@ class Catalog:
         source = self._tiers[position]
         source.unpin(key)
         if how == Outcome.CORRUPT.value:
-            self._changes.tell(position, source.loaded([key], {key: Outcome.CORRUPT}, now_s), removed=True)
+            self._removed(position, source.loaded([key], {key: Outcome.CORRUPT}, now_s))
         self._through.ended(move, how, now_s)

@@ -1,0 +1,85 @@
+"""Where a new chunk is stored: in the nearest tier that takes it, and only as much at a time as storage keeps up with.
+
+Threading: the scheduler's thread alone. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from nixl_offload.catalog.tier import Tier
+from nixl_offload.index import State
+from nixl_offload.types import Key, Location
+
+
+class Placing:
+    """Reserves room for stores, and remembers what is being stored.
+
+    A tier that has ``backlog_bytes`` (per rank) being stored is busy: what comes on top is shed, never queued. When no
+    store to it has ended for ``stuck_after_s`` it is passed over instead, as is one that has no room or is out of use.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        slot_bytes: Callable[[Key], int],
+        backlog_bytes: int,
+        stuck_after_s: float,
+        evicted: Callable[[int, Iterable[Key]], None],
+    ) -> None:
+        """``evicted`` is told, by tier, what had to go for a store."""
+        self._tiers = tuple(enumerate(tiers))
+        self._slot_bytes = slot_bytes
+        self._backlog_bytes = backlog_bytes
+        self._stuck_after_s = stuck_after_s
+        self._evicted = evicted
+        self._keys: set[Key] = set()
+        self._bytes = [0] * len(self._tiers)
+        self._ended_s = [0.0] * len(self._tiers)
+        """By tier: when a store was settled last, or begun while there was none."""
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether ``key`` is being stored."""
+        return key in self._keys
+
+    @property
+    def bytes_by_tier(self) -> tuple[int, ...]:
+        """Bytes per rank that are being stored."""
+        return tuple(self._bytes)
+
+    def place(
+        self, key: Key, states: Sequence[State | None], refused: set[tuple[int, int]], now_s: float
+    ) -> Location | None:
+        """Make ``key`` WRITING somewhere. None: nowhere. ``states``: of the key, by tier.
+
+        ``refused`` is the caller's for as long as nothing is given back: (tier, slot size) that need not be tried.
+        """
+        needed = self._slot_bytes(key)
+        for position, tier in self._tiers:
+            # What is being given up cannot be stored anew yet, and what is landing may fail as its source did.
+            if states[position] is not None or (position, needed) in refused:
+                continue
+            storing_bytes = self._bytes[position]
+            if storing_bytes and storing_bytes + needed > self._backlog_bytes:
+                if now_s - self._ended_s[position] <= self._stuck_after_s:
+                    return None
+                continue
+            evicted: list[Key] = []
+            location = tier.reserve(key, needed, evicted)
+            self._evicted(position, evicted)
+            if location is None:
+                refused.add((position, needed))
+                continue
+            if not storing_bytes:
+                self._ended_s[position] = now_s
+            self._bytes[position] += needed
+            self._keys.add(key)
+            return location
+        return None
+
+    def ended(self, key: Key, location: Location, now_s: float) -> None:
+        """A store is settled, however it ended."""
+        self._keys.discard(key)
+        self._bytes[location.tier] -= location.slot_bytes
+        self._ended_s[location.tier] = now_s
