@@ -164,7 +164,7 @@ def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() ->
     """A chunk that waits for a farther tier is not lost to another group of the model, which gets room when it goes."""
     tier = open_tier(64, (SMALL, LARGE))
     evicted: list[Key] = []
-    small = []
+    small: list[Key] = []
     while not evicted:  # until all extents are lent to the small size
         small.append(key_of(len(small)))
         assert tier.reserve(small[-1], SMALL, evicted) is not None
