@@ -1,0 +1,434 @@
+"""Proves: whatever a tier does, every job and every ticket of the chain ends exactly once, no host slot is told free
+while something may move in it, a tier that hangs delays no other, and what it holds stays within bounds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_offload.engine import chain, pump
+from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
+from nixl_offload.engine.moves import RELAY_WAIT_S
+from nixl_offload.engine.paths import QUARANTINE_S
+from nixl_offload.movers.base import MemoryKind, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.movers.select import open_mover
+from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.types import Outcome
+from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
+from tests.unit.engine_rig import NUM_BLOCKS
+
+OK, FAILED, CORRUPT, DROPPED, TAINTED = (
+    Outcome.OK,
+    Outcome.FAILED,
+    Outcome.CORRUPT,
+    Outcome.DROPPED,
+    Outcome.TAINTED,
+)
+Make = Callable[..., ChainRig]
+LOAD_TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    rigs: list[ChainRig] = []
+
+    def build(*movers: Mover, **options: Any) -> ChainRig:
+        rigs.append(ChainRig.make(tmp_path, *movers, **options))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        for mover in rig.movers:
+            if isinstance(mover, FaultyMover):
+                mover.release()
+        rig.close()
+
+
+def faulty(*faults: Fault) -> FaultyMover:
+    return FaultyMover(CopyMover(), faults)
+
+
+def stuck(op: Op | None = None) -> FaultyMover:
+    """Never ends anything until it is released."""
+    return faulty(Fault(0, FaultKind.STUCK, op=op, every=True))
+
+
+def blocks_of(number: int) -> range:
+    return range(4 * number, 4 * number + 4)
+
+
+def quiet(rig: ChainRig, *, tickets: int | None = None) -> None:
+    """Give what should not happen time to happen."""
+    known = len(rig.settled) if tickets is None else tickets
+    for _ in range(20):
+        time.sleep(0.002)
+        rig.poll()
+    assert len(rig.settled) == known
+
+
+# -- landings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["copy", "posix"])
+def test_a_load_that_is_given_up_lands_when_its_read_ends(make: Make, tmp_path: Path, kind: str) -> None:
+    """FAILED at the timeout, and KV blocks are never touched; the slot is not told of before the last byte, and OK
+    then.
+    """
+    inner = CopyMover() if kind == "copy" else open_mover("posix", MemoryKind.DRAM, str(tmp_path)).mover
+    mover = FaultyMover(inner, [Fault(0, FaultKind.STUCK, op=Op.READ)])
+    rig = make(mover)
+    rig.put(FILE, 0)
+    before = rig.blocks(range(NUM_BLOCKS))
+    rig.chain.submit_load(1, [rig.chunk(0, FILE, blocks_of(0), host=0)], landing_ticket=1)
+    rig.until(lambda: Op.READ in mover.submitted)
+    rig.clock.ahead_s += LOAD_TIMEOUT_S + 1
+    assert rig.collect(1).outcomes == (FAILED,)
+    quiet(rig, tickets=0)
+    assert not rig.chain.idle()
+    mover.release()
+    assert rig.settle(1).outcomes == (OK,)
+    assert np.array_equal(rig.host_bytes(0), rig.image(0))
+    assert np.array_equal(rig.blocks(range(NUM_BLOCKS)), before)
+
+
+def test_a_read_that_fails_is_no_landing(make: Make) -> None:
+    rig = make(faulty(Fault(0, FaultKind.FAIL, op=Op.READ, amount=4096)))
+    rig.put(FILE, 0)
+    rig.put(FILE, 1)
+    chunks = [rig.chunk(number, FILE, blocks_of(number), host=number) for number in range(2)]
+    assert rig.load(1, chunks, ticket=1) == (FAILED, OK)
+    assert rig.settle(1).outcomes == (FAILED, OK)
+
+
+@pytest.mark.parametrize("fault", [FaultKind.SHORT, FaultKind.CORRUPT])
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_a_lying_mover_never_lands_anything(make: Make, fault: FaultKind, op: Op) -> None:
+    """Cut short or damaged on the way out or in, and said to be done."""
+    for amount in (100, 4096, 9000):
+        mover = faulty()
+        rig = make(mover)
+        rig.host_bytes(3)[:] = 0
+        rig.put(FILE, 0, np.zeros(rig.slot_bytes, dtype=np.uint8))
+        rig.fill_host(0)
+        mover.script = [Fault(0, fault, op=op, amount=amount)]
+        assert rig.moves(1, [rig.move(0, MEMORY, FILE)]) == (OK,)
+        assert rig.load(2, [rig.chunk(0, FILE, blocks_of(0), host=3)], ticket=2) == (CORRUPT,)
+        assert rig.settle(2).outcomes == (CORRUPT,)
+        rig.close()
+
+
+def test_a_quarantined_read_taints_its_slot(make: Make) -> None:
+    rig = make(faulty(Fault(0, FaultKind.FAIL, op=Op.READ, quarantine=True)))
+    rig.put(FILE, 0)
+    rig.put(FILE, 1)
+    leaked = len(pump.LEAKED)
+    chunks = [rig.chunk(number, FILE, blocks_of(number), host=number) for number in range(2)]
+    assert rig.load(1, chunks, ticket=1) == (FAILED, OK)
+    assert rig.settle(1).outcomes == (TAINTED, OK)
+    assert len(pump.LEAKED) == leaked + 1
+
+
+class RaisingMover(FaultyMover):
+    """Breaks the contract on cue: ``poll`` raises ``error`` while it is set."""
+
+    error: BaseException | None = None
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        if self.error is not None:
+            raise self.error
+        return super().poll(transfer)
+
+
+def test_a_mover_that_raises_leaves_no_ticket_open(make: Make) -> None:
+    """It never says that its transfers are over: the slots of fetches are tainted, and the places of stores."""
+    mover = RaisingMover(CopyMover())
+    rig = make(mover)
+    rig.put(FILE, 0)
+    rig.fill_host(1)
+    mover.error = RuntimeError("poll must not raise")
+    assert rig.moves(1, [rig.move(0, FILE, MEMORY), rig.move(1, MEMORY, FILE)]) == (TAINTED, TAINTED)
+    mover.error = None
+    rig.clock.ahead_s += 2  # the file tier tries again
+    assert rig.moves(2, [rig.move(0, FILE, MEMORY), rig.move(1, MEMORY, FILE)]) == (OK, OK)
+
+
+def test_a_quarantined_store_keeps_its_place(make: Make) -> None:
+    """FAILED gives the place away, and the host slot too: told when late writes must be over."""
+    rig = make(faulty(Fault(0, FaultKind.FAIL, op=Op.WRITE, quarantine=True)))
+    rig.fill_host(0)
+    rig.chain.submit_moves(1, [rig.move(0, MEMORY, FILE)])
+    mover = rig.movers[0]
+    assert isinstance(mover, FaultyMover)
+    rig.until(lambda: bool(mover.submitted))
+    quiet(rig, tickets=0)
+    rig.clock.ahead_s += QUARANTINE_S + 1
+    assert rig.settle(1).outcomes == (FAILED,)
+
+
+# -- a tier that hangs ----------------------------------------------------------------------------------------------
+
+
+def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make) -> None:
+    """With a bucket that answers nothing for minutes: stores, loads, landings and moves of the other tiers go on, its
+    own moves are dropped but for those in flight, and when it answers again everything ends.
+    """
+    bucket = stuck()
+    rig = make(CopyMover(), bucket)
+    for number in range(8):
+        rig.fill_host(number)
+        rig.put(FILE, number)
+    hung = [rig.move(number % 8, MEMORY, BUCKET) for number in range(64)]
+    relayed = [rig.move(number % 8, FILE, BUCKET) for number in range(64)]
+    rig.chain.submit_moves(1, hung)
+    rig.chain.submit_moves(2, relayed)
+    rig.chain.submit_store(3, [rig.chunk(number, BUCKET, blocks_of(number)) for number in range(4)])
+    rig.chain.submit_load(4, [rig.chunk(9, BUCKET, blocks_of(9), host=9)], landing_ticket=4)
+    rig.until(lambda: bucket.submitted.count(Op.WRITE) >= 4 + pump.MAX_MOVE_FLIGHTS)
+    for turn in range(5):
+        job, ticket = 100 + 2 * turn, 100 + 2 * turn
+        assert rig.store(job, [rig.chunk(20, FILE, blocks_of(0))]) == (OK,)
+        assert rig.load(job + 1, [rig.chunk(0, FILE, blocks_of(7), host=10)], ticket) == (OK,)
+        assert rig.settle(ticket).outcomes == (OK,)
+        assert rig.moves(ticket + 1, [rig.move(2, MEMORY, FILE), rig.move(3, FILE, MEMORY)]) == (OK, OK)
+        assert rig.results[job].seconds < 2
+        assert rig.results[job + 1].seconds < 2
+        assert rig.settled[ticket + 1].seconds < 2
+    assert bucket.submitted.count(Op.WRITE) == 4 + pump.MAX_MOVE_FLIGHTS, "more in flight than the bound"
+    assert not {1, 2} & rig.settled.keys()
+    rig.clock.ahead_s += max(MOVE_QUEUE_LIMIT_S, RELAY_WAIT_S, LOAD_TIMEOUT_S) + 1
+    assert rig.collect(4).outcomes == (FAILED,)
+    relays = rig.settle(2).outcomes
+    assert set(relays) == {DROPPED}
+    quiet(rig)
+    assert 1 not in rig.settled, "a place that may still be written to was told free"
+    assert bucket.submitted.count(Op.WRITE) == 4 + pump.MAX_MOVE_FLIGHTS
+    bucket.release()
+    outcomes = rig.settle(1).outcomes
+    assert outcomes.count(OK) == pump.MAX_MOVE_FLIGHTS
+    assert outcomes.count(DROPPED) == 64 - pump.MAX_MOVE_FLIGHTS
+    assert rig.collect(3).outcomes == (OK,) * 4
+    assert rig.settle(4).outcomes == (FAILED,)
+    # The relay slots are free again.
+    assert rig.moves(5, [rig.move(number, FILE, BUCKET) for number in range(4)]) == (OK,) * 4
+    assert rig.chain.idle()
+
+
+def test_moves_that_hang_leave_room_for_loads_and_stores_of_their_own_tier(make: Make) -> None:
+    """As many as may fly hang; what requests need goes on beside them."""
+    mover = faulty(*(Fault(nth, FaultKind.STUCK, op=Op.WRITE) for nth in range(pump.MAX_MOVE_FLIGHTS)))
+    rig = make(mover)
+    rig.put(FILE, 20)
+    for number in range(12):
+        rig.fill_host(number)
+    rig.chain.submit_moves(1, [rig.move(number, MEMORY, FILE) for number in range(12)])
+    rig.until(lambda: mover.submitted.count(Op.WRITE) == pump.MAX_MOVE_FLIGHTS)
+    assert rig.store(2, [rig.chunk(21 + number, FILE, blocks_of(0)) for number in range(4)]) == (OK,) * 4
+    assert rig.load(3, [rig.chunk(20, FILE, blocks_of(1), host=15)] * 16, ticket=3) == (OK,) * 16
+    assert mover.submitted.count(Op.WRITE) == pump.MAX_MOVE_FLIGHTS + 4
+    assert 1 not in rig.settled
+    mover.release()
+    assert rig.settle(1).outcomes == (OK,) * 12
+
+
+def test_a_source_that_hangs_gives_relay_slots_back_when_it_answers(make: Make) -> None:
+    """Its moves are told FAILED at the load's timeout, those behind them DROPPED; the slots stay away until then."""
+    file = stuck(Op.READ)
+    rig = make(file)
+    for number in range(5):
+        rig.put(FILE, number)
+    rig.chain.submit_moves(1, [rig.move(number, FILE, BUCKET) for number in range(5)])
+    rig.until(lambda: file.submitted.count(Op.READ) == 2)
+    rig.clock.ahead_s += max(LOAD_TIMEOUT_S, RELAY_WAIT_S) + 1
+    assert rig.settle(1).outcomes == (FAILED, FAILED, DROPPED, DROPPED, DROPPED)
+    rig.put(BUCKET, 9)
+    rig.chain.submit_moves(2, [rig.move(9, BUCKET, FILE)])
+    quiet(rig)
+    assert file.submitted.count(Op.READ) == 2
+    file.release()
+    assert rig.settle(2).outcomes == (OK,)
+    assert not rig.stored(BUCKET, 0).any(), "a move that was told FAILED went on"
+    rig.until(rig.chain.idle)
+
+
+def test_relay_slots_that_were_tainted_are_never_used_again(make: Make) -> None:
+    """With the last of them gone, moves between farther tiers fail at once; all else goes on."""
+    file = faulty(Fault(0, FaultKind.FAIL, op=Op.READ, quarantine=True))
+    rig = make(file)
+    for number in range(4):
+        rig.put(FILE, number)
+    relay = [rig.host.slot(offset, rig.slot_bytes).memory for offset in rig.host.relay_offsets]
+    assert rig.moves(1, [rig.move(0, FILE, BUCKET)]) == (FAILED,)
+    (tainted,) = [slot for slot in relay if slot.any()]
+    left = tainted.copy()
+    assert rig.moves(2, [rig.move(number, FILE, BUCKET) for number in range(4)]) == (OK,) * 4
+    assert np.array_equal(tainted, left), "a tainted slot was used"
+    assert all(slot.any() for slot in relay)
+    file.script = [Fault(file.submitted.count(Op.READ), FaultKind.FAIL, op=Op.READ, quarantine=True)]
+    outcomes = rig.moves(3, [rig.move(number, FILE, BUCKET) for number in range(4)])
+    assert outcomes == (FAILED,) * 4
+    reads = file.submitted.count(Op.READ)
+    assert rig.moves(4, [rig.move(0, FILE, BUCKET)]) == (FAILED,)
+    assert file.submitted.count(Op.READ) == reads
+    assert rig.moves(5, [rig.move(0, FILE, MEMORY), rig.move(0, MEMORY, BUCKET)]) == (OK, CORRUPT)
+
+
+def test_a_relay_whose_store_was_quarantined_keeps_its_slot_that_long(make: Make) -> None:
+    bucket = faulty(Fault(0, FaultKind.FAIL, op=Op.WRITE, quarantine=True))
+    rig = make(CopyMover(), bucket, relay_slots=1)
+    rig.put(FILE, 0)
+    rig.put(FILE, 1)
+    rig.chain.submit_moves(1, [rig.move(0, FILE, BUCKET)])
+    rig.until(lambda: bool(bucket.submitted))
+    rig.chain.submit_moves(2, [rig.move(1, FILE, BUCKET)])
+    quiet(rig, tickets=0)
+    rig.clock.ahead_s += 1
+    quiet(rig, tickets=0)
+    rig.clock.ahead_s += QUARANTINE_S
+    assert rig.settle(1).outcomes == (FAILED,)
+    assert rig.settle(2).outcomes[0] in {OK, DROPPED}
+
+
+# -- wait -----------------------------------------------------------------------------------------------------------
+
+
+def test_wait_has_one_limit_for_all_tiers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Direct stores hang in both farther tiers: limits that added up would stall the engine's step twice as long."""
+    monkeypatch.setattr(chain, "WAIT_LIMIT_S", 0.4)
+    movers = [stuck(Op.WRITE), stuck(Op.WRITE)]
+    rig = make(*movers, shape="direct_blocks")
+    chunks = [rig.chunk(0, FILE, blocks_of(0)), rig.chunk(1, BUCKET, blocks_of(1))]
+    rig.chain.submit_store(1, chunks)
+    rig.until(lambda: all(len(mover.submitted) == 2 for mover in movers))
+    began_s = time.monotonic()
+    rig.chain.wait([1])
+    assert 0.35 < time.monotonic() - began_s < 0.7
+    for mover in movers:
+        mover.release()
+    assert rig.collect(1).outcomes == (FAILED, FAILED)
+
+
+def test_wait_is_not_held_up_by_moves(make: Make) -> None:
+    """Blocks of a packed store are free as soon as they are gathered, whatever hangs behind it."""
+    mover = stuck(Op.WRITE)
+    rig = make(mover)
+    for number in range(8):
+        rig.fill_host(number)
+    rig.chain.submit_moves(1, [rig.move(number, MEMORY, FILE) for number in range(8)])
+    rig.chain.submit_store(2, [rig.chunk(20, FILE, blocks_of(0)), rig.chunk(20, BUCKET, blocks_of(0))])
+    began_s = time.monotonic()
+    rig.chain.wait([2])
+    assert time.monotonic() - began_s < 1
+    for rows in rig.kv:
+        rows[:] = 0xEE
+    mover.release()
+    assert set(rig.collect(2).outcomes) <= {OK, DROPPED}
+
+
+# -- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_close_while_a_tier_hangs_settles_everything(make: Make) -> None:
+    """Within the deadline and the patience; what may still be touched is TAINTED, what never began is DROPPED."""
+    bucket = stuck()
+    rig = make(CopyMover(), bucket)
+    for number in range(12):
+        rig.fill_host(number)
+        rig.put(FILE, number)
+    rig.chain.submit_moves(1, [rig.move(number, MEMORY, BUCKET) for number in range(12)])
+    rig.chain.submit_moves(2, [rig.move(number, FILE, BUCKET) for number in range(4)])
+    rig.chain.submit_moves(3, [rig.move(0, MEMORY, FILE)])
+    rig.chain.submit_load(4, [rig.chunk(13, BUCKET, blocks_of(0), host=13)], landing_ticket=4)
+    rig.chain.submit_load(5, [rig.chunk(14, FILE, blocks_of(0), host=14)], landing_ticket=5)
+    rig.until(lambda: bucket.submitted.count(Op.READ) == 1)
+    rig.until(lambda: bucket.submitted.count(Op.WRITE) == pump.MAX_MOVE_FLIGHTS)
+    leaked = len(pump.LEAKED)
+    began_s = time.monotonic()
+    rig.chain.close(0.3)
+    assert time.monotonic() - began_s < 0.3 + chain.CLOSE_PATIENCE_S + 1
+    rig.poll()
+    assert rig.settled[1].outcomes == (TAINTED,) * pump.MAX_MOVE_FLIGHTS + (DROPPED,) * 4
+    assert set(rig.settled[2].outcomes) == {DROPPED}
+    assert rig.settled[3].outcomes == (OK,)
+    assert (rig.results[4].outcomes, rig.settled[4].outcomes) == ((FAILED,), (TAINTED,))
+    assert (rig.results[5].outcomes, rig.settled[5].outcomes) == ((CORRUPT,), (CORRUPT,))
+    assert len(pump.LEAKED) == leaked + 1
+    assert rig.chain.idle()
+
+
+class HangingSlab(SlabFile):
+    """Its fallocate hangs while ``hang`` is set: the pump itself is caught."""
+
+    hang: threading.Event | None = None
+
+    def ensure(self, offset: int, length_bytes: int) -> None:
+        if self.hang is not None:
+            self.hang.wait(30)
+        super().ensure(offset, length_bytes)
+
+
+def test_a_pump_that_hangs_in_a_system_call_holds_nobody_up(make: Make) -> None:
+    """``submit``, ``wait``, ``finished``, ``settled`` and ``close`` return; moves that have not begun are dropped."""
+    rig = make(slab_class=HangingSlab)
+    slab = rig.slabs[0]
+    assert isinstance(slab, HangingSlab)
+    rig.put(FILE, 5)
+    rig.put(BUCKET, 6)
+    rig.fill_host(0)
+    rig.fill_host(1)
+    slab.hang = threading.Event()
+    try:
+        rig.chain.submit_moves(1, [rig.move(0, MEMORY, FILE)])
+        time.sleep(0.05)
+        rig.chain.submit_moves(2, [rig.move(1, MEMORY, FILE), rig.move(5, FILE, MEMORY)])
+        rig.chain.submit_load(3, [rig.chunk(5, FILE, blocks_of(0), host=7)], landing_ticket=3)
+        rig.chain.submit_store(4, [rig.chunk(8, FILE, blocks_of(0)), rig.chunk(8, BUCKET, blocks_of(0))])
+        rig.chain.wait([4])
+        assert rig.moves(5, [rig.move(6, BUCKET, MEMORY)]) == (OK,)
+        rig.clock.ahead_s += max(MOVE_QUEUE_LIMIT_S, LOAD_TIMEOUT_S) + 1
+        assert rig.settle(2).outcomes == (DROPPED, DROPPED)
+        assert rig.collect(3).outcomes == (FAILED,)
+        assert rig.settle(3).outcomes == (FAILED,)
+        assert rig.collect(4).outcomes[0] is DROPPED
+        began_s = time.monotonic()
+        rig.chain.close(0.1)
+        assert time.monotonic() - began_s < 0.1 + chain.CLOSE_PATIENCE_S + 1
+        assert rig.settle(1).outcomes == (TAINTED,)
+        assert rig.chain.idle()
+    finally:
+        slab.hang.set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_death_of_a_pump_settles_its_tickets_and_no_others(make: Make) -> None:
+    """Slots and places that its transfers may still touch are TAINTED; the other tier works on."""
+    mover = RaisingMover(CopyMover(), [Fault(0, FaultKind.STUCK, every=True)])
+    rig = make(mover)
+    for number in range(4):
+        rig.put(FILE, number)
+        rig.put(BUCKET, number)
+        rig.fill_host(number)
+    rig.chain.submit_moves(1, [rig.move(0, MEMORY, FILE), rig.move(1, FILE, MEMORY), rig.move(2, FILE, BUCKET)])
+    rig.chain.submit_load(
+        2, [rig.chunk(3, FILE, blocks_of(0), host=9), rig.chunk(3, BUCKET, [4, 5, 6, 7])], landing_ticket=2
+    )
+    rig.until(lambda: len(mover.submitted) == 4)
+    mover.error = KeyboardInterrupt()
+    assert rig.settle(1).outcomes == (TAINTED, TAINTED, FAILED)
+    assert rig.collect(2).outcomes == (FAILED, OK)
+    assert rig.settle(2).outcomes == (TAINTED,)
+    assert rig.moves(3, [rig.move(0, MEMORY, FILE), rig.move(1, FILE, MEMORY)]) == (FAILED, FAILED)
+    assert rig.moves(4, [rig.move(0, MEMORY, BUCKET), rig.move(3, BUCKET, MEMORY)]) == (OK, OK)
+    # One of the two relay slots is lost with the pump, and is not used for what the other tier still could do.
+    assert rig.moves(5, [rig.move(3, BUCKET, FILE)]) == (FAILED,)
+    mover.error = None
+    mover.release()
+    assert rig.chain.idle()

@@ -1,0 +1,240 @@
+"""A rank with a chain of tiers for tests: KV tensors, host memory, a real slab on disk with an engine of its own for
+each farther tier, and images of chunks that are made without the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nixl_offload.checksum import block_checksums
+from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine.chain import ChainEngine, MoveIO, MoveResult, TierEngine
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.links.base import Link
+from nixl_offload.engine.links.slab import SlabLink
+from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header
+from nixl_offload.layout import KVLayout
+from nixl_offload.movers.base import Mover
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.types import Key, Location, Outcome, align_up
+from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Shape, kv_cache
+
+MEMORY, FILE, BUCKET = 0, 1, 2
+"""Positions in the chain: host memory, and two farther tiers, both of them slabs here."""
+SLOTS = 32
+
+
+class Clock:
+    """Real time plus what the test adds."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+def make_host(slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2) -> HostSlab:
+    return HostSlab(
+        memory_bytes=memory_slots * slot_bytes,
+        relay_slots=relay_slots,
+        slot_bytes=slot_bytes,
+        progress=lambda done, total: None,
+    )
+
+
+def make_memory_engine(tensors: list[torch.Tensor], layout: KVLayout, host: HostSlab, clock: Clock) -> TierEngine:
+    return Engine(
+        tensors=tensors, layout=layout, links=[], rank_namespace=NAMESPACE, staging_bytes=1 << 16, clock=clock
+    )
+
+
+@dataclass
+class ChainRig:
+    """Built by ``make``. ``engines`` by tier."""
+
+    shape: Shape
+    tensors: list[torch.Tensor]
+    kv: list[npt.NDArray[np.uint8]]
+    layout: KVLayout
+    clock: Clock
+    host: HostSlab
+    movers: list[Mover]
+    slabs: list[SlabFile]
+    engines: list[TierEngine | None]
+    chain: ChainEngine
+    results: dict[int, JobResult] = field(default_factory=dict)
+    settled: dict[int, MoveResult] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        directory: Path,
+        *movers: Mover,
+        shape: str = "per_layer",
+        seed: int = 1,
+        relay_slots: int = 2,
+        staging_slots: int = 8,
+        present: Sequence[bool] = (True, True),
+        slab_class: type[SlabFile] = SlabFile,
+        **options: Any,
+    ) -> ChainRig:
+        """``movers``: of the farther tiers, as far as they are not to be plain ones. ``present``: which of them are."""
+        tensors, kv, layout = kv_cache(SHAPES[shape], seed)
+        slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
+        clock, host = Clock(), make_host(slot_bytes, relay_slots=relay_slots)
+        used = [*movers, *(CopyMover() for _ in present[len(movers) :])]
+        if SHAPES[shape].direct:
+            options.setdefault("direct_min_extent_bytes", 4096)
+        slabs: list[SlabFile] = []
+        engines: list[TierEngine | None] = [make_memory_engine(tensors, layout, host, clock)]
+        for tier, (mover, wanted) in enumerate(zip(used, present, strict=True), start=1):
+            if not wanted:
+                engines.append(None)
+                continue
+            extent = align_up(slot_bytes * 4, 65536)
+            slab = slab_class(directory / f"tier{tier}" / "rank.slab", extent * SLOTS // 4, extent, direct_io=True)
+            slab.open()
+            SlabFile.ensure(slab, 0, slab.rank_bytes)  # what was never written reads as zeros, not as the file's end
+            slabs.append(slab)
+            links: list[Link | None] = [None] * tier
+            engine = Engine(
+                tensors=tensors,
+                layout=layout,
+                links=[*links, SlabLink(slab, mover, clock)],
+                rank_namespace=NAMESPACE,
+                staging_bytes=staging_slots * slot_bytes,
+                clock=clock,
+                host=host,
+                **options,
+            )
+            engines.append(engine)
+        chain = ChainEngine(engines, host, memory=MEMORY, clock=clock)
+        return cls(SHAPES[shape], tensors, kv, layout, clock, host, used, slabs, engines, chain)
+
+    @property
+    def slot_bytes(self) -> int:
+        return max(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
+
+    def key(self, number: int, group: int = 0) -> Key:
+        return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
+
+    def at(self, tier: int, slot: int) -> Location:
+        """Slots of one size class, so that chunks of any group fit."""
+        return Location(tier, slot * self.slot_bytes, self.slot_bytes)
+
+    def chunk(
+        self,
+        number: int,
+        tier: int,
+        blocks: Iterable[int] = (),
+        *,
+        group: int = 0,
+        first: int = 0,
+        host: int | None = None,
+    ) -> ChunkIO:
+        """Chunk ``number`` rests in slot ``number`` of its tier; ``host`` is a slot of the memory tier."""
+        offset = None if host is None else host * self.slot_bytes
+        ids = np.array(list(blocks), dtype=np.int32)
+        return ChunkIO(self.key(number, group), self.at(tier, number), group, ids, first, offset)
+
+    def move(self, number: int, source: int, target: int, group: int = 0) -> MoveIO:
+        return MoveIO(self.key(number, group), group, self.at(source, number), self.at(target, number))
+
+    def image(self, number: int, group: int = 0, first: int = 0) -> npt.NDArray[np.uint8]:
+        """The image of a chunk full of noise that ``number`` decides, made by the format alone; blocks before ``first``
+        are not there.
+        """
+        block_bytes = self.layout.groups[group].block_bytes
+        image = np.zeros(self.layout.slot_bytes(group), dtype=np.uint8)
+        rows = image[HEADER_BYTES : HEADER_BYTES + CHUNK_BLOCKS * block_bytes].reshape(CHUNK_BLOCKS, block_bytes)
+        rows[first:] = np.random.default_rng(number).integers(0, 256, rows[first:].shape, dtype=np.uint8)
+        expect = Expected(NAMESPACE, self.key(number, group), group, CHUNK_BLOCKS, block_bytes)
+        encode_header(make_header(expect, block_checksums(rows[first:]), first_valid_block=first), image[:HEADER_BYTES])
+        return image
+
+    def host_bytes(self, slot: int, group: int = 0) -> npt.NDArray[np.uint8]:
+        """What lies in a slot of the memory tier: a view."""
+        return self.host.slot(slot * self.slot_bytes, self.layout.slot_bytes(group)).memory
+
+    def fill_host(self, number: int, group: int = 0, first: int = 0) -> None:
+        """Put the image of chunk ``number`` into slot ``number`` of the memory tier."""
+        self.host_bytes(number, group)[:] = self.image(number, group, first)
+
+    def path(self, tier: int) -> Path:
+        return self.slabs[tier - 1].path
+
+    def stored(self, tier: int, number: int, group: int = 0) -> npt.NDArray[np.uint8]:
+        """What lies in slot ``number`` of a farther tier, read from its file."""
+        raw = self.path(tier).read_bytes()[number * self.slot_bytes :][: self.layout.slot_bytes(group)]
+        return np.frombuffer(raw, dtype=np.uint8)
+
+    def put(self, tier: int, number: int, image: npt.NDArray[np.uint8] | None = None) -> None:
+        """Write an image (that of the chunk) to slot ``number`` of a farther tier, past the engine."""
+        SlabFile.ensure(self.slabs[tier - 1], number * self.slot_bytes, self.slot_bytes)
+        with self.path(tier).open("r+b") as file:
+            file.seek(number * self.slot_bytes)
+            file.write((self.image(number) if image is None else image).tobytes())
+
+    def blocks(self, ids: Sequence[int], group: int = 0) -> npt.NDArray[np.uint8]:
+        """What lies in KV blocks, as rows of a payload."""
+        columns = [self.kv[tensor][list(ids), :size] for tensor, size in self.shape.groups[group]]
+        return np.concatenate(columns, axis=1)
+
+    def payload(self, number: int, group: int = 0) -> npt.NDArray[np.uint8]:
+        """The blocks of ``image``."""
+        block_bytes = self.layout.groups[group].block_bytes
+        return self.image(number, group)[HEADER_BYTES:][: CHUNK_BLOCKS * block_bytes].reshape(CHUNK_BLOCKS, block_bytes)
+
+    def poll(self) -> None:
+        for result in self.chain.finished():
+            assert result.job_id not in self.results, f"job {result.job_id} ended twice"
+            self.results[result.job_id] = result
+        for settled in self.chain.settled():
+            assert settled.ticket not in self.settled, f"ticket {settled.ticket} was settled twice"
+            self.settled[settled.ticket] = settled
+
+    def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> JobResult:
+        self.until(lambda: job_id in self.results, timeout_s)
+        return self.results[job_id]
+
+    def settle(self, ticket: int, timeout_s: float = DEADLINE_S) -> MoveResult:
+        self.until(lambda: ticket in self.settled, timeout_s)
+        return self.settled[ticket]
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        self.poll()
+        while not condition():
+            assert time.monotonic() < deadline_s, "waited in vain"
+            time.sleep(0.0005)
+            self.poll()
+
+    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+        self.chain.submit_store(job_id, chunks)
+        return self.collect(job_id).outcomes
+
+    def load(self, job_id: int, chunks: Sequence[ChunkIO], ticket: int = 0) -> tuple[Outcome, ...]:
+        self.chain.submit_load(job_id, chunks, landing_ticket=ticket)
+        return self.collect(job_id).outcomes
+
+    def moves(self, ticket: int, moves: Sequence[MoveIO]) -> tuple[Outcome, ...]:
+        self.chain.submit_moves(ticket, moves)
+        return self.settle(ticket).outcomes
+
+    def close(self) -> None:
+        self.chain.close()
+        for mover in self.movers:
+            mover.close()
+        for slab in self.slabs:
+            slab.close()
+        self.host.close()

@@ -1,0 +1,278 @@
+"""Proves of the chain: every chunk is served by the tier of its location, a job has one result with each tier's share
+in it, moves of all three kinds bring the image unchanged, and every ticket is settled once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_offload.engine import ChunkIO
+from nixl_offload.engine.chain import ChainEngine, MoveIO
+from nixl_offload.movers.base import Mover
+from nixl_offload.types import Location, Outcome
+from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
+
+OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
+Make = Callable[..., ChainRig]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    rigs: list[ChainRig] = []
+
+    def build(*movers: Mover, **options: Any) -> ChainRig:
+        rigs.append(ChainRig.make(tmp_path, *movers, **options))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        rig.close()
+
+
+def blocks_of(number: int) -> range:
+    return range(4 * number, 4 * number + 4)
+
+
+def test_a_job_is_dealt_out_by_location_and_put_together_again(make: Make) -> None:
+    """All three tiers take part, interleaved; shares add up to the whole."""
+    rig = make()
+    tiers = [FILE, MEMORY, BUCKET, FILE, MEMORY]
+    chunks = [rig.chunk(number, tier, blocks_of(number)) for number, tier in enumerate(tiers)]
+    wanted = rig.blocks(range(20))
+    assert rig.store(1, chunks) == (OK,) * 5
+    chunk_bytes = 4 * rig.layout.groups[0].block_bytes
+    for job_id in (1, 2):
+        if job_id == 2:
+            for rows in rig.kv:
+                rows[:] = 0
+            assert rig.load(2, chunks) == (OK,) * 5
+        result = rig.results[job_id]
+        assert result.bytes_moved == 5 * chunk_bytes
+        assert [(share.tier, share.bytes_moved) for share in result.shares] == [
+            (MEMORY, 2 * chunk_bytes),
+            (FILE, 2 * chunk_bytes),
+            (BUCKET, chunk_bytes),
+        ]
+        assert 0 < max(share.seconds for share in result.shares) <= result.seconds
+    assert np.array_equal(rig.blocks(range(20)), wanted)
+    assert rig.chain.idle()
+
+
+def test_a_job_of_one_tier_is_that_tiers_result(make: Make) -> None:
+    rig = make()
+    assert rig.store(1, [rig.chunk(0, FILE, blocks_of(0))]) == (OK,)
+    assert rig.load(2, [rig.chunk(0, FILE, [7, 8], first=2), rig.chunk(1, FILE, [9, 10, 11, 12])]) == (OK, CORRUPT)
+    result = rig.results[2]
+    (share,) = result.shares
+    assert (share.tier, share.bytes_moved, share.seconds) == (FILE, result.bytes_moved, result.seconds)
+    assert result.errors == ("corrupt: magic",)
+
+
+def test_a_job_of_no_chunks_ends(make: Make) -> None:
+    rig = make()
+    assert rig.store(1, []) == ()
+    assert rig.load(2, [], ticket=5) == ()
+    assert rig.settle(5).outcomes == ()
+    assert rig.moves(6, []) == ()
+
+
+@pytest.mark.parametrize("missing", [BUCKET, 7, -1])
+def test_chunks_of_a_tier_that_is_not_there_fail_alone(make: Make, missing: int) -> None:
+    rig = make(present=(True, False))
+    rig.put(FILE, 0)
+    lost = ChunkIO(rig.key(1), Location(missing, 0, rig.slot_bytes), 0, np.arange(4, 8, dtype=np.int32), 0, 0)
+    assert rig.load(1, [lost, rig.chunk(0, FILE, blocks_of(0), host=3), lost], ticket=9) == (FAILED, OK, FAILED)
+    assert rig.settle(9).outcomes == (FAILED, OK, FAILED)
+    assert rig.results[1].errors == ("the tier is not available on this rank",)
+    assert rig.store(2, [lost]) == (FAILED,)
+    rig.chain.wait([1, 2, 77])
+    nowhere = lost.location
+    moves = [
+        rig.move(3, MEMORY, FILE),
+        MoveIO(rig.key(1), 0, rig.at(MEMORY, 1), nowhere),
+        MoveIO(rig.key(1), 0, nowhere, rig.at(MEMORY, 1)),
+        MoveIO(rig.key(1), 0, nowhere, rig.at(FILE, 1)),
+        MoveIO(rig.key(1), 0, rig.at(FILE, 1), rig.at(FILE, 2)),
+    ]
+    rig.fill_host(3)
+    assert rig.moves(10, moves) == (OK, FAILED, FAILED, FAILED, FAILED)
+    assert rig.chain.idle()
+
+
+def test_a_chain_of_nothing_fails_everything_and_closes() -> None:
+    chain = ChainEngine([None, None], memory=0)
+    chunk = ChunkIO(ChainRig.key(None, 1), Location(1, 0, 8192), 0, np.arange(4, dtype=np.int32), 0)  # type: ignore[arg-type]
+    chain.submit_store(1, [chunk])
+    chain.submit_moves(2, [MoveIO(chunk.key, 0, Location(0, 0, 8192), chunk.location)])
+    chain.wait([1])
+    chain.close()
+    assert [result.outcomes for result in chain.finished()] == [(FAILED,)]
+    assert [settled.outcomes for settled in chain.settled()] == [(FAILED,)]
+    assert chain.idle()
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "two_groups", "direct_blocks"])
+def test_moves_of_all_kinds_bring_the_image_unchanged(make: Make, shape: str) -> None:
+    """Out of memory, on from file to bucket and back by relay slots, and into memory again: one ticket each."""
+    rig = make(shape=shape)
+    for group in range(len(rig.layout.groups)):
+        numbers = range(10 * group, 10 * group + 6)
+        for number in numbers:
+            rig.fill_host(number, group)
+        ticket = itertools.count(100 * group + 1)
+        for source, target in [(MEMORY, FILE), (FILE, BUCKET), (BUCKET, MEMORY), (MEMORY, BUCKET), (BUCKET, FILE)]:
+            this = next(ticket)
+            if target == MEMORY:
+                for number in numbers:
+                    rig.host_bytes(number, group)[:] = 0xEE
+            else:
+                for number in numbers:
+                    rig.put(target, number, np.full(rig.slot_bytes, 0xEE, dtype=np.uint8))
+            assert rig.moves(this, [rig.move(number, source, target, group) for number in numbers]) == (OK,) * 6
+            settled = rig.settled[this]
+            assert (settled.tier, settled.bytes_moved) == (target, 6 * rig.slot_bytes)
+            assert settled.seconds > 0
+            for number in numbers:
+                there = rig.host_bytes(number, group) if target == MEMORY else rig.stored(target, number, group)
+                assert np.array_equal(there, rig.image(number, group))
+        for slot in range(16):
+            rig.host_bytes(slot)[:] = 0
+    assert rig.chain.idle()
+
+
+def test_a_ticket_may_hold_moves_of_every_kind(make: Make) -> None:
+    """Outcomes stay in the order of the moves, bad ones among good ones."""
+    rig = make()
+    rig.fill_host(0)
+    for tier, number in [(FILE, 1), (FILE, 2), (BUCKET, 3)]:
+        rig.put(tier, number)
+    moves = [
+        rig.move(1, FILE, BUCKET),
+        rig.move(0, MEMORY, FILE),
+        rig.move(9, FILE, BUCKET),
+        rig.move(3, BUCKET, MEMORY),
+        rig.move(8, MEMORY, BUCKET),
+        rig.move(2, FILE, MEMORY),
+        rig.move(3, BUCKET, FILE),
+    ]
+    assert rig.moves(1, moves) == (OK, OK, CORRUPT, OK, CORRUPT, OK, OK)
+    assert rig.settled[1].bytes_moved == 5 * rig.slot_bytes
+
+
+def test_more_relays_than_slots_wait_their_turn(make: Make) -> None:
+    rig = make(relay_slots=1)
+    for number in range(12):
+        rig.put(FILE, number)
+    relay = rig.host.slot(rig.host.relay_offsets[0], rig.slot_bytes).memory
+    assert rig.moves(1, [rig.move(number, FILE, BUCKET) for number in range(12)]) == (OK,) * 12
+    assert all(np.array_equal(rig.stored(BUCKET, number), rig.image(number)) for number in range(12))
+    assert np.array_equal(relay[: len(rig.image(11))], rig.image(11))
+    assert not rig.host.slot(0, rig.host.memory_bytes).memory.any(), "a relay went through the memory tier's slots"
+
+
+def test_without_relay_slots_only_moves_between_farther_tiers_fail(make: Make) -> None:
+    rig = make(relay_slots=0)
+    rig.put(FILE, 0)
+    assert rig.moves(1, [rig.move(0, FILE, BUCKET), rig.move(0, FILE, MEMORY)]) == (FAILED, OK)
+    assert rig.moves(2, [rig.move(0, MEMORY, BUCKET)]) == (OK,)
+
+
+def test_landings_of_a_load_are_told_under_its_ticket(make: Make) -> None:
+    """In the order of the chunks that had a slot, from two tiers; the load itself is told of apart."""
+    rig = make()
+    for tier, number in [(FILE, 0), (BUCKET, 1), (FILE, 2), (BUCKET, 3)]:
+        rig.put(tier, number)
+    chunks = [
+        rig.chunk(1, BUCKET, blocks_of(1), host=1),
+        rig.chunk(0, FILE, blocks_of(0), host=0),
+        rig.chunk(2, FILE, blocks_of(2)),
+        rig.chunk(5, FILE, blocks_of(5), host=5),
+        rig.chunk(3, BUCKET, [33], first=3, host=3),
+    ]
+    assert rig.load(1, chunks, ticket=7) == (OK, OK, OK, CORRUPT, OK)
+    settled = rig.settle(7)
+    assert (settled.outcomes, settled.tier) == ((OK, OK, CORRUPT, OK), MEMORY)
+    assert settled.bytes_moved == 3 * rig.slot_bytes
+    for number in (0, 1, 3):
+        assert np.array_equal(rig.host_bytes(number), rig.image(number))
+    # What has landed serves the next load, and goes on to the next tier, as if it had been stored there.
+    assert rig.load(2, [rig.chunk(number, MEMORY, blocks_of(number)) for number in (0, 1, 3)]) == (OK,) * 3
+    assert np.array_equal(rig.blocks(blocks_of(3)), rig.payload(3))
+    assert rig.moves(8, [rig.move(3, MEMORY, FILE)]) == (OK,)
+    assert np.array_equal(rig.stored(FILE, 3), rig.image(3))
+
+
+def test_a_load_without_a_ticket_fills_no_slot(make: Make) -> None:
+    """Nobody would be told when the slot is free again."""
+    rig = make()
+    rig.put(FILE, 0)
+    rig.host_bytes(0)[:] = 0xEE
+    assert rig.load(1, [rig.chunk(0, FILE, blocks_of(0), host=0)]) == (OK,)
+    assert (rig.host_bytes(0) == 0xEE).all()
+
+
+def test_a_job_that_is_submitted_twice_runs_once(make: Make) -> None:
+    """The ticket of the second is settled all the same."""
+    rig = make()
+    rig.put(FILE, 0)
+    chunks = [rig.chunk(0, FILE, blocks_of(0), host=0)]
+    rig.chain.submit_load(1, chunks, landing_ticket=7)
+    rig.chain.submit_load(1, chunks, landing_ticket=8)
+    rig.chain.submit_store(1, chunks)
+    assert rig.collect(1).outcomes == (OK,)
+    assert rig.settle(7).outcomes == (OK,)
+    assert rig.settle(8).outcomes == (DROPPED,)
+
+
+def test_wait_frees_the_blocks_of_every_tier(make: Make) -> None:
+    rig = make()
+    chunks = [rig.chunk(number, tier, blocks_of(number)) for number, tier in enumerate([FILE, BUCKET, MEMORY])]
+    wanted = rig.blocks(range(12))
+    rig.chain.submit_store(1, chunks)
+    rig.chain.wait([1])
+    for rows in rig.kv:
+        rows[:] = 0
+    outcomes = rig.collect(1).outcomes
+    assert set(outcomes) <= {OK, DROPPED}
+    for number in range(3):
+        if outcomes[number] is OK:
+            assert rig.load(10 + number, [chunks[number]]) == (OK,)
+            assert np.array_equal(rig.blocks(blocks_of(number)), wanted[4 * number : 4 * number + 4])
+
+
+def test_close_drains_moves_and_stores(make: Make) -> None:
+    """Relays too, which need a step of this side in between; everything is told afterwards."""
+    rig = make(relay_slots=1)
+    for number in range(6):
+        rig.put(FILE, number)
+        rig.fill_host(10 + number)
+    rig.chain.submit_moves(1, [rig.move(number, FILE, BUCKET) for number in range(6)])
+    rig.chain.submit_moves(2, [rig.move(10 + number, MEMORY, FILE) for number in range(6)])
+    rig.chain.submit_store(3, [rig.chunk(20, FILE, blocks_of(0)), rig.chunk(21, BUCKET, blocks_of(1))])
+    rig.chain.close(20.0)
+    rig.poll()
+    assert rig.settled[1].outcomes == (OK,) * 6
+    assert rig.settled[2].outcomes == (OK,) * 6
+    assert rig.results[3].outcomes == (OK, OK)
+    assert rig.chain.idle()
+    # And what comes later fails at once.
+    assert rig.load(4, [rig.chunk(0, FILE, blocks_of(0), host=0)], ticket=4) == (FAILED,)
+    assert rig.settle(4).outcomes == (FAILED,)
+    assert rig.moves(5, [rig.move(0, FILE, BUCKET), rig.move(10, MEMORY, FILE)]) == (FAILED, FAILED)
+
+
+def test_asking_costs_next_to_nothing_when_nothing_happens(make: Make) -> None:
+    """As often as an engine steps: generous, but far below what walking over open tickets would take."""
+    rig = make()
+    began_s = time.perf_counter()
+    for _ in range(1000):
+        rig.chain.finished()
+        rig.chain.settled()
+    assert time.perf_counter() - began_s < 0.5
