@@ -224,9 +224,12 @@ def test_a_window_is_not_scanned_while_the_same_request_waits_for_a_chain(make: 
     assert not any(rig.names(key)[0] in asked for key in window[50:]), "nobody needs to know of what lies behind"
 
 
-def test_a_chunk_that_may_still_be_written_is_forgotten_and_deleted(make: MakeRig, store: MemoryStore) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_chunk_that_may_still_be_written_is_forgotten_and_deleted(
+    world_size: int, make: MakeRig, store: MemoryStore
+) -> None:
     """It is stored anew only once the deletion is through. What lands even later is found like any other's."""
-    rig, keys = make(world_size=2), keys_of(2)
+    rig, keys = make(world_size=world_size), keys_of(2)
     for key in keys:
         assert rig.tier.reserve(key, SLOT, []) is not None
     rig.put(keys[0], ranks=[0])
