@@ -12,7 +12,7 @@ from nixl_offload.types import Key
 
 MAX_CHUNKS = 1 << 20
 """Chunks remembered, about."""
-_WAYS = 8
+_WAYS = 16
 _MOST = 255
 
 
@@ -24,11 +24,11 @@ class Admission:
     """
 
     def __init__(self, store_after: int, max_chunks: int = MAX_CHUNKS) -> None:
-        """``store_after`` 1 admits everything. ``max_chunks`` is rounded up to a power of two, 8 at least."""
+        """``store_after`` 1 admits everything. ``max_chunks`` is rounded up to a power of two, 16 at least."""
         if not 1 <= store_after <= _MOST:
             raise ValueError(f"store_after must be 1 to {_MOST}, not {store_after}")
         self._store_after = store_after
-        self._rows = 1 << max(0, (max_chunks - 1).bit_length() - _WAYS.bit_length() + 1)
+        self._rows = max(1, (1 << (max_chunks - 1).bit_length()) // _WAYS)
         self._digests = array("Q")
         self._counts = array("B")
         self.clear()

@@ -69,7 +69,7 @@ class Ticket:
     def take(self, ranks: int, failures: Mapping[int, Outcome]) -> bool:
         """Take the word of ``ranks`` ranks. True: it was the last."""
         for position, outcome in failures.items():
-            if 0 <= position < len(self.keys):
+            if 0 <= position < len(self.keys) and outcome is not Outcome.OK:
                 self.failures[position] = worst(outcome, self.failures.get(position, Outcome.OK))
         self.ranks_left -= ranks
         return self.ranks_left <= 0

@@ -1,0 +1,189 @@
+"""What tests of the catalog over several tiers share: memory, slab and bucket with their real books, and no bytes.
+
+The bucket's tier is real as well; its store is a dictionary (see ``shared_rig``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from nixl_offload.catalog import Catalog, ChainOptions, Grant, MoveGrant, Settled
+from nixl_offload.index import DurableIndex, Index, State
+from nixl_offload.tiers.file import FileTier, SlabPlace
+from nixl_offload.tiers.memory import MemoryPlace, MemoryTier
+from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.tiers.slab import SlabAllocator
+from nixl_offload.types import Key, Outcome
+from tests.unit.shared_rig import MemoryStore, namespace_of, options
+
+SLOT = 8192
+MEMORY, FILE, BUCKET = 0, 1, 2
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big") + bytes(4))
+
+
+def keys(*numbers: int) -> list[Key]:
+    return [key(number) for number in numbers]
+
+
+class Chain:
+    """A catalog over memory, slab and bucket, driven as the scheduler drives it. ``file_slots`` 0: without a slab."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        memory_slots: int = 8,
+        file_slots: int = 64,
+        bucket: bool = False,
+        world_size: int = 1,
+        unsaved_slots: int = 1000,
+        pin_unsaved: bool = True,
+        promote: bool = True,
+        move_backlog_slots: int = 1000,
+        store_backlog_slots: int = 1000,
+        store_after: int = 1,
+    ) -> None:
+        self.now_s = 100.0
+        self.world_size = world_size
+        self.store_of_bucket = MemoryStore()
+        self.indexes: list[Index] = []
+        self.tiers: list[MemoryTier | FileTier | SharedTier] = [self._memory(memory_slots)]
+        if file_slots:
+            self.tiers.append(self._file(path, file_slots))
+        if bucket:
+            self.tiers.append(self._bucket(len(self.tiers)))
+        self.catalog = Catalog(
+            self.tiers,
+            world_size=world_size,
+            slot_bytes=lambda key: SLOT,
+            store_backlog_bytes=store_backlog_slots * SLOT,
+            chain=ChainOptions(
+                promote=promote,
+                pin_unsaved=pin_unsaved,
+                unsaved_limit_bytes=unsaved_slots * SLOT,
+                move_backlog_bytes=move_backlog_slots * SLOT,
+                memory=MEMORY,
+            ),
+            store_after=store_after,
+        )
+        self.open: dict[int, int] = {}
+        """Ticket -> how many keys: what no rank has reported yet."""
+
+    def _memory(self, slots: int) -> MemoryTier:
+        self.indexes.append(Index())
+        allocator = SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT)
+        return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self.indexes[-1], allocator)
+
+    def _file(self, path: Path, slots: int) -> FileTier:
+        self.indexes.append(Index())
+        place = SlabPlace(str(path), (b"n" * 32,), slots * SLOT, SLOT)
+        twin, _ = DurableIndex.open(str(path / "index.sqlite"), {})
+        return FileTier(FILE, place, self.indexes[-1], SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), twin)
+
+    def _bucket(self, position: int) -> SharedTier:
+        return SharedTier(
+            position,
+            self.store_of_bucket,
+            namespace_of(),
+            lookup=options(),
+            ttl_s=None,
+            world_size=1,
+            slot_bytes=lambda key: SLOT,
+            warm_start=False,
+            name="Bucket under test",
+            threads=1,
+            clock=lambda: self.now_s,
+        )
+
+    # What vLLM does
+
+    def reserve(self, *numbers: int) -> Grant | None:
+        grant = self.catalog.reserve(keys(*numbers), self.now_s)
+        if grant is not None:
+            self.open[grant.ticket] = len(grant.keys)
+        return grant
+
+    def store(self, *numbers: int) -> Settled:
+        """Store all of ``numbers``."""
+        grant = self.reserve(*numbers)
+        assert grant is not None
+        assert grant.keys == tuple(keys(*numbers))
+        return self.report(grant.ticket)
+
+    def load(self, *numbers: int, failed: Mapping[int, Outcome] | None = None, landed: Outcome = Outcome.OK) -> None:
+        """Load ``numbers``, and let all their landings end in the same way."""
+        grant = self.catalog.prepare_load(keys(*numbers), self.now_s)
+        self.report(grant.ticket, failed)
+        if grant.landing_ticket:
+            count = sum(landing is not None for landing in grant.landings)
+            self.report(grant.landing_ticket, dict.fromkeys(range(count), landed) if landed is not Outcome.OK else {})
+
+    def begin(self) -> list[MoveGrant]:
+        grants = self.catalog.begin_moves(self.now_s)
+        self.open.update((grant.ticket, len(grant.keys)) for grant in grants)
+        return grants
+
+    def report(self, ticket: int, failed: Mapping[int, Outcome] | None = None) -> Settled:
+        """Let all ranks say the same of a ticket."""
+        self.open.pop(ticket, None)
+        settled = self.catalog.report(ticket, self.world_size, failed or {}, self.now_s)
+        assert settled is not None
+        return settled
+
+    def move(self, outcome: Outcome = Outcome.OK, to: Collection[int] = (FILE, BUCKET)) -> list[tuple[Key, int, int]]:
+        """Begin what is due and let it end so; return key, source and target of each move."""
+        moves = []
+        for grant in self.begin():
+            if grant.targets[0].tier not in to:
+                continue
+            moves += list(
+                zip(grant.keys, [s.tier for s in grant.sources], [t.tier for t in grant.targets], strict=True)
+            )
+            self.report(grant.ticket, {} if outcome is Outcome.OK else dict.fromkeys(range(len(grant.keys)), outcome))
+        return moves
+
+    # What is asked
+
+    def holders(self, number: int) -> list[int]:
+        """Return the tiers that can serve a chunk."""
+        return [position for position, tier in enumerate(self.tiers) if tier.state(key(number)) is State.READY]
+
+    def pinned(self, position: int) -> int:
+        """Return how many chunks of a tier with slots are pinned."""
+        return sum(occupancy.pinned for occupancy in self.indexes[position].occupancy().values())
+
+    def held(self) -> int:
+        """Return how many chunks somebody holds, in any tier."""
+        taken = [occupancy for index in self.indexes for occupancy in index.occupancy().values()]
+        held = sum(occupancy.writing + occupancy.pinned + occupancy.evicting for occupancy in taken)
+        return held + sum(tier._presence.held for tier in self.tiers if isinstance(tier, SharedTier))
+
+    def told(self, target: int) -> dict[str, int]:
+        """Return what has become of moves to a tier."""
+        return {how: count for (tier, how), count in self.catalog.counts().moves.items() if tier == target}
+
+    def come_to_rest(self, others: Iterable[int] = ()) -> None:
+        """Report all that is open, let time pass, and check that nothing is left of it."""
+        for ticket in [*self.open, *others]:
+            self.catalog.report(ticket, self.world_size, {}, self.now_s)
+        for _ in range(20):
+            self.now_s += 31.0
+            self.move()
+        assert not self.catalog.has_moves, "an idle engine would step for ever"
+        assert self.catalog.open_tickets == 0
+        assert self.held() == 0, "a pin or a reservation was not taken back"
+        counts = self.catalog.counts()
+        assert counts.unsaved_bytes == 0
+        assert not any(counts.moving_bytes)
+        assert not any(counts.storing_bytes)
+        assert not self.catalog._through._chunks
+        for index in self.indexes:
+            index.check()
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()

@@ -1,0 +1,642 @@
+"""Write-through and landings: what goes from tier to tier, and what is pinned meanwhile, over the tiers' real books.
+
+Proves: a chunk in memory is kept until a farther tier has it, within a limit; what cannot be moved is dropped and
+counted, and an idle engine is not kept awake for it; no pin and no reservation is left behind, whatever happens in
+whatever order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.catalog import Change
+from nixl_offload.catalog import moves as moves_module
+from nixl_offload.index import State
+from nixl_offload.tiers.breaker import BreakerState
+from nixl_offload.tiers.memory import MemoryTier
+from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.types import Asker, Lookup, Outcome
+from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
+
+MakeChain = Callable[..., Chain]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeChain]:
+    """Return a maker of chains; each comes to rest at the end, with nothing left in anybody's hands."""
+    chains: list[Chain] = []
+
+    def build(**arguments: object) -> Chain:
+        chains.append(Chain(tmp_path, **arguments))  # type: ignore[arg-type]
+        return chains[-1]
+
+    yield build
+    for chain in chains:
+        try:
+            chain.come_to_rest()
+        finally:
+            chain.close()
+
+
+# Write-through
+
+
+def test_a_store_goes_on_from_memory_to_every_farther_tier(make: MakeChain) -> None:
+    chain = make(bucket=True)
+    settled = chain.store(1, 2)
+    assert (settled.kind, settled.tier, settled.is_store) == ("store", MEMORY, True)
+    assert chain.catalog.has_moves
+    moved = chain.move()
+    assert sorted(moved) == [(key(n), MEMORY, target) for n in (1, 2) for target in (FILE, BUCKET)]
+    assert chain.holders(1) == chain.holders(2) == [MEMORY, FILE, BUCKET]
+    assert not chain.catalog.has_moves
+    assert chain.begin() == []
+    assert chain.catalog.take_changes() == [
+        Change(tier, tuple(keys(1, 2)), removed=False) for tier in (MEMORY, FILE, BUCKET)
+    ]
+    assert chain.catalog.counts().moves == {(FILE, "ok"): 2, (BUCKET, "ok"): 2}
+
+
+def test_moves_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) -> None:
+    """A bucket is searched as if a chunk's being there told that those before it are."""
+    chain = make(memory_slots=64, move_backlog_slots=16)
+    for first in (10, 20, 30):
+        chain.store(*range(first, first + 10))
+    begun = []
+    while chain.catalog.has_moves:
+        grants = chain.begin()
+        assert sum(len(grant.keys) for grant in grants) <= 16, "no more in flight than the limit"
+        assert len(grants) >= 4, "in several tickets, or it would go by fits and starts"
+        for grant in grants:
+            begun += grant.keys
+            chain.report(grant.ticket)
+    assert begun == keys(*range(10, 40))
+
+
+def test_what_is_nowhere_else_keeps_its_place_in_memory(make: MakeChain) -> None:
+    chain = make(memory_slots=2)
+    chain.store(1, 2)
+    assert chain.catalog.counts().unsaved_bytes == 2 * SLOT
+    chain.store(3)
+    assert chain.holders(3) == [FILE], "memory is full of pins: the next tier takes it"
+    chain.move()
+    assert chain.pinned(MEMORY) == 0
+    chain.store(4)
+    assert chain.holders(4) == [MEMORY]
+    assert sorted(chain.holders(1) + chain.holders(2)) == [MEMORY, FILE, FILE], "one of them made room"
+
+
+def test_beyond_the_limit_chunks_are_not_pinned_and_a_due_without_source_is_dropped(make: MakeChain) -> None:
+    chain = make(memory_slots=2, unsaved_slots=1)
+    chain.store(1, 2)
+    assert chain.pinned(MEMORY) == 1
+    chain.store(3)
+    assert chain.holders(2) == [], "not pinned, so it was evicted"
+    assert [moved[0] for moved in chain.move()] == keys(1, 3)
+    assert chain.told(FILE) == {"ok": 2, "gone": 1}
+
+
+def test_a_limit_of_nothing_pins_nothing(make: MakeChain) -> None:
+    chain = make(unsaved_slots=0)
+    chain.store(1)
+    assert chain.pinned(MEMORY) == 0
+    assert chain.move() == [(key(1), MEMORY, FILE)]
+
+
+def test_without_pins_memory_evicts_until_a_move_begins(make: MakeChain) -> None:
+    chain = make(memory_slots=2, pin_unsaved=False)
+    chain.store(1, 2)
+    assert chain.pinned(MEMORY) == 0
+    chain.begin()
+    assert chain.pinned(MEMORY) == 2, "the sources of moves are pinned all the same"
+    grant = chain.reserve(3)
+    assert grant is not None
+    assert grant.locations[0].tier == FILE
+
+
+def test_what_memory_has_given_up_goes_on_from_the_next_tier(make: MakeChain) -> None:
+    chain = make(memory_slots=1, bucket=True, pin_unsaved=False)
+    chain.store(1)
+    assert chain.move(to=[FILE]) == [(key(1), MEMORY, FILE)]
+    chain.come_to_rest()
+    chain.catalog.clear()
+    chain.store(2)
+    (to_file, to_bucket) = chain.begin()
+    chain.report(to_file.ticket)
+    chain.report(to_bucket.ticket, {0: Outcome.FAILED})
+    chain.store(3)
+    assert chain.holders(2) == [FILE]
+    chain.reserve(2)
+    assert (key(2), FILE, BUCKET) in chain.move(), "offered again, so due again, from where it is now"
+
+
+def test_a_saved_chunk_lends_its_pin_to_one_that_is_nowhere_else(make: MakeChain) -> None:
+    """Else a bucket that stalls would use up the limit with chunks that the file has long since had."""
+    chain = make(memory_slots=4, unsaved_slots=2, bucket=True)
+    chain.store(1, 2)
+    chain.move(to=[FILE])
+    assert chain.catalog.counts().unsaved_bytes == 2 * SLOT, "still due in the bucket"
+    chain.store(3, 4)
+    assert chain.catalog.counts().unsaved_bytes == 2 * SLOT
+    chain.move(to=[FILE])
+    assert chain.holders(3) == chain.holders(4) == [MEMORY, FILE]
+
+
+def test_a_chunk_that_fell_through_is_due_behind_its_tier_only(make: MakeChain) -> None:
+    chain = make(memory_slots=1, bucket=True)
+    chain.store(1, 2)
+    assert chain.holders(2) == [FILE]
+    assert (key(2), FILE, BUCKET) in chain.move()
+    assert chain.holders(2) == [FILE, BUCKET]
+
+
+def test_a_known_chunk_is_due_where_it_is_lacking(make: MakeChain) -> None:
+    chain = make(file_slots=1)
+    chain.store(1, 2)
+    chain.move()
+    assert chain.told(FILE) == {"ok": 1}, "while one is on its way the slab has no room for the other"
+    assert chain.reserve(1, 2) is None, "nothing to store"
+    assert chain.move() == [(key(2), MEMORY, FILE)], "which the slab has room for by giving up the first"
+    assert chain.holders(1) == [MEMORY]
+    assert Change(FILE, (key(1),), removed=True) in chain.catalog.take_changes()
+
+
+def test_what_arrives_by_another_way_is_not_moved(make: MakeChain) -> None:
+    chain = make()
+    chain.store(1)
+    file = chain.tiers[FILE]
+    assert file.reserve(key(1), SLOT, []) is not None
+    file.commit(key(1))
+    assert chain.begin() == []
+    assert not chain.catalog.has_moves
+    assert chain.pinned(MEMORY) == 0
+    assert chain.told(FILE) == {}
+
+
+# Tiers that take nothing
+
+
+def _break(chain: Chain) -> SharedTier:
+    """Let stores to the bucket fail until it is left alone."""
+    bucket = chain.tiers[-1]
+    assert isinstance(bucket, SharedTier)
+    for number in range(1000, 1003):
+        bucket.stored(keys(number), {key(number): Outcome.FAILED}, chain.now_s)
+    assert bucket.breakers()["store"] is BreakerState.OPEN
+    bucket.flush(chain.now_s)
+    return bucket
+
+
+def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) -> None:
+    """Its trials do not count, as long as they fail: a chunk begins now and then, and the others wait in vain."""
+    chain = make(bucket=True)
+    _break(chain)
+    chain.store(*range(6))
+    started_s = chain.now_s
+    while chain.catalog.has_moves:
+        assert chain.now_s < started_s + 60.0
+        chain.catalog.flush(chain.now_s)
+        for grant in chain.begin():
+            failed = grant.targets[0].tier == BUCKET
+            chain.report(grant.ticket, dict.fromkeys(range(len(grant.keys)), Outcome.FAILED) if failed else {})
+        chain.now_s += 0.5
+    assert chain.now_s >= started_s + 30.0, "it was given a chance"
+    assert chain.told(FILE) == {"ok": 6}
+    told = chain.told(BUCKET)
+    assert told["refused"] + told["failed"] == 6
+    assert chain.pinned(MEMORY) == 0
+
+
+def test_a_tier_that_comes_back_gets_what_waits(make: MakeChain) -> None:
+    chain = make(bucket=True)
+    _break(chain)
+    chain.store(1, 2)
+    assert [moved[2] for moved in chain.move()] == [FILE, FILE]
+    assert chain.catalog.has_moves
+    chain.now_s += 2.0
+    chain.catalog.flush(chain.now_s)
+    assert chain.move() == [(key(1), MEMORY, BUCKET)], "the trial"
+    assert chain.move() == [(key(2), MEMORY, BUCKET)]
+
+
+def test_a_tier_that_hangs_is_given_up_and_holds_up_no_other(make: MakeChain) -> None:
+    chain = make(memory_slots=64, bucket=True, move_backlog_slots=4)
+    chain.store(*range(20))
+    stuck = []
+    for _ in range(70):
+        for grant in chain.begin():
+            if grant.targets[0].tier == FILE:
+                chain.report(grant.ticket)
+            else:
+                stuck.append(grant)
+        chain.now_s += 0.5
+    assert chain.told(FILE) == {"ok": 20}
+    assert sum(len(grant.keys) for grant in stuck) == 4, "no more in flight than the limit"
+    assert chain.told(BUCKET) == {"refused": 16}
+    assert not chain.catalog.has_moves
+    assert chain.pinned(MEMORY) == 4, "what is on its way"
+    for grant in stuck:
+        chain.report(grant.ticket, {0: Outcome.FAILED})
+
+
+def test_a_chunk_that_is_being_given_up_there_is_waited_for(make: MakeChain) -> None:
+    chain = make()
+    file = chain.tiers[FILE]
+    assert file.reserve(key(1), SLOT, []) is not None
+    file.commit(key(1))
+    load = chain.catalog.prepare_load(keys(1), chain.now_s)
+    chain.report(load.landing_ticket, {0: Outcome.DROPPED})
+    file.clear()
+    assert file.state(key(1)) is State.EVICTING
+    chain.store(1)
+    assert chain.begin() == []
+    assert chain.catalog.has_moves
+    chain.report(load.ticket, {0: Outcome.FAILED})
+    assert chain.move() == [(key(1), MEMORY, FILE)]
+
+
+def test_so_many_chunks_are_due_at_most(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves_module, "MAX_DUE", 3)
+    chain = make()
+    chain.store(*range(5))
+    assert chain.catalog.counts().due == (0, 3)
+    assert chain.told(FILE) == {"overflow": 2}
+    assert chain.pinned(MEMORY) == 3
+    assert [moved[0] for moved in chain.move()] == keys(2, 3, 4), "the oldest went"
+
+
+# Moves that fail
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.DROPPED, Outcome.TAINTED])
+def test_a_move_that_failed_is_counted_and_made_again_when_it_is_offered(make: MakeChain, outcome: Outcome) -> None:
+    chain = make()
+    chain.store(1)
+    chain.move(outcome)
+    assert chain.holders(1) == [MEMORY]
+    assert chain.told(FILE) == {outcome.value: 1}
+    assert not chain.catalog.has_moves, "not tried for ever"
+    assert chain.pinned(MEMORY) == 0
+    chain.reserve(1)
+    assert chain.move() == [(key(1), MEMORY, FILE)]
+
+
+def test_a_tainted_place_is_never_used_again(make: MakeChain) -> None:
+    chain = make(file_slots=2)
+    chain.store(1)
+    (grant,) = chain.begin()
+    tainted = grant.targets[0]
+    chain.report(grant.ticket, {0: Outcome.TAINTED})
+    for number in range(2, 8):
+        chain.store(number)
+        for move in chain.begin():
+            assert tainted not in move.targets
+            chain.report(move.ticket)
+
+
+def test_a_damaged_source_is_dropped(make: MakeChain) -> None:
+    chain = make(memory_slots=1, bucket=True, pin_unsaved=False)
+    chain.store(1)
+    chain.move(to=[FILE])
+    chain.come_to_rest()
+    chain.tiers[BUCKET].clear()
+    chain.tiers[MEMORY].clear()
+    chain.reserve(1)
+    assert chain.move(Outcome.CORRUPT) == [(key(1), FILE, BUCKET)]
+    assert chain.holders(1) == []
+    assert chain.catalog.take_changes()[-1] == Change(FILE, (key(1),), removed=True)
+
+
+def test_one_rank_that_failed_fails_the_move(make: MakeChain) -> None:
+    chain = make(world_size=2)
+    chain.store(1, 2)
+    (grant,) = chain.begin()
+    assert chain.catalog.report(grant.ticket, 1, {0: Outcome.TAINTED, 7: Outcome.FAILED}, chain.now_s) is None
+    settled = chain.catalog.report(grant.ticket, 1, {0: Outcome.FAILED}, chain.now_s)
+    assert settled is not None
+    assert (settled.kind, settled.tier) == ("move", FILE)
+    assert settled.failed == {key(1): Outcome.TAINTED}, "the worst of all"
+    assert chain.holders(2) == [MEMORY, FILE]
+
+
+# Resets and failed loads, while something is on its way
+
+
+def test_a_reset_forgets_what_is_due_and_what_is_on_its_way(make: MakeChain) -> None:
+    chain = make(move_backlog_slots=1)
+    chain.store(1, 2)
+    (grant,) = chain.begin()
+    chain.catalog.clear()
+    assert not chain.catalog.has_moves
+    assert chain.catalog.in_flight_stores() == [], "nothing that a next engine should look for"
+    assert chain.catalog.counts().unsaved_bytes == 0
+    assert chain.held() == 2, "source and target, as long as a rank touches them"
+    chain.report(grant.ticket)
+    assert chain.held() == 0
+    assert chain.holders(1) == []
+    assert chain.told(FILE) == {"gone": 1}
+    assert chain.catalog.take_changes() == []
+
+
+def test_a_move_from_before_a_reset_takes_no_later_pin_back(make: MakeChain) -> None:
+    chain = make(bucket=True, file_slots=8)
+    chain.store(1)
+    chain.move(to=[FILE])
+    (old,) = (ticket for ticket in chain.open)
+    chain.tiers[MEMORY].clear()
+    chain.report(old, {0: Outcome.FAILED})
+    chain.reserve(1)
+    (grant,) = chain.begin()
+    assert grant.sources[0].tier == FILE
+    chain.catalog.clear()
+    chain.store(1)
+    assert chain.catalog.counts().unsaved_bytes == SLOT
+    chain.report(grant.ticket)
+    assert chain.catalog.counts().unsaved_bytes == SLOT, "the new one waits for its own moves"
+    assert chain.pinned(MEMORY) == 1
+    chain.move()
+    assert chain.pinned(MEMORY) == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_chunk_that_a_load_finds_damaged_while_it_is_due(make: MakeChain, begun: bool) -> None:
+    chain = make()
+    chain.store(1)
+    grants = chain.begin() if begun else []
+    chain.load(1, failed={0: Outcome.CORRUPT})
+    assert chain.holders(1) == []
+    assert chain.tiers[MEMORY].state(key(1)) is State.EVICTING
+    for grant in grants:
+        chain.report(grant.ticket, {0: Outcome.CORRUPT})
+    chain.begin()
+    assert chain.tiers[MEMORY].state(key(1)) is None, "its slot is free"
+    assert chain.told(FILE) == ({"corrupt": 1} if begun else {"gone": 1})
+
+
+# Landings
+
+
+def _in_file_alone(chain: Chain, *numbers: int) -> None:
+    chain.store(*numbers)
+    chain.move()
+    chain.tiers[MEMORY].clear()
+    chain.catalog.take_changes()
+
+
+def test_what_a_farther_tier_serves_is_kept_in_memory(make: MakeChain) -> None:
+    chain = make()
+    _in_file_alone(chain, 1, 2)
+    grant = chain.catalog.prepare_load(keys(1, 9, 2), chain.now_s)
+    assert [location.tier for location in grant.locations] == [FILE, -1, FILE]
+    assert [landing and landing.tier for landing in grant.landings] == [MEMORY, None, MEMORY]
+    assert chain.catalog.lookup(key(1), chain.now_s) is Lookup.HIT
+    assert chain.catalog.where(key(1)) == FILE
+    assert chain.catalog.in_flight_stores() == [(MEMORY, key(1)), (MEMORY, key(2))]
+    assert chain.report(grant.ticket, {1: Outcome.FAILED}).tiers == (FILE, -1, FILE)
+    assert chain.catalog.where(key(1)) == FILE, "told of later, and separately"
+    settled = chain.report(grant.landing_ticket, {1: Outcome.FAILED})
+    assert (settled.kind, settled.keys, settled.tier) == ("landing", tuple(keys(1, 2)), MEMORY)
+    assert chain.catalog.where(key(1)) == MEMORY
+    assert chain.catalog.where(key(2)) == FILE
+    assert chain.catalog.take_changes() == [Change(MEMORY, (key(1),), removed=False)]
+    assert not chain.catalog.has_moves
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED, Outcome.TAINTED])
+def test_a_landing_that_failed_leaves_the_farther_copy(make: MakeChain, outcome: Outcome) -> None:
+    chain = make(memory_slots=1)
+    _in_file_alone(chain, 1)
+    chain.load(1, landed=outcome)
+    assert chain.holders(1) == [FILE]
+    memory = chain.tiers[MEMORY]
+    assert isinstance(memory, MemoryTier)
+    assert memory.retired_bytes == (SLOT if outcome is Outcome.TAINTED else 0)
+    again = chain.catalog.prepare_load(keys(1), chain.now_s)
+    assert (again.landing_ticket == 0) == (outcome is Outcome.TAINTED), "the only slot is gone for good"
+    chain.report(again.ticket)
+    if again.landing_ticket:
+        chain.report(again.landing_ticket)
+
+
+def test_nothing_lands_where_promotion_is_off(make: MakeChain) -> None:
+    chain = make(promote=False)
+    _in_file_alone(chain, 1)
+    grant = chain.catalog.prepare_load(keys(1), chain.now_s)
+    assert (grant.landing_ticket, grant.landings) == (0, ())
+    chain.report(grant.ticket)
+
+
+def test_a_landing_pushes_nothing_out_that_the_same_load_reads(make: MakeChain) -> None:
+    chain = make(memory_slots=2)
+    _in_file_alone(chain, 1, 2)
+    chain.store(8, 9)
+    chain.move()
+    grant = chain.catalog.prepare_load(keys(1, 2, 8), chain.now_s)
+    assert [location.tier for location in grant.locations] == [FILE, FILE, MEMORY]
+    assert [landing is not None for landing in grant.landings] == [True, False, False], "as far as there is room"
+    assert chain.holders(9) == [FILE]
+    assert Change(MEMORY, (key(9),), removed=True) in chain.catalog.take_changes()
+    chain.report(grant.ticket)
+    chain.report(grant.landing_ticket)
+
+
+def test_a_chunk_offered_while_it_lands_is_not_stored_twice(make: MakeChain) -> None:
+    chain = make()
+    _in_file_alone(chain, 1)
+    grant = chain.catalog.prepare_load(keys(1), chain.now_s)
+    assert chain.reserve(1) is None
+    chain.report(grant.ticket)
+    chain.report(grant.landing_ticket)
+    assert chain.holders(1) == [MEMORY, FILE]
+
+
+def test_a_chunk_whose_load_failed_is_stored_anew_though_its_landing_is_still_open(make: MakeChain) -> None:
+    """The landing is told of when nothing moves there any more, which may be after the chunk was computed again."""
+    chain = make()
+    _in_file_alone(chain, 1)
+    grant = chain.catalog.prepare_load(keys(1), chain.now_s)
+    chain.report(grant.ticket, {0: Outcome.FAILED})
+    assert chain.holders(1) == []
+    chain.store(1)
+    assert chain.holders(1) == [FILE]
+    chain.report(grant.landing_ticket, {0: Outcome.TAINTED})
+    assert chain.catalog.lookup(key(1), chain.now_s) is Lookup.HIT
+
+
+def test_a_reset_while_something_lands(make: MakeChain) -> None:
+    chain = make()
+    _in_file_alone(chain, 1)
+    grant = chain.catalog.prepare_load(keys(1), chain.now_s)
+    chain.catalog.clear()
+    chain.report(grant.ticket)
+    chain.report(grant.landing_ticket)
+    assert chain.holders(1) == []
+    assert chain.catalog.take_changes() == []
+
+
+# Who serves
+
+
+def test_a_request_that_may_not_load_from_a_tier_gets_nothing_of_it(make: MakeChain) -> None:
+    chain = make()
+    chain.store(1, 2)
+    chain.move()
+    chain.tiers[MEMORY].clear()
+    chain.load(1)
+    ask = chain.catalog.lookup
+    assert [ask(key(1), chain.now_s, allowed=tiers) for tiers in ({MEMORY}, {FILE}, set())] == [
+        Lookup.HIT,
+        Lookup.HIT,
+        Lookup.MISS,
+    ]
+    assert ask(key(2), chain.now_s, allowed=frozenset({MEMORY})) is Lookup.MISS
+    assert [chain.catalog.where(key(1), tiers) for tiers in (None, {FILE}, {BUCKET})] == [MEMORY, FILE, None]
+    grant = chain.catalog.prepare_load(keys(1, 2), chain.now_s, {FILE})
+    assert [location.tier for location in grant.locations] == [FILE, FILE]
+    chain.report(grant.ticket)
+    chain.report(grant.landing_ticket)
+
+
+def test_a_chunk_that_one_tier_lost_is_served_by_the_next(make: MakeChain) -> None:
+    chain = make(bucket=True)
+    chain.store(1)
+    chain.move()
+    chain.load(1, failed={0: Outcome.CORRUPT})
+    assert chain.catalog.where(key(1)) == FILE
+    chain.load(1, failed={0: Outcome.FAILED}, landed=Outcome.FAILED)
+    assert chain.catalog.where(key(1)) == BUCKET
+    assert chain.catalog.lookup(key(1), chain.now_s) is Lookup.HIT
+
+
+def test_a_tier_that_is_out_of_use_serves_only_what_no_other_has(make: MakeChain) -> None:
+    """Of two that others write to, the nearer does not answer."""
+    chain = make(file_slots=0, bucket=True)
+    bucket = chain.tiers[1]
+    farther = chain._bucket(2)
+    chain.tiers.append(farther)
+    catalog = chain.catalog.__class__(
+        chain.tiers, world_size=1, slot_bytes=lambda key: SLOT, store_backlog_bytes=1 << 30
+    )
+    for tier, number in ((bucket, 1), (farther, 1), (bucket, 2)):
+        assert tier.reserve(key(number), SLOT, []) is not None
+        tier.commit(key(number))
+    assert catalog.where(key(1)) == 1
+    assert isinstance(bucket, SharedTier)
+    for _ in range(3):
+        bucket._reach.failed("timeout", "no answer", chain.now_s)
+    assert not bucket.in_use
+    assert catalog.where(key(1)) == 2
+    assert catalog.where(key(2)) == 1
+    grant = catalog.prepare_load(keys(1), chain.now_s)
+    assert grant.locations[0].tier == 2
+    catalog.report(grant.ticket, 1, {}, chain.now_s)
+
+
+def test_nobody_looks_in_a_bucket_for_what_is_being_stored(make: MakeChain) -> None:
+    chain = make(bucket=True)
+    grant = chain.reserve(1)
+    assert grant is not None
+    asker = Asker("a", 16)
+    assert chain.catalog.lookup(key(1), chain.now_s, asker) is Lookup.PENDING
+    bucket = chain.tiers[BUCKET]
+    assert isinstance(bucket, SharedTier)
+    assert not bucket._inquiries.requests
+    chain.now_s += 3.0
+    assert chain.catalog.lookup(key(1), chain.now_s, asker) is Lookup.RETRY, "waited long enough: it may be there"
+    chain.catalog.forget_asker("a")
+
+
+# Where stores go
+
+
+def test_a_busy_tier_sheds_and_a_stuck_one_is_passed_over(make: MakeChain) -> None:
+    chain = make(store_backlog_slots=2)
+    first = chain.reserve(1, 2, 3)
+    assert first is not None
+    assert len(first.keys) == 2
+    assert chain.catalog.counts().no_room == 1
+    chain.now_s += 1.0
+    assert chain.reserve(3) is None
+    chain.now_s += 2.0
+    grant = chain.reserve(3)
+    assert grant is not None
+    assert grant.locations[0].tier == FILE, "nothing has ended there for long"
+    assert chain.catalog.counts().storing_bytes == (2 * SLOT, SLOT)
+    chain.report(first.ticket)
+    again = chain.reserve(4)
+    assert again is not None
+    assert again.locations[0].tier == MEMORY
+
+
+def test_chunks_are_admitted_when_they_are_offered_again(make: MakeChain) -> None:
+    chain = make(store_after=2)
+    assert chain.reserve(1, 2) is None
+    assert chain.catalog.counts().not_admitted == 2
+    chain.store(2)
+    chain.catalog.clear()
+    assert chain.reserve(2) is None, "a reset forgets that as well"
+
+
+def test_a_tainted_store_costs_its_place_and_nothing_else(make: MakeChain) -> None:
+    chain = make(memory_slots=1)
+    grant = chain.reserve(1)
+    assert grant is not None
+    chain.report(grant.ticket, {0: Outcome.TAINTED})
+    chain.store(1)
+    assert chain.holders(1) == [FILE]
+
+
+# Whatever happens
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
+    """Hundreds of steps drawn at random, then rest: ``come_to_rest`` counts what is left in anybody's hands."""
+    chance = random.Random(seed)
+    chain = make(
+        memory_slots=chance.choice([2, 6]),
+        file_slots=chance.choice([0, 3, 12]),
+        bucket=chance.random() < 0.7,
+        unsaved_slots=chance.choice([0, 1, 3, 100]),
+        pin_unsaved=chance.random() < 0.8,
+        promote=chance.random() < 0.8,
+        move_backlog_slots=chance.choice([1, 4, 100]),
+        store_backlog_slots=chance.choice([2, 100]),
+        store_after=chance.choice([1, 1, 2]),
+    )
+    outcomes = [None] * 6 + [Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED, Outcome.TAINTED]
+    tainted = 0
+    for _ in range(600):
+        what = chance.random()
+        some = chance.sample(range(24), chance.randint(1, 8))
+        if what < 0.25:
+            chain.reserve(*some)
+        elif what < 0.4:
+            grant = chain.catalog.prepare_load(keys(*some), chain.now_s)
+            chain.open[grant.ticket] = len(some)
+            if grant.landing_ticket:
+                chain.open[grant.landing_ticket] = sum(landing is not None for landing in grant.landings)
+        elif what < 0.55:
+            chain.begin()
+        elif what < 0.9 and chain.open:
+            ticket = chance.choice(list(chain.open))
+            failed = {at: outcome for at in range(chain.open[ticket]) if (outcome := chance.choice(outcomes))}
+            if tainted > 2:
+                failed = {at: o for at, o in failed.items() if o is not Outcome.TAINTED}
+            tainted += sum(outcome is Outcome.TAINTED for outcome in failed.values())
+            chain.report(ticket, failed)
+        elif what < 0.92:
+            chain.catalog.clear()
+        elif what < 0.96:
+            chain.now_s += chance.choice([0.1, 5.0, 31.0])
+        else:
+            chain.catalog.touch(keys(*some))
+            chain.catalog.flush(chain.now_s)
+        counts = chain.catalog.counts()
+        assert 0 <= counts.unsaved_bytes <= chain.catalog._chain.unsaved_limit_bytes
+        for index in chain.indexes:
+            index.check()
