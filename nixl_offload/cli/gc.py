@@ -30,6 +30,7 @@ only says what it would delete. Run it every hour or so, from one machine:
     nixl-offload gc kv.yaml --delete                     # keep to the capacity and ttl of kv.yaml
     nixl-offload gc kv.yaml --tenant blue --max-size 2TiB --delete
     nixl-offload gc kv.yaml --namespace 0f3a... --older-than 0s --delete      # all of a model that is no longer served
+    nixl-offload gc kv.yaml --tier s3 --delete           # where FILE has a shared directory and a bucket: one run each
 
 Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing of the last ten minutes is deleted, by
 the clock of this machine, and nothing that is not named like a chunk of ours. A chunk is as old as its last refresh.
@@ -64,6 +65,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--namespace", metavar="NAME", help="look at one namespace only; SIZE counts for it alone")
     parser.add_argument("--tenant", help="look at the namespaces of one tenant only; SIZE counts for them together")
+    parser.add_argument(
+        "--tier", choices=("file", "s3"), help="which tier of FILE; needed where it has a shared directory and a bucket"
+    )
     parser.add_argument("--delete", action="store_true", help="do it, instead of saying what would be done")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -71,7 +75,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError (nothing was deleted yet), KeyboardInterrupt."""
-    tier = shared_tier(load_config(arguments.file), arguments.file)
+    tier = shared_tier(load_config(arguments.file), arguments.file, arguments.tier)
     max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
     ttl_s = tier.ttl_s if isinstance(tier, S3Tier) else None
     older_than_s = ttl_s if arguments.older_than is None else arguments.older_than

@@ -102,6 +102,24 @@ def test_a_bucket_is_brought_down_to_its_capacity_and_ttl(
         assert server.access_key_id not in text
 
 
+def test_the_bucket_behind_a_shared_directory(bucket: tuple[Rig, RcloneServer], tmp_path: Path) -> None:
+    """``--tier s3`` keeps to the bucket's own limits, and touches nothing in the directory."""
+    rig, server = bucket
+    chunks = [aged(rig, server, put_chunk(rig.store, BLUE, n), HOUR_S * (n + 1)) for n in range(4)]
+    directory = tmp_path / "kv"
+    tree = {"kind": "file", "layout": "tree", "path": str(directory), "capacity": "8192B"}
+    tiers = [tree, {**server.tier(rig.prefix), "capacity": "8192B"}]
+    rig.file.write_text(yaml.safe_dump({"tiers": tiers}))
+    for name in (name for names in chunks for name in names):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(bytes(8192))
+        os.utime(directory / name, (1e9, 1e9))
+    assert rig.gc("--delete") == 2
+    assert rig.gc("--tier", "s3", "--older-than", "3h", "--delete") == 0
+    assert rig.names() == {*chunks[0], *chunks[1]}
+    assert sum(path.is_file() for path in directory.rglob("*")) == 8
+
+
 def test_a_tenants_quota(bucket: tuple[Rig, RcloneServer]) -> None:
     rig, server = bucket
     manifests = {put_manifest(rig.store, BLUE), put_manifest(rig.store, RED)}
