@@ -16,12 +16,11 @@ import torch
 
 from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Landed, Lane
 from nixl_offload.engine.links.base import Link
-from nixl_offload.engine.packer import READY, Fence, Page, make_packer
+from nixl_offload.engine.packer import READY, Fence, make_packer, pages_of, require_agreement
 from nixl_offload.engine.paths import ChunkPaths, new_page_pool
 from nixl_offload.engine.ports import Host, Memory, open_ports
 from nixl_offload.engine.pump import Pump
 from nixl_offload.engine.staging import StagingPool
-from nixl_offload.errors import LayoutError
 from nixl_offload.layout import KVLayout
 
 logger = logging.getLogger(__name__)
@@ -72,13 +71,12 @@ class Engine:
         Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); links and
         movers are the caller's to close then.
         """
-        _require_agreement(tensors, layout)
+        require_agreement(tensors, layout)
         self._layout = layout
         self._clock = clock
         self._load_timeout_s = load_timeout_s
         self._closed = False
-        pages = [_pages(group.refs) for group in layout.groups]
-        self._packer = make_packer(tensors, pages)
+        self._packer = make_packer(tensors, pages_of(layout))
         on_device = bool(tensors) and tensors[0].is_cuda
 
         largest = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
@@ -194,26 +192,3 @@ class Engine:
         if not blocks and io.host_offset is not None:
             blocks = self._layout.blocks_per_chunk
         return blocks * self._layout.groups[io.group].block_bytes
-
-
-def _pages(refs: Sequence[tuple[int, int]]) -> list[Page]:
-    pages, column = [], 0
-    for tensor, page_bytes in refs:
-        pages.append(Page(tensor, column, page_bytes))
-        column += page_bytes
-    return pages
-
-
-def _require_agreement(tensors: Sequence[torch.Tensor], layout: KVLayout) -> None:
-    """Raise LayoutError unless ``layout`` describes exactly these tensors."""
-    if len(tensors) != len(layout.tensors):
-        raise LayoutError(f"{len(tensors)} KV tensors, the layout describes {len(layout.tensors)}")
-    for index, (tensor, spec) in enumerate(zip(tensors, layout.tensors, strict=True)):
-        if tensor.dim() != 2 or tensor.element_size() != 1 or tensor.stride(1) != 1:
-            raise LayoutError(f"KV tensor {index} is not bytes of shape (num_blocks, page_bytes)")
-        found = (tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
-        stated = (spec.base_address, spec.num_blocks, spec.stride_bytes, spec.page_bytes)
-        if found != stated:
-            raise LayoutError(f"KV tensor {index} is {found} (address, blocks, stride, page), the layout says {stated}")
-    if len({tensor.device for tensor in tensors}) > 1:
-        raise LayoutError("the KV tensors lie on different devices")

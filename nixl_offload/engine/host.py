@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -135,7 +136,7 @@ class HostSlab:
         self._memory = None
         pieces, self._pieces = self._pieces, []
         for address, _ in pieces:
-            code = int(torch.cuda.cudart().cudaHostUnregister(address))
+            code = int(_cudart().cudaHostUnregister(address))
             if code:
                 logger.warning("Host memory at %#x could not be unlocked: CUDA error %d", address, code)
 
@@ -198,10 +199,14 @@ class HostSlab:
         )
 
 
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 def _lock(address: int, length_bytes: int) -> None:
     """Page-lock for every CUDA context of the process. Raises TierError."""
     try:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, length_bytes, _REGISTER_PORTABLE))
+        code = int(_cudart().cudaHostRegister(address, length_bytes, _REGISTER_PORTABLE))
         why = f"CUDA error {code}"
     except (RuntimeError, AssertionError) as error:  # torch without CUDA, or a driver that does not start
         code, why = -1, str(error)
@@ -221,7 +226,7 @@ def _prefer_node_of(device: int, region: MemoryRegion) -> str:
     try:
         if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
             return "the only one"
-        facts = torch.cuda.get_device_properties(device)
+        facts: Any = torch.cuda.get_device_properties(device)  # torch's stubs know no PCI address
         address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
         node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
         if node < 0:

@@ -1,7 +1,7 @@
-"""Copies between KV blocks and a chunk's payload, where each block is one row: its pages side by side, layer by layer.
+"""Copies between KV blocks and chunks' payloads, where each block is one row: its pages side by side, layer by layer.
 
 Threading: ``fence`` is called by the submitting thread, everything else by the pump. ``HostPacker`` is done when it
-returns; ``CudaPacker`` queues on a side stream of its own and hands out a fence: nothing here waits for a device.
+returns; ``CudaPacker`` queues on side streams of its own and hands out fences: nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ import torch
 import xxhash
 
 from nixl_offload.checksum_torch import block_checksums_torch
+from nixl_offload.engine.bands import Band, bands_of
+from nixl_offload.engine.host import PIN_PIECE_BYTES
+from nixl_offload.errors import LayoutError
+from nixl_offload.layout import KVLayout
 
 BlockIds = npt.NDArray[np.int32]
 Payload = npt.NDArray[np.uint8]
-"""Shape (blocks, block_bytes); rows are contiguous."""
+"""Shape (blocks, block_bytes); contiguous."""
+Parts = Sequence[tuple[BlockIds, Payload]]
+"""The chunks of one call: which KV blocks, and where their bytes lie."""
 
-_SMALL_PAGE_BYTES = 48 << 10
-"""Below this, numpy's own loop over an index array beats a Python loop over single pages (measured 4 KiB to 2 MiB:
-20 against 7 GB/s at 4 KiB, equal at 64 KiB). Runs of consecutive blocks beat both at any size (30 to 40 GB/s)."""
+SCRATCH_BYTES = 64 << 20
+"""Device memory for copies: what goes over the bus at once. A batch that is larger takes turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,12 @@ class Packer(Protocol):
     def scatter(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
         """Payload to KV blocks. The returned fence is done when the blocks are complete and the payload may change."""
 
+    def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        """``gather`` of many chunks at once. If it raises, nothing touches any payload any more."""
+
+    def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        """``scatter`` of many chunks at once. If it raises, nothing touches any block any more."""
+
     def checksums(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.uint64]:
         """The checksum of each block where it lies, shape (blocks,). The fence of the job must be done."""
 
@@ -75,6 +86,10 @@ class HostPacker:
     def __init__(self, tensors: Sequence[npt.NDArray[np.uint8]], pages: Sequence[Sequence[Page]]) -> None:
         self._tensors = tensors
         self._pages = pages
+        self._num_blocks = [min(len(tensors[page.tensor]) for page in group) for group in pages]
+        self._bands: list[list[Band]] = [
+            bands_of([(tensors[page.tensor], page.column, page.bytes) for page in group]) for group in pages
+        ]
 
     def fence(self) -> Fence:
         """See Packer: on the host the model's writes are over when its call returns."""
@@ -82,23 +97,33 @@ class HostPacker:
 
     def gather(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
         """See Packer."""
-        runs = _runs(block_ids)
-        for page in self._pages[group]:
-            source = self._tensors[page.tensor]
-            target = payload[:, page.column : page.column + page.bytes]
-            if page.bytes < _SMALL_PAGE_BYTES and 2 * len(runs) > len(block_ids):
-                target[...] = source[block_ids, : page.bytes]
-            else:
-                for row, block, count in runs:
-                    target[row : row + count] = source[block : block + count, : page.bytes]
-        return READY
+        return self.gather_many(group, [(block_ids, payload)], fence)
 
     def scatter(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
         """See Packer."""
-        for page in self._pages[group]:
-            target = self._tensors[page.tensor]
-            target[block_ids, : page.bytes] = payload[:, page.column : page.column + page.bytes]
+        return self.scatter_many(group, [(block_ids, payload)], fence)
+
+    def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        """See Packer. Raises LayoutError for block ids outside the KV cache."""
+        self._require_inside(group, parts)
+        for block_ids, payload in parts:
+            for band in self._bands[group]:
+                band.gather(block_ids, payload)
         return READY
+
+    def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        """See Packer. Raises LayoutError for block ids outside the KV cache."""
+        self._require_inside(group, parts)
+        for block_ids, payload in parts:
+            for band in self._bands[group]:
+                band.scatter(block_ids, payload)
+        return READY
+
+    def _require_inside(self, group: int, parts: Parts) -> None:
+        """Bands reckon with addresses: nothing else would stop a wrong id."""
+        for block_ids, _ in parts:
+            if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
+                raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
 
     def checksums(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.uint64]:
         """See Packer."""
@@ -112,31 +137,31 @@ class HostPacker:
 
 
 class _CudaFence:
-    """A CUDA event, and the device memory that must outlive the work before it."""
+    """A CUDA event."""
 
-    def __init__(self, event: torch.Event, *keep: torch.Tensor) -> None:
+    def __init__(self, event: torch.Event) -> None:
         self.event = event
-        self._keep = keep
 
     def done(self) -> bool:
         """See Fence."""
-        if not self.event.query():
-            return False
-        self._keep = ()
-        return True
+        return bool(self.event.query())
 
 
 class CudaPacker:
-    """KV blocks in device memory, payloads in pinned host memory. One copy on the device, one over the bus, per chunk.
+    """KV blocks in device memory, payloads in page-locked host memory. Per batch one copy on the device for each layer,
+    and one over the bus for each chunk.
 
-    Device scratch is one chunk per call in flight; it belongs to the side stream, so the caching allocator reuses it.
+    Gathers and scatters have a stream each: a load waits for no store, and the bus goes both ways at once. Scratch
+    belongs to its stream, so the caching allocator hands the same memory to one batch after the other; for each stream
+    it is never more than ``SCRATCH_BYTES``, or one chunk.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]]) -> None:
         self._tensors = tensors
         self._pages = pages
         self._device = tensors[0].device
-        self._stream = torch.Stream(self._device)
+        self._out, self._in = torch.Stream(self._device), torch.Stream(self._device)
+        self._wide = [_Wide(tensors, group) for group in pages]
 
     def fence(self) -> Fence:
         """See Packer: an event on the caller's current stream."""
@@ -145,51 +170,99 @@ class CudaPacker:
         return _CudaFence(event)
 
     def gather(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """See Packer. ``payload`` must lie in pinned memory."""
-        with self._stream:
-            self._wait(fence)
-            rows = self._rows(block_ids)
-            scratch = torch.empty(payload.shape, dtype=torch.uint8, device=self._device)
-            for page in self._pages[group]:
-                source = self._tensors[page.tensor][:, : page.bytes]
-                scratch[:, page.column : page.column + page.bytes] = source.index_select(0, rows)
-            torch.from_numpy(payload).copy_(scratch, non_blocking=True)
-            return self._record(rows, scratch)
+        """See Packer. ``payload`` must be page-locked."""
+        return self.gather_many(group, [(block_ids, payload)], fence)
 
     def scatter(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """See Packer. ``payload`` must lie in pinned memory."""
-        with self._stream:
-            self._wait(fence)  # pending writes to the blocks, zeroing for one, must not overtake the load
-            rows = self._rows(block_ids)
-            scratch = torch.empty(payload.shape, dtype=torch.uint8, device=self._device)
-            scratch.copy_(torch.from_numpy(payload), non_blocking=True)
+        """See Packer. ``payload`` must be page-locked."""
+        return self.scatter_many(group, [(block_ids, payload)], fence)
+
+    def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        """See Packer. Payloads must be page-locked."""
+        wide = self._wide[group]
+        with self._out:
+            _wait(self._out, fence)
             try:
-                for page in self._pages[group]:
-                    target = self._tensors[page.tensor][:, : page.bytes]
-                    target.index_copy_(0, rows, scratch[:, page.column : page.column + page.bytes])
-                return self._record(rows, scratch)
+                for turn in _turns(parts):
+                    rows, scratch = self._scratch(wide, turn)
+                    for source, columns in wide.pages:
+                        torch.index_select(source, 0, rows, out=scratch[:, columns])
+                    for device, host in _over_the_bus(scratch, turn):
+                        host.copy_(device, non_blocking=True)
+                return self._record(self._out)
             except BaseException:
-                self._stream.synchronize()  # what is queued already must not land in blocks that are given up
+                self._out.synchronize()  # what is queued already must not land in slots that are given up
+                raise
+
+    def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        """See Packer. Payloads must be page-locked."""
+        wide = self._wide[group]
+        with self._in:
+            _wait(self._in, fence)  # pending writes to the blocks, zeroing for one, must not overtake the load
+            try:
+                for turn in _turns(parts):
+                    rows, scratch = self._scratch(wide, turn)
+                    for device, host in _over_the_bus(scratch, turn):
+                        device.copy_(host, non_blocking=True)
+                    for target, columns in wide.pages:
+                        target.index_copy_(0, rows, scratch[:, columns])
+                return self._record(self._in)
+            except BaseException:
+                self._in.synchronize()  # what is queued already must not land in blocks that are given up
                 raise
 
     def checksums(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.uint64]:
-        """See Packer. Summed on the device; waits for the side stream, never for the compute stream."""
-        with self._stream:
+        """See Packer. Summed on the device; waits for gathers, never for the compute stream."""
+        with self._out:
             rows = self._rows(block_ids)
             pages = [self._tensors[page.tensor][:, : page.bytes].index_select(0, rows) for page in self._pages[group]]
             return block_checksums_torch(torch.cat(pages, dim=1))
 
-    def _wait(self, fence: Fence) -> None:
-        if isinstance(fence, _CudaFence):
-            self._stream.wait_event(fence.event)
+    def _scratch(self, wide: _Wide, turn: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block ids of a turn on the device, and a row of scratch for each."""
+        ids = np.concatenate([block_ids for block_ids, _ in turn])
+        return self._rows(ids), torch.empty((len(ids), wide.columns), dtype=wide.dtype, device=self._device)
 
     def _rows(self, block_ids: BlockIds) -> torch.Tensor:
-        return torch.from_numpy(block_ids.astype(np.int64)).to(self._device, non_blocking=True)
+        # Page-locked, or the copy would wait for the stream; torch's own allocator keeps it until the copy is done.
+        rows = torch.empty(len(block_ids), dtype=torch.int64, pin_memory=True)
+        rows.numpy()[:] = block_ids
+        return rows.to(self._device, non_blocking=True)
 
-    def _record(self, *keep: torch.Tensor) -> Fence:
+    def _record(self, stream: torch.Stream) -> Fence:
         event = torch.Event(self._device)
-        event.record(self._stream)
-        return _CudaFence(event, *keep)
+        event.record(stream)
+        return _CudaFence(event)
+
+
+def _wait(stream: torch.Stream, fence: Fence) -> None:
+    if isinstance(fence, _CudaFence):
+        stream.wait_event(fence.event)
+
+
+class _Wide:
+    """A group's pages as columns of the widest integers that all of them are made of: bytes would be copied singly."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> None:
+        block_bytes = sum(page.bytes for page in pages)
+        parts = {block_bytes}
+        for page in pages:
+            tensor = tensors[page.tensor]
+            parts |= {page.bytes, page.column, tensor.stride(0), tensor.data_ptr(), int(tensor.storage_offset())}
+        self.dtype = next(
+            dtype
+            for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+            if not any(part % dtype.itemsize for part in parts)
+        )
+        width = self.dtype.itemsize
+        self.columns = block_bytes // width
+        self.pages = [
+            (
+                tensors[page.tensor][:, : page.bytes].view(self.dtype),
+                slice(page.column // width, (page.column + page.bytes) // width),
+            )
+            for page in pages
+        ]
 
 
 def make_packer(tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]]) -> Packer:
@@ -200,10 +273,58 @@ def make_packer(tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]]
     return HostPacker([tensor.numpy() for tensor in bytes_of], pages)
 
 
-def _runs(block_ids: BlockIds) -> list[tuple[int, int, int]]:
-    """Split into runs of consecutive ids: (row of the payload, first block id, count)."""
-    breaks = (np.flatnonzero(np.diff(block_ids) != 1) + 1).tolist()
-    starts = [0, *breaks]
-    ends = [*breaks, len(block_ids)]
-    firsts = block_ids[starts].tolist()
-    return [(start, first, end - start) for start, end, first in zip(starts, ends, firsts, strict=True)]
+def pages_of(layout: KVLayout) -> list[list[Page]]:
+    """Return the pages of each group, side by side in the order of its refs."""
+    groups = []
+    for group in layout.groups:
+        pages, column = [], 0
+        for tensor, page_bytes in group.refs:
+            pages.append(Page(tensor, column, page_bytes))
+            column += page_bytes
+        groups.append(pages)
+    return groups
+
+
+def require_agreement(tensors: Sequence[torch.Tensor], layout: KVLayout) -> None:
+    """Raise LayoutError unless ``layout`` describes exactly these tensors."""
+    if len(tensors) != len(layout.tensors):
+        raise LayoutError(f"{len(tensors)} KV tensors, the layout describes {len(layout.tensors)}")
+    for index, (tensor, spec) in enumerate(zip(tensors, layout.tensors, strict=True)):
+        if tensor.dim() != 2 or tensor.element_size() != 1 or tensor.stride(1) != 1:
+            raise LayoutError(f"KV tensor {index} is not bytes of shape (num_blocks, page_bytes)")
+        found = (tensor.data_ptr(), tensor.shape[0], tensor.stride(0), tensor.shape[1])
+        stated = (spec.base_address, spec.num_blocks, spec.stride_bytes, spec.page_bytes)
+        if found != stated:
+            raise LayoutError(f"KV tensor {index} is {found} (address, blocks, stride, page), the layout says {stated}")
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise LayoutError("the KV tensors lie on different devices")
+
+
+def _turns(parts: Parts) -> list[Parts]:
+    """Deal chunks out so that each turn fits ``SCRATCH_BYTES``, a larger chunk alone."""
+    turns: list[list[tuple[BlockIds, Payload]]] = []
+    room_bytes = 0
+    for part in parts:
+        room_bytes -= part[1].nbytes
+        if not turns or room_bytes < 0:
+            turns.append([])
+            room_bytes = SCRATCH_BYTES - part[1].nbytes
+        turns[-1].append(part)
+    return [*turns]
+
+
+def _over_the_bus(scratch: torch.Tensor, turn: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The copies between scratch and payloads, as bytes: (on the device, on the host). One for each chunk, unless it
+    crosses from one page-locked piece into the next: CUDA refuses a copy that is part of two registrations.
+    """
+    flat = scratch.view(torch.uint8).view(-1)
+    copies, at = [], 0
+    for _, payload in turn:
+        host = torch.from_numpy(payload.reshape(-1))
+        address, begin = payload.ctypes.data, 0
+        while begin < len(host):
+            end = min(len(host), begin + PIN_PIECE_BYTES - (address + begin) % PIN_PIECE_BYTES)
+            copies.append((flat[at + begin : at + end], host[begin:end]))
+            begin = end
+        at += len(host)
+    return copies
