@@ -39,6 +39,7 @@ class Chain:
         memory_slots: int = 8,
         file_slots: int = 64,
         bucket: bool = False,
+        second_bucket: bool = False,
         world_size: int = 1,
         unsaved_slots: int = 1000,
         pin_unsaved: bool = True,
@@ -55,6 +56,8 @@ class Chain:
         if file_slots:
             self.tiers.append(self._file(path, file_slots))
         if bucket:
+            self.tiers.append(self._bucket(len(self.tiers)))
+        if second_bucket:
             self.tiers.append(self._bucket(len(self.tiers)))
         self.catalog = Catalog(
             self.tiers,
@@ -135,7 +138,7 @@ class Chain:
         return settled
 
     def move(self, outcome: Outcome = Outcome.OK, to: Collection[int] = (FILE, BUCKET)) -> list[tuple[Key, int, int]]:
-        """Begin what is due and let it end so; return key, source and target of each move."""
+        """Begin what is due and let it end so; return key, source and target of each move to the tiers ``to``."""
         moves = []
         for grant in self.begin():
             if grant.targets[0].tier not in to:

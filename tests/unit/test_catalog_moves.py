@@ -137,13 +137,44 @@ def test_what_memory_has_given_up_goes_on_from_the_next_tier(make: MakeChain) ->
 def test_a_saved_chunk_lends_its_pin_to_one_that_is_nowhere_else(make: MakeChain) -> None:
     """Else a bucket that stalls would use up the limit with chunks that the file has long since had."""
     chain = make(memory_slots=4, unsaved_slots=2, bucket=True)
+    _break(chain)
     chain.store(1, 2)
-    chain.move(to=[FILE])
+    assert chain.move() == [(key(n), MEMORY, FILE) for n in (1, 2)]
     assert chain.catalog.counts().unsaved_bytes == 2 * SLOT, "still due in the bucket"
     chain.store(3, 4)
     assert chain.catalog.counts().unsaved_bytes == 2 * SLOT
-    chain.move(to=[FILE])
-    assert chain.holders(3) == chain.holders(4) == [MEMORY, FILE]
+    chain.store(5, 6)
+    assert chain.holders(1) == chain.holders(2) == [FILE], "evicted, for the file has them"
+    assert chain.holders(3) == chain.holders(4) == [MEMORY]
+
+
+def test_a_saved_chunk_that_is_offered_again_takes_no_pin_away(make: MakeChain) -> None:
+    chain = make(unsaved_slots=1, bucket=True)
+    _break(chain)
+    chain.store(1)
+    while chain.catalog.has_moves:
+        chain.move(Outcome.OK, to=[FILE])
+        chain.now_s += 31.0
+    chain.reserve(1)
+    assert chain.catalog.counts().unsaved_bytes == SLOT, "pinned, while nobody else wants to be"
+    chain.store(2)
+    assert chain.indexes[MEMORY].is_pinned(key(2))
+    assert not chain.indexes[MEMORY].is_pinned(key(1))
+    chain.reserve(1)
+    assert chain.indexes[MEMORY].is_pinned(key(2))
+
+
+def test_nothing_is_fetched_from_a_farther_tier_to_be_stored_in_a_nearer_one(make: MakeChain) -> None:
+    chain = make(bucket=True)
+    chain.store(1)
+    (to_file, to_bucket) = chain.begin()
+    chain.report(to_file.ticket, {0: Outcome.FAILED})
+    chain.report(to_bucket.ticket)
+    chain.reserve(1)
+    chain.tiers[MEMORY].clear()
+    assert chain.holders(1) == [BUCKET]
+    assert chain.begin() == []
+    assert chain.told(FILE) == {"failed": 1, "gone": 1}
 
 
 def test_a_chunk_that_fell_through_is_due_behind_its_tier_only(make: MakeChain) -> None:
@@ -269,6 +300,22 @@ def test_so_many_chunks_are_due_at_most(make: MakeChain, monkeypatch: pytest.Mon
     assert [moved[0] for moved in chain.move()] == keys(2, 3, 4), "the oldest went"
 
 
+def test_so_many_moves_begin_in_one_step_at_most(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves_module, "MAX_BEGUN", 3)
+    chain = make()
+    chain.store(*range(8))
+    assert [len(chain.move()) for _ in range(4)] == [3, 3, 2, 0]
+
+
+def test_a_chunk_larger_than_the_backlog_goes_alone(make: MakeChain) -> None:
+    chain = make(move_backlog_slots=0)
+    chain.store(1, 2)
+    (grant,) = chain.begin()
+    assert chain.begin() == []
+    chain.report(grant.ticket)
+    assert chain.move() == [(key(2), MEMORY, FILE)]
+
+
 # Moves that fail
 
 
@@ -316,7 +363,7 @@ def test_one_rank_that_failed_fails_the_move(make: MakeChain) -> None:
     chain.store(1, 2)
     (grant,) = chain.begin()
     assert chain.catalog.report(grant.ticket, 1, {0: Outcome.TAINTED, 7: Outcome.FAILED}, chain.now_s) is None
-    settled = chain.catalog.report(grant.ticket, 1, {0: Outcome.FAILED}, chain.now_s)
+    settled = chain.catalog.report(grant.ticket, 1, {0: Outcome.FAILED, 1: Outcome.OK}, chain.now_s)
     assert settled is not None
     assert (settled.kind, settled.tier) == ("move", FILE)
     assert settled.failed == {key(1): Outcome.TAINTED}, "the worst of all"
@@ -514,26 +561,26 @@ def test_a_chunk_that_one_tier_lost_is_served_by_the_next(make: MakeChain) -> No
 
 def test_a_tier_that_is_out_of_use_serves_only_what_no_other_has(make: MakeChain) -> None:
     """Of two that others write to, the nearer does not answer."""
-    chain = make(file_slots=0, bucket=True)
-    bucket = chain.tiers[1]
-    farther = chain._bucket(2)
-    chain.tiers.append(farther)
-    catalog = chain.catalog.__class__(
-        chain.tiers, world_size=1, slot_bytes=lambda key: SLOT, store_backlog_bytes=1 << 30
-    )
-    for tier, number in ((bucket, 1), (farther, 1), (bucket, 2)):
-        assert tier.reserve(key(number), SLOT, []) is not None
-        tier.commit(key(number))
-    assert catalog.where(key(1)) == 1
-    assert isinstance(bucket, SharedTier)
+    chain = make(file_slots=0, bucket=True, second_bucket=True)
+    chain.store(1, 2, 3)
+    (to_nearer, to_farther) = chain.begin()
+    chain.report(to_nearer.ticket)
+    chain.report(to_farther.ticket, {1: Outcome.FAILED, 2: Outcome.FAILED})
+    chain.tiers[MEMORY].clear()
+    assert [chain.catalog.where(key(number)) for number in (1, 2)] == [1, 1]
+    nearer = chain.tiers[1]
+    assert isinstance(nearer, SharedTier)
     for _ in range(3):
-        bucket._reach.failed("timeout", "no answer", chain.now_s)
-    assert not bucket.in_use
-    assert catalog.where(key(1)) == 2
-    assert catalog.where(key(2)) == 1
-    grant = catalog.prepare_load(keys(1), chain.now_s)
-    assert grant.locations[0].tier == 2
-    catalog.report(grant.ticket, 1, {}, chain.now_s)
+        nearer._reach.failed("timeout", "no answer", chain.now_s)
+    assert not nearer.in_use
+    assert [chain.catalog.where(key(number)) for number in (1, 2)] == [2, 1]
+    grant = chain.catalog.prepare_load(keys(1, 2), chain.now_s)
+    assert [location.tier for location in grant.locations] == [2, 1]
+    chain.report(grant.ticket)
+    chain.report(grant.landing_ticket, {0: Outcome.FAILED, 1: Outcome.FAILED})
+    chain.reserve(3)
+    assert chain.begin() == [], "nor does anything go on from it"
+    assert chain.told(2) == {"ok": 1, "failed": 2, "gone": 1}
 
 
 def test_nobody_looks_in_a_bucket_for_what_is_being_stored(make: MakeChain) -> None:
