@@ -176,10 +176,13 @@ class Catalog:
         locations: list[Location] = []
         refused: set[tuple[int, int]] = set()
         is_full = False
+        state_in = [tier.state for tier in self._tiers]
         for key in keys:
-            states = [tier.state(key) for tier in self._tiers]
-            if _READY in states:
-                self._through.offer(key, states, now_s)
+            states = [state(key) for state in state_in]
+            copies = states.count(_READY)
+            if copies:
+                if copies < len(states):
+                    self._through.offer(key, states, now_s)
                 continue
             if key in self._placing:
                 continue

@@ -24,8 +24,8 @@ PATIENCE_S: Final = 30.0
 """A chunk that has been due for so long in a tier to which nothing has got through for so long is dropped."""
 MAX_DUE: Final = 65_536
 """Chunks that are due in one tier; the oldest goes first."""
-MAX_BEGUN: Final = 256
-"""Moves to one tier that begin in one step: what a message may carry."""
+MAX_BEGUN: Final = 128
+"""Moves to one tier that begin in one step: one or two milliseconds of it."""
 _MAX_LOOKED_AT: Final = 1024
 _TICKETS_PER_BACKLOG: Final = 8
 """A tier's moves are dealt out to at least so many tickets, so that it always has some at hand."""
