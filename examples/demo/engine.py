@@ -132,10 +132,23 @@ class Engine:
         return self._process.pid
 
     def generate(
-        self, prompts: list[list[int]], *, max_tokens: int = 16, together: bool = False, timeout_s: float = 120.0
+        self,
+        prompts: list[list[int]],
+        *,
+        max_tokens: int = 16,
+        together: bool = False,
+        timeout_s: float = 120.0,
+        transfer_params: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
-        """Answer prompts greedily, one after the other or as one batch."""
-        reply = self.call("generate", prompts=prompts, max_tokens=max_tokens, together=together, timeout_s=timeout_s)
+        """Answer prompts greedily, one after the other or as one batch. ``transfer_params``: hints of each request."""
+        reply = self.call(
+            "generate",
+            prompts=prompts,
+            max_tokens=max_tokens,
+            together=together,
+            timeout_s=timeout_s,
+            transfer_params=transfer_params,
+        )
         return [
             Answer(**{**answer, "tokens": tuple(answer["tokens"]), "logprobs": tuple(answer["logprobs"])})
             for answer in reply["answers"]
@@ -144,6 +157,13 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name, summed over labels."""
         values: dict[str, float] = self.call("metrics")["metrics"]
+        return values
+
+    def labelled(self, name: str, label: str) -> dict[str, float]:
+        """Counters or gauges of one name, summed by the value of one label."""
+        values: dict[str, float] = {}
+        for labels, value in self.call("labelled", name=name)["values"]:
+            values[labels[label]] = values.get(labels[label], 0) + value
         return values
 
     def stored_bytes(self) -> int:

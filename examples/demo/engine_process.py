@@ -32,19 +32,26 @@ class EngineHost:
         self._abandoned = 0
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int = 16, together: bool = False, timeout_s: float | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 16,
+        together: bool = False,
+        timeout_s: float | None = None,
+        transfer_params: dict[str, Any] | None = None,
     ) -> Reply:
         """Answer token-id prompts greedily, one after the other or, with ``together``, as one batch.
+
+        ``transfer_params`` are each request's ``kv_transfer_params``.
 
         Each answer: ``tokens``, ``logprobs`` of the chosen tokens, ``cached_tokens`` (prompt tokens that were not
         computed), ``ttft_s``, ``total_s``, and, unless ``together``, how far vLLM's counters moved (``counters``).
         """
         if together:
-            return {"answers": self._generate(prompts, max_tokens)}
+            return {"answers": self._generate(prompts, max_tokens, transfer_params)}
         answers = []
         for prompt in prompts:
             before = self._counters()
-            [answer] = self._generate([prompt], max_tokens)
+            [answer] = self._generate([prompt], max_tokens, transfer_params)
             after = self._counters()
             answer["counters"] = {name: value - before.get(name, 0) for name, value in after.items()}
             answers.append(answer)
@@ -53,6 +60,11 @@ class EngineHost:
     def metrics(self) -> Reply:
         """All of vLLM's counters and gauges, by name, summed over their labels."""
         return {"metrics": self._counters(gauges=True)}
+
+    def labelled(self, name: str) -> Reply:
+        """The counters or gauges of one name: ``values`` are pairs of labels and value."""
+        found = [metric for metric in self._llm.get_metrics() if metric.name == name]
+        return {"values": [[dict(metric.labels), metric.value] for metric in found]}
 
     def reset_prefix_cache(self, connector: bool = False) -> Reply:
         """Make vLLM forget its prefix cache (with ``connector`` the connector's, too). ``done``: whether it did."""
@@ -117,10 +129,19 @@ class EngineHost:
         self._llm.llm_engine.engine_core.shutdown(timeout=timeout_s)
         return {}
 
-    def _generate(self, prompts: list[list[int]], max_tokens: int) -> list[Reply]:
+    def _generate(
+        self, prompts: list[list[int]], max_tokens: int, transfer_params: dict[str, Any] | None = None
+    ) -> list[Reply]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=1, detokenize=False, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            logprobs=1,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": transfer_params} if transfer_params else None,
+        )
         start = time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         total_s = time.perf_counter() - start
@@ -146,6 +167,9 @@ class EngineHost:
         for metric in self._llm.get_metrics():
             if type(metric).__name__ in ("Counter", "Gauge") if gauges else type(metric).__name__ == "Counter":
                 totals[metric.name] = totals.get(metric.name, 0) + metric.value
+                if source := metric.labels.get("source"):  # where cached tokens came from
+                    name = f"{metric.name}:{source}"
+                    totals[name] = totals.get(name, 0) + metric.value
         return totals
 
     def _transferred(self) -> tuple[float, ...]:

@@ -108,7 +108,7 @@ class Stage:
         self._progress(f"starting engine {number} (half a minute on a small machine)")
         return Engine(
             self._model,
-            connector={"chunk_tokens": CHUNK_TOKENS, "tiers": [dict(tier)]},
+            connector={"chunk_tokens": CHUNK_TOKENS, "slow_hits": "take", "tiers": [dict(tier)]},
             log=self._scratch / f"engine-{number}.log",
             environment={**quick_environment(scratch=self._scratch, in_process=in_process), **(environment or {})},
             dtype=self._dtype,

@@ -1,8 +1,11 @@
-"""The worker's half: ``Engine`` takes jobs of chunks, a pump thread moves them, ``finished`` tells how each ended."""
+"""The worker's half: ``ChainEngine`` deals jobs of chunks out to an engine per tier, whose pump threads move them;
+``finished`` tells how each ended, ``settled`` what became of moves between tiers.
+"""
 
 from __future__ import annotations
 
+from nixl_offload.engine.chain import ChainEngine, MoveIO, MoveResult
 from nixl_offload.engine.engine import Engine
-from nixl_offload.engine.jobs import ChunkIO, JobResult
+from nixl_offload.engine.jobs import ChunkIO, JobResult, Share
 
-__all__ = ["ChunkIO", "Engine", "JobResult"]
+__all__ = ["ChainEngine", "ChunkIO", "Engine", "JobResult", "MoveIO", "MoveResult", "Share"]

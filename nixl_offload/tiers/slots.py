@@ -48,6 +48,8 @@ class SlotTier:
         self._index = index
         self._allocator = allocator
         self._twin: Twin = NoTwin() if twin is None else twin
+        self.evictions = 0
+        """Chunks that made room for others, since the start."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -87,7 +89,9 @@ class SlotTier:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         offset = self._allocator.allocate(slot_bytes)
         if offset is None:
+            before = len(evicted)
             offset = self._make_room(slot_bytes, evicted)
+            self.evictions += len(evicted) - before
         if offset is None:
             return None
         location = Location(self._position, offset, slot_bytes)

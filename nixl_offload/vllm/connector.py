@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, PromMetric, PromMetricT
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -29,9 +30,10 @@ from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.compat import check_version, settle_extra_config
 from nixl_offload.vllm.identity import group_tokens, warn_about_hash
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import RankGeometry, WorkerReport
+from nixl_offload.vllm.messages import ChainMetadata, RankGeometry, WorkerReport
 from nixl_offload.vllm.plugin import SPEC_NAME, register
 from nixl_offload.vllm.spec import NixlOffloadSpec
+from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.worker import NixlConnectorWorker
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +58,52 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
     recompute = True
     """Whether a request whose load failed goes on (``on_load_failure: recompute``)."""
 
+    def __init__(self, spec: NixlOffloadSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
+
     @property
     def offload_manager(self) -> NixlOffloadManager:
         """The manager, as what it is."""
         assert isinstance(self.manager, NixlOffloadManager)
         return self.manager
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        """As vLLM's, less what would take longer to load than to compute."""
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        if not found:
+            return found, is_async
+        group = self._lookup_groups[0]
+        chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
+        status = self._req_status[request.request_id]
+        first, last = num_computed_tokens // chunk_tokens, -(-(num_computed_tokens + found) // chunk_tokens)
+        keys = status.group_states[group].offload_keys[first:last]
+        worth = self.offload_manager.worth_loading(keys, status.req_context, num_computed_tokens, found, chunk_tokens)
+        if worth >= found:
+            return found, is_async
+        # Asked again with a limit, for vLLM remembers what it has answered.
+        return super().get_num_new_matched_tokens(request, num_computed_tokens, worth)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """As vLLM's; in a step without work leave the processor to those who are waited for."""
+        """As vLLM's, with our moves; in a step without work leave the processor to those who are waited for."""
         if not scheduler_output.total_num_scheduled_tokens and self.offload_manager.is_waiting():
             time.sleep(IDLE_STEP_S)
-        return super().build_connector_meta(scheduler_output)
+        self._clock.scheduled(scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        moves, places = self.offload_manager.take_moves()
+        if not moves:
+            return meta
+        assert isinstance(meta, OffloadingConnectorMetadata)
+        return ChainMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, moves, places)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle tickets first, so that a failed chunk is gone before its request is looked up again."""
+        self._clock.done()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
-            lost = self.offload_manager.settle(meta.tickets)
+            lost = self.offload_manager.settle(meta.tickets, meta.loads)
             if lost and self.recompute:
                 self._offer_again(meta.completed_jobs, lost)
         super().update_connector_output(connector_output)

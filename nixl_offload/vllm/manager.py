@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -22,19 +24,23 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    TierFilter,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import NOWHERE, Catalog
 from nixl_offload.config import Config
+from nixl_offload.engine import Share
+from nixl_offload.estimate import LoadOrRecompute, Part
 from nixl_offload.tiers.file import FileTier
+from nixl_offload.tiers.memory import MemoryTier
 from nixl_offload.tiers.shared import SharedTier
-from nixl_offload.types import Asker, Key, Lookup, Outcome, key_group
+from nixl_offload.types import Asker, Key, Lookup, key_group
 from nixl_offload.vllm.identity import build_namespace
-from nixl_offload.vllm.messages import ChunkSpec, Place, TicketReport
+from nixl_offload.vllm.messages import ChunkSpec, MoveSpec, Place, TicketReport
 from nixl_offload.vllm.metrics import Telling
-from nixl_offload.vllm.open_tiers import open_tier
+from nixl_offload.vllm.open_tiers import chain_options, open_tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +59,37 @@ STORE_BACKLOG_STAGINGS = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
 
 
+class _Face(NamedTuple):
+    """How vLLM and llm-d's indexer name a kind of tier."""
+
+    medium: Medium
+    locality: Locality
+    source: CacheHitSource
+
+
+_FACES = {
+    MemoryTier: _Face(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST),
+    FileTier: _Face(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK),
+    # vLLM has no word for a bucket or a shared filesystem yet.
+    SharedTier: _Face(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    """The tiers that a request's ``kv_load_tiers`` lets it load from."""
+
+    tiers: frozenset[int]
+
+
+class _Worth(NamedTuple):
+    """What was decided about a request's hit, so that it is decided once."""
+
+    first_token: int
+    tokens: int
+    loaded_tokens: int
+
+
 class NixlOffloadManager(OffloadingManager):
     """Answers vLLM from the catalog. Until ``open`` every lookup is a miss and nothing is stored."""
 
@@ -62,10 +99,14 @@ class NixlOffloadManager(OffloadingManager):
         self._config = config
         self._vllm_config = vllm_config
         self._catalog: Catalog | None = None
-        self._tiers: list[FileTier | SharedTier] = []
+        self._tiers: list[MemoryTier | FileTier | SharedTier] = []
+        self._faces: list[_Face] = []
         self._places: tuple[Place, ...] = ()
+        self._moves: list[MoveSpec] = []
         self._events: list[OffloadingEvent] = []
-        self._telling = Telling()
+        self._chunk_bytes = 0
+        self._speeds: LoadOrRecompute | None = None
+        self._telling = Telling([tier.kind for tier in config.tiers])
 
     def open(
         self, slot_bytes: tuple[int, ...], kv_cache_config: KVCacheConfig, attention_backends: Sequence[str] = ()
@@ -83,15 +124,20 @@ class NixlOffloadManager(OffloadingManager):
             self._vllm_config, kv_cache_config, self._offloading, self._config, slot_bytes, attention_backends
         )
         by_group = {group.group_id: size for group, size in zip(self._offloading.groups, slot_bytes, strict=True)}
-        world_size = self._offloading.parallel.world_size
+        parallel = self._offloading.parallel
         for position, tier in enumerate(self._config.tiers):
-            self._tiers.append(open_tier(tier, position, namespace, by_group, self._offloading.parallel))
+            self._tiers.append(open_tier(tier, position, namespace, by_group, parallel))
         self._places = tuple(tier.place for tier in self._tiers)
+        self._faces = [_FACES[type(tier)] for tier in self._tiers]
+        self._chunk_bytes = sum(by_group.values())
+        self._speeds = LoadOrRecompute(len(self._tiers))
         self._catalog = Catalog(
             self._tiers,
-            world_size=world_size,
+            world_size=parallel.world_size,
             slot_bytes=lambda key: by_group[key_group(key)],
             store_backlog_bytes=STORE_BACKLOG_STAGINGS * self._config.staging_bytes,
+            chain=chain_options(self._config, parallel),
+            store_after=self._config.store_after,
         )
 
     # What vLLM asks while it schedules.
@@ -106,13 +152,21 @@ class NixlOffloadManager(OffloadingManager):
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
         asker = Asker(req_context.req_id, req_context.get_offload_key_position(key))
-        answer = self._catalog.lookup(Key(key), time.monotonic(), asker)
+        answer = self._catalog.lookup(Key(key), time.monotonic(), asker, self._allowed(req_context))
         return _VLLM_HIT if answer is _HIT else _ANSWERS[answer]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """A step is scheduled: tiers go and look for what its lookups did not find in memory."""
-        if self._catalog is not None:
-            self._catalog.flush(time.monotonic())
+        """A step is scheduled: tiers go and look for what its lookups did not find in memory, and moves begin."""
+        if self._catalog is None:
+            return
+        now_s = time.monotonic()
+        self._catalog.flush(now_s)
+        self._moves += [MoveSpec(*grant) for grant in self._catalog.begin_moves(now_s)]
+
+    def take_moves(self) -> tuple[list[MoveSpec], tuple[Place, ...]]:
+        """Return the moves to tell the ranks of, and where the ranks find the tiers."""
+        moves, self._moves = self._moves, []
+        return moves, self._places
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what is remembered of a request's lookups."""
@@ -120,9 +174,45 @@ class NixlOffloadManager(OffloadingManager):
             self._catalog.forget_asker(req_context.req_id)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Return what kind of tier serves a hit. vLLM has no word for a bucket or a shared filesystem yet."""
-        is_local = isinstance(self._tiers[0], FileTier) if self._tiers else True
-        return CacheHitSource.DISK if is_local else CacheHitSource.EXTERNAL_UNSPECIFIED
+        """Return what kind of tier serves a hit."""
+        position = self._catalog.where(Key(key), self._allowed(req_context)) if self._catalog is not None else None
+        return CacheHitSource.EXTERNAL_UNSPECIFIED if position is None else self._faces[position].source
+
+    def worth_loading(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, first_token: int, tokens: int, chunk_tokens: int
+    ) -> int:
+        """Return how many of ``tokens``, which ``keys`` hold from ``first_token`` on, are loaded sooner than computed.
+
+        ``keys`` are the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token. A
+        request that is asked about again in the same words gets the same answer.
+        """
+        if self._catalog is None or self._speeds is None or self._config.slow_hits == "take":
+            return tokens
+        asked = req_context.get_state(_Worth)
+        if asked is not None and asked[:2] == (first_token, tokens):
+            return asked.loaded_tokens
+        allowed, end = self._allowed(req_context), first_token + tokens
+        parts: list[Part] = []
+        at = first_token
+        for key in keys:
+            until = min(end, at - at % chunk_tokens + chunk_tokens)
+            tier = self._catalog.where(Key(key), allowed)
+            if tier is None:
+                return tokens  # it will be seen when it is loaded
+            if parts and parts[-1].tier == tier:
+                last = parts.pop()
+                parts.append(Part(tier, last.tokens + until - at, last.size_bytes + self._chunk_bytes))
+            else:
+                parts.append(Part(tier, until - at, self._chunk_bytes))
+            at = until
+        choice = self._speeds.choose(parts, first_token, time.monotonic())
+        req_context.set_state(_Worth(first_token, tokens, choice.tokens))
+        return choice.tokens
+
+    def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
+        """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
+        if self._speeds is not None:
+            self._speeds.prefill.observe(tokens, seconds, context_tokens)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
@@ -134,8 +224,9 @@ class NixlOffloadManager(OffloadingManager):
         wanted = tuple(Key(key) for key in keys)
         if self._catalog is None:
             return ChunkSpec(0, wanted, (NOWHERE,) * len(wanted), ())
-        grant = self._catalog.prepare_load(wanted, time.monotonic())
-        return ChunkSpec(grant.ticket, grant.keys, grant.locations, self._places)
+        grant = self._catalog.prepare_load(wanted, time.monotonic(), self._allowed(req_context))
+        self._collect_events()
+        return ChunkSpec(grant.ticket, grant.keys, grant.locations, self._places, grant.landing_ticket, grant.landings)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
@@ -151,34 +242,34 @@ class NixlOffloadManager(OffloadingManager):
     # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
     # tickets settle here, from our own message, and those two have nothing left to do.
 
-    def settle(self, reports: Mapping[int, TicketReport]) -> set[OffloadKey]:
-        """Take the ranks' word on tickets: READY, dropped, or gone. Returns the chunks that a load did not bring."""
+    def settle(self, reports: Mapping[int, TicketReport], loads: Iterable[Share] = ()) -> set[OffloadKey]:
+        """Take the ranks' word on tickets: READY, dropped, or gone; and on how long tiers took to serve loads.
+
+        Returns the chunks that a load did not bring.
+        """
         lost: set[OffloadKey] = set()
         if self._catalog is None:
             return lost
         now_s = time.monotonic()
+        if self._speeds is not None:
+            for share in loads:
+                self._speeds.tiers[share.tier].observe(share.bytes_moved, share.seconds, now_s)
         for ticket, report in reports.items():
             settled = self._catalog.report(ticket, report.ranks, report.failures, now_s)
-            if settled is not None:
-                self._telling.settled(settled)
-            if settled is not None and not settled.is_store:
+            if settled is None:
+                continue
+            self._telling.settled(settled)
+            if settled.kind == "load":
                 lost.update(OffloadKey(key) for key in settled.failed)
-            if settled is not None and settled.failed:
-                counts: dict[Outcome, int] = {}
-                for outcome in settled.failed.values():
-                    counts[outcome] = counts.get(outcome, 0) + 1
-                logger.debug(
-                    "%s of %d chunks: %s",
-                    "Store" if settled.is_store else "Load",
-                    len(settled.keys),
-                    ", ".join(f"{number} {outcome.value}" for outcome, number in counts.items()),
-                )
+            if settled.failed:
+                outcomes = Counter(outcome.value for outcome in settled.failed.values())
+                logger.debug("%s of %d chunks: %s", settled.kind, len(settled.keys), dict(outcomes))
         self._collect_events()
         return lost
 
     def has_pending_work(self) -> bool:
-        """Keep an idle engine stepping until every rank has reported every ticket."""
-        return self._catalog is not None and self._catalog.open_tickets > 0
+        """Keep an idle engine stepping until every rank has reported every ticket, and nothing waits to be moved."""
+        return self._catalog is not None and (self._catalog.open_tickets > 0 or self._catalog.has_moves)
 
     def is_waiting(self) -> bool:
         """Whether some rank moves bytes, or somebody looks into a shared tier."""
@@ -186,7 +277,10 @@ class NixlOffloadManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what has changed in our metrics since the last call."""
-        return self._telling.take([tier for tier in self._tiers if isinstance(tier, SharedTier)])
+        if self._catalog is None:
+            return None
+        decisions = self._speeds.counts() if self._speeds is not None else {}
+        return self._telling.take(self._tiers, self._catalog.counts(), decisions)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and removed since the last call."""
@@ -201,23 +295,35 @@ class NixlOffloadManager(OffloadingManager):
             logger.info("Cleared by reset_prefix_cache: nothing that was stored before is served any more")
 
     def shutdown(self) -> None:
-        """Close the tiers: indexes are written out, locks released, background work ends."""
-        for tier in self._tiers:
-            tier.close()
+        """Close the tiers: indexes are written out, locks released, background work ends.
+
+        vLLM has ended the ranks before: they drained what was on its way, and could not tell. What they may have
+        finished is written down as a hint; its checksums tell, when it is loaded, whether they had.
+        """
+        verifies = self._config.verify == "checksum"
+        pending = self._catalog.in_flight_stores() if self._catalog is not None and verifies else ()
+        for position, tier in enumerate(self._tiers):
+            if isinstance(tier, FileTier):
+                tier.close([key for at, key in pending if at == position])
+            else:
+                tier.close()
+
+    def _allowed(self, req_context: ReqContext) -> frozenset[int] | None:
+        """Return the tiers that a request may load from, None for all: ``kv_load_tiers`` in its transfer params."""
+        chosen = req_context.load_tier_filter
+        if chosen is TierFilter.ALL:
+            return None
+        known = req_context.get_state(_Allowed)
+        if known is None:
+            faces = enumerate(self._faces)
+            known = _Allowed(frozenset(at for at, face in faces if chosen.allows(face.medium, face.locality)))
+            req_context.set_state(known)
+        return known.tiers
 
     def _collect_events(self) -> None:
         assert self._catalog is not None
-        stored, removed = self._catalog.take_changes()
-        if not self._offloading.enable_kv_cache_events:
-            return
-        locality = Locality.LOCAL if isinstance(self._tiers[0], FileTier) else Locality.REMOTE
-        for keys, is_removal in ((stored, False), (removed, True)):
-            if keys:
-                self._events.append(
-                    OffloadingEvent(
-                        keys=[OffloadKey(key) for key in keys],
-                        medium=Medium.STORAGE,
-                        removed=is_removal,
-                        locality=locality,
-                    )
-                )
+        for change in self._catalog.take_changes():
+            if self._offloading.enable_kv_cache_events:
+                face = self._faces[change.tier]
+                keys = [OffloadKey(key) for key in change.keys]
+                self._events.append(OffloadingEvent(keys, face.medium, change.removed, face.locality))

@@ -8,14 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from nixl_offload.engine import Share
 from nixl_offload.tiers.file import SlabPlace
+from nixl_offload.tiers.memory import MemoryPlace
 from nixl_offload.tiers.shared import SharedPlace
-from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.types import Key, Location, Outcome, worst
 
-Place = SlabPlace | SharedPlace
+Place = MemoryPlace | SlabPlace | SharedPlace
 """Where the ranks find what a tier keeps."""
 
 
@@ -38,6 +43,29 @@ class ChunkSpec(LoadStoreSpec):
     locations: tuple[Location, ...]
     places: tuple[Place, ...]
     """One for each tier of the config. Empty only when nothing can be loaded or stored: every chunk fails softly."""
+    landing_ticket: int = 0
+    """Of a load that keeps in memory what comes from farther tiers; 0: it keeps nothing."""
+    landings: tuple[Location | None, ...] = ()
+    """Where in the memory tier each chunk is kept, by position; empty, or as long as ``keys``."""
+
+
+@dataclass
+class MoveSpec:
+    """Chunks that travel from tier to tier, in the background: key, from where, to where, by position."""
+
+    ticket: int
+    keys: tuple[Key, ...]
+    sources: tuple[Location, ...]
+    targets: tuple[Location, ...]
+
+
+@dataclass
+class ChainMetadata(OffloadingConnectorMetadata):
+    """vLLM's message to the ranks, with the moves beside its jobs."""
+
+    moves: list[MoveSpec] = field(default_factory=list)
+    places: tuple[Place, ...] = ()
+    """As in ``ChunkSpec``; given where there are moves."""
 
 
 @dataclass
@@ -48,11 +76,10 @@ class TicketReport:
     failures: dict[int, Outcome] = field(default_factory=dict)
 
     def merge(self, other: TicketReport) -> TicketReport:
-        """Combine two ranks' words; CORRUPT outweighs the rest."""
+        """Combine two ranks' words: of each chunk the worst."""
         failures = dict(self.failures)
         for position, outcome in other.failures.items():
-            if failures.get(position) is not Outcome.CORRUPT:
-                failures[position] = outcome
+            failures[position] = worst(outcome, failures.get(position, Outcome.OK))
         return TicketReport(self.ranks + other.ranks, failures)
 
 
@@ -61,6 +88,8 @@ class WorkerReport(OffloadingWorkerMetadata):
     """vLLM's completion message, extended by the failure channel it lacks."""
 
     tickets: dict[int, TicketReport] = field(default_factory=dict)
+    loads: list[Share] = field(default_factory=list)
+    """How long tiers took to serve loads: what the estimate of their speed lives on."""
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
@@ -70,8 +99,9 @@ class WorkerReport(OffloadingWorkerMetadata):
         """Merge another rank's report of the same step into a new one."""
         base = super().aggregate(other)
         assert isinstance(base, OffloadingWorkerMetadata)
-        merged = WorkerReport(base.completed_jobs, base.transfer_stats, dict(self.tickets))
+        merged = WorkerReport(base.completed_jobs, base.transfer_stats, dict(self.tickets), list(self.loads))
         if isinstance(other, WorkerReport):
+            merged.loads += other.loads
             for number, report in other.tickets.items():
                 ours = merged.tickets.get(number)
                 merged.tickets[number] = report if ours is None else ours.merge(report)

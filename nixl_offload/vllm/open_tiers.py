@@ -9,30 +9,39 @@ from collections.abc import Mapping
 
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
+from nixl_offload.catalog import ChainOptions
+from nixl_offload.config import Config, S3Tier
 from nixl_offload.config import FileTier as FileTierSettings
-from nixl_offload.config import MemoryTier, S3Tier
-from nixl_offload.errors import NotSupportedError
+from nixl_offload.config import MemoryTier as MemoryTierSettings
 from nixl_offload.namespace import Namespace
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.file import FileTier
+from nixl_offload.tiers.memory import MemoryTier, rank_memory_bytes
 from nixl_offload.tiers.shared import SharedTier
 from nixl_offload.types import key_group
 
 
 def open_tier(
-    tier: MemoryTier | FileTierSettings | S3Tier,
+    tier: MemoryTierSettings | FileTierSettings | S3Tier,
     position: int,
     namespace: Namespace,
     slot_bytes: Mapping[int, int],
     parallel: OffloadingParallelConfig,
-) -> FileTier | SharedTier:
+) -> MemoryTier | FileTier | SharedTier:
     """Open what ``tier`` describes. ``slot_bytes``: what a chunk needs on each rank, by KV cache group.
 
-    Raises TierError, ConfigError or NotSupportedError, for the operator, when it cannot be used. A shared tier that
+    Raises TierError or ConfigError, for the operator, when it cannot be used. A shared tier that
     does not answer is no error: it is used once it does.
     """
-    if isinstance(tier, MemoryTier):
-        raise NotSupportedError("kind: memory is not built yet; use file or s3")
+    if isinstance(tier, MemoryTierSettings):
+        return MemoryTier.open(
+            tier,
+            position=position,
+            namespace=namespace,
+            slot_classes=sorted(set(slot_bytes.values())),
+            world_size=parallel.world_size,
+            dp_size=parallel.data_parallel_size,
+        )
     if isinstance(tier, FileTierSettings) and tier.layout == "slab":
         return FileTier.open(
             tier,
@@ -59,3 +68,19 @@ def open_tier(
     except BaseException:
         store.close()
         raise
+
+
+def chain_options(config: Config, parallel: OffloadingParallelConfig) -> ChainOptions:
+    """Return what the config says of how chunks travel from tier to tier, in bytes per rank."""
+    nearest = config.tiers[0]
+    if not isinstance(nearest, MemoryTierSettings):
+        return ChainOptions(move_backlog_bytes=config.staging_bytes)
+    capacity_bytes = nearest.capacity_bytes
+    unsaved_bytes = capacity_bytes // 4 if nearest.unsaved_limit_bytes is None else nearest.unsaved_limit_bytes
+    return ChainOptions(
+        promote=nearest.promote,
+        pin_unsaved=nearest.unsaved == "pin",
+        unsaved_limit_bytes=rank_memory_bytes(unsaved_bytes, parallel.world_size, parallel.data_parallel_size),
+        move_backlog_bytes=config.staging_bytes,
+        memory=0,
+    )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -26,13 +27,21 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.config import Config
-from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO
 from nixl_offload.errors import LayoutError, NixlOffloadError
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec, split_job
 from nixl_offload.movers.base import Mover
 from nixl_offload.types import Outcome, key_group
-from nixl_offload.vllm.messages import ChunkSpec, RankGeometry, TicketReport, WorkerReport
-from nixl_offload.vllm.rank_engine import open_engine, open_movers
+from nixl_offload.vllm.messages import (
+    ChainMetadata,
+    ChunkSpec,
+    MoveSpec,
+    Place,
+    RankGeometry,
+    TicketReport,
+    WorkerReport,
+)
+from nixl_offload.vllm.rank_engine import open_engine, open_host, open_movers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,16 +93,24 @@ class NixlOffloadingWorker(OffloadingWorker):
     """vLLM's worker contract over our engine, which opens with the first job (it says where the tiers are)."""
 
     def __init__(self, offloading: OffloadingConfig, config: Config, kv_caches: CanonicalKVCaches) -> None:
+        """Take the host memory that the config asks for, and reach shared tiers.
+
+        Raises TierError when there is not so much memory: at start, and only there. Storage that cannot be reached
+        turns offloading off.
+        """
         self._config = config
         self._rank = offloading.parallel.rank
         self._group_ids = tuple(group.group_id for group in offloading.groups)
         self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
         self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
-        self._engine: Engine | None = None
+        self._engine: ChainEngine | None = None
         self._movers: dict[int, Mover] = {}
         self._broken = False
         self._jobs: dict[int, RankJob] = {}
         self._refused: list[JobResult] = []
+        self._refused_tickets: dict[int, int] = {}
+        """Ticket of landings or moves that were refused -> how many chunks."""
+        self._host = open_host(config, offloading.parallel, self.layout, self._tensors)
         self._movers = self._unless_broken(lambda: open_movers(config, self._tensors)) or {}
 
     def geometry(self) -> RankGeometry:
@@ -111,6 +128,30 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Queue a load; ``expedited`` ones are waited for within the step and go first."""
         self._submit(job_id, src_spec, dst_spec, is_store=False, expedited=expedited)
         return True
+
+    def submit_moves(self, moves: Iterable[MoveSpec], places: tuple[Place, ...]) -> None:
+        """Queue what travels between tiers, behind everything else. Each move ends in ``take_tickets``."""
+        for move in moves:
+            engine = self._open(places)
+            if engine is None:
+                self._refused_tickets[move.ticket] = len(move.keys)
+                continue
+            engine.submit_moves(
+                move.ticket,
+                [
+                    MoveIO(key, self._group_ids.index(key_group(key)), source, target)
+                    for key, source, target in zip(move.keys, move.sources, move.targets, strict=True)
+                ],
+            )
+
+    def take_tickets(self) -> dict[int, dict[int, Outcome]]:
+        """Return how landings and moves ended since the last call: ticket -> failures by position."""
+        ended = {ticket: dict.fromkeys(range(count), Outcome.FAILED) for ticket, count in self._refused_tickets.items()}
+        self._refused_tickets = {}
+        if self._engine is not None:
+            for result in self._engine.settled():
+                ended[result.ticket] = failures_of(result.outcomes)
+        return ended
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until the source blocks of stores may be reused and loads have finished."""
@@ -139,8 +180,10 @@ class NixlOffloadingWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Drain within a deadline and release everything."""
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(self._config.drain_timeout_s)
             self._engine = None
+        if self._host is not None:
+            self._host.close()
         _close_all(self._movers.values())
         self._movers = {}
 
@@ -155,7 +198,7 @@ class NixlOffloadingWorker(OffloadingWorker):
             chunks = self._whole_job(spec, blocks)
             self._refuse(job_id, spec, chunks, is_store, str(error))
             return
-        engine = self._open(spec)
+        engine = self._open(spec.places)
         if engine is None:
             self._refuse(job_id, spec, chunks, is_store, "storage is not available on this rank")
             return
@@ -163,7 +206,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         if is_store:
             engine.submit_store(job_id, chunks)
         else:
-            engine.submit_load(job_id, chunks, expedited=expedited)
+            engine.submit_load(job_id, chunks, expedited=expedited, landing_ticket=spec.landing_ticket)
 
     def _chunks(self, spec: ChunkSpec, blocks: GPULoadStoreSpec, *, is_store: bool) -> tuple[ChunkIO, ...]:
         parts = split_job(
@@ -175,6 +218,7 @@ class NixlOffloadingWorker(OffloadingWorker):
             blocks_per_chunk=self.layout.blocks_per_chunk,
             require_full_tail=is_store,
         )
+        landings = spec.landings or (None,) * len(spec.keys)
         return tuple(
             ChunkIO(
                 spec.keys[part.key_index],
@@ -182,6 +226,7 @@ class NixlOffloadingWorker(OffloadingWorker):
                 part.group,
                 part.block_ids,
                 part.first_block,
+                None if (landing := landings[part.key_index]) is None else landing.offset,
             )
             for part in parts
         )
@@ -194,13 +239,15 @@ class NixlOffloadingWorker(OffloadingWorker):
     def _refuse(self, job_id: int, spec: ChunkSpec, chunks: tuple[ChunkIO, ...], is_store: bool, why: str) -> None:
         self._jobs[job_id] = RankJob(spec.ticket, is_store, chunks)
         outcomes = (Outcome.FAILED,) * len(chunks)
+        if spec.landing_ticket:
+            self._refused_tickets[spec.landing_ticket] = sum(landing is not None for landing in spec.landings)
         self._refused.append(JobResult(job_id, is_store, outcomes, 0, 0.0, (why,)))
 
-    def _open(self, spec: ChunkSpec) -> Engine | None:
-        if self._engine is None and not self._broken and spec.places:
+    def _open(self, places: Sequence[Place]) -> ChainEngine | None:
+        if self._engine is None and not self._broken and places:
             movers, self._movers = self._movers, {}
             self._engine = self._unless_broken(
-                lambda: open_engine(self._config, self._tensors, self.layout, spec.places, self._rank, movers)
+                lambda: open_engine(self._config, self._tensors, self.layout, places, self._rank, movers, self._host)
             )
             if self._engine is None:
                 _close_all(movers.values())
@@ -216,6 +263,11 @@ class NixlOffloadingWorker(OffloadingWorker):
             logger.exception("Offloading is off on rank %d until the engine restarts", self._rank)
         self._broken = True
         return None
+
+
+def failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:
+    """Return what did not end well, by position."""
+    return {position: outcome for position, outcome in enumerate(outcomes) if outcome is not Outcome.OK}
 
 
 def _close_all(movers: Iterable[Mover]) -> None:
@@ -249,14 +301,18 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
         return replace(self.rank_worker.geometry(), attention_backends=tuple(sorted(backends)))
 
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Submit vLLM's jobs, then our moves."""
+        super().start_kv_transfers(metadata)
+        if isinstance(metadata, ChainMetadata):
+            self.rank_worker.submit_moves(metadata.moves, metadata.places)
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Collect outcomes. A failed load is reported as received *and* as failed, so that its request resumes."""
         received: set[str] = set()
         for item in self.rank_worker.take_results():
             job, result = item.job, item.result
-            failures: dict[int, Outcome] = {
-                position: outcome for position, outcome in enumerate(result.outcomes) if outcome is not Outcome.OK
-            }
+            failures = failures_of(result.outcomes)
             self._report.mark_completed(result.job_id)
             self._report.tickets[job.ticket] = TicketReport(1, failures)
             if result.bytes_moved:
@@ -267,6 +323,10 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                 received.add(request)
             if failures and not job.is_store:
                 self._fail_load(job, request, failures)
+            elif not job.is_store:
+                self._report.loads.extend(result.shares)
+        for ticket, failures in self.rank_worker.take_tickets().items():
+            self._report.tickets[ticket] = TicketReport(1, failures)
         return set(), received
 
     def take_failed_requests(self) -> set[str]:
@@ -279,14 +339,15 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Return what has finished since the last call, None when nothing has."""
-        if self._report.is_empty():
-            return None
+    def build_connector_worker_meta(self) -> WorkerReport:
+        """Return what has finished since the last call.
+
+        Also when nothing has: vLLM keeps an empty step to itself, and the scheduler's half counts steps (``step_clock``).
+        """
         report, self._report = self._report, WorkerReport()
         return report
 
-    def _fail_load(self, job: RankJob, request: str | None, failures: dict[int, Outcome]) -> None:
+    def _fail_load(self, job: RankJob, request: str | None, failures: Mapping[int, Outcome]) -> None:
         logger.warning(
             "Load of request %s: %d of %d chunks not usable (%s)",
             request,

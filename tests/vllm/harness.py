@@ -40,6 +40,7 @@ __all__ = [
     "EngineError",
     "ModelShape",
     "Workshop",
+    "chain_config",
     "close",
     "file_tier",
     "prompts",
@@ -120,7 +121,12 @@ def file_tier(path: Path, *, capacity: str = "256MiB", **fields: Any) -> dict[st
 
 def tier_config(tier: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     """Our config with one tier, such as ``RcloneServer.tier()`` or ``tree_tier()`` describe; ``fields`` as above."""
-    return {"chunk_tokens": CHUNK_TOKENS, "tiers": [dict(tier)], **fields}
+    return chain_config(tier, **fields)
+
+
+def chain_config(*tiers: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Our config with several tiers. Hits are taken however slow, for a tiny model computes faster than most load."""
+    return {"chunk_tokens": CHUNK_TOKENS, "slow_hits": "take", "tiers": [dict(tier) for tier in tiers], **fields}
 
 
 def tree_tier(path: Path, **fields: Any) -> dict[str, Any]:

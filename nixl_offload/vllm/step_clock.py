@@ -1,0 +1,62 @@
+"""How long steps take that compute prompts: what the estimate of prefill speed lives on.
+
+Threading: the scheduler's thread. Steps end in the order in which they were scheduled; with asynchronous scheduling a
+step is scheduled while the one before it runs, so a step counts from the end of the one before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+MIN_TOKENS = 64
+"""Fewer are decoding, or too little to tell."""
+_MOST_OPEN = 16
+
+
+class _Step(NamedTuple):
+    scheduled_s: float
+    tokens: int
+    context_tokens: int
+
+
+class StepClock:
+    """Tells ``observe(tokens, context_tokens, seconds)`` of each step that computes at least ``MIN_TOKENS``."""
+
+    def __init__(self, observe: Callable[[int, int, float], None], clock: Callable[[], float]) -> None:
+        self._observe = observe
+        self._clock = clock
+        self._open: deque[_Step] = deque()
+        self._ended_s = 0.0
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """A step is scheduled."""
+        if len(self._open) == _MOST_OPEN:  # vLLM does not tell of their ends
+            self._open.clear()
+        self._open.append(_Step(self._clock(), output.total_num_scheduled_tokens, _context(output)))
+
+    def done(self) -> None:
+        """The oldest step that is under way has ended."""
+        if not self._open:
+            return
+        step, now_s = self._open.popleft(), self._clock()
+        seconds = now_s - max(step.scheduled_s, self._ended_s)
+        self._ended_s = now_s
+        if step.tokens >= MIN_TOKENS and seconds > 0:
+            self._observe(step.tokens, step.context_tokens, seconds)
+
+
+def _context(output: SchedulerOutput) -> int:
+    """Tokens that lie before those of the step, on average over the step's tokens."""
+    if output.total_num_scheduled_tokens < MIN_TOKENS:
+        return 0
+    scheduled = output.num_scheduled_tokens
+    before = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    weighted = sum(before.get(request, 0) * tokens for request, tokens in scheduled.items())
+    return weighted // output.total_num_scheduled_tokens

@@ -1,0 +1,136 @@
+"""A chain of tiers of which one misbehaves: the others go on as if nothing were.
+
+Proves: while a bucket stalls, requests that hit memory or files are not delayed, memory stays within its bound, and all
+is well again afterwards; hits that would be slower than computing are not taken, and are tried again later.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.s3.proxy import Delay, FaultProxy, Hold
+from tests.s3.servers import RcloneServer
+from tests.vllm.damage import until
+from tests.vllm.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Engine, Workshop, chain_config, prompts
+
+STALL_S = float(os.environ.get("NIXL_OFFLOAD_STALL_S", "8"))
+"""How long the bucket stalls. A minute, as an outage lasts, takes a minute: that is for a run by hand."""
+HELD_S = 20.0
+"""What a request would wait for the bucket if it waited: ``lookup.timeout``, and less than ``load_timeout``."""
+FULL_TOKENS = 3 * MAX_BATCHED_TOKENS
+LIMIT = 4 << 20
+SOURCES = "vllm:prompt_tokens_cached_by_source"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RcloneServer]:
+    with RcloneServer() as running:
+        yield running
+
+
+def resident_bytes(engine: Engine) -> int:
+    """What the engine's process holds of the machine's memory."""
+    status = Path(f"/proc/{engine.pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) << 10
+
+
+def test_a_bucket_that_stalls(workshop: Workshop, server: RcloneServer) -> None:
+    """Memory and files in front of a bucket that answers nothing for a while, its connections open all the time."""
+    known = prompts(4, seed=811)
+    fresh = iter(prompts(400, seed=812))
+    memory = {"kind": "memory", "capacity": "16MiB", "unsaved_limit": f"{LIMIT >> 20}MiB"}
+    files = {"kind": "file", "path": str(workshop.scratch / "stall"), "capacity": "1GiB"}
+    with FaultProxy(server.port) as proxy:
+        bucket = server.tier("stall", endpoint=proxy.endpoint, lookup={"timeout": f"{HELD_S:.0f}s"})
+        config = chain_config(memory, files, bucket)
+        with workshop.start_engine(connector=config, environment=server.environment) as engine:
+            right = engine.generate(known)
+            engine.generate([next(fresh) for _ in range(8)])  # memory is full, and has been through evictions
+            assert engine.settle()
+            held = proxy.inject(Hold())
+            # This one asks the bucket, which says nothing: from here on the tier is known to be in trouble.
+            engine.generate([next(fresh)])
+            before_bytes, stalled_s = resident_bytes(engine), time.monotonic()
+            sources = engine.labelled(SOURCES, "source")
+            rounds = 0
+            while time.monotonic() - stalled_s < STALL_S or rounds < 2:
+                rounds += 1
+                assert engine.reset_prefix_cache()
+                for prompt, expected in zip(known, right, strict=True):
+                    [answer] = engine.generate([prompt])
+                    assert answer.external_hit_tokens == FULL_TOKENS
+                    assert answer.tokens == expected.tokens
+                    assert answer.logprobs == expected.logprobs
+                    assert answer.total_s < HELD_S / 2
+                engine.generate([next(fresh) for _ in range(4)])
+                assert engine.metrics()["vllm:nixl_offload_unsaved_bytes"] <= LIMIT
+            came = engine.labelled(SOURCES, "source")
+            assert came["host"] + came["disk"] - sources["host"] - sources["disk"] == rounds * 4 * FULL_TOKENS
+            assert resident_bytes(engine) - before_bytes < 48 << 20
+            held.release()
+            assert engine.settle()
+            last = next(fresh)
+            engine.generate([last])
+            until(lambda: _stored_again(engine, next(fresh)), "the bucket is in use again", deadline_s=60.0)
+            engine.stop()
+
+
+def _stored_again(engine: Engine, prompt: list[int]) -> bool:
+    before = engine.labelled("vllm:nixl_offload_moved_chunks", "tier").get("s3", 0)
+    engine.generate([prompt])
+    assert engine.settle()
+    return engine.labelled("vllm:nixl_offload_moved_chunks", "tier").get("s3", 0) > before
+
+
+def test_a_hit_slower_than_computing_is_not_taken(workshop: Workshop, server: RcloneServer) -> None:
+    """Once a few loads have shown that the bucket is slow, prompts are computed although it has them; counted."""
+    asked = prompts(8, seed=813)
+    with FaultProxy(server.port) as proxy:
+        bucket = server.tier("slow", endpoint=proxy.endpoint)
+        with workshop.start_engine(connector=chain_config(bucket), environment=server.environment) as engine:
+            right = engine.generate(asked)
+            assert engine.settle()
+            engine.stop()
+        slow = proxy.inject(Delay(3.0, at="answer"), operation="GET")
+        config = chain_config(bucket, slow_hits="skip")
+        with workshop.start_engine(connector=config, environment=server.environment) as engine:
+            engine.generate(prompts(4, seed=814))  # so that it is known how fast computing is
+            answers = engine.generate(asked)
+            for answer, expected in zip(answers, right, strict=True):
+                assert answer.tokens == expected.tokens
+                assert answer.logprobs == expected.logprobs
+            taken = [answer.external_hit_tokens for answer in answers]
+            assert taken[:3] == [FULL_TOKENS] * 3, "nothing is known of the tier yet"
+            assert taken[3:] == [0] * 5
+            assert all(answer.total_s < 3.0 for answer in answers[3:])
+            assert engine.labelled("vllm:nixl_offload_hit_decisions", "decision") == {"taken": 3, "skipped": 5}
+            slow.release()
+            engine.stop()
+
+
+def test_files_that_are_gone(workshop: Workshop) -> None:
+    """Memory goes on serving when the file tier's directory vanishes, and when it never could be used."""
+    asked = prompts(2, seed=815)
+    path = workshop.scratch / "vanishing"
+    config = chain_config(
+        {"kind": "memory", "capacity": "64MiB"}, {"kind": "file", "path": str(path), "capacity": "64MiB"}
+    )
+    with workshop.start_engine(connector=config) as engine:
+        right = engine.generate(asked[:1])
+        assert engine.settle()
+        path.rename(path.with_name("elsewhere"))
+        right += engine.generate(asked[1:])
+        assert engine.settle()
+        for _ in range(2):
+            assert engine.reset_prefix_cache()
+            answers = engine.generate(asked)
+            assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * 2
+            for answer, expected in zip(answers, right, strict=True):
+                assert answer.same_as(expected)
+        engine.stop()
+    assert FULL_TOKENS % CHUNK_TOKENS == 0
