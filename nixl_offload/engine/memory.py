@@ -23,7 +23,7 @@ from nixl_offload.engine.engine import STORE_GRACE_S, WAIT_LIMIT_S
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Landed, Lane, Stage, Task
-from nixl_offload.engine.packer import BlockIds, Fence, Payload, make_packer, pages_of, require_agreement
+from nixl_offload.engine.packer import BlockIds, Fence, Packer, Payload, make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import LEAKED, MAX_FAILED_PASSES, STUCK_POLL_S
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import Slot
@@ -91,10 +91,12 @@ class MemoryEngine:
         clock: Callable[[], float] = time.monotonic,
         load_timeout_s: float = 30.0,
         store_queue_bytes: int = STORE_QUEUE_BYTES,
+        packer: Packer | None = None,
     ) -> None:
-        """Start the copier. ``tensors`` as for ``engine.Engine``; ``tier``: the position of the memory tier.
+        """Start the copier.
 
-        Raises LayoutError when tensors and layout disagree.
+        ``tensors`` as for ``engine.Engine``; ``tier``: the position of the memory tier; ``packer``: None takes the one
+        for where the tensors lie. Raises LayoutError when tensors and layout disagree.
         """
         require_agreement(tensors, layout)
         self._layout = layout
@@ -105,7 +107,7 @@ class MemoryEngine:
         self._clock = clock
         self._load_timeout_s = load_timeout_s
         self._tensors = tuple(tensors)
-        self._packer = make_packer(tensors, pages_of(layout))
+        self._packer = packer if packer is not None else make_packer(tensors, pages_of(layout))
         self._plans = [_plan(layout, group) for group in range(len(layout.groups))]
         self._table = JobTable(store_queue_limit_bytes=store_queue_bytes, clock=clock)
         self._log = RateLog(logger, clock)

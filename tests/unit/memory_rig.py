@@ -1,0 +1,159 @@
+"""A memory tier for tests: KV tensors of every layout, a host slab, a ``MemoryEngine``; and a packer whose copies end
+when the test says so, as those of a device do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nixl_offload.engine import ChunkIO, JobResult
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.packer import Fence, HostPacker, Parts, pages_of
+from nixl_offload.layout import KVLayout
+from nixl_offload.types import Key, Location, Outcome
+from tests.unit.engine_rig import DEADLINE_S, NAMESPACE, SHAPES, Shape, kv_cache
+
+TIER = 0
+
+
+@dataclass
+class SlowFence:
+    """A copy on a device: it happens when ``go`` is called, long after it was queued."""
+
+    copy: Any
+    packer: SlowPacker
+    over: bool = False
+
+    def go(self) -> None:
+        self.copy()
+        self.over = True
+
+    def done(self) -> bool:
+        return self.over or self.packer.released
+
+
+class SlowPacker(HostPacker):
+    """Queues copies as a device does. The test calls ``fences[n].go()``; ``broken`` groups raise instead."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.fences: list[SlowFence] = []
+        self.broken: set[int] = set()
+        self.released = False
+        """Nothing is copied any more, and every fence is done: for the end of a test."""
+
+    def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        return self._queue(super().gather_many, group, parts, fence)
+
+    def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+        return self._queue(super().scatter_many, group, parts, fence)
+
+    def _queue(self, copy: Any, group: int, parts: Parts, fence: Fence) -> Fence:
+        if group in self.broken:
+            raise RuntimeError("the device is out of order")
+        self.fences.append(SlowFence(lambda: copy(group, parts, fence), self))
+        return self.fences[-1]
+
+
+@dataclass
+class MemoryRig:
+    """Built by ``make``. ``kv`` are the tensors as arrays of shape (NUM_BLOCKS, page)."""
+
+    shape: Shape
+    kv: list[npt.NDArray[np.uint8]]
+    layout: KVLayout
+    host: HostSlab
+    engine: MemoryEngine
+    packer: SlowPacker | None
+    results: dict[int, JobResult] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        shape: str = "per_layer",
+        *,
+        slots: int = 16,
+        relay_slots: int = 1,
+        namespace: bytes = NAMESPACE,
+        host: HostSlab | None = None,
+        slow: bool = False,
+        seed: int = 1,
+        **options: Any,
+    ) -> MemoryRig:
+        """``host``: the slab of an earlier rig, with what lies in it. ``slow``: with a ``SlowPacker``."""
+        tensors, kv, layout = kv_cache(SHAPES[shape], seed)
+        slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
+        if host is None:
+            host = HostSlab(memory_bytes=slots * slot_bytes, relay_slots=relay_slots, slot_bytes=slot_bytes)
+        packer = None
+        if slow:
+            packer = SlowPacker([tensor.view(torch.uint8).numpy() for tensor in tensors], pages_of(layout))
+        engine = MemoryEngine(
+            tensors=tensors, layout=layout, host=host, rank_namespace=namespace, tier=TIER, packer=packer, **options
+        )
+        return cls(SHAPES[shape], kv, layout, host, engine, packer)
+
+    def key(self, number: int, group: int = 0) -> Key:
+        return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
+
+    @property
+    def fences(self) -> list[SlowFence]:
+        """The copies that a slow packer was asked for, in their order."""
+        assert self.packer is not None
+        return self.packer.fences
+
+    @property
+    def slot_bytes(self) -> int:
+        return max(self.layout.slot_bytes(group) for group in range(len(self.shape.groups)))
+
+    def chunk(
+        self, number: int, blocks: Iterable[int], *, group: int = 0, first: int = 0, slot: int | None = None
+    ) -> ChunkIO:
+        """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
+        location = Location(TIER, (number if slot is None else slot) * self.slot_bytes, self.slot_bytes)
+        return ChunkIO(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
+
+    def memory(self, slot: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a slot."""
+        return self.host.slot(slot * self.slot_bytes, self.slot_bytes).memory
+
+    def bytes_of(self, blocks: Sequence[int], group: int = 0) -> bytes:
+        """What the payload of these blocks must be."""
+        return b"".join(
+            self.kv[tensor][block, :size].tobytes() for block in blocks for tensor, size in self.shape.groups[group]
+        )
+
+    def wipe(self, value: int = 0) -> None:
+        for rows in self.kv:
+            rows[:] = value
+
+    def collect(self, job_id: int) -> JobResult:
+        """Drain until ``job_id`` is there; a job that shows up twice is an error."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while job_id not in self.results:
+            for result in self.engine.finished():
+                assert result.job_id not in self.results, f"job {result.job_id} ended twice"
+                self.results[result.job_id] = result
+            assert time.monotonic() < deadline_s, f"job {job_id} has not ended"
+            time.sleep(0.0005)
+        return self.results[job_id]
+
+    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+        self.engine.submit_store(job_id, chunks)
+        return self.collect(job_id).outcomes
+
+    def load(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+        self.engine.submit_load(job_id, chunks)
+        return self.collect(job_id).outcomes
+
+    def close(self) -> None:
+        self.engine.close(1.0)
+        self.host.close()

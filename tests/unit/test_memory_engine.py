@@ -1,0 +1,560 @@
+"""Proves: chunks of every layout come back bit for bit from host slots, whose images are those of a file; nothing
+unverified reaches a KV block; a slot is told of only when no copy is at it; ``wait`` frees source blocks and nothing
+sooner; loads overtake stores; each job ends exactly once; the thread survives what it meets, and ends with ``close``.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_offload.checksum import block_checksums
+from nixl_offload.engine import memory as memory_module
+from nixl_offload.engine.pump import LEAKED
+from nixl_offload.format import HEADER_BYTES, Expected, check_header
+from nixl_offload.types import Location, Outcome
+from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, until
+from tests.unit.memory_rig import MemoryRig
+
+OK, FAILED, CORRUPT, DROPPED, TAINTED = (
+    Outcome.OK,
+    Outcome.FAILED,
+    Outcome.CORRUPT,
+    Outcome.DROPPED,
+    Outcome.TAINTED,
+)
+Make = Callable[..., MemoryRig]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    rigs: list[MemoryRig] = []
+
+    def build(*arguments: Any, **options: Any) -> MemoryRig:
+        rigs.append(MemoryRig.make(*arguments, **options))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        if rig.packer is not None:
+            rig.packer.released = True
+        rig.close()
+
+
+# -- round trips ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_come_back_into_other_blocks(make: Make, shape: str) -> None:
+    """All groups in one job, from scattered blocks into other scattered blocks; nothing else changes."""
+    rig = make(shape)
+    groups = range(len(rig.shape.groups))
+    sources = [[7, 8, 9, 10], [39, 0, 20, 3]]
+    targets = [[30, 12, 13, 5], [25, 26, 27, 28]]
+    wanted = {(n, g): rig.bytes_of(sources[n], g) for n in range(2) for g in groups}
+    stores = [rig.chunk(2 * g + n, sources[n], group=g) for n in range(2) for g in groups]
+    assert set(rig.store(1, stores)) == {OK}
+    assert rig.collect(1).bytes_moved == sum(len(payload) for payload in wanted.values())
+    assert rig.collect(1).is_store
+    for group in groups:
+        rig.wipe(0xEE)
+        loads = [rig.chunk(2 * group + n, targets[n], group=group) for n in range(2)]
+        assert rig.load(2 + group, loads) == (OK, OK)
+        for n in range(2):
+            assert rig.bytes_of(targets[n], group) == wanted[n, group]
+        untouched = sorted(set(range(NUM_BLOCKS)) - set(targets[0]) - set(targets[1]))
+        assert set(rig.bytes_of(untouched, group)) == {0xEE}
+    assert rig.engine.landed() == []
+    assert rig.engine.idle()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_slot_holds_the_image_that_a_file_would(make: Make, shape: str) -> None:
+    """Header, checksums of each block, payload, and zeros for padding whatever lay there before."""
+    rig = make(shape)
+    for group in range(len(rig.shape.groups)):
+        blocks = [5, 4, 30, 31]
+        rig.memory(group)[:] = 0xAB
+        assert rig.store(group, [rig.chunk(group, blocks, group=group)]) == (OK,)
+        image = rig.memory(group)
+        block_bytes = rig.layout.groups[group].block_bytes
+        end = HEADER_BYTES + CHUNK_BLOCKS * block_bytes
+        payload = image[HEADER_BYTES:end]
+        expected = Expected(NAMESPACE, rig.key(group, group), group, CHUNK_BLOCKS, block_bytes)
+        header = check_header(image[:HEADER_BYTES], expected)
+        assert payload.tobytes() == rig.bytes_of(blocks, group)
+        assert header.checksums == tuple(block_checksums(payload.reshape(CHUNK_BLOCKS, block_bytes)).tolist())
+        assert not image[end : rig.layout.slot_bytes(group)].any()
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "packed_blocks", "padded", "mla"])
+def test_any_part_of_a_chunk_can_be_loaded(make: Make, shape: str) -> None:
+    """Loads that begin and end anywhere inside the chunk touch exactly their blocks."""
+    rig = make(shape)
+    source = [3, 1, 4, 15]
+    whole = rig.bytes_of(source)
+    block_bytes = rig.layout.groups[0].block_bytes
+    assert rig.store(0, [rig.chunk(5, source)]) == (OK,)
+    job = 1
+    for first in range(CHUNK_BLOCKS):
+        for count in range(1, CHUNK_BLOCKS - first + 1):
+            rig.wipe(0xEE)
+            blocks = list(range(20, 20 + 2 * count, 2))
+            assert rig.load(job, [rig.chunk(5, blocks, first=first)]) == (OK,)
+            assert rig.bytes_of(blocks) == whole[first * block_bytes : (first + count) * block_bytes]
+            assert set(rig.bytes_of(sorted(set(range(NUM_BLOCKS)) - set(blocks)))) == {0xEE}
+            job += 1
+
+
+@pytest.mark.parametrize("shape", ["mla", "packed_blocks"])
+def test_a_chunk_stored_from_its_middle_serves_its_tail_only(make: Make, shape: str) -> None:
+    """A sliding window stores a tail. Its head was never there: asking for it is CORRUPT and touches nothing."""
+    rig = make(shape)
+    wanted = rig.bytes_of([11, 12])
+    rig.memory(0)[:] = 0xAB
+    assert rig.store(0, [rig.chunk(0, [11, 12], first=2)]) == (OK,)
+    begin = HEADER_BYTES + 2 * rig.layout.groups[0].block_bytes
+    assert not rig.memory(0)[HEADER_BYTES:begin].any()
+    rig.wipe(0xEE)
+    assert rig.load(1, [rig.chunk(0, [20, 21], first=2)]) == (OK,)
+    assert rig.bytes_of([20, 21]) == wanted
+    rig.wipe(0xEE)
+    assert rig.load(2, [rig.chunk(0, [20, 21, 22], first=1)]) == (CORRUPT,)
+    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
+
+
+def test_jobs_larger_than_a_batch_go_in_several(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of two chunks and a job of nine; each outcome is its own chunk's, in the job's order."""
+    rig = make("per_layer", slow=True)
+    size = CHUNK_BLOCKS * rig.layout.groups[0].block_bytes
+    monkeypatch.setattr(memory_module, "STORE_BATCH_BYTES", 2 * size + 1)
+    monkeypatch.setattr(memory_module, "LOAD_BATCH_BYTES", 2 * size)
+    wanted = [rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(9)]
+    rig.engine.submit_store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(9)])
+    for number in range(5):
+        until(lambda number=number: len(rig.fences) > number)
+        rig.fences[number].go()
+    assert rig.collect(0).outcomes == (OK,) * 9
+    rig.memory(4)[HEADER_BYTES] ^= 1
+    rig.wipe()
+    rig.engine.submit_load(1, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(9)])
+    for number in range(5, 10):
+        until(lambda number=number: len(rig.fences) > number)
+        rig.fences[number].go()
+    assert rig.collect(1).outcomes == tuple(CORRUPT if n == 4 else OK for n in range(9))
+    for n in set(range(9)) - {4}:
+        assert rig.bytes_of(range(4 * n, 4 * n + 4)) == wanted[n]
+
+
+# -- never a wrong token --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "two_groups", "packed_blocks"])
+def test_a_flipped_bit_anywhere_is_corrupt(make: Make, shape: str) -> None:
+    """Header and payload: 60 places, drawn with a fixed seed plus the edges; KV blocks stay untouched."""
+    rig = make(shape)
+    assert rig.store(0, [rig.chunk(2, [1, 2, 3, 4])]) == (OK,)
+    used = HEADER_BYTES + CHUNK_BLOCKS * rig.layout.groups[0].block_bytes
+    places = {0, 7, 8, HEADER_BYTES - 1, HEADER_BYTES, used - 1}
+    places |= {int(place) for place in np.random.default_rng(3).integers(0, used, 54)}
+    rig.wipe(0xEE)
+    for job, place in enumerate(sorted(places), start=1):
+        rig.memory(2)[place] ^= 0x10
+        assert rig.load(job, [rig.chunk(2, [5, 6, 7, 8])]) == (CORRUPT,), place
+        rig.memory(2)[place] ^= 0x10
+    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
+    assert rig.load(999, [rig.chunk(2, [5, 6, 7, 8])]) == (OK,)
+
+
+def test_a_flip_outside_the_wanted_tail_does_no_harm(make: Make) -> None:
+    rig = make("per_layer")
+    tail = rig.bytes_of([4])
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    rig.memory(0)[HEADER_BYTES + 10] ^= 1
+    assert rig.load(1, [rig.chunk(0, [9], first=3)]) == (OK,)
+    assert rig.bytes_of([9]) == tail
+    assert rig.load(2, [rig.chunk(0, [9, 10, 11, 12])]) == (CORRUPT,)
+    assert rig.collect(2).errors == ("corrupt: checksum",)
+
+
+def test_swapped_slots_and_foreign_shards_are_corrupt(make: Make) -> None:
+    """The right bytes of the wrong key, and the right key of another namespace, group or geometry."""
+    rig = make("shared_tensors")
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(1, [5, 6, 7, 8])]) == (OK, OK)
+    rig.wipe(0xEE)
+    swapped = [rig.chunk(0, [10, 11, 12, 13], slot=1), rig.chunk(1, [14, 15, 16, 17], slot=0)]
+    assert rig.load(1, swapped) == (CORRUPT, CORRUPT)
+    assert rig.load(2, [rig.chunk(0, [10, 11, 12, 13], group=1)]) == (CORRUPT,)
+    assert rig.load(3, [rig.chunk(7, [10, 11, 12, 13])]) == (CORRUPT,)
+    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
+    stranger = make("shared_tensors", host=rig.host, namespace=bytes(32))
+    stranger.wipe(0xEE)
+    assert stranger.load(0, [stranger.chunk(0, [1, 2, 3, 4])]) == (CORRUPT,)
+    assert set(stranger.bytes_of(range(NUM_BLOCKS))) == {0xEE}
+
+
+def test_verify_header_checks_identity_but_not_payload(make: Make) -> None:
+    rig = make("per_layer", verify="header")
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    rig.memory(0)[HEADER_BYTES + 5] ^= 1
+    assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+    assert rig.load(2, [rig.chunk(1, [5, 6, 7, 8], slot=0)]) == (CORRUPT,)
+
+
+def test_one_bad_chunk_does_not_spoil_its_job(make: Make) -> None:
+    """Corrupt, misplaced and good ones together; each has its own outcome, and the good ones are there."""
+    rig = make("per_layer")
+    chunks = [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(4)]
+    wanted = rig.bytes_of(range(16))
+    assert rig.store(0, chunks) == (OK,) * 4
+    rig.memory(2)[HEADER_BYTES] ^= 1
+    misplaced = replace(chunks[1], location=replace_location(chunks[1].location, offset=1 << 40))
+    rig.wipe()
+    assert rig.load(1, [chunks[0], misplaced, chunks[2], chunks[3]]) == (OK, FAILED, CORRUPT, OK)
+    block_bytes = 4 * rig.layout.groups[0].block_bytes
+    assert rig.bytes_of(range(4)) == wanted[:block_bytes]
+    assert rig.bytes_of(range(12, 16)) == wanted[3 * block_bytes :]
+    assert rig.collect(1).bytes_moved == 2 * block_bytes
+
+
+def replace_location(location: Location, **changes: int) -> Location:
+    return location._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"offset": 1 << 40}, "beyond"),
+        ({"offset": -4096}, "at -4096"),
+        ({"offset": 100}, "at 100"),
+        ({"slot_bytes": 4096}, "too small"),
+        ({"tier": 1}, "no tier"),
+    ],
+)
+@pytest.mark.parametrize("is_store", [True, False])
+def test_places_outside_the_tier_are_refused(make: Make, change: dict[str, int], words: str, is_store: bool) -> None:
+    rig = make("per_layer")
+    chunk = rig.chunk(0, [1, 2, 3, 4])
+    chunk = replace(chunk, location=replace_location(chunk.location, **change))
+    assert (rig.store if is_store else rig.load)(0, [chunk]) == (FAILED,)
+    assert words in rig.collect(0).errors[0]
+
+
+def test_relay_slots_are_no_place_of_the_tier(make: Make) -> None:
+    """They lie in the same slab, behind it, and belong to moves between farther tiers."""
+    rig = make("per_layer", slots=3, relay_slots=2)
+    chunk = rig.chunk(0, [1, 2, 3, 4], slot=3)
+    assert chunk.location.offset == rig.host.relay_offsets[0]
+    assert rig.store(0, [chunk]) == (FAILED,)
+    assert not rig.memory(3).any()
+
+
+@pytest.mark.parametrize("blocks", [[], [1, 2, 3, 4, 5], [-1, 2, 3, 4], [0, 1, 2, NUM_BLOCKS]])
+@pytest.mark.parametrize("is_store", [True, False])
+def test_blocks_that_do_not_exist_are_refused(make: Make, blocks: list[int], is_store: bool) -> None:
+    rig = make("per_layer")
+    assert (rig.store if is_store else rig.load)(0, [rig.chunk(0, blocks)]) == (FAILED,)
+
+
+def test_chunks_of_no_group_and_stores_without_an_end_are_refused(make: Make) -> None:
+    rig = make("per_layer")
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4], group=3), rig.chunk(1, [1, 2, 3])]) == (FAILED, FAILED)
+    assert rig.load(1, [replace(rig.chunk(0, [1, 2, 3, 4]), group=-1)]) == (FAILED,)
+
+
+def test_moves_and_landings_are_not_made_here(make: Make) -> None:
+    """They are told of nonetheless, so that whoever asked does not wait for ever."""
+    rig = make("per_layer")
+    chunk = replace(rig.chunk(0, [1, 2, 3, 4]), host_offset=0)
+    assert rig.load(0, [chunk, rig.chunk(1, [1, 2, 3, 4])]) == (FAILED, CORRUPT)
+    rig.engine.submit_move(1, [chunk], is_store=True)
+    assert rig.collect(1).outcomes == (FAILED,)
+    rig.engine.submit_move(2, [chunk], is_store=False)
+    assert rig.collect(2).outcomes == (FAILED,)
+    assert [(landed.job_id, landed.outcomes) for landed in rig.engine.landed()] == [(0, (FAILED,)), (2, (FAILED,))]
+    assert rig.engine.idle()
+
+
+# -- wait, order, pressure ------------------------------------------------------------------------------------------
+
+
+def test_blocks_overwritten_after_wait_do_not_change_what_was_stored(make: Make) -> None:
+    """Chunks that ``wait`` gave up are DROPPED, never stored with later bytes."""
+    rig = make("per_layer")
+    rng = np.random.default_rng(5)
+    stored = 0
+    for round_ in range(60):
+        for rows in rig.kv:
+            rows[:] = rng.integers(0, 256, rows.shape, dtype=np.uint8)
+        wanted = [rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(6)]
+        rig.engine.submit_store(2 * round_, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(6)])
+        rig.engine.wait([2 * round_])
+        rig.wipe(round_)
+        for n, outcome in enumerate(rig.collect(2 * round_).outcomes):
+            assert outcome in {OK, DROPPED}
+            if outcome is OK:
+                stored += 1
+                assert rig.load(1000 + 6 * round_ + n, [rig.chunk(n, [30, 31, 32, 33])]) == (OK,)
+                assert rig.bytes_of([30, 31, 32, 33]) == wanted[n]
+    assert stored > 0
+
+
+def test_wait_returns_when_the_copy_is_over_and_not_before(make: Make) -> None:
+    rig = make("per_layer", slow=True)
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 1)
+    waiter = threading.Thread(target=rig.engine.wait, args=([0],))
+    waiter.start()
+    time.sleep(0.05)
+    assert waiter.is_alive()
+    rig.fences[0].go()
+    waiter.join(5)
+    assert not waiter.is_alive()
+    assert rig.collect(0).outcomes == (OK,)
+
+
+def test_wait_drops_what_has_not_begun(make: Make) -> None:
+    """Four batches of stores are in flight on a device that is busy; the fifth job gives its blocks back."""
+    rig = make("per_layer", slow=True)
+    for job in range(5):
+        rig.engine.submit_store(job, [rig.chunk(job, range(4 * job, 4 * job + 4))])
+    until(lambda: len(rig.fences) == memory_module.MAX_STORE_BATCHES)
+    rig.engine.wait([4, 777])
+    assert rig.collect(4).outcomes == (DROPPED,)
+    for fence in rig.fences:
+        fence.go()
+    for job in range(4):
+        assert rig.collect(job).outcomes == (OK,)
+    assert len(rig.fences) == 4
+
+
+def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: Make) -> None:
+    """Its blocks change under the copy: it must not become OK; and until then its slot must not be given away."""
+    rig = make("per_layer", slow=True)
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 1)
+    rig.engine.wait([0], limit_s=0.02)
+    rig.wipe(9)
+    time.sleep(0.02)
+    assert rig.engine.finished() == []
+    assert not rig.engine.idle()
+    rig.fences[0].go()
+    assert rig.collect(0).outcomes == (FAILED,)
+    assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
+
+
+def test_a_load_that_is_being_copied_is_waited_for(make: Make) -> None:
+    """Whatever the limit says: giving its blocks away would mean late bytes in another request's KV."""
+    rig = make("per_layer", slow=True)
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 1)
+    rig.fences[0].go()
+    wanted = rig.bytes_of([1, 2, 3, 4])
+    rig.collect(0)
+    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])])
+    until(lambda: len(rig.fences) == 2)
+    waiter = threading.Thread(target=rig.engine.wait, args=([1], 0.01))
+    waiter.start()
+    time.sleep(0.05)
+    assert waiter.is_alive()
+    rig.fences[1].go()
+    waiter.join(5)
+    assert not waiter.is_alive()
+    assert rig.bytes_of([5, 6, 7, 8]) == wanted
+
+
+def test_loads_overtake_stores_and_expedited_ones_all(make: Make) -> None:
+    """Behind a full house of stores: the next to begin are the expedited load, the load, and then a store."""
+    rig = make("per_layer", slow=True)
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 1)
+    rig.fences[0].go()
+    rig.collect(0)
+    for job in range(1, 6):
+        rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 5)
+    rig.engine.submit_load(10, [rig.chunk(0, [5, 6, 7, 8])])
+    until(lambda: len(rig.fences) == 6)
+    rig.fences[5].go()
+    assert rig.collect(10).outcomes == (OK,)
+    for job in range(11, 15):
+        rig.engine.submit_load(job, [rig.chunk(0, [5, 6, 7, 8])])
+    until(lambda: len(rig.fences) == 10)
+    rig.engine.submit_load(15, [rig.chunk(0, [20, 21, 22, 23])])
+    rig.engine.submit_load(16, [rig.chunk(0, [30, 31, 32, 33])], expedited=True)
+    time.sleep(0.02)
+    assert len(rig.fences) == memory_module.MAX_BATCHES + 2
+    rig.wipe(0)
+    rig.fences[6].go()
+    until(lambda: len(rig.fences) == 11)
+    rig.fences[10].go()
+    assert any(rig.bytes_of([30, 31, 32, 33]))
+    assert not any(rig.bytes_of([20, 21, 22, 23]))
+    assert rig.collect(16).outcomes == (OK,)
+
+
+def test_a_queue_that_is_full_drops_stores_at_once(make: Make) -> None:
+    rig = make("per_layer", slow=True, store_queue_bytes=6 * CHUNK_BLOCKS * 4608)
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 1)
+    for job in range(1, 4):
+        rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 4)
+    rig.engine.submit_store(9, [rig.chunk(n, [1, 2, 3, 4]) for n in range(4, 12)])
+    for fence in rig.fences:
+        fence.go()
+    until(lambda: len(rig.fences) == 5)
+    rig.fences[4].go()
+    assert rig.collect(9).outcomes == (OK,) * 6 + (DROPPED,) * 2
+
+
+def test_a_load_that_waits_too_long_is_failed_and_never_copied(make: Make) -> None:
+    rig = make("per_layer", slow=True, load_timeout_s=0.1)
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 1)
+    rig.fences[0].go()
+    rig.collect(0)
+    for job in range(1, 10):
+        rig.engine.submit_load(job, [rig.chunk(0, [5, 6, 7, 8])])
+    until(lambda: len(rig.fences) == 1 + memory_module.MAX_BATCHES)
+    assert rig.collect(9).outcomes == (FAILED,)
+    for fence in rig.fences[1:]:
+        fence.go()
+    for job in range(1, 9):
+        assert rig.collect(job).outcomes == (OK,)
+    assert len(rig.fences) == 9
+
+
+def test_an_empty_job_and_a_repeated_one(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make("per_layer", slow=True)
+    assert rig.store(0, []) == ()
+    rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
+    rig.engine.submit_store(1, [rig.chunk(1, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 1)
+    rig.fences[0].go()
+    assert rig.collect(1).outcomes == (OK,)
+    assert "submitted twice" in caplog.text
+
+
+# -- failures of the copier itself ----------------------------------------------------------------------------------
+
+
+def test_a_group_that_cannot_be_copied_fails_its_job_when_the_others_are_over(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told before, a slot of the other group would be given away under the copy. The thread goes on."""
+    rig = make("two_groups", slow=True)
+    assert rig.packer is not None
+    rig.packer.broken = {1}
+    chunks = [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(1, [1, 2, 3, 4], group=1)]
+    rig.engine.submit_store(0, chunks)
+    until(lambda: len(rig.fences) == 1)
+    time.sleep(0.02)
+    assert rig.engine.finished() == []
+    rig.fences[0].go()
+    assert rig.collect(0).outcomes == (FAILED, FAILED)
+    assert rig.collect(0).errors == ("unexpected RuntimeError",)
+    assert "the device is out of order" in caplog.text
+    rig.packer.broken = set()
+    rig.engine.submit_store(1, chunks[:1])
+    until(lambda: len(rig.fences) == 2)
+    rig.fences[1].go()
+    assert rig.collect(1).outcomes == (OK,)
+
+
+def test_a_fence_that_breaks_taints_what_the_device_may_still_write_to(make: Make) -> None:
+    """A dead device tells no more. Slots it was to write are never used again; the slab stays for ever."""
+    rig = make("per_layer", slow=True)
+
+    def dead() -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 1)
+    kept = len(LEAKED)
+    rig.fences[0].done = dead  # type: ignore[method-assign]
+    assert rig.collect(0).outcomes == (TAINTED,)
+    assert len(LEAKED) == kept + 1
+    del LEAKED[kept:]
+    rig.engine.submit_store(1, [rig.chunk(1, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 2)
+    rig.fences[1].go()
+    assert rig.collect(1).outcomes == (OK,)
+
+
+def test_a_copier_that_dies_fails_every_job(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than have callers wait for ever for a thread that is gone."""
+    rig = make("per_layer", slow=True)
+
+    def gone(*_: object) -> None:
+        raise SystemExit
+
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 1)
+    monkeypatch.setattr(rig.engine, "_begin_next", gone)
+    rig.engine.submit_load(1, [rig.chunk(0, [1, 2, 3, 4])])
+    assert rig.collect(0).outcomes == (TAINTED,)
+    assert rig.collect(1).outcomes == (FAILED,)
+    assert rig.store(2, [rig.chunk(0, [1, 2, 3, 4])]) == (FAILED,)
+    rig.engine.wait([0, 1, 2])
+    assert rig.engine.idle()
+    LEAKED.pop()
+
+
+# -- close ----------------------------------------------------------------------------------------------------------
+
+
+def test_close_finishes_what_there_is_and_ends_the_thread(make: Make) -> None:
+    rig = make("per_layer")
+    rig.engine.submit_store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(9)])
+    rig.engine.close()
+    assert rig.collect(0).outcomes == (OK,) * 9
+    assert not any(thread.name == "nixl-offload-memory" for thread in threading.enumerate())
+    assert rig.load(1, [rig.chunk(0, [1, 2, 3, 4])]) == (FAILED,)
+    rig.engine.close()
+
+
+def test_close_gives_up_what_a_device_does_not_end(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """What it writes to is TAINTED, what waits is DROPPED, and the slab's memory is kept."""
+    rig = make("per_layer", slow=True)
+    for job in range(5):
+        rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
+    until(lambda: len(rig.fences) == 4)
+    kept = len(LEAKED)
+    began_s = time.monotonic()
+    with caplog.at_level(logging.ERROR):
+        rig.engine.close(0.1)
+    assert time.monotonic() - began_s < 2
+    assert [rig.collect(job).outcomes for job in range(5)] == [(TAINTED,)] * 4 + [(DROPPED,)]
+    assert "4 copies did not end" in caplog.text
+    assert any(rig.host in entry for entry in LEAKED[kept:] if isinstance(entry, tuple))
+    del LEAKED[kept:]
+
+
+def test_nothing_is_held_after_close(make: Make) -> None:
+    """KV tensors and slab can be freed: neither a thread nor a cycle keeps them."""
+    rig = make("per_layer")
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    rig.engine.close()
+    rig.host.close()
+    memory = weakref.ref(rig.host)
+    engine = weakref.ref(rig.engine)
+    del rig.host, rig.engine
+    gc.collect()
+    assert memory() is None
+    assert engine() is None
+    rig.engine, rig.host = _Closed(), _Closed()  # type: ignore[assignment]
+
+
+class _Closed:
+    def close(self, deadline_s: float = 0) -> None:
+        """Nothing is left to close."""

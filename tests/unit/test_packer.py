@@ -1,0 +1,141 @@
+"""Proves: host pages of every size, stride and alignment are copied exactly, alone and many chunks a call, and nothing
+beside them; ids outside the KV cache are refused; no thread is started for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from nixl_offload.engine.bands import SMALL_PAGE_BYTES, runs_of
+from nixl_offload.engine.packer import READY, HostPacker, Page
+from nixl_offload.errors import LayoutError
+
+Bytes = npt.NDArray[np.uint8]
+BLOCKS = 24
+SCATTERED = [[7, 2, 3, 19], [23, 0, 11, 12], [5, 6, 8, 9]]
+CONSECUTIVE = [[4, 5, 6, 7], [0, 1, 2, 3], [20, 21, 22, 23]]
+
+
+def noise(length: int, seed: int) -> Bytes:
+    area: Bytes = np.frombuffer(mmap.mmap(-1, length), dtype=np.uint8)
+    area[:] = np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
+    return area
+
+
+def tensors_of(layers: int, page: int, stride: int, shift: int) -> list[Bytes]:
+    """``shift``: how far from a page's begin the first one lies."""
+    return [
+        noise(BLOCKS * stride + shift, seed)[shift:].reshape(BLOCKS, stride)[:, :page] for seed in range(1, layers + 1)
+    ]
+
+
+def expected(tensors: list[Bytes], pages: list[Page], ids: list[int]) -> bytes:
+    return b"".join(tensors[page.tensor][block, : page.bytes].tobytes() for block in ids for page in pages)
+
+
+CASES = {
+    "small pages, aligned": (3, [1152] * 3, 1152, 0),
+    "small pages, odd length": (3, [1000] * 3, 1000, 0),
+    "small pages, odd address": (2, [1024] * 2, 1024, 8),
+    "small pages, odd stride": (2, [1024] * 2, 1032, 0),
+    "part of a page": (2, [512] * 2, 2048, 0),
+    "pages of several lengths": (3, [3000, 2048, 96], 4096, 0),
+    "large pages": (2, [SMALL_PAGE_BYTES] * 2, SMALL_PAGE_BYTES + 4096, 0),
+    "one layer": (1, [4096], 4096, 0),
+    "more than a call of torch": (2, [SMALL_PAGE_BYTES - 16] * 2, SMALL_PAGE_BYTES, 0),
+}
+
+
+@pytest.mark.parametrize("ids", [SCATTERED, CONSECUTIVE, [[9], [3], [14]]], ids=["scattered", "runs", "single"])
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_are_copied_exactly_and_nothing_beside_them(case: str, ids: list[list[int]]) -> None:
+    """Many chunks in one call, into slots that lie apart; then back into other blocks."""
+    layers, sizes, stride, shift = CASES[case]
+    tensors = tensors_of(layers, max(sizes), stride, shift)
+    columns = [sum(sizes[:layer]) for layer in range(layers)]
+    pages = [Page(layer, columns[layer], sizes[layer]) for layer in range(layers)]
+    packer = HostPacker(tensors, [pages])
+    block_bytes, count = sum(sizes), len(ids[0])
+    slab = noise(3 * (count * block_bytes + 4096), 77).reshape(3, -1)
+    before = slab.copy()
+    payloads = [slot[4096:].reshape(count, block_bytes) for slot in slab]
+    arrays = [np.array(each, dtype=np.int32) for each in ids]
+    assert packer.gather_many(0, list(zip(arrays, payloads, strict=True)), READY).done()
+    for each, payload in zip(ids, payloads, strict=True):
+        assert payload.tobytes() == expected(tensors, pages, each)
+    assert (slab[:, :4096] == before[:, :4096]).all()
+
+    targets = [tensor.copy() for tensor in tensors]
+    back = [(arrays[(n + 1) % 3], payloads[n]) for n in range(3)]
+    untouched = sorted(set(range(BLOCKS)) - {block for each in ids for block in each})
+    assert packer.scatter_many(0, back, READY).done()
+    for n, (block_ids, payload) in enumerate(back):
+        assert expected(tensors, pages, block_ids.tolist()) == payload.tobytes(), n
+    for tensor, old, page in zip(tensors, targets, pages, strict=True):
+        assert (tensor[untouched] == old[untouched]).all()
+        assert (tensor[:, page.bytes :] == old[:, page.bytes :]).all()
+
+
+def test_payloads_between_the_tensors_are_copied_too() -> None:
+    """The table of addresses spans everything between the first and the last tensor, the slots perhaps among it."""
+    area = noise(3 * 65536, 5)
+    first, last = area[:65536].reshape(16, 4096), area[-65536:].reshape(16, 4096)
+    payload = area[65536 : 65536 + 4 * 8192].reshape(4, 8192)
+    pages = [Page(0, 0, 4096), Page(1, 4096, 4096)]
+    packer = HostPacker([first, last], [pages])
+    ids = np.array([3, 9, 1, 15], dtype=np.int32)
+    packer.gather(0, ids, payload, READY)
+    assert payload.tobytes() == expected([first, last], pages, ids.tolist())
+    wanted = payload.copy()
+    packer.scatter(0, ids[::-1].copy(), payload, READY)
+    assert expected([first, last], pages, ids[::-1].tolist()) == wanted.tobytes()
+    assert (payload == wanted).all()
+
+
+@pytest.mark.parametrize("ids", [[-1, 2], [0, BLOCKS], [2**31 - 1, 0]])
+def test_ids_outside_the_kv_cache_are_refused_before_anything_is_copied(ids: list[int]) -> None:
+    """The group's smallest tensor counts."""
+    tensors = [*tensors_of(1, 4096, 4096, 0), noise((BLOCKS + 8) * 4096, 3).reshape(-1, 4096)]
+    packer = HostPacker(tensors, [[Page(0, 0, 4096), Page(1, 4096, 4096)]])
+    good, bad = np.array([0, 1], dtype=np.int32), np.array(ids, dtype=np.int32)
+    payloads = np.zeros((2, 2, 8192), dtype=np.uint8)
+    before = [tensor.copy() for tensor in tensors]
+    parts = [(good, payloads[0]), (bad, payloads[1])]
+    with pytest.raises(LayoutError):
+        packer.gather_many(0, parts, READY)
+    with pytest.raises(LayoutError):
+        packer.scatter_many(0, parts, READY)
+    assert not payloads.any()
+    assert all((tensor == old).all() for tensor, old in zip(tensors, before, strict=True))
+
+
+def test_copying_starts_no_threads_of_its_own() -> None:
+    """In larger calls torch would bring OpenMP into the calling thread: a second team beside the model's."""
+    tensors = [noise(512 * 16384, seed).reshape(512, 16384) for seed in (1, 2)]
+    packer = HostPacker(tensors, [[Page(0, 0, 16384), Page(1, 16384, 16384)]])
+    payload = np.zeros((512, 32768), dtype=np.uint8)
+    ids = np.random.default_rng(1).permutation(512).astype(np.int32)
+    found: list[int] = []
+
+    def copy() -> None:
+        before = len(os.listdir("/proc/self/task"))
+        packer.gather(0, ids, payload, READY)
+        packer.scatter(0, ids, payload, READY)
+        found.append(len(os.listdir("/proc/self/task")) - before)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    assert found == [0]
+    assert payload.any()
+
+
+def test_runs_of_consecutive_blocks() -> None:
+    assert runs_of(np.array([4, 5, 6, 9, 3, 4], dtype=np.int32)) == [(0, 4, 3), (3, 9, 1), (4, 3, 2)]
+    assert runs_of(np.array([8], dtype=np.int32)) == [(0, 8, 1)]
