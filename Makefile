@@ -20,11 +20,11 @@ NONE_IS_FINE = { status=$$?; [ $$status = 5 ] || exit $$status; }  # none of the
 # Packages are installed uncompiled, so Python must be let to keep what it compiles: vLLM and torch take a minute each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-s3 test lint bench bench-s3 env clean
+.PHONY: help demo demo-s3 test lint bench bench-s3 bench-documents env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: $(STAMP) ## Serve long prompts, restart the engine, serve them again from files (ARGS=--json)
 	@$(BIN)/python -m examples.demo $(ARGS)
@@ -50,6 +50,9 @@ bench: $(STAMP) ## Benchmarks of the file path against fio, and of the index
 
 bench-s3: $(STAMP) ## Benchmarks of the S3 path and of its peers, against a local S3 server
 	@$(BIN)/python -m benchmarks.s3 $(ARGS)
+
+bench-documents: $(STAMP) ## Long documents asked about again and again: every way of keeping KV, vLLM's own included
+	@$(BIN)/python -m benchmarks.long_documents $(ARGS)
 
 env: $(STAMP) ## Only make the environment
 
