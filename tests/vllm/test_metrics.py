@@ -1,13 +1,155 @@
-"""Our metrics reach a running vLLM's exporter: chunks by outcome, questions to a shared tier, its breakers.
+"""Our metrics: what the scheduler's half tells, and that it reaches a running vLLM's exporter.
 
-Proves: names show up with the values that what the engine did must give; and what vLLM refuses with an
-assertion (an undefined name, a wrong number of labels) does not happen.
+Proves: every name is told with the labels that its definition has, which vLLM demands with an assertion; values are
+those that what was done must give, by tier; on a real engine names show up, of a tier alone and of a chain.
 """
 
 from __future__ import annotations
 
+import functools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata
+
+from nixl_offload.types import Outcome
+from nixl_offload.vllm.connector import NixlOffloadConnector
+from nixl_offload.vllm.metrics import DEFINITIONS
 from tests.vllm.damage import until
-from tests.vllm.harness import Workshop, prompts, tier_config, tree_tier
+from tests.vllm.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Workshop, chain_config, prompts, tier_config, tree_tier
+from tests.vllm.manager_rig import SLOT, Rig, config_of, key, keys, memory_tier, request, three_tiers
+from tests.vllm.manager_rig import tree_tier as rig_tree_tier
+
+PREFIX = "vllm:nixl_offload_"
+CHUNKS = 3 * MAX_BATCHED_TOKENS // CHUNK_TOKENS
+"""Of a prompt."""
+
+
+class Exporter:
+    """What the process with the exporter runs: vLLM's own classes, over a registry of this test's own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        types = {kind: functools.partial(kind, registry=self.registry) for kind in (Gauge, Counter, Histogram)}
+        transfer = SimpleNamespace(kv_connector_extra_config={})
+        config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        self._metrics = NixlOffloadConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})  # type: ignore[arg-type]
+
+    def take(self, stats: OffloadingConnectorStats) -> None:
+        self._metrics.observe(stats.data, 0)
+
+    def value(self, name: str, *labels: str) -> float | None:
+        definition = DEFINITIONS[name]
+        suffix = "_total" if isinstance(definition, OffloadingCounterMetadata) else ""
+        return self.registry.get_sample_value(
+            name + suffix, {"engine": "0", **dict(zip(definition.labelnames, labels, strict=True))}
+        )
+
+
+@pytest.fixture
+def open_rig() -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(*arguments: Any, **options: Any) -> Rig:
+        made.append(Rig(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def test_every_definition_is_accepted_with_its_labels() -> None:
+    exporter = Exporter()
+    stats = OffloadingConnectorStats()
+    for name, definition in DEFINITIONS.items():
+        tell = stats.increase_counter if isinstance(definition, OffloadingCounterMetadata) else stats.set_gauge
+        tell(name, 3, tuple(f"a {label}" for label in definition.labelnames))
+    exporter.take(stats)
+    for name, definition in DEFINITIONS.items():
+        assert exporter.value(name, *(f"a {label}" for label in definition.labelnames)) == 3, name
+
+
+def test_a_label_too_few_is_what_vllm_refuses() -> None:
+    """Else the tests here would show nothing."""
+    stats = OffloadingConnectorStats()
+    stats.increase_counter(PREFIX + "evicted_chunks", 1, ())
+    with pytest.raises(AssertionError, match="expects 1 labels"):
+        Exporter().take(stats)
+
+
+def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
+    """Memory of four slots before a tree: used, evicted, due, moved and not moved, pinned, decided."""
+    rig, exporter = open_rig(config_of(memory_tier(4), rig_tree_tier(tmp_path / "tree"))), Exporter()
+
+    def told(name: str, *labels: str) -> float | None:
+        stats = rig.manager.get_stats()
+        if stats is not None:
+            exporter.take(stats)
+        return exporter.value(PREFIX + name, *labels)
+
+    rig.store(1, 2, 3)
+    assert told("used_bytes", "memory") == 3 * SLOT
+    assert told("due_chunks", "file") == 3
+    assert told("unsaved_bytes") == SLOT, "a quarter of memory"
+    assert told("chunks", "store", "ok", "memory") == 3
+    [move] = rig.step()
+    assert told("due_chunks", "file") == 0
+    rig.report(move.ticket, {2: Outcome.FAILED})
+    assert told("moved_chunks", "file") == 2
+    assert told("unmoved_chunks", "file", "failed") == 1
+    assert told("chunks", "move", "ok", "file") == 2
+    assert told("chunks", "move", "failed", "file") == 1
+    assert told("unsaved_bytes") == 0
+    assert told("evicted_chunks", "memory") is None
+    rig.store(4, 5, 6)
+    assert told("evicted_chunks", "memory") == 2
+    assert told("used_bytes", "memory") == 4 * SLOT
+    rig.manager.worth_loading(keys(6), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    assert told("hit_decisions", "memory", "taken") == 1
+    assert rig.manager.get_stats() is None, "nothing has changed"
+
+
+def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
+    """A name that nothing tells is a promise in the documentation; one that is not defined would stop the engine."""
+    rig, exporter = open_rig(three_tiers(tmp_path, slots=4, store_after=2)), Exporter()
+    seen: set[str] = set()
+
+    def collect() -> set[str]:
+        stats = rig.manager.get_stats()
+        if stats is not None:
+            exporter.take(stats)
+            seen.update(stats.data["data"])
+        return seen
+
+    rig.offer(1, 2, 3, 4)
+    rig.store(1, 2, 3, 4)
+    collect()
+    moves = rig.step()
+    rig.report(moves[0].ticket)
+    rig.report(moves[1].ticket, {0: Outcome.DROPPED})
+    rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    rig.offer(*range(10, 16))
+    rig.offer(*range(10, 16))
+    shutil.rmtree(tmp_path / "tree")
+
+    def looked() -> bool:
+        rig.manager.lookup(key(99), request("looks"))
+        rig.step()
+        return PREFIX + "breaker_openings" in collect()
+
+    until(looked, "a shared directory that is gone is given up")
+    assert seen == set(DEFINITIONS) - {PREFIX + "late_lookups"}
+    assert rig.manager.lookup(key(99), request("looks")) is LookupResult.MISS
 
 
 def test_a_shared_tier_is_visible_in_metrics(workshop: Workshop) -> None:
@@ -18,14 +160,45 @@ def test_a_shared_tier_is_visible_in_metrics(workshop: Workshop) -> None:
     first = workshop.start_engine(connector=config)
     first.generate(asked)
     assert first.settle()
-    until(lambda: first.metrics().get("vllm:nixl_offload_chunks") == 6, "six chunks of a prompt are counted as stored")
+    until(lambda: first.metrics().get(PREFIX + "chunks") == 6, "six chunks of a prompt are counted as stored")
 
     second = workshop.start_engine(connector=config)
     [answer] = second.generate(asked)
     assert answer.external_hit_tokens == 1536
-    until(lambda: second.metrics().get("vllm:nixl_offload_chunks") == 6, "six chunks are counted as loaded")
+    until(lambda: second.metrics().get(PREFIX + "chunks") == 6, "six chunks are counted as loaded")
     metrics = second.metrics()
-    assert metrics["vllm:nixl_offload_probes"] >= 1
-    assert metrics["vllm:nixl_offload_known_chunks"] == 6
-    assert metrics["vllm:nixl_offload_breaker_state"] == 0
-    assert metrics.get("vllm:nixl_offload_probe_errors", 0) == 0
+    assert metrics[PREFIX + "probes"] >= 1
+    assert metrics[PREFIX + "known_chunks"] == 6
+    assert metrics[PREFIX + "breaker_state"] == 0
+    assert metrics.get(PREFIX + "probe_errors", 0) == 0
+    assert second.labelled(PREFIX + "chunks", "operation") == {"load": 6}
+    assert set(second.labelled(PREFIX + "known_chunks", "tier")) == {"file"}
+
+
+def test_a_chain_is_visible_in_metrics(workshop: Workshop) -> None:
+    """Three prompts, memory for two of them and a half, and a tree behind it."""
+    config = chain_config(
+        {"kind": "memory", "capacity": "8MiB"}, tree_tier(workshop.scratch / "chain-metrics"), slow_hits="skip"
+    )
+    asked = prompts(3, seed=902)
+    with workshop.start_engine(connector=config) as engine:
+        engine.generate(asked)
+        assert engine.settle()
+
+        def by_tier(name: str) -> dict[str, float]:
+            return engine.labelled(PREFIX + name, "tier")
+
+        until(lambda: by_tier("moved_chunks") == {"file": 3 * CHUNKS}, "all chunks are counted as moved to files")
+        assert by_tier("due_chunks") == {"file": 0}
+        assert engine.metrics()[PREFIX + "unsaved_bytes"] == 0
+        evicted, used_bytes = by_tier("evicted_chunks"), by_tier("used_bytes")
+        assert set(evicted) == set(used_bytes) == {"memory"}
+        slot_bytes = used_bytes["memory"] / (3 * CHUNKS - evicted["memory"])
+        assert slot_bytes % 4096 == 0, "what was stored and not evicted is what is used"
+        assert used_bytes["memory"] <= 8 << 20
+        assert engine.reset_prefix_cache()
+        engine.generate(asked[-1:])
+        assert engine.settle()
+        until(lambda: by_tier("hit_decisions") == {"memory": 1}, "one request, one decision")
+        assert engine.labelled(PREFIX + "hit_decisions", "decision") == {"taken": 1}
+        engine.stop()

@@ -1,0 +1,115 @@
+"""The clock of prefill steps: which steps are told, with what time, whatever order schedule and end come in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from nixl_offload.vllm.step_clock import MIN_TOKENS, StepClock
+
+
+class Rig:
+    """A clock that is set by hand, and what it has told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.told: list[tuple[int, int, float]] = []
+        self.clock = StepClock(lambda tokens, context, seconds: self.told.append((tokens, context, seconds)), self.time)
+
+    def time(self) -> float:
+        return self.now_s
+
+    def scheduled(self, *, new: dict[str, tuple[int, int]] | None = None, **cached: tuple[int, int]) -> None:
+        """Schedule a step: request -> tokens before it, tokens in it; ``new``: of requests seen for the first time."""
+        new = new or {}
+        tokens = {name: each[1] for name, each in {**new, **cached}.items()}
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=sum(tokens.values()),
+            num_scheduled_tokens=tokens,
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=new[name][0]) for name in new],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=list(cached), num_computed_tokens=[each[0] for each in cached.values()]
+            ),
+        )
+        self.clock.scheduled(output)
+
+    def ends(self, after_s: float) -> None:
+        self.now_s += after_s
+        self.clock.done()
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_step_lasts_from_schedule_to_end(rig: Rig) -> None:
+    rig.scheduled(new={"a": (0, 512)})
+    rig.ends(2.0)
+    rig.now_s += 7.0
+    rig.scheduled(a=(512, 256))
+    rig.ends(1.0)
+    assert rig.told == [(512, 0, 2.0), (256, 512, 1.0)]
+
+
+def test_a_step_scheduled_ahead_lasts_from_the_end_of_the_one_before(rig: Rig) -> None:
+    """Asynchronous scheduling: the second is scheduled while the first runs."""
+    rig.scheduled(new={"a": (0, 512)})
+    rig.now_s += 0.5
+    rig.scheduled(a=(512, 512))
+    rig.ends(1.5)
+    rig.scheduled(a=(1024, 100))
+    rig.ends(3.0)
+    rig.ends(1.0)
+    assert rig.told == [(512, 0, 2.0), (512, 512, 3.0), (100, 1024, 1.0)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_steps_that_decode_or_idle_count_as_time_but_are_not_told(ahead: int, rig: Rig) -> None:
+    steps = [("idle", 0, 0.25), ("decode", MIN_TOKENS - 1, 0.5), ("prefill", MIN_TOKENS, 1.0), ("idle", 0, 0.25)]
+    for name, tokens, _ in steps[:ahead]:
+        rig.scheduled(**{name: (0, tokens)})
+    for number, (_, _, seconds) in enumerate(steps):
+        for name, tokens, _ in steps[number + ahead : number + ahead + 1]:
+            rig.scheduled(**{name: (0, tokens)})
+        rig.ends(seconds)
+    assert rig.told == [(MIN_TOKENS, 0, 1.0)]
+
+
+def test_the_context_is_the_mean_over_tokens(rig: Rig) -> None:
+    """A long prompt's last step beside a new prompt's first: most tokens decide."""
+    rig.scheduled(new={"hit": (1024, 100)}, long=(4096, 300))
+    rig.ends(1.0)
+    assert rig.told == [(400, (1024 * 100 + 4096 * 300) // 400, 1.0)]
+
+
+def test_ends_of_steps_that_nobody_scheduled_are_ignored(rig: Rig) -> None:
+    rig.ends(1.0)
+    rig.scheduled(new={"a": (0, 512)})
+    rig.ends(2.0)
+    rig.ends(1.0)
+    assert rig.told == [(512, 0, 2.0)]
+
+
+def test_a_step_without_a_duration_is_not_told(rig: Rig) -> None:
+    """A clock that stands still must not make computing look infinitely fast."""
+    rig.scheduled(new={"a": (0, 512)})
+    rig.ends(0.0)
+    assert rig.told == []
+
+
+def test_steps_whose_ends_are_not_told_do_not_pile_up(rig: Rig) -> None:
+    """After a while it begins anew, and what comes then is measured right."""
+    for _ in range(1000):
+        rig.scheduled(new={"a": (0, 512)})
+        rig.now_s += 1.0
+    for _ in range(20):
+        rig.clock.done()
+    rig.told.clear()
+    rig.scheduled(new={"b": (0, 128)})
+    rig.ends(3.0)
+    assert rig.told == [(128, 0, 3.0)]

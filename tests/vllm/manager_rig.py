@@ -1,0 +1,205 @@
+"""The scheduler's half without an engine: a real manager over real tiers in directories of the test, asked as vLLM
+asks it. What ranks would report is said by hand, so that a test decides how each job ends; no bytes are moved.
+
+Threading: one test's thread. Ownership: ``Rig`` owns the manager, whose tiers have threads until ``close``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from nixl_offload.config import Config, parse_config
+from nixl_offload.engine import Share
+from nixl_offload.types import Outcome
+from nixl_offload.vllm.manager import NixlOffloadManager
+from nixl_offload.vllm.messages import ChunkSpec, MoveSpec, TicketReport
+
+SLOT = 8192
+BLOCK_TOKENS = 64
+BLOCKS_PER_CHUNK = 4
+CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
+
+
+def memory_tier(slots: int = 8, **fields: Any) -> dict[str, Any]:
+    return {"kind": "memory", "capacity": slots * SLOT, **fields}
+
+
+def slab_tier(path: Path, **fields: Any) -> dict[str, Any]:
+    return {"kind": "file", "path": str(path), "capacity": "64MiB", **fields}
+
+
+def tree_tier(path: Path, **fields: Any) -> dict[str, Any]:
+    return {"kind": "file", "layout": "tree", "path": str(path), "capacity": "1GiB", **fields}
+
+
+def config_of(*tiers: Mapping[str, Any], **fields: Any) -> Config:
+    """Return a checked config."""
+    return parse_config({"staging": "1MiB", "tiers": [dict(tier) for tier in tiers], **fields})
+
+
+def three_tiers(path: Path, slots: int = 8, **fields: Any) -> Config:
+    """Memory, slab and tree: the tree stands where a config file would say a bucket, for it needs no server."""
+    chain = config_of(memory_tier(slots), slab_tier(path / "slab"), **fields)
+    tree = config_of(tree_tier(path / "tree"))
+    return chain.model_copy(update={"tiers": (*chain.tiers, *tree.tiers)})
+
+
+def kv_cache_config() -> Any:
+    """Return as much of a KVCacheConfig as our half and vLLM's scheduler half read: one group of full attention."""
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"], is_eagle_group=False)
+    return SimpleNamespace(kv_cache_groups=[group])
+
+
+def vllm_config(world_size: int = 1) -> Any:
+    """Return as much of a VllmConfig as the namespace and vLLM's scheduler half read."""
+    hf_config = SimpleNamespace(to_dict=lambda: {"layers": 1})
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="org/model", hf_config=hf_config, dtype="float32", quantization=None, model_weights="", revision=None
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo="sha256", prefix_cache_retention_interval=None, enable_prefix_caching=True
+        ),
+        parallel_config=SimpleNamespace(world_size=world_size, decode_context_parallel_size=1),
+        speculative_config=None,
+    )
+
+
+def offloading_config(world_size: int = 1, *, events: bool = True) -> OffloadingConfig:
+    """Return what vLLM would normalise its config to."""
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=BLOCK_TOKENS, layer_names=("layer",), group_id=0),),
+        worker_kv_bytes_per_block=SLOT // BLOCKS_PER_CHUNK,
+        enable_kv_cache_events=events,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig(name="org/model", dtype="float32"),
+        cache=OffloadingCacheConfig(tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=BLOCKS_PER_CHUNK),
+        parallel=OffloadingParallelConfig(
+            rank=0,
+            world_size=world_size,
+            tp_size=world_size,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
+    )
+
+
+def key(number: int) -> OffloadKey:
+    return OffloadKey(number.to_bytes(32, "big") + bytes(4))
+
+
+def keys(*numbers: int) -> list[OffloadKey]:
+    return [key(number) for number in numbers]
+
+
+def request(name: str = "request", load_tiers: Any = None) -> ReqContext:
+    """Return what vLLM makes of a request; ``load_tiers``: its ``kv_load_tiers``."""
+    params = None if load_tiers is None else {"kv_load_tiers": load_tiers}
+    return _create_req_context(SimpleNamespace(request_id=name, kv_transfer_params=params, kv_hints=None))
+
+
+class Rig:
+    """A manager that is open, and the ranks' words."""
+
+    def __init__(self, config: Config, world_size: int = 1, *, events: bool = True) -> None:
+        self.manager = NixlOffloadManager(offloading_config(world_size, events=events), config, vllm_config(world_size))
+        self.manager.open((SLOT,), kv_cache_config(), ["CPU_ATTN"])
+        self._world_size = world_size
+
+    def close(self) -> None:
+        """Shut the manager down, as vLLM does after the ranks have ended. Idempotent."""
+        self.manager.shutdown()
+
+    # What vLLM does
+
+    def offer(self, *numbers: int) -> ChunkSpec:
+        """Offer chunks that were computed; return where those that are taken go."""
+        output = self.manager.prepare_store(keys(*numbers), request())
+        assert output is not None
+        spec = output.store_spec
+        assert isinstance(spec, ChunkSpec)
+        assert list(spec.keys) == output.keys_to_store
+        return spec
+
+    def store(self, *numbers: int) -> None:
+        """Store all of ``numbers``."""
+        spec = self.offer(*numbers)
+        assert spec.keys == tuple(keys(*numbers))
+        self.report(spec.ticket)
+
+    def load(self, *numbers: int, context: ReqContext | None = None) -> ChunkSpec:
+        """Begin a load."""
+        spec = self.manager.prepare_load(keys(*numbers), context or request())
+        assert isinstance(spec, ChunkSpec)
+        return spec
+
+    def step(self) -> list[MoveSpec]:
+        """End a step of the scheduler; return the moves that go out with it."""
+        self.manager.on_schedule_end(ScheduleEndContext([], []))
+        return self.manager.take_moves()[0]
+
+    def write_through(self) -> None:
+        """Step until nothing is due any more; all moves end well."""
+        while moves := self.step():
+            for move in moves:
+                self.report(move.ticket)
+        assert not self.manager.has_pending_work()
+
+    # What ranks say
+
+    def report(
+        self, ticket: int, failures: Mapping[int, Outcome] | None = None, *, ranks: int | None = None
+    ) -> set[OffloadKey]:
+        """Report a ticket: ``failures`` by position, by all ranks or so many. Returns the chunks that are lost."""
+        said = TicketReport(self._world_size if ranks is None else ranks, dict(failures or {}))
+        return self.manager.settle({ticket: said})
+
+    def observe_loads(self, tier: int, seconds: float, times: int = 5) -> None:
+        """Let ``tier`` have taken ``seconds`` for each of some loads of one chunk."""
+        self.manager.settle({}, [Share(tier, SLOT, seconds)] * times)
+
+    def observe_prefill(self, seconds: float, times: int = 5) -> None:
+        """Let computing a chunk's tokens have taken ``seconds``."""
+        for _ in range(times):
+            self.manager.observe_prefill(CHUNK_TOKENS, 0, seconds)
+
+    # What is asked
+
+    def events(self) -> list[tuple[str, str, bool, list[int]]]:
+        """Return the events since the last call: medium, locality, removed, chunks."""
+        return [
+            (event.medium.value, event.locality.value if event.locality else "", event.removed, numbers(event.keys))
+            for event in self.manager.take_events()
+        ]
+
+    def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """Return what the manager tells of its metrics now: name -> labels -> value, changes only."""
+        stats = self.manager.get_stats()
+        return {} if stats is None else {name: dict(values) for name, values in stats.data["data"].items()}
+
+
+def numbers(found: Sequence[bytes]) -> list[int]:
+    return [int.from_bytes(each[:-4], "big") for each in found]

@@ -1,0 +1,394 @@
+"""The scheduler's half over a chain of tiers: what vLLM and an indexer are told, and what is left for the next engine.
+
+Proves: every event names the tier it is about, removals included; a hit's source is the tier that serves it; a request
+loads only from where it may; moves go out once and the engine comes to rest; a shutdown leaves hints only of what may
+really be in files and can be verified; load or recompute is decided once per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from nixl_offload.catalog import NOWHERE
+from nixl_offload.config import Config
+from nixl_offload.types import Outcome
+from tests.vllm.manager_rig import (
+    CHUNK_TOKENS,
+    Rig,
+    config_of,
+    key,
+    keys,
+    memory_tier,
+    numbers,
+    request,
+    slab_tier,
+    three_tiers,
+    tree_tier,
+)
+
+MEMORY, SLAB, TREE = 0, 1, 2
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+Open = Callable[..., Rig]
+
+
+@pytest.fixture
+def open_rig() -> Iterator[Open]:
+    """Makes managers; shuts them down afterwards."""
+    made: list[Rig] = []
+
+    def make(config: Config, world_size: int = 1, **options: Any) -> Rig:
+        made.append(Rig(config, world_size, **options))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def tiers_of(spec: Any) -> list[int]:
+    return [location.tier for location in spec.locations]
+
+
+# Events.
+
+
+def test_events_name_the_medium_and_locality_of_each_tier(tmp_path: Path, open_rig: Open) -> None:
+    rig = open_rig(three_tiers(tmp_path))
+    rig.store(1, 2)
+    assert rig.events() == [("CPU", "LOCAL", False, [1, 2])]
+    moves = rig.step()
+    assert [[target.tier for target in move.targets] for move in moves] == [[SLAB, SLAB], [TREE, TREE]]
+    assert rig.events() == [], "nothing is there yet"
+    rig.report(moves[1].ticket)
+    assert rig.events() == [("STORAGE", "REMOTE", False, [1, 2])]
+    rig.report(moves[0].ticket, {1: Outcome.FAILED})
+    assert rig.events() == [("STORAGE", "LOCAL", False, [1])]
+    assert rig.events() == []
+
+
+def test_what_goes_from_memory_is_told_of_memory_alone(tmp_path: Path, open_rig: Open) -> None:
+    """The chunk is still in files: an indexer that takes it for gone would send its requests elsewhere."""
+    rig = open_rig(three_tiers(tmp_path, slots=4))
+    rig.store(1, 2, 3, 4)
+    rig.write_through()
+    rig.events()
+    rig.store(5)
+    (removed, stored) = rig.events()
+    assert removed[:3] == ("CPU", "LOCAL", True)
+    assert len(removed[3]) == 1
+    assert stored == ("CPU", "LOCAL", False, [5])
+    assert rig.manager.lookup(key(removed[3][0]), request()) is HIT
+
+
+@pytest.mark.parametrize(
+    ("load_tiers", "tier", "face"),
+    [
+        ([{"medium": "CPU"}], MEMORY, ("CPU", "LOCAL")),
+        ([{"medium": "STORAGE", "locality": "LOCAL"}], SLAB, ("STORAGE", "LOCAL")),
+        ([{"locality": "REMOTE"}], TREE, ("STORAGE", "REMOTE")),
+    ],
+)
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT])
+def test_a_failed_load_is_told_of_its_tier_and_another_serves(
+    load_tiers: Any, tier: int, face: tuple[str, str], outcome: Outcome, tmp_path: Path, open_rig: Open
+) -> None:
+    rig = open_rig(three_tiers(tmp_path))
+    rig.store(1, 2, 3)
+    rig.write_through()
+    rig.events()
+    spec = rig.load(1, 2, 3, context=request("first", load_tiers))
+    assert tiers_of(spec) == [tier] * 3
+    assert rig.report(spec.ticket, {1: outcome}) == {key(2)}
+    assert rig.events() == [(*face, True, [2])]
+    assert rig.manager.lookup(key(2), request("second", load_tiers)) is MISS
+    assert tier not in tiers_of(rig.load(2, context=request("third")))
+
+
+def test_a_landing_is_told_when_it_is_there(tmp_path: Path, open_rig: Open) -> None:
+    """What a farther tier served is loadable from memory once the ranks have said so, and not when it fails."""
+    config = config_of(memory_tier(4), slab_tier(tmp_path))
+    first = open_rig(config)
+    first.store(1, 2)
+    first.write_through()
+    first.close()
+    rig = open_rig(config)
+    spec = rig.load(1, 2)
+    assert tiers_of(spec) == [SLAB, SLAB]
+    assert [landing.tier for landing in spec.landings if landing] == [MEMORY, MEMORY]
+    rig.report(spec.ticket)
+    assert rig.manager.has_pending_work(), "the landing is still open"
+    assert rig.events() == []
+    rig.report(spec.landing_ticket, {0: Outcome.DROPPED})
+    assert rig.events() == [("CPU", "LOCAL", False, [2])]
+    assert tiers_of(rig.load(1, 2)) == [SLAB, MEMORY]
+
+
+def test_no_events_where_nobody_listens(tmp_path: Path, open_rig: Open) -> None:
+    """They are drained only when events are on, and must not pile up."""
+    rig = open_rig(three_tiers(tmp_path), events=False)
+    rig.store(1, 2)
+    rig.write_through()
+    assert rig.events() == []
+
+
+# Which tier serves.
+
+
+def test_the_source_of_a_hit_is_the_tier_that_serves_it(tmp_path: Path, open_rig: Open) -> None:
+    rig = open_rig(three_tiers(tmp_path, slots=4))
+
+    def source(number: int, **hints: Any) -> CacheHitSource:
+        return rig.manager.get_load_source(key(number), request(**hints))
+
+    rig.store(1, 2, 3, 4)
+    rig.write_through()
+    assert source(1) is CacheHitSource.HOST
+    assert source(1, load_tiers=[{"medium": "STORAGE"}]) is CacheHitSource.DISK
+    assert source(1, load_tiers=[{"locality": "REMOTE"}]) is CacheHitSource.EXTERNAL_UNSPECIFIED
+    rig.store(5, 6, 7, 8)
+    assert source(1) is CacheHitSource.DISK
+    rig.report(rig.load(1).ticket, {0: Outcome.CORRUPT})
+    assert source(1) is CacheHitSource.EXTERNAL_UNSPECIFIED
+    assert tiers_of(rig.load(1)) == [TREE]
+
+
+def test_the_source_stays_when_the_load_keeps_a_copy(tmp_path: Path, open_rig: Open) -> None:
+    """It is asked for once the load is prepared, when memory has the chunk as one that is being written."""
+    config = config_of(memory_tier(4), slab_tier(tmp_path))
+    first = open_rig(config)
+    first.store(1)
+    first.write_through()
+    first.close()
+    rig = open_rig(config)
+    spec = rig.load(1)
+    assert spec.landing_ticket
+    assert rig.manager.get_load_source(key(1), request()) is CacheHitSource.DISK
+    rig.report(spec.ticket)
+    rig.report(spec.landing_ticket)
+    assert rig.manager.get_load_source(key(1), request()) is CacheHitSource.HOST
+
+
+@pytest.mark.parametrize(
+    ("load_tiers", "tier"),
+    [
+        (None, MEMORY),
+        ([{"medium": "CPU"}], MEMORY),
+        ([{"medium": "cpu", "locality": "local"}], MEMORY),
+        ([{"medium": "STORAGE"}], SLAB),
+        ([{"locality": "REMOTE"}, {"medium": "STORAGE"}], SLAB),
+        ([{"medium": "STORAGE", "locality": "REMOTE"}], TREE),
+        ([{"medium": "CPU", "locality": "REMOTE"}], None),
+        ([], None),
+        ([{"medium": "TAPE"}], MEMORY),
+    ],
+)
+def test_a_request_loads_from_where_it_may(load_tiers: Any, tier: int | None, tmp_path: Path, open_rig: Open) -> None:
+    """``kv_load_tiers`` as vLLM reads it: an empty list is none, words that it does not know are no filter."""
+    rig = open_rig(three_tiers(tmp_path))
+    rig.store(1)
+    rig.write_through()
+    context = request(load_tiers=load_tiers)
+    assert rig.manager.lookup(key(1), context) is (MISS if tier is None else HIT)
+    spec = rig.load(1, context=context)
+    assert spec.locations == (NOWHERE,) if tier is None else tiers_of(spec) == [tier]
+
+
+# Moves, and coming to rest.
+
+
+def test_moves_go_out_once(tmp_path: Path, open_rig: Open) -> None:
+    rig = open_rig(three_tiers(tmp_path))
+    rig.store(1, 2)
+    (to_slab, to_tree) = rig.step()
+    assert numbers(to_slab.keys) == numbers(to_tree.keys) == [1, 2]
+    assert {source.tier for move in (to_slab, to_tree) for source in move.sources} == {MEMORY}
+    assert rig.manager.take_moves()[0] == []
+    assert rig.step() == []
+    rig.offer(1, 2)
+    assert rig.step() == [], "offered again while it is on its way"
+    for move in (to_slab, to_tree):
+        rig.report(move.ticket)
+    rig.offer(1, 2)
+    assert rig.step() == [], "offered again when it is there"
+
+
+def test_ranks_are_told_where_the_tiers_are(tmp_path: Path, open_rig: Open) -> None:
+    """A rank may have its first job in a message with moves, as well as in one with a load or a store."""
+    rig = open_rig(three_tiers(tmp_path))
+    _, places = rig.manager.take_moves()
+    spec = rig.offer(1)
+    assert len(places) == 3
+    assert spec.places == places == rig.load(1).places
+
+
+@pytest.mark.parametrize("outcome", [None, *(each for each in Outcome if each is not Outcome.OK)])
+def test_the_engine_comes_to_rest(outcome: Outcome | None, tmp_path: Path, open_rig: Open) -> None:
+    """It is kept stepping while a rank has something to report or a chunk is due, and not after that."""
+    rig = open_rig(three_tiers(tmp_path), world_size=2)
+    assert not rig.manager.has_pending_work()
+    spec = rig.offer(1, 2)
+    assert rig.manager.has_pending_work()
+    rig.report(spec.ticket, ranks=1)
+    assert rig.step() == [], "one rank has not stored it yet"
+    rig.report(spec.ticket, ranks=1)
+    assert rig.manager.has_pending_work(), "it is due in two tiers"
+    failures = {} if outcome is None else {0: outcome}
+    for move in rig.step():
+        for _ in range(2):
+            assert rig.manager.has_pending_work()
+            rig.report(move.ticket, failures, ranks=1)
+    assert not rig.manager.has_pending_work()
+    assert rig.step() == [], "what failed is not tried again by itself"
+
+
+def test_a_reset_forgets_what_is_due_and_waits_for_what_has_begun(tmp_path: Path, open_rig: Open) -> None:
+    rig = open_rig(three_tiers(tmp_path))
+    rig.store(1)
+    begun = rig.step()
+    rig.store(2)
+    rig.manager.reset_cache()
+    assert rig.events() == []
+    assert rig.step() == []
+    assert rig.manager.has_pending_work()
+    for move in begun:
+        rig.report(move.ticket)
+    assert not rig.manager.has_pending_work()
+    assert rig.events() == []
+    assert [rig.manager.lookup(key(number), request()) for number in (1, 2)] != [HIT, HIT]
+    assert set(tiers_of(rig.load(1, 2))) == {NOWHERE.tier}
+
+
+# Shutdown.
+
+
+@pytest.mark.parametrize(("verify", "answer"), [("checksum", HIT), ("header", MISS)])
+def test_a_shutdown_leaves_hints_of_what_can_be_verified(
+    verify: str, answer: LookupResult, tmp_path: Path, open_rig: Open
+) -> None:
+    """A chunk on its way to files when the engine ends may be there whole; only its checksums can tell."""
+    config = config_of(memory_tier(), slab_tier(tmp_path), verify=verify)
+    rig = open_rig(config)
+    rig.store(1)
+    rig.write_through()
+    rig.store(2)
+    assert len(rig.step()) == 1
+    rig.store(3)
+    assert tiers_of(rig.offer(4)) == [MEMORY]
+    rig.close()
+    after = open_rig(config)
+    assert after.manager.lookup(key(1), request()) is HIT
+    assert after.manager.lookup(key(2), request()) is answer
+    assert after.manager.lookup(key(3), request()) is MISS, "its move had not begun"
+    assert after.manager.lookup(key(4), request()) is MISS, "it was on its way to memory"
+    if answer is HIT:
+        spec = after.load(2)
+        assert after.report(spec.ticket, {0: Outcome.CORRUPT}) == {key(2)}
+        after.report(spec.landing_ticket, {0: Outcome.CORRUPT})
+        assert after.manager.lookup(key(2), request()) is MISS
+
+
+def test_a_store_straight_to_files_is_hinted_too(tmp_path: Path, open_rig: Open) -> None:
+    """Without memory before it, what is in flight to a slab is a store."""
+    config = config_of(slab_tier(tmp_path))
+    rig = open_rig(config)
+    failed = rig.offer(1)
+    rig.report(failed.ticket, {0: Outcome.FAILED})
+    rig.offer(2)
+    rig.close()
+    after = open_rig(config)
+    assert after.manager.lookup(key(1), request()) is MISS
+    assert after.manager.lookup(key(2), request()) is HIT
+
+
+def test_a_second_shutdown_does_nothing(tmp_path: Path, open_rig: Open) -> None:
+    rig = open_rig(three_tiers(tmp_path))
+    rig.offer(1)
+    rig.close()
+    rig.close()
+
+
+# Load or recompute.
+
+
+def decisions(rig: Rig) -> dict[tuple[str, ...], float]:
+    return rig.metrics().get("vllm:nixl_offload_hit_decisions", {})
+
+
+def on_disk(rig: Rig, *found: int) -> None:
+    """Bring chunks to files, and out of memory."""
+    rig.store(*found)
+    rig.write_through()
+    for number in found:
+        spec = rig.load(number, context=request("loses", [{"medium": "CPU"}]))
+        rig.report(spec.ticket, {0: Outcome.FAILED})
+
+
+def test_a_slow_tier_is_skipped_and_the_decision_is_counted_once(tmp_path: Path, open_rig: Open) -> None:
+    """It is asked in every step in which the request waits; the same words get the same answer, counted once."""
+    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
+    on_disk(rig, 1, 2)
+    rig.store(3)
+    rig.observe_loads(SLAB, 10.0)
+    rig.observe_prefill(0.01)
+    context = request()
+    ask = (keys(1, 2), context, 0, 2 * CHUNK_TOKENS, CHUNK_TOKENS)
+    assert [rig.manager.worth_loading(*ask) for _ in range(3)] == [0, 0, 0]
+    assert decisions(rig) == {("file", "skipped"): 1}
+    assert rig.manager.worth_loading(keys(3), request("memory"), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert decisions(rig) == {("memory", "taken"): 1}
+    assert rig.manager.worth_loading(keys(1), context, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0, "asked in other words"
+    assert decisions(rig) == {("file", "skipped"): 1}
+
+
+def test_a_hit_is_cut_where_a_slow_tier_begins(tmp_path: Path, open_rig: Open) -> None:
+    """Counted in tokens: the first chunk may begin before the first token, the last may end behind the last."""
+    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
+    on_disk(rig, 2)
+    rig.store(1)
+    rig.observe_loads(SLAB, 10.0)
+    rig.observe_prefill(0.01)
+    first, tokens = CHUNK_TOKENS - 64, 64 + CHUNK_TOKENS - 64
+    assert rig.manager.worth_loading(keys(1, 2), request(), first, tokens, CHUNK_TOKENS) == 64
+    assert decisions(rig) == {("memory", "taken"): 1, ("file", "skipped"): 1}
+
+
+def test_what_is_not_known_is_loaded(tmp_path: Path, open_rig: Open) -> None:
+    """Before there are measurements, and of a chunk that has gone since it was looked up."""
+    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
+    on_disk(rig, 1)
+    assert rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert decisions(rig) == {("file", "taken"): 1}
+    rig.observe_loads(SLAB, 10.0)
+    rig.observe_prefill(0.01)
+    assert rig.manager.worth_loading(keys(1, 9), request("gone"), 0, 512, CHUNK_TOKENS) == 512
+    assert decisions(rig) == {}
+
+
+def test_slow_hits_are_taken_where_the_config_says_so(tmp_path: Path, open_rig: Open) -> None:
+    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path), slow_hits="take"))
+    on_disk(rig, 1)
+    rig.observe_loads(SLAB, 10.0)
+    rig.observe_prefill(0.01)
+    assert rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert decisions(rig) == {}
+
+
+def test_a_request_may_skip_to_a_tier_it_may_load_from(tmp_path: Path, open_rig: Open) -> None:
+    """The decision is about the tier that would serve this request, not about the nearest."""
+    rig = open_rig(config_of(memory_tier(), tree_tier(tmp_path / "tree")))
+    rig.store(1)
+    rig.write_through()
+    rig.observe_loads(1, 10.0)
+    rig.observe_prefill(0.01)
+    storage = request("storage", [{"medium": "STORAGE"}])
+    assert rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert rig.manager.worth_loading(keys(1), storage, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0
