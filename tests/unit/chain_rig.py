@@ -20,6 +20,7 @@ from nixl_offload.engine.chain import ChainEngine, MoveIO, MoveResult, TierEngin
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.links.slab import SlabLink
+from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header
 from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Mover
@@ -49,12 +50,6 @@ def make_host(slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2) 
         relay_slots=relay_slots,
         slot_bytes=slot_bytes,
         progress=lambda done, total: None,
-    )
-
-
-def make_memory_engine(tensors: list[torch.Tensor], layout: KVLayout, host: HostSlab, clock: Clock) -> TierEngine:
-    return Engine(
-        tensors=tensors, layout=layout, links=[], rank_namespace=NAMESPACE, staging_bytes=1 << 16, clock=clock
     )
 
 
@@ -96,7 +91,8 @@ class ChainRig:
         if SHAPES[shape].direct:
             options.setdefault("direct_min_extent_bytes", 4096)
         slabs: list[SlabFile] = []
-        engines: list[TierEngine | None] = [make_memory_engine(tensors, layout, host, clock)]
+        memory = MemoryEngine(tensors=tensors, layout=layout, host=host, rank_namespace=NAMESPACE, clock=clock)
+        engines: list[TierEngine | None] = [memory]
         for tier, (mover, wanted) in enumerate(zip(used, present, strict=True), start=1):
             if not wanted:
                 engines.append(None)

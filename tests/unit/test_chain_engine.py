@@ -209,6 +209,30 @@ def test_landings_of_a_load_are_told_under_its_ticket(make: Make) -> None:
     assert np.array_equal(rig.stored(FILE, 3), rig.image(3))
 
 
+@pytest.mark.parametrize("shape", ["per_layer", "two_groups", "padded", "direct_per_layer"])
+def test_what_is_stored_once_is_served_by_every_tier(make: Make, shape: str) -> None:
+    """KV to memory, from there to file and bucket; the same KV from each, and into memory again by a landing."""
+    rig = make(shape=shape)
+    groups = range(len(rig.layout.groups))
+    wanted = [rig.blocks(blocks_of(1 + group), group) for group in groups]
+    for tier in (MEMORY, FILE, BUCKET):
+        chunks = [rig.chunk(1 + group, tier, blocks_of(1 + group), group=group) for group in groups]
+        if tier == MEMORY:
+            assert set(rig.store(1, chunks)) == {OK}
+            moves = [rig.move(1 + group, MEMORY, FILE, group) for group in groups]
+            assert set(rig.moves(2, moves)) == {OK}
+            assert set(rig.moves(3, [rig.move(1 + group, FILE, BUCKET, group) for group in groups])) == {OK}
+        for rows in rig.kv:
+            rows[:] = 0
+        assert set(rig.load(10 + tier, chunks)) == {OK}
+        assert all(np.array_equal(rig.blocks(blocks_of(1 + group), group), wanted[group]) for group in groups)
+    landing = [rig.chunk(1 + group, BUCKET, blocks_of(1 + group), group=group, host=10 + group) for group in groups]
+    assert set(rig.load(20, landing, ticket=20)) == {OK}
+    assert set(rig.settle(20).outcomes) == {OK}
+    for group in groups:
+        assert np.array_equal(rig.host_bytes(10 + group, group), rig.host_bytes(1 + group, group))
+
+
 def test_a_load_without_a_ticket_fills_no_slot(make: Make) -> None:
     """Nobody would be told when the slot is free again."""
     rig = make()
