@@ -27,7 +27,7 @@ Payload = npt.NDArray[np.uint8]
 Parts = Sequence[tuple[BlockIds, Payload]]
 """The chunks of one call: which KV blocks, and where their bytes lie."""
 
-SCRATCH_BYTES = 64 << 20
+SCRATCH_BYTES = 32 << 20
 """Device memory for copies: what goes over the bus at once. A batch that is larger takes turns."""
 
 

@@ -1,15 +1,25 @@
-"""Proves on a GPU: CudaPacker's copies equal HostPacker's, wait for the compute stream, and hold nobody up."""
+"""Proves on a GPU: CudaPacker's copies equal HostPacker's, alone and in batches, wait for the compute stream, and hold
+nobody up; host memory is page-locked; the memory tier's engine brings back what it stored.
+"""
 
 from __future__ import annotations
 
 import time
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
+from nixl_offload.engine import ChunkIO
+from nixl_offload.engine import host as host_module
+from nixl_offload.engine import packer as packer_module
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.packer import CudaPacker, Fence, HostPacker, Page
 from nixl_offload.engine.staging import StagingPool
+from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.types import Key, Location, Outcome
 
 pytestmark = pytest.mark.gpu
 
@@ -65,3 +75,133 @@ def test_a_gather_waits_for_the_compute_stream_and_the_caller_for_nothing() -> N
     assert not fence.done()
     _settled(fence)
     assert (payload == 7).all()
+
+
+class _PinnedSlots:
+    """Slots of page-locked memory, a header page before each payload, as they lie in a host slab."""
+
+    def __init__(self, count: int, payload_bytes: int) -> None:
+        self.slab = HostSlab(memory_bytes=count * (4096 + payload_bytes), relay_slots=0, slot_bytes=4096, pinned=True)
+        self._slot_bytes, self._payload_bytes = 4096 + payload_bytes, payload_bytes
+
+    def payload(self, number: int, blocks: int) -> npt.NDArray[np.uint8]:
+        memory = self.slab.slot(number * self._slot_bytes, self._slot_bytes).memory
+        return memory[4096 : 4096 + self._payload_bytes].reshape(blocks, -1)
+
+
+@pytest.mark.parametrize("pages", [[Page(0, 0, 4096), Page(1, 4096, 4096)], [Page(0, 0, 3000), Page(1, 3000, 1001)]])
+@pytest.mark.parametrize("scratch_chunks", [1, 2, 100])
+def test_batches_equal_the_host_whatever_fits_in_scratch(
+    pages: list[Page], scratch_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven chunks a call, through scratch for one, two or all of them; pages of eight-byte words and of odd bytes."""
+    host = [torch.randint(0, 256, (64, 4096), dtype=torch.uint8) for _ in range(2)]
+    device = [tensor.cuda() for tensor in host]
+    torch.cuda.synchronize()
+    reference, packer = HostPacker([tensor.numpy() for tensor in host], [pages]), CudaPacker(device, [pages])
+    payload_bytes = 4 * 8192
+    block_bytes = sum(page.bytes for page in pages)
+    monkeypatch.setattr(packer_module, "SCRATCH_BYTES", scratch_chunks * 4 * block_bytes)
+    slots = _PinnedSlots(7, payload_bytes)
+    order = np.random.default_rng(1).permutation(64).astype(np.int32)
+    ids = [order[4 * n : 4 * n + 4] for n in range(7)]
+    payloads = [slots.payload(n, 4).reshape(-1)[: 4 * block_bytes].reshape(4, block_bytes) for n in range(7)]
+    wanted = [np.empty((4, block_bytes), dtype=np.uint8) for _ in range(7)]
+    reference.gather_many(0, list(zip(ids, wanted, strict=True)), reference.fence())
+    _settled(packer.gather_many(0, list(zip(ids, payloads, strict=True)), packer.fence()))
+    for found, expected in zip(payloads, wanted, strict=True):
+        assert (found == expected).all()
+
+    back = list(reversed(ids))
+    reference.scatter_many(0, list(zip(back, wanted, strict=True)), reference.fence())
+    _settled(packer.scatter_many(0, list(zip(back, payloads, strict=True)), packer.fence()))
+    for index in range(2):
+        assert (device[index].cpu() == host[index]).all()
+    slots.slab.close()
+
+
+def test_payloads_that_cross_from_one_locked_piece_into_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses one copy over two registrations: pieces of 64 KiB make every payload here such a case."""
+    for module in (packer_module, host_module):
+        monkeypatch.setattr(module, "PIN_PIECE_BYTES", 64 << 10)
+    tensor = torch.randint(0, 256, (32, 65536), dtype=torch.uint8, device="cuda")
+    packer = CudaPacker([tensor], [[Page(0, 0, 65536)]])
+    slots = _PinnedSlots(2, 4 * 65536)
+    parts = [(np.array([4 * n, 9, 30, 1], dtype=np.int32), slots.payload(n, 4)) for n in range(2)]
+    _settled(packer.gather_many(0, parts, packer.fence()))
+    for ids, payload in parts:
+        assert (torch.from_numpy(payload.copy()) == tensor[ids.tolist()].cpu()).all()
+    blank = torch.zeros_like(tensor)
+    back = CudaPacker([blank], [[Page(0, 0, 65536)]])
+    _settled(back.scatter_many(0, parts, back.fence()))
+    for ids, _ in parts:
+        assert (blank[ids.tolist()] == tensor[ids.tolist()]).all()
+    slots.slab.close()
+
+
+def test_host_memory_is_page_locked_and_unlocked() -> None:
+    """What torch says of it; afterwards it can be locked anew, at the same address or another."""
+    slab = HostSlab(memory_bytes=3 << 20, relay_slots=1, slot_bytes=4096, pinned=True)
+    assert torch.from_numpy(slab.slot(0, 4096).memory).is_pinned()
+    assert torch.from_numpy(slab.slot(slab.relay_offsets[0], 4096).memory).is_pinned()
+    view = slab.slot(0, 4096).memory
+    slab.close()
+    assert not torch.from_numpy(view).is_pinned()
+
+
+def test_a_load_does_not_wait_for_a_store_of_a_busy_compute_stream() -> None:
+    """Gathers and scatters have streams of their own: the load was submitted before the step began."""
+    tensor = torch.zeros((32, 4096), dtype=torch.uint8, device="cuda")
+    packer = CudaPacker([tensor], [[Page(0, 0, 4096)]])
+    slots = _PinnedSlots(2, 4 * 4096)
+    slots.payload(1, 4)[:] = 9
+    torch.cuda.synchronize()
+    early = packer.fence()
+    torch.cuda._sleep(1_000_000_000)
+    store = packer.gather_many(0, [(np.arange(4, dtype=np.int32), slots.payload(0, 4))], packer.fence())
+    load = packer.scatter_many(0, [(np.arange(8, 12, dtype=np.int32), slots.payload(1, 4))], early)
+    _settled(load)
+    assert not store.done()
+    _settled(store)
+    assert (tensor[8:12] == 9).all()
+    slots.slab.close()
+
+
+def test_the_memory_engine_brings_chunks_back() -> None:
+    """Stores and loads of two groups over a device and page-locked slots; a flipped bit is refused."""
+    tensors = [torch.randint(0, 256, (64, 4096), dtype=torch.uint8, device="cuda") for _ in range(3)]
+    specs = [RegionSpec(index, tensor.data_ptr(), 64, 4096, 4096) for index, tensor in enumerate(tensors)]
+    layout = KVLayout(tuple(specs), (GroupLayout(((0, 4096), (1, 4096))), GroupLayout(((2, 1000),))), 4)
+    size = max(layout.slot_bytes(group) for group in range(2))
+    slab = HostSlab(memory_bytes=16 * size, relay_slots=0, slot_bytes=size, pinned=True)
+    engine = MemoryEngine(tensors=tensors, layout=layout, host=slab, rank_namespace=bytes(32))
+
+    def chunk(number: int, group: int, first_id: int) -> ChunkIO:
+        key = Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
+        return ChunkIO(
+            key, Location(0, number * size, size), group, np.arange(first_id, first_id + 4, dtype=np.int32), 0
+        )
+
+    def outcomes() -> tuple[Outcome, ...]:
+        deadline_s = time.monotonic() + 30
+        while not (results := engine.finished()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.0005)
+        return results[0].outcomes
+
+    before = [tensor.cpu() for tensor in tensors]
+    engine.submit_store(0, [chunk(n, n % 2, 4 * n) for n in range(8)])
+    engine.wait([0])
+    for tensor in tensors:
+        tensor.zero_()
+    assert outcomes() == (Outcome.OK,) * 8
+    slab.slot(3 * size, size).memory[5000] ^= 1
+    engine.submit_load(1, [chunk(n, n % 2, 32 + 4 * n) for n in range(8)])
+    assert outcomes() == tuple(Outcome.CORRUPT if n == 3 else Outcome.OK for n in range(8))
+    for n in range(8):
+        for index, used in ((2, 1000),) if n % 2 else ((0, 4096), (1, 4096)):
+            found = tensors[index][32 + 4 * n : 36 + 4 * n, :used].cpu()
+            wanted = before[index][4 * n : 4 * n + 4, :used]
+            assert (found == (torch.zeros_like(wanted) if n == 3 else wanted)).all()
+    engine.close()
+    slab.close()

@@ -11,9 +11,11 @@ import threading
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
+from nixl_offload.engine import packer as packer_module
 from nixl_offload.engine.bands import SMALL_PAGE_BYTES, runs_of
-from nixl_offload.engine.packer import READY, HostPacker, Page
+from nixl_offload.engine.packer import READY, CudaPacker, Fence, HostPacker, Page, _Wide
 from nixl_offload.errors import LayoutError
 
 Bytes = npt.NDArray[np.uint8]
@@ -134,6 +136,60 @@ def test_copying_starts_no_threads_of_its_own() -> None:
     thread.join()
     assert found == [0]
     assert payload.any()
+
+
+class _Stream:
+    """Where there is no device: what is queued happens at once."""
+
+    def __enter__(self) -> None:
+        """Nothing to switch."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to switch back."""
+
+
+class DevicePackerOnHost(CudaPacker):
+    """The arithmetic of the device's packer, on host tensors: words, turns of scratch, pieces of page-locked memory."""
+
+    def __init__(self, tensors: list[torch.Tensor], pages: list[list[Page]]) -> None:
+        self._tensors, self._pages, self._device = tensors, pages, torch.device("cpu")
+        self._out = self._in = _Stream()  # type: ignore[assignment]
+        self._wide = [_Wide(tensors, group) for group in pages]
+
+    def _rows(self, block_ids: npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(block_ids.astype(np.int64))
+
+    def _record(self, stream: object) -> Fence:
+        return READY
+
+
+@pytest.mark.parametrize("scratch_bytes", [1, 10_000, 1 << 20])
+@pytest.mark.parametrize("piece_bytes", [4096, 1 << 30])
+@pytest.mark.parametrize("case", CASES)
+def test_the_devices_packer_reckons_as_the_hosts(
+    case: str, scratch_bytes: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fits in scratch, and wherever page-locked pieces end. tests/gpu has the same on a device."""
+    monkeypatch.setattr(packer_module, "SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(packer_module, "PIN_PIECE_BYTES", piece_bytes)
+    layers, sizes, stride, shift = CASES[case]
+    tensors = tensors_of(layers, max(sizes), stride, shift)
+    pages = [Page(layer, sum(sizes[:layer]), sizes[layer]) for layer in range(layers)]
+    packer = DevicePackerOnHost([torch.from_numpy(tensor) for tensor in tensors], [pages])
+    reference = HostPacker(tensors, [pages])
+    arrays = [np.array(each, dtype=np.int32) for each in SCATTERED]
+    slots = noise(3 * 4 * sum(sizes) + 512, 8)[512:].reshape(3, 4, -1)
+    wanted = np.zeros_like(slots)
+    packer.gather_many(0, list(zip(arrays, slots, strict=True)), READY)
+    reference.gather_many(0, list(zip(arrays, wanted, strict=True)), READY)
+    assert (slots == wanted).all()
+    before = [tensor.copy() for tensor in tensors]
+    packer.scatter_many(0, list(zip(reversed(arrays), slots, strict=True)), READY)
+    found = [tensor.copy() for tensor in tensors]
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor[:] = old
+    reference.scatter_many(0, list(zip(reversed(arrays), slots, strict=True)), READY)
+    assert all((tensor == other).all() for tensor, other in zip(tensors, found, strict=True))
 
 
 def test_runs_of_consecutive_blocks() -> None:
