@@ -24,9 +24,10 @@ from nixl_offload.types import Outcome
 from nixl_offload.vllm import compat
 from nixl_offload.vllm.connector import NixlOffloadConnector, NixlOffloadScheduler
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import RankGeometry, TicketReport, WorkerReport
+from nixl_offload.vllm.messages import ChainMetadata, RankGeometry, TicketReport, WorkerReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
+from tests.vllm import manager_rig
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 OFFLOADING = f"{CONNECTOR}.offloading"
@@ -122,6 +123,7 @@ def accepts_what_base_takes(ours: Any, base: Any) -> list[str]:
         NixlOffloadingWorker,
         NixlConnectorWorker,
         WorkerReport,
+        ChainMetadata,
     ],
 )
 def test_overrides_accept_every_call_that_their_bases_accept(cls: type) -> None:
@@ -143,12 +145,12 @@ def test_overrides_accept_every_call_that_their_bases_accept(cls: type) -> None:
     [
         (NixlOffloadConnector, ["get_handshake_metadata", "get_transfer_results", "get_block_ids_with_load_errors"]),
         (NixlOffloadConnector, ["set_xfer_handshake_metadata_pp_aware", "build_prom_metrics"]),
-        (NixlOffloadScheduler, ["update_connector_output"]),
+        (NixlOffloadScheduler, ["update_connector_output", "build_connector_meta", "get_num_new_matched_tokens"]),
         (
             NixlOffloadManager,
             ["get_load_source", "touch", "has_pending_work", "take_events", "reset_cache", "shutdown"],
         ),
-        (NixlConnectorWorker, ["get_finished", "build_connector_worker_meta"]),
+        (NixlConnectorWorker, ["get_finished", "build_connector_worker_meta", "start_kv_transfers"]),
         (NixlOffloadingWorker, ["submit_store", "submit_load", "get_finished", "wait", "shutdown"]),
         (WorkerReport, ["aggregate"]),
     ],
@@ -210,7 +212,7 @@ def test_constructors_take_what_we_give() -> None:
         ),
         (
             f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler.__init__",
-            {"manager", "_jobs", "_req_status", "_stale_job_threshold"},
+            {"manager", "config", "_jobs", "_req_status", "_stale_job_threshold", "_lookup_groups"},
         ),
         ("vllm.v1.kv_offload.base:OffloadingSpec.__init__", {"config", "extra_config"}),
         ("vllm.v1.kv_offload.base:GPULoadStoreSpec.__init__", {"group_sizes", "block_indices"}),
@@ -229,6 +231,18 @@ def test_bases_set_the_attributes_that_we_use(path: str, names: set[str]) -> Non
         (f"{OFFLOADING}.common:TransferStats", ["load", "store"]),
         (f"{OFFLOADING}.common:TransferJob", ["req_id", "src_spec", "dst_spec"]),
         (f"{OFFLOADING}.common:OffloadingConnectorMetadata", ["load_jobs", "store_jobs", "jobs_to_flush"]),
+        (f"{OFFLOADING}.scheduler:SchedulerOffloadConfig", ["kv_group_configs"]),
+        (f"{OFFLOADING}.scheduler:GroupOffloadConfig", ["group_idx", "tokens_per_chunk"]),
+        (f"{OFFLOADING}.scheduler:RequestGroupState", ["offload_keys", "next_stored_chunk_idx"]),
+        (f"{OFFLOADING}.scheduler:RequestOffloadState", ["req_context", "group_states"]),
+        (f"{OFFLOADING}.scheduler:TransferJobStatus", ["req_id", "keys", "is_store"]),
+        (
+            "vllm.v1.core.sched.output:SchedulerOutput",
+            ["total_num_scheduled_tokens", "num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"],
+        ),
+        ("vllm.v1.core.sched.output:NewRequestData", ["req_id", "num_computed_tokens"]),
+        ("vllm.v1.core.sched.output:CachedRequestData", ["req_ids", "num_computed_tokens"]),
+        ("vllm.v1.kv_offload.base:ReqContext", ["req_id", "kv_transfer_params", "load_tier_filter"]),
         (f"{CONNECTOR}.base:KVConnectorTransferResults", ["finished_sending", "finished_recving", "failed_recving"]),
         ("vllm.v1.outputs:KVConnectorOutput", ["finished_recving", "invalid_block_ids", "kv_connector_worker_meta"]),
         ("vllm.v1.kv_offload.base:CanonicalKVCaches", ["tensors", "group_data_refs"]),
@@ -288,6 +302,10 @@ def test_messages_that_we_build_by_position_keep_their_order() -> None:
     ]
     assert parameters(f"{OFFLOADING}.common:DirectionalTransferStats.record") == ["num_bytes", "time"]
     named("vllm.v1.kv_offload.base:RequestOffloadingContext")()
+    scheduled = named(f"{OFFLOADING}.common:OffloadingConnectorMetadata")
+    assert [item.name for item in dataclasses.fields(scheduled)] == ["load_jobs", "store_jobs", "jobs_to_flush"], (
+        "build_connector_meta copies these, and would leave out what came on top"
+    )
 
 
 def test_words_that_we_answer_with_exist() -> None:
@@ -295,9 +313,8 @@ def test_words_that_we_answer_with_exist() -> None:
         "vllm.v1.kv_offload.base:LookupResult.MISS",
         "vllm.v1.kv_offload.base:LookupResult.HIT",
         "vllm.v1.kv_offload.base:LookupResult.HIT_PENDING",
-        "vllm.v1.kv_offload.base:Medium.STORAGE",
-        "vllm.v1.kv_offload.base:Locality.LOCAL",
-        "vllm.v1.metrics.cache_hit_source:CacheHitSource.DISK",
+        "vllm.v1.kv_offload.base:LookupResult.RETRY",
+        "vllm.v1.kv_offload.base:TierFilter.ALL",
         f"{CONNECTOR}.base:KVConnectorRole.SCHEDULER",
         f"{CONNECTOR}.base:SupportsHMA",
     ):
@@ -468,7 +485,8 @@ def test_sleep_mode_is_refused() -> None:
 
 def test_opening_again_changes_nothing() -> None:
     """Waking up repeats the handshake in vLLM 0.33; opening twice would meet our own lock."""
-    manager = NixlOffloadManager(None, None, None)  # type: ignore[arg-type]
+    config = manager_rig.config_of(manager_rig.memory_tier())
+    manager = NixlOffloadManager(None, config, None)  # type: ignore[arg-type]
     manager._catalog = opened = object()  # type: ignore[assignment]
     manager.open((4096,), None)  # type: ignore[arg-type]
     assert manager._catalog is opened

@@ -1,0 +1,266 @@
+"""What a chain of tiers relies on in vLLM: words for tiers, hints, the order of calls, hits that may be cut.
+
+As ``test_contract``: asked of the vLLM that is installed, its source where only that can tell. Starts no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from nixl_offload.engine import Share
+from nixl_offload.types import Outcome
+from nixl_offload.vllm.connector import NixlOffloadScheduler
+from nixl_offload.vllm.messages import ChainMetadata, TicketReport
+from nixl_offload.vllm.spec import NixlOffloadSpec
+from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
+from tests.vllm import manager_rig
+from tests.vllm.test_contract import CONNECTOR, OFFLOADING, in_order, named, source
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("vllm.v1.kv_offload.base:Medium", ["CPU", "STORAGE"]),
+        ("vllm.v1.kv_offload.base:Locality", ["LOCAL", "REMOTE"]),
+        (
+            "vllm.v1.metrics.cache_hit_source:CacheHitSource",
+            ["DEVICE", "HOST", "P2P", "DISK", "EXTERNAL_UNSPECIFIED"],
+        ),
+    ],
+)
+def test_vllm_has_no_better_word_for_our_tiers(path: str, words: list[str]) -> None:
+    """Where it gets one, say for a bucket, ``manager._FACES`` should use it."""
+    assert [item.name for item in named(path)] == words
+
+
+def test_what_a_request_may_load_from_is_asked_of_its_filter() -> None:
+    """``kv_load_tiers`` arrives as a filter; none given is the one object ``ALL``, which the manager compares with."""
+    base = named("vllm.v1.kv_offload.base")
+    assert manager_rig.request().load_tier_filter is base.TierFilter.ALL
+    assert base.ReqContext("request").load_tier_filter is base.TierFilter.ALL
+    only = manager_rig.request(load_tiers=[{"medium": "STORAGE", "locality": "LOCAL"}]).load_tier_filter
+    faces = [(medium, locality) for medium in base.Medium for locality in base.Locality]
+    assert [face for face in faces if only.allows(*face)] == [(base.Medium.STORAGE, base.Locality.LOCAL)]
+    assert not any(manager_rig.request(load_tiers=[]).load_tier_filter.allows(*face) for face in faces)
+
+
+def test_a_request_remembers_one_value_of_each_type() -> None:
+    context = manager_rig.request()
+    assert context.get_state(int) is None
+    for value in (1, "a", 2):
+        context.set_state(value)
+    assert (context.get_state(int), context.get_state(str)) == (2, "a")
+    assert manager_rig.request().get_state(int) is None, "nobody else's"
+
+
+def test_a_hit_is_looked_up_then_prepared_then_its_source_is_asked_for() -> None:
+    """So the source is that of the load which was just prepared, whatever memory is to keep of it."""
+    in_order(
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        "get_num_new_matched_tokens(",
+        "update_state_after_alloc(",
+        "get_external_cache_hit_sources(",
+    )
+    in_order(
+        f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler.get_external_cache_hit_sources",
+        "load_key_ranges",
+        "self.manager.get_load_source(",
+    )
+
+
+def test_our_message_reaches_the_ranks() -> None:
+    in_order(
+        f"{CONNECTOR}.offloading_connector:OffloadingConnector.build_connector_meta",
+        "self.connector_scheduler.build_connector_meta(",
+    )
+    in_order(
+        f"{CONNECTOR}.offloading_connector:OffloadingConnector.start_load_kv",
+        "start_kv_transfers(self._connector_metadata)",
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
+        "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward",
+    ],
+)
+def test_moves_are_submitted_in_every_step_with_or_without_a_forward_pass(path: str) -> None:
+    in_order(path, "start_load_kv(", "get_transfer_results(")
+    no_forward = path.rpartition(".")[0] + (".kv_connector_no_forward" if "Mixin" in path else ".no_forward")
+    assert path.rpartition(".")[2] in source(no_forward)
+
+
+def test_the_engine_is_stepped_while_storage_is_at_work() -> None:
+    """Background moves go on, and are settled, while no request is there."""
+    assert "has_pending_push_work()" in source("vllm.v1.core.sched.scheduler:Scheduler.has_requests")
+    assert "scheduler.has_requests()" in source("vllm.v1.engine.core:EngineCoreProc.has_work")
+    in_order(
+        f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler.has_pending_push_work", "self.manager.has_pending_work()"
+    )
+    assert "has_pending_push_work()" in source(
+        f"{CONNECTOR}.offloading_connector:OffloadingConnector.has_pending_push_work"
+    )
+
+
+def test_every_step_ends_at_the_scheduler_half_once() -> None:
+    """The clock of prefill steps counts ends. A step without a forward pass ends there only when it has to tell."""
+    outputs = named("vllm.v1.outputs")
+    spec = SimpleNamespace(
+        replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
+    )
+    worker = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+    for _ in range(2):
+        told = outputs.KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta())
+        assert outputs.ModelRunnerOutput.with_kv_conn_output_only(told).kv_connector_output is told
+    silent = outputs.KVConnectorOutput()
+    assert outputs.ModelRunnerOutput.with_kv_conn_output_only(silent).kv_connector_output is None
+    update = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
+    in_order(update, "if kv_connector_output:", "self._update_from_kv_xfer_finished(kv_connector_output)")
+    assert source(update).count("_update_from_kv_xfer_finished(") == 1
+    assert (
+        source("vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished").count("update_connector_output(")
+        == 1
+    )
+    for runner in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
+        assert "kv_connector_output=kv_connector_output" in source(runner)
+
+
+def test_our_moves_travel_with_vllms_jobs() -> None:
+    """A rank takes our message for vLLM's: it submits the jobs first, then the moves."""
+    common, base = named(f"{OFFLOADING}.common"), named("vllm.v1.kv_offload.base")
+    submitted: list[Any] = []
+    spec = SimpleNamespace(
+        replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
+    )
+    worker = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+    rank = object.__new__(NixlOffloadingWorker)
+    rank.submit_load = lambda job_id, *rest, **options: submitted.append(job_id) or True  # type: ignore[func-returns-value, method-assign]
+    rank.submit_moves = lambda moves, places: submitted.append((moves, places))  # type: ignore[method-assign]
+    worker.worker = rank
+    blocks = base.GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+    jobs = {3: common.TransferJob("request", blocks, blocks)}
+    meta = ChainMetadata(jobs, {}, set(), ["a move"], ("a place",))  # type: ignore[list-item, arg-type]
+    assert isinstance(meta, common.OffloadingConnectorMetadata)
+    worker.start_kv_transfers(meta)
+    worker.start_kv_transfers(common.OffloadingConnectorMetadata({}, {}))
+    assert submitted == [3, (["a move"], ("a place",))]
+
+
+class Matching:
+    """Our scheduler's half over a slab with ``stored`` chunks of one request's five, and what tiers take."""
+
+    def __init__(self, path: Path, stored: int) -> None:
+        config = manager_rig.config_of(manager_rig.memory_tier(), manager_rig.slab_tier(path))
+        offloading, vllm_config = manager_rig.offloading_config(), manager_rig.vllm_config()
+        caches = manager_rig.kv_cache_config()
+        spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config)
+        self.scheduler = NixlOffloadScheduler(spec, vllm_config, caches)
+        self.manager = self.scheduler.offload_manager
+        self.manager.open((manager_rig.SLOT,), caches, ["CPU_ATTN"])
+        hashes = [number.to_bytes(32, "big") for number in range(5 * manager_rig.BLOCKS_PER_CHUNK)]
+        self.request: Any = SimpleNamespace(
+            request_id="request",
+            num_tokens=5 * manager_rig.CHUNK_TOKENS + 1,
+            num_prompt_tokens=5 * manager_rig.CHUNK_TOKENS + 1,
+            block_hashes=hashes,
+            kv_transfer_params=None,
+            kv_hints=None,
+            skip_reading_prefix_cache=False,
+        )
+        self.scheduler.on_new_request(self.request)
+        make_key = named("vllm.v1.kv_offload.base:make_offload_key")
+        last = manager_rig.BLOCKS_PER_CHUNK - 1
+        self.keys = [make_key(each, 0) for each in hashes[last :: manager_rig.BLOCKS_PER_CHUNK]]
+        output = self.manager.prepare_store(self.keys[:stored], manager_rig.request("stores"))
+        assert output is not None
+        self.ticket: int = output.store_spec.ticket  # type: ignore[attr-defined]
+        self.manager.settle({self.ticket: TicketReport()})
+
+    def lose_from_memory(self, first: int) -> None:
+        """Leave the chunks from ``first`` on to files alone."""
+        self.manager.on_schedule_end(named("vllm.v1.kv_offload.base:ScheduleEndContext")([], []))
+        self.manager.settle({move.ticket: TicketReport() for move in self.manager.take_moves()[0]})
+        context = manager_rig.request("loses", [{"medium": "CPU"}])
+        spec: Any = self.manager.prepare_load(self.keys[first:], context)
+        failures = dict.fromkeys(range(len(spec.keys)), Outcome.FAILED)
+        self.manager.settle({spec.ticket: TicketReport(1, failures)})
+
+    def slow_files(self) -> None:
+        self.manager.settle({}, [Share(1, manager_rig.SLOT, 10.0)] * 5)
+        for context_tokens in (0, 256, 512, 768, 1024):
+            self.manager.observe_prefill(manager_rig.CHUNK_TOKENS, context_tokens, 0.01)
+
+    def ask(self, computed: int = 0, most: int | None = None) -> tuple[int | None, bool]:
+        return self.scheduler.get_num_new_matched_tokens(self.request, computed, most)
+
+    def lookups(self) -> int:
+        """How often vLLM's half has looked the request up since the last call."""
+        stats = self.scheduler.get_stats()
+        if stats is None:
+            return 0
+        observed: dict[Any, list[float]] = stats.data["data"]["vllm:kv_offload_lookup_sync_delay_seconds"]
+        return len(observed[()])
+
+
+@pytest.fixture
+def matching(tmp_path: Path) -> Iterator[Callable[[int], Matching]]:
+    made: list[Matching] = []
+
+    def make(stored: int) -> Matching:
+        made.append(Matching(tmp_path, stored))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.manager.shutdown()
+
+
+def test_a_hit_is_all_that_is_stored_or_as_much_as_may_be_loaded(matching: Callable[[int], Matching]) -> None:
+    """The limit that vLLM itself gives for other reasons, and that we give."""
+    asked = matching(4)
+    chunk = manager_rig.CHUNK_TOKENS
+    assert asked.ask() == (4 * chunk, True)
+    assert asked.ask(chunk) == (3 * chunk, True)
+    assert asked.ask(0, 2 * chunk) == (2 * chunk, True)
+    assert asked.ask(0, chunk - 1) == (0, False)
+    assert asked.lookups() == 4
+
+
+def test_a_hit_that_is_slow_from_some_chunk_on_is_cut_there(matching: Callable[[int], Matching]) -> None:
+    """The base is asked again with the limit, and what it remembers of the request is that of the second answer."""
+    asked = matching(4)
+    asked.lose_from_memory(3)
+    asked.slow_files()
+    chunk = manager_rig.CHUNK_TOKENS
+    for _ in range(2):
+        assert asked.ask() == (3 * chunk, True)
+        assert asked.lookups() == 2
+        [group] = asked.scheduler._req_status["request"].group_states
+        assert group.num_hit_chunks == 3
+        assert group.offload_keys == asked.keys
+    assert asked.ask(chunk + 64) == (2 * chunk - 64, True), "from within a chunk on"
+    assert asked.ask(2 * chunk + 64) == (0, False), "vLLM loads no less than a chunk"
+    assert asked.ask(3 * chunk) == (0, False), "nothing is left that is worth it"
+
+
+def test_moves_go_out_with_the_step_in_which_they_began(matching: Callable[[int], Matching]) -> None:
+    """The manager begins them when the step's scheduling ends, which is within vLLM's ``build_connector_meta``."""
+    asked = matching(4)
+    empty = named("vllm.v1.core.sched.output:SchedulerOutput.make_empty")
+    meta = asked.scheduler.build_connector_meta(empty())
+    assert isinstance(meta, ChainMetadata)
+    assert [list(move.keys) for move in meta.moves] == [asked.keys[:4]]
+    assert len(meta.places) == 2
+    assert asked.scheduler.has_pending_push_work()
+    assert not isinstance(asked.scheduler.build_connector_meta(empty()), ChainMetadata)
+    asked.manager.settle({meta.moves[0].ticket: TicketReport()})
+    assert not asked.scheduler.has_pending_push_work()
