@@ -31,14 +31,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import NOWHERE, Catalog
 from nixl_offload.config import Config
-from nixl_offload.engine import Share
 from nixl_offload.estimate import LoadOrRecompute, Part
 from nixl_offload.tiers.file import FileTier
 from nixl_offload.tiers.memory import MemoryTier
 from nixl_offload.tiers.shared import SharedTier
 from nixl_offload.types import Asker, Key, Lookup, key_group
 from nixl_offload.vllm.identity import build_namespace
-from nixl_offload.vllm.messages import ChunkSpec, MoveSpec, Place, TicketReport
+from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, Place, TicketReport
 from nixl_offload.vllm.metrics import Telling
 from nixl_offload.vllm.open_tiers import chain_options, open_tier
 
@@ -55,6 +54,8 @@ _ANSWERS = {
     Lookup.RETRY: LookupResult.RETRY,
 }
 
+SLOW_FAILURE_S = 1.0
+"""A load that fails sooner was refused, and says nothing of how long loads take."""
 STORE_BACKLOG_STAGINGS = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
 
@@ -242,7 +243,7 @@ class NixlOffloadManager(OffloadingManager):
     # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
     # tickets settle here, from our own message, and those two have nothing left to do.
 
-    def settle(self, reports: Mapping[int, TicketReport], loads: Iterable[Share] = ()) -> set[OffloadKey]:
+    def settle(self, reports: Mapping[int, TicketReport], loads: Iterable[LoadSample] = ()) -> set[OffloadKey]:
         """Take the ranks' word on tickets: READY, dropped, or gone; and on how long tiers took to serve loads.
 
         Returns the chunks that a load did not bring.
@@ -251,9 +252,8 @@ class NixlOffloadManager(OffloadingManager):
         if self._catalog is None:
             return lost
         now_s = time.monotonic()
-        if self._speeds is not None:
-            for share in loads:
-                self._speeds.tiers[share.tier].observe(share.bytes_moved, share.seconds, now_s)
+        for sample in loads:
+            self._observe_load(sample, now_s)
         for ticket, report in reports.items():
             settled = self._catalog.report(ticket, report.ranks, report.failures, now_s)
             if settled is None:
@@ -307,6 +307,14 @@ class NixlOffloadManager(OffloadingManager):
                 tier.close([key for at, key in pending if at == position])
             else:
                 tier.close()
+
+    def _observe_load(self, sample: LoadSample, now_s: float) -> None:
+        """A load that failed says only that it would have taken longer; one that failed quickly says nothing."""
+        assert self._speeds is not None
+        speed = self._speeds.tiers[sample.tier]
+        least_s = max(speed.seconds(sample.size_bytes) or 0.0, SLOW_FAILURE_S) if sample.failed else 0.0
+        if sample.seconds > least_s:
+            speed.observe(sample.size_bytes, sample.seconds, now_s)
 
     def _allowed(self, req_context: ReqContext) -> frozenset[int] | None:
         """Return the tiers that a request may load from, None for all: ``kv_load_tiers`` in its transfer params."""

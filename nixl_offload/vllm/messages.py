@@ -6,6 +6,7 @@ Threading: plain values. Picklable by vLLM's own transport (process to process o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -14,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from nixl_offload.engine import Share
 from nixl_offload.tiers.file import SlabPlace
 from nixl_offload.tiers.memory import MemoryPlace
 from nixl_offload.tiers.shared import SharedPlace
@@ -68,6 +68,17 @@ class ChainMetadata(OffloadingConnectorMetadata):
     """As in ``ChunkSpec``; given where there are moves."""
 
 
+class LoadSample(NamedTuple):
+    """How long a tier took over its part in a load."""
+
+    tier: int
+    size_bytes: int
+    """Of what was asked for."""
+    seconds: float
+    failed: bool
+    """Some of it did not come."""
+
+
 @dataclass
 class TicketReport:
     """What ranks say of one ticket: how many have finished, and which positions failed on any of them."""
@@ -88,8 +99,8 @@ class WorkerReport(OffloadingWorkerMetadata):
     """vLLM's completion message, extended by the failure channel it lacks."""
 
     tickets: dict[int, TicketReport] = field(default_factory=dict)
-    loads: list[Share] = field(default_factory=list)
-    """How long tiers took to serve loads: what the estimate of their speed lives on."""
+    loads: list[LoadSample] = field(default_factory=list)
+    """What the estimate of the tiers' speed lives on."""
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""

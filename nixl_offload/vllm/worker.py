@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +36,7 @@ from nixl_offload.types import Outcome, key_group
 from nixl_offload.vllm.messages import (
     ChainMetadata,
     ChunkSpec,
+    LoadSample,
     MoveSpec,
     Place,
     RankGeometry,
@@ -143,6 +145,16 @@ class NixlOffloadingWorker(OffloadingWorker):
                     for key, source, target in zip(move.keys, move.sources, move.targets, strict=True)
                 ],
             )
+
+    def samples(self, job: RankJob, result: JobResult) -> Iterable[LoadSample]:
+        """Return what a finished load says of the speed of its tiers."""
+        wanted: Counter[int] = Counter()
+        failed = set()
+        for chunk, outcome in zip(job.chunks, result.outcomes, strict=True):
+            wanted[chunk.location.tier] += len(chunk.block_ids) * self.layout.groups[chunk.group].block_bytes
+            if outcome is not Outcome.OK:
+                failed.add(chunk.location.tier)
+        return [LoadSample(part.tier, wanted[part.tier], part.seconds, part.tier in failed) for part in result.shares]
 
     def take_tickets(self) -> dict[int, dict[int, Outcome]]:
         """Return how landings and moves ended since the last call: ticket -> failures by position."""
@@ -323,8 +335,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                 received.add(request)
             if failures and not job.is_store:
                 self._fail_load(job, request, failures)
-            elif not job.is_store:
-                self._report.loads.extend(result.shares)
+            if not job.is_store:
+                self._report.loads.extend(self.rank_worker.samples(job, result))
         for ticket, failures in self.rank_worker.take_tickets().items():
             self._report.tickets[ticket] = TicketReport(1, failures)
         return set(), received
@@ -342,7 +354,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
     def build_connector_worker_meta(self) -> WorkerReport:
         """Return what has finished since the last call.
 
-        Also when nothing has: vLLM keeps an empty step to itself, and the scheduler's half counts steps (``step_clock``).
+        Also when nothing has: vLLM keeps an empty step to itself, and our scheduler's half counts them: ``step_clock``.
         """
         report, self._report = self._report, WorkerReport()
         return report
