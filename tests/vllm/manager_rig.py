@@ -24,10 +24,9 @@ from vllm.v1.kv_offload.config import (
 )
 
 from nixl_offload.config import Config, parse_config
-from nixl_offload.engine import Share
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import ChunkSpec, MoveSpec, TicketReport
+from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, TicketReport
 
 SLOT = 8192
 BLOCK_TOKENS = 64
@@ -179,7 +178,7 @@ class Rig:
 
     def observe_loads(self, tier: int, seconds: float, times: int = 5) -> None:
         """Let ``tier`` have taken ``seconds`` for each of some loads of one chunk."""
-        self.manager.settle({}, [Share(tier, SLOT, seconds)] * times)
+        self.manager.settle({}, [LoadSample(tier, SLOT, seconds, False)] * times)
 
     def observe_prefill(self, seconds: float, times: int = 5) -> None:
         """Let computing a chunk's tokens have taken ``seconds``."""

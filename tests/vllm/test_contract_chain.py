@@ -14,10 +14,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from nixl_offload.engine import Share
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector import NixlOffloadScheduler
-from nixl_offload.vllm.messages import ChainMetadata, TicketReport
+from nixl_offload.vllm.messages import ChainMetadata, LoadSample, TicketReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
 from tests.vllm import manager_rig
@@ -195,7 +194,7 @@ class Matching:
         self.manager.settle({spec.ticket: TicketReport(1, failures)})
 
     def slow_files(self) -> None:
-        self.manager.settle({}, [Share(1, manager_rig.SLOT, 10.0)] * 5)
+        self.manager.settle({}, [LoadSample(1, manager_rig.SLOT, 10.0, False)] * 5)
         for context_tokens in (0, 256, 512, 768, 1024):
             self.manager.observe_prefill(manager_rig.CHUNK_TOKENS, context_tokens, 0.01)
 
