@@ -373,7 +373,8 @@ class Catalog:
                 self._settle_move(record.moves[position], how, now_s)
         for tier_position, key in reversed(ready):
             self._changes.tell(tier_position, (key,), removed=False)
-            if record.kind == "store" and len(self._tiers) > 1:
+            if record.kind != "move" and len(self._tiers) > 1:
+                # What a bucket has served, and memory kept, goes on to the files between them as well.
                 self._through.offer(key, [tier.state(key) for tier in self._tiers], now_s)
 
     def _settle_move(self, move: Move, how: str, now_s: float) -> None:

@@ -217,7 +217,7 @@ class Moves:
         if relay is not None:
             # Told before the slot is free: storage may answer much later, but nothing will come of it.
             if result.outcomes[0] is not Outcome.OK:
-                self.settle(relay.ticket, relay.position, result.outcomes[0])
+                self.settle(relay.ticket, relay.position, _unfetched(result.outcomes[0]))
             return
         relay = self._storing.pop(result.job_id, None)
         if relay is not None:
@@ -241,10 +241,8 @@ class Moves:
         limit_s = self._clock() - RELAY_WAIT_S
         while self._waiting:
             relay = self._waiting[0]
-            if relay.since_s <= limit_s:
+            if relay.since_s <= limit_s or not self._usable_slots:
                 self.settle(relay.ticket, relay.position, Outcome.DROPPED)
-            elif not self._usable_slots:
-                self.settle(relay.ticket, relay.position, Outcome.FAILED)
             elif self._free_slots:
                 relay.slot = self._free_slots.pop()
                 job_id = next(self._ids)
@@ -278,9 +276,7 @@ class Moves:
     def _relay_landed(self, relay: _Relay, outcome: Outcome) -> None:
         known = relay.ticket.outcomes[relay.position] is not None
         if outcome is not Outcome.OK:
-            # The target was never touched, so it is not the target that is tainted.
-            told = Outcome.FAILED if outcome is Outcome.TAINTED else outcome
-            self.settle(relay.ticket, relay.position, told)
+            self.settle(relay.ticket, relay.position, _unfetched(outcome))
         if known or outcome is not Outcome.OK:
             self._free(relay, tainted=outcome is Outcome.TAINTED)
             return
@@ -316,6 +312,11 @@ class Moves:
         ok_bytes = sum(size for size, outcome in zip(ticket.sizes, outcomes, strict=True) if outcome is Outcome.OK)
         seconds = self._clock() - ticket.began_s
         self._results.append(MoveResult(ticket.number, outcomes, ticket.tier, ok_bytes, seconds))
+
+
+def _unfetched(outcome: Outcome) -> Outcome:
+    """What to tell of a relayed move whose source gave no chunk: the target, never touched, is not to blame."""
+    return outcome if outcome is Outcome.CORRUPT else Outcome.DROPPED
 
 
 def _chunk(move: MoveIO, farther: Location, host_offset: int) -> ChunkIO:

@@ -242,7 +242,7 @@ def test_moves_that_hang_leave_room_for_loads_and_stores_of_their_own_tier(make:
 
 
 def test_a_source_that_hangs_gives_relay_slots_back_when_it_answers(make: Make) -> None:
-    """Its moves are told FAILED at the load's timeout, those behind them DROPPED; the slots stay away until then."""
+    """Its moves are told DROPPED at the load's timeout, as those behind them; the slots stay away until then."""
     file = stuck(Op.READ)
     rig = make(file)
     for number in range(5):
@@ -250,14 +250,14 @@ def test_a_source_that_hangs_gives_relay_slots_back_when_it_answers(make: Make) 
     rig.chain.submit_moves(1, [rig.move(number, FILE, BUCKET) for number in range(5)])
     rig.until(lambda: file.submitted.count(Op.READ) == 2)
     rig.clock.ahead_s += max(LOAD_TIMEOUT_S, RELAY_WAIT_S) + 1
-    assert rig.settle(1).outcomes == (FAILED, FAILED, DROPPED, DROPPED, DROPPED)
+    assert rig.settle(1).outcomes == (DROPPED,) * 5
     rig.put(BUCKET, 9)
     rig.chain.submit_moves(2, [rig.move(9, BUCKET, FILE)])
     quiet(rig)
     assert file.submitted.count(Op.READ) == 2
     file.release()
     assert rig.settle(2).outcomes == (OK,)
-    assert not rig.stored(BUCKET, 0).any(), "a move that was told FAILED went on"
+    assert not rig.stored(BUCKET, 0).any(), "a move that was told DROPPED went on"
     rig.until(rig.chain.idle)
 
 
@@ -269,7 +269,7 @@ def test_relay_slots_that_were_tainted_are_never_used_again(make: Make) -> None:
     for number in range(4):
         rig.put(FILE, number)
     relay = [rig.host.slot(offset, rig.slot_bytes).memory for offset in rig.host.relay_offsets]
-    assert rig.moves(1, [rig.move(0, FILE, BUCKET)]) == (FAILED,)
+    assert rig.moves(1, [rig.move(0, FILE, BUCKET)]) == (DROPPED,)
     (tainted,) = [slot for slot in relay if slot.any()]
     left = tainted.copy()
     assert rig.moves(2, [rig.move(number, FILE, BUCKET) for number in range(4)]) == (OK,) * 4
@@ -277,9 +277,9 @@ def test_relay_slots_that_were_tainted_are_never_used_again(make: Make) -> None:
     assert all(slot.any() for slot in relay)
     file.script = [Fault(file.submitted.count(Op.READ), FaultKind.FAIL, op=Op.READ, quarantine=True)]
     outcomes = rig.moves(3, [rig.move(number, FILE, BUCKET) for number in range(4)])
-    assert outcomes == (FAILED,) * 4
+    assert outcomes == (DROPPED,) * 4
     reads = file.submitted.count(Op.READ)
-    assert rig.moves(4, [rig.move(0, FILE, BUCKET)]) == (FAILED,)
+    assert rig.moves(4, [rig.move(0, FILE, BUCKET)]) == (DROPPED,)
     assert file.submitted.count(Op.READ) == reads
     assert rig.moves(5, [rig.move(0, FILE, MEMORY), rig.move(9, MEMORY, BUCKET)]) == (OK, OK)
 
@@ -292,7 +292,7 @@ def test_a_relay_slot_whose_store_never_ends_is_never_used_again(make: Make) -> 
     bucket.error = RuntimeError("poll must not raise")
     assert rig.moves(1, [rig.move(0, FILE, BUCKET)]) == (TAINTED,)
     bucket.error = None
-    assert rig.moves(2, [rig.move(0, FILE, BUCKET)]) == (FAILED,)
+    assert rig.moves(2, [rig.move(0, FILE, BUCKET)]) == (DROPPED,)
     assert len(bucket.submitted) == 1
 
 
@@ -439,7 +439,7 @@ def test_the_death_of_a_pump_settles_its_tickets_and_no_others(make: Make) -> No
     )
     rig.until(lambda: len(mover.submitted) == 4)
     mover.error = KeyboardInterrupt()
-    assert rig.settle(1).outcomes == (TAINTED, TAINTED, FAILED)
+    assert rig.settle(1).outcomes == (TAINTED, TAINTED, DROPPED)
     assert rig.collect(2).outcomes == (FAILED, OK)
     assert rig.settle(2).outcomes == (TAINTED,)
     assert rig.moves(3, [rig.move(0, MEMORY, FILE), rig.move(1, FILE, MEMORY)]) == (FAILED, FAILED)
