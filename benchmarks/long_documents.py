@@ -43,13 +43,13 @@ class Plan:
     """Prefill steps per document."""
     answer_tokens: int = 4
     rounds: int = 3
-    gpu_documents: int = 4
-    memory_documents: int = 7
-    sets: tuple[int, int, int] = (3, 6, 11)
+    gpu_documents: int = 2
+    memory_documents: int = 5
+    sets: tuple[int, int, int] = (2, 4, 7)
     """Documents: fewer than fit the GPU, fewer than fit the memory tier, and more."""
 
 
-QUICK = Plan(steps=2, rounds=1, gpu_documents=1, memory_documents=2, sets=(1, 2, 4))
+QUICK = Plan(steps=2, rounds=1, gpu_documents=1, memory_documents=2, sets=(1, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class Bench:
                 begin = turn % len(contenders)
                 for contender in (*contenders[begin:], *contenders[:begin]):
                     rounds[contender.name][-1].append(self._request(contender, prompt))
-                    self._progress.advance(f"{documents} documents, round {number}: {contender.name}")
+                    self._progress.advance(f"working set {documents}, round {number}: {contender.name}")
                 turn += 1
             means = {
                 name: statistics.fmean(asked.answer.ttft_s for asked in turns[-1]) for name, turns in rounds.items()
             }
             self._progress.say(
-                f"{documents} documents, {f'round {number}' if number else 'first requests'}, mean TTFT: "
+                f"working set {documents}, {f'round {number}' if number else 'first requests'}, mean TTFT: "
                 + ", ".join(f"{name} {mean_s * 1e3:.0f} ms" for name, mean_s in means.items())
             )
         return rounds

@@ -174,4 +174,5 @@ def _engine(name: str, sizes: Sizes, model: Path, scratch: Path, kv: Path, envir
 
 def _reason(error: EngineError) -> str:
     """The sentence of an engine that did not start, without its log."""
-    return str(error).partition("\n")[0].removeprefix("start: ")
+    reason = str(error).partition("\n")[0].removeprefix("start: ")
+    return f"it copies by CUDA streams and driver calls ({reason})" if "StreamPlaceholder" in reason else reason
