@@ -20,7 +20,7 @@ NONE_IS_FINE = { status=$$?; [ $$status = 5 ] || exit $$status; }  # none of the
 # Packages are installed uncompiled, so Python must be let to keep what it compiles: vLLM and torch take a minute each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-s3 test lint bench bench-s3 bench-documents env clean
+.PHONY: help demo demo-s3 test lint bench bench-s3 bench-documents bench-copies env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -53,6 +53,9 @@ bench-s3: $(STAMP) ## Benchmarks of the S3 path and of its peers, against a loca
 
 bench-documents: $(STAMP) ## Long documents asked about again and again: every way of keeping KV, vLLM's own included
 	@$(BIN)/python -m benchmarks.long_documents $(ARGS)
+
+bench-copies: $(STAMP) ## Copies of the memory tier, batched against per layer, on CUDA where there is a GPU
+	@$(BIN)/python -m benchmarks.copies $(ARGS)
 
 env: $(STAMP) ## Only make the environment
 

@@ -211,7 +211,7 @@ def measure(candidates: dict[str, Copy], size_bytes: int, rounds: int) -> dict[s
 def copies(total_bytes: int, rounds: int, pages_kib: Sequence[int], *, torch_threads: bool) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for page_kib in pages_kib:
-        for layers in LAYERS:
+        for layers in _layers(page_kib, total_bytes):
             for scattered in (True, False):
                 view = scene(page_kib << 10, layers, total_bytes, scattered=scattered)
                 ways = {"per layer": per_layer(view), "batched": batched(view)}
@@ -231,7 +231,7 @@ def verifying(total_bytes: int, rounds: int, pages_kib: Sequence[int]) -> list[d
     """Loads of one job through the memory tier's engine, with and without checksums."""
     rows: list[dict[str, object]] = []
     for page_kib in pages_kib:
-        for layers in LAYERS:
+        for layers in _layers(page_kib, total_bytes):
             view = scene(page_kib << 10, layers, total_bytes, scattered=True)
             engines = {
                 verify: MemoryEngine(
@@ -278,6 +278,11 @@ def machine() -> dict[str, object]:
         "torch_threads": torch.get_num_threads(),
         "numpy": np.__version__,
     }
+
+
+def _layers(page_kib: int, total_bytes: int) -> list[int]:
+    """Not those whose single chunk is far more than what is to be copied."""
+    return [layers for layers in LAYERS if (page_kib << 10) * layers * BLOCKS_PER_CHUNK <= 4 * total_bytes]
 
 
 def _spread(scattered: bool) -> str:

@@ -76,7 +76,7 @@ class HostSlab:
         progress: Progress | None = None,
         root: Path = host_limits.ROOT,
     ) -> None:
-        """Allocate and prefault, which takes about a second per 2 to 8 GiB.
+        """Allocate and prefault, which takes one to four seconds per GiB on a busy virtual machine.
 
         ``pinned`` needs CUDA and makes copies asynchronous; ``device`` says whose NUMA node is preferred then.
         ``sharers``: ranks that a configured ``capacity`` is divided by, for the words of an error. ``progress``
