@@ -13,12 +13,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from nixl_offload.engine import bands as bands_module
 from nixl_offload.engine import packer as packer_module
 from nixl_offload.engine.bands import SMALL_PAGE_BYTES, runs_of
 from nixl_offload.engine.packer import READY, CudaPacker, Fence, HostPacker, Page, _Wide
 from nixl_offload.errors import LayoutError
 
 Bytes = npt.NDArray[np.uint8]
+MAP_NORESERVE = 0x4000
 BLOCKS = 24
 SCATTERED = [[7, 2, 3, 19], [23, 0, 11, 12], [5, 6, 8, 9]]
 CONSECUTIVE = [[4, 5, 6, 7], [0, 1, 2, 3], [20, 21, 22, 23]]
@@ -98,6 +100,30 @@ def test_payloads_between_the_tensors_are_copied_too() -> None:
     packer.scatter(0, ids[::-1].copy(), payload, READY)
     assert expected([first, last], pages, ids[::-1].tolist()) == wanted.tobytes()
     assert (payload == wanted).all()
+
+
+def test_tensors_at_opposite_ends_of_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One from the heap, one mapped: a table over both would be larger than numpy can count. They go layer by layer."""
+    monkeypatch.setattr(bands_module, "_TABLE_LIMIT_BYTES", 1 << 20)
+    tensors = tensors_of(2, 4096, 4096, 0)
+    assert len(bands_module.bands_of([(tensors[0], 0, 4096), (tensors[1], 4096, 4096)])) == 2
+    pages = [Page(0, 0, 4096), Page(1, 4096, 4096)]
+    packer = HostPacker(tensors, [pages])
+    ids = np.array([3, 9, 1, 15], dtype=np.int32)
+    payload = np.zeros((4, 8192), dtype=np.uint8)
+    packer.gather(0, ids, payload, READY)
+    assert payload.tobytes() == expected(tensors, pages, ids.tolist())
+    packer.scatter(0, ids[::-1].copy(), payload, READY)
+    assert expected(tensors, pages, ids[::-1].tolist()) == payload.tobytes()
+
+
+def test_large_pages_far_apart_are_no_error() -> None:
+    """Pages of 64 MiB, 2^40 bytes between them (reserved addresses, of which little is ever touched)."""
+    area = np.frombuffer(mmap.mmap(-1, 1 << 40, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE), np.uint8)
+    page = 64 << 20
+    tensors = [area[: 2 * page].reshape(2, page), area[-2 * page :].reshape(2, page)]
+    assert not bands_module.fit_one_table(tensors, page)
+    HostPacker(tensors, [[Page(0, 0, page), Page(1, page, page)]])
 
 
 @pytest.mark.parametrize("ids", [[-1, 2], [0, BLOCKS], [2**31 - 1, 0]])
