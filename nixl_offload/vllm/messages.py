@@ -102,10 +102,6 @@ class WorkerReport(OffloadingWorkerMetadata):
     loads: list[LoadSample] = field(default_factory=list)
     """What the estimate of the tiers' speed lives on."""
 
-    def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return not self.completed_jobs and not self.tickets
-
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another rank's report of the same step into a new one."""
         base = super().aggregate(other)
