@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.copies [--megabytes N] [--rounds N] [--quick] [--json]``. Candidates take turns within each round
 of one process; a ratio is the median over rounds of (per-layer time / candidate time). On a machine with CUDA the KV
-blocks lie on the device and the slots in page-locked memory; otherwise both lie in host memory. GB/s count each byte
-once.
+blocks lie on the device and the slots in page-locked memory, and time is what a clock says; otherwise both lie in host
+memory, and time is the processor's, which other work on the machine disturbs less. GB/s count each byte once.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ def per_layer(view: Scene) -> tuple[Copy, Copy]:
 def per_run(view: Scene) -> tuple[Copy, Copy]:
     """A slice for each layer and run of consecutive blocks; host only."""
     size, arrays = view.kv[0].shape[1], [tensor.numpy() for tensor in view.kv]
-    runs = [runs_of(ids) for ids, _ in view.parts]
+    runs = [runs_of(ids, [len(ids)]) for ids, _ in view.parts]
 
     def pairs() -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
         for (_, payload), of in zip(view.parts, runs, strict=True):
             for n, array in enumerate(arrays):
-                for row, block, count in of:
+                for _, row, block, count in of:
                     yield payload[row : row + count, n * size : (n + 1) * size], array[block : block + count]
 
     def gather() -> None:
@@ -161,7 +161,7 @@ def foreach(view: Scene) -> tuple[Copy, Copy]:
         packed, pages = [], []
         for ids, payload in view.parts:
             host = torch.from_numpy(payload)
-            for row, block, count in runs_of(ids):
+            for _, row, block, count in runs_of(ids, [len(ids)]):
                 for n, tensor in enumerate(view.kv):
                     packed.append(host[row : row + count, n * size : (n + 1) * size])
                     pages.append(tensor[block : block + count])
@@ -191,13 +191,14 @@ def batched(view: Scene) -> tuple[Copy, Copy]:
 
 def measure(candidates: dict[str, Copy], size_bytes: int, rounds: int) -> dict[str, dict[str, float]]:
     """Medians in GB/s, and ratios to the first candidate by rounds."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds + 1):
         for name, copy in candidates.items():
-            begin = time.perf_counter()
+            begin = clock()
             copy()
             if number:  # the first round warms up
-                taken[name].append(time.perf_counter() - begin)
+                taken[name].append(clock() - begin)
     first = next(iter(taken.values()))
     return {
         name: {
@@ -326,6 +327,8 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="torch's threads too: on busy cores 400 times slower")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if not options.torch and not torch.cuda.is_available():
+        torch.set_num_threads(1)
     pages_kib, rounds = ((4, 64), 3) if options.quick else (PAGES_KIB, options.rounds)
     total_bytes = options.megabytes << 20
     result = {

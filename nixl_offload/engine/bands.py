@@ -8,17 +8,22 @@ when it returns, and copies without the interpreter's lock. Ownership: a band ke
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 Bytes = npt.NDArray[np.uint8]
+BlockIds = npt.NDArray[np.int32]
+Run = tuple[int, int, int, int]
+"""Number of the payload, row in it, block id, count."""
 
 SMALL_PAGE_BYTES = 48 << 10
-"""Below this pages are gathered by ``torch.index_select``, from there on by runs of consecutive blocks, a slice each:
-docs/decisions/0012-memory-tier.md has what each costs."""
+"""Below this pages of all layers are copied by one call; from there on a call for each layer costs nothing any more:
+docs/decisions/0012-memory-tier.md."""
+_RUN_BLOCKS = 4
+"""Runs of so many blocks, on average, are copied by slices whatever the size of a page."""
 _UNIT_BYTES = 16
 _CALL_BYTES = 512 << 10
 """torch copies as many elements as these bytes hold (of 16 bytes each) on the calling thread. More would bring OpenMP
@@ -61,31 +66,70 @@ class Band:
             self._units = torch.from_numpy(np.ndarray(shape, np.complex128, memory, strides=(_UNIT_BYTES, _UNIT_BYTES)))
             self._rows_per_unit = _UNIT_BYTES
 
-    def gather(self, block_ids: npt.NDArray[np.int32], payload: Bytes) -> None:
-        """Copy pages to rows. Block ids must have been checked: addresses follow from them."""
-        target = self._pages_of(payload)
-        if self._units is not None and target.ctypes.data % _UNIT_BYTES == 0 and target.strides[0] % _UNIT_BYTES == 0:
-            rows = torch.from_numpy(self._rows(block_ids) // self._rows_per_unit)
-            out = torch.from_numpy(target.view(np.complex128))
-            step = max(1, _CALL_BYTES // self._page_bytes)
-            for at in range(0, len(rows), step):
-                torch.index_select(self._units, 0, rows[at : at + step], out=out[at : at + step])
+    def gather(self, block_ids: BlockIds, payloads: Sequence[Bytes]) -> None:
+        """Copy pages to rows. ``block_ids``: of all payloads, one after the other; they must have been checked, for
+        addresses follow from them.
+        """
+        runs = runs_of(block_ids, [len(payload) for payload in payloads])
+        if _RUN_BLOCKS * len(runs) <= len(block_ids) or self._page_bytes >= SMALL_PAGE_BYTES:
+            for packed, pages in self._slices(runs, payloads):
+                packed[...] = pages
             return
-        runs = runs_of(block_ids)
-        if self._page_bytes < SMALL_PAGE_BYTES and 2 * len(runs) > len(block_ids):
-            target[...] = self._table[self._rows(block_ids)]
-            return
-        for number, layer in enumerate(self._layers):
-            column = self._columns.start + number * self._page_bytes
-            into = payload[:, column : column + self._page_bytes]
-            for row, block, count in runs:
-                into[row : row + count] = layer[block : block + count, : self._page_bytes]
+        rows, begin = self._rows(block_ids), 0
+        units = self._units
+        if units is not None:
+            rows //= self._rows_per_unit
+        selected, step = torch.from_numpy(rows), max(1, _CALL_BYTES // self._page_bytes)
+        for payload in payloads:
+            target = self._pages_of(payload)
+            end = begin + len(target)
+            if units is None:
+                target[...] = self._table[rows[begin:end]]
+            elif (target.ctypes.data | target.strides[0]) % _UNIT_BYTES:
+                target[...] = self._table[rows[begin:end] * self._rows_per_unit]
+            else:
+                out = torch.from_numpy(target.view(np.complex128))
+                for at in range(begin, end, step):
+                    till = min(end, at + step)
+                    torch.index_select(units, 0, selected[at:till], out=out[at - begin : till - begin])
+            begin = end
 
-    def scatter(self, block_ids: npt.NDArray[np.int32], payload: Bytes) -> None:
+    def scatter(self, block_ids: BlockIds, payloads: Sequence[Bytes]) -> None:
         """Copy rows to pages, as ``gather``."""
-        self._table[self._rows(block_ids)] = self._pages_of(payload)
+        runs = runs_of(block_ids, [len(payload) for payload in payloads])
+        if _RUN_BLOCKS * len(runs) <= len(block_ids):
+            for packed, pages in self._slices(runs, payloads):
+                pages[...] = packed
+            return
+        begin = 0
+        if self._page_bytes >= SMALL_PAGE_BYTES:
+            for payload in payloads:
+                ids = block_ids[begin : begin + len(payload)]
+                for columns, layer in self._by_layer():
+                    layer[ids, : self._page_bytes] = payload[:, columns]
+                begin += len(payload)
+            return
+        rows = self._rows(block_ids)
+        for payload in payloads:
+            source = self._pages_of(payload)
+            self._table[rows[begin : begin + len(source)]] = source
+            begin += len(source)
 
-    def _rows(self, block_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    def _slices(self, runs: Sequence[Run], payloads: Sequence[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
+        """Payload and pages of each run in each layer."""
+        for number, row, block, count in runs:
+            packed = payloads[number][row : row + count]
+            for columns, layer in self._by_layer():
+                yield packed[:, columns], layer[block : block + count, : self._page_bytes]
+
+    def _by_layer(self) -> Iterator[tuple[slice, Bytes]]:
+        """The columns of each layer."""
+        column = self._columns.start
+        for layer in self._layers:
+            yield slice(column, column + self._page_bytes), layer
+            column += self._page_bytes
+
+    def _rows(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         """Rows of the table, in the order of the payload: block after block, in each layer after layer."""
         return (block_ids.astype(np.int64)[:, np.newaxis] * self._strides + self._firsts).ravel()
 
@@ -114,10 +158,13 @@ def _span_bytes(layers: Sequence[Bytes]) -> int:
     return last - min(layer.ctypes.data for layer in layers) + 1
 
 
-def runs_of(block_ids: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
-    """Split into runs of consecutive ids: (row of the payload, first block id, count)."""
-    breaks = (np.flatnonzero(np.diff(block_ids) != 1) + 1).tolist()
-    starts = [0, *breaks]
-    ends = [*breaks, len(block_ids)]
-    firsts = block_ids[starts].tolist()
-    return [(start, first, end - start) for start, end, first in zip(starts, ends, firsts, strict=True)]
+def runs_of(block_ids: BlockIds, counts: Sequence[int]) -> list[Run]:
+    """Split into runs of consecutive ids, none of which goes from one payload into the next; ``counts``: their rows."""
+    starts = np.cumsum([0, *counts[:-1]])
+    breaks = np.diff(block_ids, prepend=-2) != 1
+    breaks[starts[starts < len(block_ids)]] = True
+    begins = np.flatnonzero(breaks)
+    numbers = np.searchsorted(starts, begins, side="right") - 1
+    lengths = np.diff(begins, append=len(block_ids))
+    columns = (numbers, begins - starts[numbers], block_ids[begins], lengths)
+    return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -105,25 +105,24 @@ class HostPacker:
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
         """See Packer. Raises LayoutError for block ids outside the KV cache."""
-        self._require_inside(group, parts)
-        for block_ids, payload in parts:
-            for band in self._bands[group]:
-                band.gather(block_ids, payload)
+        block_ids = self._checked_ids(group, parts)
+        for band in self._bands[group]:
+            band.gather(block_ids, [payload for _, payload in parts])
         return READY
 
     def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
         """See Packer. Raises LayoutError for block ids outside the KV cache."""
-        self._require_inside(group, parts)
-        for block_ids, payload in parts:
-            for band in self._bands[group]:
-                band.scatter(block_ids, payload)
+        block_ids = self._checked_ids(group, parts)
+        for band in self._bands[group]:
+            band.scatter(block_ids, [payload for _, payload in parts])
         return READY
 
-    def _require_inside(self, group: int, parts: Parts) -> None:
-        """Bands reckon with addresses: nothing else would stop a wrong id."""
-        for block_ids, _ in parts:
-            if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
-                raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
+    def _checked_ids(self, group: int, parts: Parts) -> BlockIds:
+        """The ids of all parts. Bands reckon with addresses: nothing else would stop a wrong one."""
+        block_ids = np.concatenate([block_ids for block_ids, _ in parts])
+        if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
+            raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
+        return block_ids
 
     def checksums(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.uint64]:
         """See Packer."""

@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 MAP_NORESERVE = 0x4000
 BLOCKS = 24
 SCATTERED = [[7, 2, 3, 19], [23, 0, 11, 12], [5, 6, 8, 9]]
-CONSECUTIVE = [[4, 5, 6, 7], [0, 1, 2, 3], [20, 21, 22, 23]]
+CONSECUTIVE = [[4, 5, 6, 7], [8, 9, 10, 11], [20, 21, 22, 23]]
 
 
 def noise(length: int, seed: int) -> Bytes:
@@ -219,5 +219,8 @@ def test_the_devices_packer_reckons_as_the_hosts(
 
 
 def test_runs_of_consecutive_blocks() -> None:
-    assert runs_of(np.array([4, 5, 6, 9, 3, 4], dtype=np.int32)) == [(0, 4, 3), (3, 9, 1), (4, 3, 2)]
-    assert runs_of(np.array([8], dtype=np.int32)) == [(0, 8, 1)]
+    """None goes from one payload into the next, even where the ids do."""
+    assert runs_of(np.array([4, 5, 6, 9, 3, 4], dtype=np.int32), [6]) == [(0, 0, 4, 3), (0, 3, 9, 1), (0, 4, 3, 2)]
+    assert runs_of(np.array([4, 5, 6, 7, 8, 9], dtype=np.int32), [2, 4]) == [(0, 0, 4, 2), (1, 0, 6, 4)]
+    assert runs_of(np.array([0], dtype=np.int32), [1]) == [(0, 0, 0, 1)]
+    assert runs_of(np.array([8, 9], dtype=np.int32), [1, 1]) == [(0, 0, 8, 1), (1, 0, 9, 1)]
