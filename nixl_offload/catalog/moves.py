@@ -26,6 +26,8 @@ MAX_DUE: Final = 65_536
 """Chunks that are due in one tier; the oldest goes first."""
 MAX_BEGUN: Final = 128
 """Moves to one tier that begin in one step: one or two milliseconds of it."""
+MAX_GIVEN_UP: Final = 256
+"""Chunks that are dropped in one step for a tier that takes nothing: a millisecond or two of it, not half a second."""
 _MAX_LOOKED_AT: Final = 1024
 _TICKETS_PER_BACKLOG: Final = 8
 """A tier's moves are dealt out to at least so many tickets, so that it always has some at hand."""
@@ -226,9 +228,7 @@ class WriteThrough:
         return moves
 
     def _lose_patience(self, target: int, now_s: float) -> None:
-        due = self._due[target]
-        while due:
-            key, since_s = next(iter(due.items()))
+        for key, since_s in list(islice(self._due[target].items(), MAX_GIVEN_UP)):
             if now_s - max(since_s, self._got_through_s[target]) < PATIENCE_S:
                 return
             self._drop(target, key, "refused")

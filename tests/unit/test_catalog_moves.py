@@ -242,6 +242,24 @@ def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) 
     assert chain.pinned(MEMORY) == 0
 
 
+def test_what_waited_in_vain_is_dropped_bit_by_bit(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tens of thousands of chunks lose their last chance in the same instant, and one step must not pay for all."""
+    monkeypatch.setattr(moves_module, "MAX_GIVEN_UP", 3)
+    chain = make(bucket=True)
+    bucket = _break(chain)
+    monkeypatch.setattr(bucket, "reserve", lambda key, slot_bytes, evicted: None)
+    chain.store(*range(8))
+    while chain.catalog.counts().due[FILE]:
+        chain.move()
+    chain.now_s += 30.0
+    dropped = []
+    while chain.catalog.has_moves:
+        assert chain.move() == []
+        dropped.append(chain.told(BUCKET)["refused"])
+    assert dropped == [3, 6, 8]
+    assert chain.pinned(MEMORY) == 0
+
+
 def test_a_tier_that_comes_back_gets_what_waits(make: MakeChain) -> None:
     chain = make(bucket=True)
     _break(chain)
