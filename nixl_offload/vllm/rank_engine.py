@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingParallelConfig
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
 from nixl_offload.engine import ChainEngine, Engine
 from nixl_offload.engine.chain import TierEngine
+from nixl_offload.engine.cores import unbound
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.links.objects import ObjectLink
@@ -44,6 +45,7 @@ RELAY_SHARE = 4
 """Chunks that travel between farther tiers rest in so many slots, at most a quarter of what staging takes."""
 
 
+@unbound()
 def open_movers(config: Config, tensors: Sequence[torch.Tensor]) -> dict[int, Mover]:
     """Open the movers of shared tiers, by position: at start, for it may take seconds until a server has answered.
 
@@ -90,6 +92,7 @@ def open_host(
     )
 
 
+@unbound()
 def open_engine(
     config: Config,
     tensors: Sequence[torch.Tensor],
@@ -102,29 +105,31 @@ def open_engine(
     """Open this rank's way to each tier and start their engines, which own ``movers`` (of ``open_movers``) from then
     on. ``host`` must outlive them. A tier that cannot be opened here is left out: what is asked of it fails.
 
-    Raises NixlOffloadError when this rank can reach none of its storage.
+    Raises what the first tier raised when this rank can reach none of its storage.
     """
     memory = next((at for at, tier in enumerate(config.tiers) if isinstance(tier, MemoryTier)), None)
     sharers = len(config.tiers) - (memory is not None)
     engines: list[TierEngine | None] = []
-    trouble: list[NixlOffloadError] = []
+    trouble: list[Exception] = []
     with contextlib.ExitStack() as undo:
         for position, (tier, place) in enumerate(zip(config.tiers, places, strict=True)):
             mover = movers.get(position)
             try:
                 engine = _open_tier(config, position, tier, place, tensors, layout, rank, mover, host, sharers)
-            except NixlOffloadError as error:
+            except Exception as error:  # noqa: BLE001 - the other tiers work without it
                 trouble.append(error)
                 engines.append(None)
                 if mover is not None:
-                    mover.close()
+                    with contextlib.suppress(Exception):  # it never moved anything
+                        mover.close()
                 continue
             undo.callback(engine.close, 0.0)
             engines.append(engine)
         if not any(engines):
             raise trouble[0]
         for what in trouble:
-            logger.error("A tier is out of use on rank %d until the engine restarts: %s", rank, what)
+            trace = None if isinstance(what, NixlOffloadError) else what
+            logger.error("A tier is out of use on rank %d until the engine restarts: %s", rank, what, exc_info=trace)
         chain = ChainEngine(engines, host, memory=memory)
         undo.pop_all()
     return chain

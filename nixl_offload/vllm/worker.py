@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO
+from nixl_offload.engine.pump import LEAKED
 from nixl_offload.errors import LayoutError, NixlOffloadError
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec, split_job
 from nixl_offload.movers.base import Mover
@@ -103,6 +104,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._config = config
         self._rank = offloading.parallel.rank
         self._group_ids = tuple(group.group_id for group in offloading.groups)
+        self._group_at = {group: at for at, group in enumerate(self._group_ids)}
         self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
         self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
         self._engine: ChainEngine | None = None
@@ -141,7 +143,7 @@ class NixlOffloadingWorker(OffloadingWorker):
             engine.submit_moves(
                 move.ticket,
                 [
-                    MoveIO(key, self._group_ids.index(key_group(key)), source, target)
+                    MoveIO(key, self._group_at.get(key_group(key), -1), source, target)
                     for key, source, target in zip(move.keys, move.sources, move.targets, strict=True)
                 ],
             )
@@ -194,8 +196,10 @@ class NixlOffloadingWorker(OffloadingWorker):
         if self._engine is not None:
             self._engine.close(self._config.drain_timeout_s)
             self._engine = None
-        if self._host is not None:
+        if self._host is not None and not LEAKED:
             self._host.close()
+        elif self._host is not None:
+            LEAKED.append(self._host)  # a copy that did not end may be at it, and would be waited for
         _close_all(self._movers.values())
         self._movers = {}
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,13 @@ from vllm.v1.kv_offload.config import (
 
 from nixl_offload.catalog import NOWHERE
 from nixl_offload.config import parse_config
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.errors import LayoutError
 from nixl_offload.tiers.file import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
-from nixl_offload.vllm.messages import ChunkSpec
+from nixl_offload.vllm import rank_engine
+from nixl_offload.vllm import worker as worker_module
+from nixl_offload.vllm.messages import ChunkSpec, MoveSpec
 from nixl_offload.vllm.worker import NixlOffloadingWorker, RankResult
 
 LAYERS = 3
@@ -252,3 +258,77 @@ def test_blocks_may_be_overwritten_as_soon_as_wait_returns(rig: Rig) -> None:
             assert [rig.block(each) for each in (60, 61, 62, 63)] == expected, number
     assert np.all(rig.tensors[0][0].numpy() == 77)
     assert stored > 100, "nearly everything was given up, so nothing was shown"
+
+
+def test_moves_of_a_group_that_is_not_there_fail_and_raise_nothing(rig: Rig) -> None:
+    """Anything that is raised here ends vLLM's engine."""
+    key = Key(bytes(32) + (77).to_bytes(4, "big"))
+    here, there = Location(0, 0, rig.slot_bytes), Location(1, 0, rig.slot_bytes)
+    rig.worker.submit_moves([MoveSpec(3, (key,), (here,), (there,))], (rig.place,))
+    assert rig.worker.take_tickets() == {3: {0: Outcome.FAILED}}
+
+
+def test_threads_of_the_tiers_do_not_share_the_core_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM's CPU backend binds the worker's main thread to one core: the pump may run beside it, and main stays."""
+    wide = os.sched_getaffinity(os.getppid())
+    if len(wide) < 2:
+        pytest.skip("one core")
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
+    found: list[set[int]] = []
+
+    def main() -> None:
+        os.sched_setaffinity(0, {min(wide)})
+        rig = Rig(tmp_path)
+        before = set(threading.enumerate())
+        rig.store([0, 1, 2, 3], 0)
+        for thread in set(threading.enumerate()) - before:
+            assert thread.native_id is not None
+            found.append(os.sched_getaffinity(thread.native_id))
+        found.append(os.sched_getaffinity(0))
+        rig.worker.shutdown()
+
+    worker = threading.Thread(target=main)
+    worker.start()
+    worker.join(DEADLINE_S)
+    assert found[:-1], "no thread was started"
+    assert all(cores == wide for cores in found[:-1])
+    assert found[-1] == {min(wide)}
+
+
+@pytest.mark.parametrize("leaked", [False, True])
+def test_host_memory_that_a_copy_may_still_be_at_stays_locked(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, leaked: bool
+) -> None:
+    """CUDA waits for the device before it takes a page-lock off, and a device that hangs would hang the shutdown."""
+    kept: list[object] = ["a batch that did not end"] if leaked else []
+    monkeypatch.setattr(worker_module, "LEAKED", kept)
+    host = HostSlab(memory_bytes=1 << 20, relay_slots=0, slot_bytes=4096)
+    rig.worker._host = host
+    rig.worker.shutdown()
+    assert (host in kept) == leaked
+    with nullcontext() if leaked else pytest.raises(LayoutError):
+        host.slot(0, 4096)
+
+
+def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a library raises what is not ours, as torch does when no page-locked memory is left."""
+    open_tier = rank_engine._open_tier
+
+    def opened(config: Any, position: int, *arguments: Any) -> Any:
+        if position == 1:
+            raise RuntimeError("CUDA out of memory")
+        return open_tier(config, position, *arguments)
+
+    monkeypatch.setattr(rank_engine, "_open_tier", opened)
+    rig = Rig(tmp_path)
+    second = {"kind": "s3", "bucket": "nowhere"}
+    first = {"kind": "file", "path": str(tmp_path), "capacity": "64MiB"}
+    rig.worker._config = parse_config({"staging": "8MiB", "tiers": [first, second]})
+    rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), dataclasses.replace(rig.spec(0), places=(rig.place, rig.place)))
+    (item,) = rig.results()
+    assert set(item.result.outcomes) == {Outcome.OK}
+    rig.worker.shutdown()
