@@ -73,13 +73,15 @@ class _Line:
 class TierSpeed:
     """What one tier's loads cost: latency, and time per byte. Memory: seven numbers."""
 
-    __slots__ = ("_line", "observed_s")
+    __slots__ = ("_line", "_share", "observed_s")
 
     _KEEP: Final = 0.9
     """Per observation: the last ten or so count."""
     _HALF_LIFE_S: Final = 20.0
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        """``ranks`` tell of each load, one observation each: together they count as one."""
+        self._share = 1.0 / ranks
         self._line = _Line(is_flat=False)
         self.observed_s = -math.inf
         """When the last load ended, on the caller's clock."""
@@ -95,7 +97,8 @@ class TierSpeed:
         if expected_s is not None:
             seconds = min(seconds, _OUTLIER * max(expected_s, _LEAST_S))
         age_s = max(0.0, now_s - self.observed_s)
-        self._line.add(bytes_moved, seconds, weight=1.0, keep=self._KEEP * 0.5 ** (age_s / self._HALF_LIFE_S))
+        keep = self._KEEP**self._share * 0.5 ** (age_s / self._HALF_LIFE_S)
+        self._line.add(bytes_moved, seconds, weight=self._share, keep=keep)
         self.observed_s = max(self.observed_s, now_s)
 
     def seconds(self, bytes_moved: int) -> float | None:
@@ -168,9 +171,11 @@ class Choice:
 class LoadOrRecompute:
     """Decides how much of a hit is loaded. What is not known is loaded: that is how it becomes known."""
 
-    def __init__(self, tiers: int, *, factor: float = FACTOR, trial_interval_s: float = TRIAL_INTERVAL_S) -> None:
-        """Know nothing yet of ``tiers`` tiers."""
-        self.tiers: Final = tuple(TierSpeed() for _ in range(tiers))
+    def __init__(
+        self, tiers: int, *, ranks: int = 1, factor: float = FACTOR, trial_interval_s: float = TRIAL_INTERVAL_S
+    ) -> None:
+        """Know nothing yet of ``tiers`` tiers. ``ranks``: how many tell of each load."""
+        self.tiers: Final = tuple(TierSpeed(ranks) for _ in range(tiers))
         """By position; told by whoever learns how a load ended."""
         self.prefill: Final = PrefillSpeed()
         self._factor = factor

@@ -61,6 +61,12 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
     def __init__(self, spec: NixlOffloadSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
+        self._windows = {
+            group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
+            for group in self.config.kv_group_configs
+            if group.sliding_window_size_in_chunks is not None
+        }
+        """By KV cache group that looks back no farther: how many tokens of it a hit loads."""
 
     @property
     def offload_manager(self) -> NixlOffloadManager:
@@ -80,11 +86,15 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         status = self._req_status[request.request_id]
         first, last = num_computed_tokens // chunk_tokens, -(-(num_computed_tokens + found) // chunk_tokens)
         keys = status.group_states[group].offload_keys[first:last]
-        worth = self.offload_manager.worth_loading(keys, status.req_context, num_computed_tokens, found, chunk_tokens)
+        worth = self.offload_manager.worth_loading(
+            keys, status.req_context, num_computed_tokens, found, chunk_tokens, self._windows
+        )
         if worth >= found:
             return found, is_async
-        # Asked again with a limit, for vLLM remembers what it has answered.
-        return super().get_num_new_matched_tokens(request, num_computed_tokens, worth)
+        # Asked again with a limit, for vLLM remembers what it has answered. Where there are windows it takes one token
+        # off, as off the end of a prompt, and with recurrent state that would cost a whole chunk.
+        limit = worth + 1 if self._windows else worth
+        return super().get_num_new_matched_tokens(request, num_computed_tokens, limit)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """As vLLM's, with our moves; in a step without work leave the processor to those who are waited for."""

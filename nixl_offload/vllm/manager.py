@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -53,6 +54,8 @@ _ANSWERS = {
     Lookup.PENDING: LookupResult.HIT_PENDING,
     Lookup.RETRY: LookupResult.RETRY,
 }
+
+_NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
 
 SLOW_FAILURE_S = 1.0
 """A load that fails sooner was refused, and says nothing of how long loads take."""
@@ -105,7 +108,8 @@ class NixlOffloadManager(OffloadingManager):
         self._places: tuple[Place, ...] = ()
         self._moves: list[MoveSpec] = []
         self._events: list[OffloadingEvent] = []
-        self._chunk_bytes = 0
+        self._token_bytes: dict[int, float] = {}
+        """By KV cache group, on each rank."""
         self._speeds: LoadOrRecompute | None = None
         self._telling = Telling([tier.kind for tier in config.tiers])
 
@@ -130,8 +134,12 @@ class NixlOffloadManager(OffloadingManager):
             self._tiers.append(open_tier(tier, position, namespace, by_group, parallel))
         self._places = tuple(tier.place for tier in self._tiers)
         self._faces = [_FACES[type(tier)] for tier in self._tiers]
-        self._chunk_bytes = sum(by_group.values())
-        self._speeds = LoadOrRecompute(len(self._tiers))
+        blocks = self._offloading.cache.blocks_per_chunk
+        self._token_bytes = {
+            group.group_id: by_group[group.group_id] / (group.tokens_per_block * blocks)
+            for group in self._offloading.groups
+        }
+        self._speeds = LoadOrRecompute(len(self._tiers), ranks=parallel.world_size)
         self._catalog = Catalog(
             self._tiers,
             world_size=parallel.world_size,
@@ -180,12 +188,20 @@ class NixlOffloadManager(OffloadingManager):
         return CacheHitSource.EXTERNAL_UNSPECIFIED if position is None else self._faces[position].source
 
     def worth_loading(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, first_token: int, tokens: int, chunk_tokens: int
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        first_token: int,
+        tokens: int,
+        chunk_tokens: int,
+        windows: Mapping[int, int] = _NO_WINDOWS,
     ) -> int:
         """Return how many of ``tokens``, which ``keys`` hold from ``first_token`` on, are loaded sooner than computed.
 
-        ``keys`` are the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token. A
-        request that is asked about again in the same words gets the same answer.
+        ``keys`` are the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token,
+        and what lies behind the last is taken with it, or not at all. ``windows``: the tokens at most that are loaded
+        of a KV cache group which looks no farther back; all of the others is. A request that is asked about again in
+        the same words gets the same answer.
         """
         if self._catalog is None or self._speeds is None or self._config.slow_hits == "take":
             return tokens
@@ -193,6 +209,7 @@ class NixlOffloadManager(OffloadingManager):
         if asked is not None and asked[:2] == (first_token, tokens):
             return asked.loaded_tokens
         allowed, end = self._allowed(req_context), first_token + tokens
+        chunk_bytes = round(chunk_tokens * sum(size for at, size in self._token_bytes.items() if at not in windows))
         parts: list[Part] = []
         at = first_token
         for key in keys:
@@ -202,10 +219,15 @@ class NixlOffloadManager(OffloadingManager):
                 return tokens  # it will be seen when it is loaded
             if parts and parts[-1].tier == tier:
                 last = parts.pop()
-                parts.append(Part(tier, last.tokens + until - at, last.size_bytes + self._chunk_bytes))
+                parts.append(Part(tier, last.tokens + until - at, last.size_bytes + chunk_bytes))
             else:
-                parts.append(Part(tier, until - at, self._chunk_bytes))
+                parts.append(Part(tier, until - at, chunk_bytes))
             at = until
+        if not parts:
+            return tokens
+        last = parts.pop()
+        window_bytes = round(sum(self._token_bytes[at] * min(tokens, most) for at, most in windows.items()))
+        parts.append(Part(last.tier, last.tokens + end - at, last.size_bytes + window_bytes))
         choice = self._speeds.choose(parts, first_token, time.monotonic())
         req_context.set_state(_Worth(first_token, tokens, choice.tokens))
         return choice.tokens

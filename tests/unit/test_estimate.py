@@ -112,6 +112,16 @@ def test_a_stall_raises_the_estimate_but_not_for_ever() -> None:
     assert tier.seconds(32 * MIB) == pytest.approx(0.32, rel=0.1)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_many_ranks_that_tell_of_one_load_count_as_one(ranks: int) -> None:
+    """Else eight ranks' words about one stall would be eight stalls, and all that was known before would be gone."""
+    speed = TierSpeed(ranks)
+    for number, seconds in enumerate([0.1] * 20 + [30.0]):
+        for _ in range(ranks):
+            speed.observe(MIB, seconds, number * 0.1)
+    assert 0.1 < (speed.seconds(MIB) or math.inf) < 0.6
+
+
 def test_what_is_old_fades_faster() -> None:
     """The same news mends an estimate from a minute ago that it hardly moves when all is of the same second."""
     old, young = tier_speed(0.0, MIB), tier_speed(0.0, MIB)

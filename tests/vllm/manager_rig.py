@@ -176,9 +176,9 @@ class Rig:
         said = TicketReport(self._world_size if ranks is None else ranks, dict(failures or {}))
         return self.manager.settle({ticket: said})
 
-    def observe_loads(self, tier: int, seconds: float, times: int = 5) -> None:
-        """Let ``tier`` have taken ``seconds`` for each of some loads of one chunk."""
-        self.manager.settle({}, [LoadSample(tier, SLOT, seconds, False)] * times)
+    def observe_loads(self, tier: int, seconds: float, times: int = 5, *, size_bytes: int = SLOT) -> None:
+        """Let ``tier`` have taken ``seconds`` for each of some loads, of one chunk if nothing else is said."""
+        self.manager.settle({}, [LoadSample(tier, size_bytes, seconds, False)] * times)
 
     def observe_prefill(self, seconds: float, times: int = 5) -> None:
         """Let computing a chunk's tokens have taken ``seconds``."""

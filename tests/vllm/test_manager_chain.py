@@ -23,6 +23,7 @@ from nixl_offload.config import Config
 from nixl_offload.types import Outcome
 from tests.vllm.manager_rig import (
     CHUNK_TOKENS,
+    SLOT,
     Rig,
     config_of,
     key,
@@ -371,6 +372,29 @@ def test_what_is_not_known_is_loaded(tmp_path: Path, open_rig: Open) -> None:
     rig.observe_prefill(0.01)
     assert rig.manager.worth_loading(keys(1, 9), request("gone"), 0, 512, CHUNK_TOKENS) == 512
     assert decisions(rig) == {}
+
+
+def test_what_lies_behind_the_last_chunk_goes_with_it(tmp_path: Path, open_rig: Open) -> None:
+    """A hit may end in a part of a block that no chunk of the prompt's covers."""
+    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
+    rig.store(1)
+    rig.observe_loads(MEMORY, 0.001)
+    rig.observe_prefill(0.1)
+    assert rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS + 64, CHUNK_TOKENS) == CHUNK_TOKENS + 64
+    assert rig.manager.worth_loading([], request("tail"), CHUNK_TOKENS, 64, CHUNK_TOKENS) == 64
+
+
+def test_of_a_window_only_what_is_loaded_counts(tmp_path: Path, open_rig: Open) -> None:
+    """Else a model that mostly looks back a little would never load: its hits would seem many times their size."""
+    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
+    rig.store(*range(4))
+    for slots in (1, 2, 3, 4, 1):
+        rig.observe_loads(MEMORY, 0.01 * slots, 1, size_bytes=slots * SLOT)
+    rig.observe_prefill(0.005)
+    found, tokens = keys(*range(4)), 4 * CHUNK_TOKENS
+    assert rig.manager.worth_loading(found, request(), 0, tokens, CHUNK_TOKENS) == 0, "four slots: 40 ms, computing 20"
+    windows = {0: CHUNK_TOKENS}
+    assert rig.manager.worth_loading(found, request(), 0, tokens, CHUNK_TOKENS, windows) == tokens, "one takes 10"
 
 
 def test_slow_hits_are_taken_where_the_config_says_so(tmp_path: Path, open_rig: Open) -> None:
