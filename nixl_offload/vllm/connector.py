@@ -38,6 +38,7 @@ from nixl_offload.vllm.worker import NixlConnectorWorker
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -117,6 +118,18 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
             if lost and self.recompute:
                 self._offer_again(meta.completed_jobs, lost)
         super().update_connector_output(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """As vLLM's; what chunks were made of is forgotten with them.
+
+        vLLM takes it that whatever is stored also rests in host memory until that is told to be gone, which without a
+        memory tier it never is.
+        """
+        yield from super().take_events()
+        described = self._events_tracker._pending_event_metadata
+        for key in self.offload_manager.take_removed():
+            if key in described and not self.offload_manager.is_known(key):
+                del described[key]
 
     def _offer_again(self, job_ids: Iterable[int], lost: Set[OffloadKey]) -> None:
         """Have requests store anew, as they recompute them, the chunks that a load did not bring.

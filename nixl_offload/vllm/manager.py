@@ -105,9 +105,12 @@ class NixlOffloadManager(OffloadingManager):
         self._catalog: Catalog | None = None
         self._tiers: list[MemoryTier | FileTier | SharedTier] = []
         self._faces: list[_Face] = []
+        self._tells_all: list[bool] = []
+        """By tier: whether every chunk that goes is told of. vLLM remembers until then what a chunk was made of."""
         self._places: tuple[Place, ...] = ()
         self._moves: list[MoveSpec] = []
         self._events: list[OffloadingEvent] = []
+        self._removed: list[OffloadKey] = []
         self._token_bytes: dict[int, float] = {}
         """By KV cache group, on each rank."""
         self._speeds: LoadOrRecompute | None = None
@@ -134,6 +137,7 @@ class NixlOffloadManager(OffloadingManager):
             self._tiers.append(open_tier(tier, position, namespace, by_group, parallel))
         self._places = tuple(tier.place for tier in self._tiers)
         self._faces = [_FACES[type(tier)] for tier in self._tiers]
+        self._tells_all = [not isinstance(tier, SharedTier) for tier in self._tiers]
         blocks = self._offloading.cache.blocks_per_chunk
         self._token_bytes = {
             group.group_id: by_group[group.group_id] / (group.tokens_per_block * blocks)
@@ -307,7 +311,17 @@ class NixlOffloadManager(OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and removed since the last call."""
         events, self._events = self._events, []
+        self._removed += [key for event in events if event.removed for key in event.keys]
         return events
+
+    def take_removed(self) -> list[OffloadKey]:
+        """Return the chunks of which ``take_events`` has told that they went from some tier, since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def is_known(self, key: OffloadKey) -> bool:
+        """Whether a chunk is in some tier, or on its way there."""
+        return self._catalog is not None and any(tier.state(Key(key)) is not None for tier in self._tiers)
 
     def reset_cache(self) -> None:
         """Forget everything. Slots that a rank may still touch come back as their tickets settle."""
@@ -356,4 +370,8 @@ class NixlOffloadManager(OffloadingManager):
             if self._offloading.enable_kv_cache_events:
                 face = self._faces[change.tier]
                 keys = [OffloadKey(key) for key in change.keys]
-                self._events.append(OffloadingEvent(keys, face.medium, change.removed, face.locality))
+                self._events.append(
+                    OffloadingEvent(
+                        keys, face.medium, change.removed, face.locality, removal_expected=self._tells_all[change.tier]
+                    )
+                )

@@ -157,8 +157,9 @@ def test_our_moves_travel_with_vllms_jobs() -> None:
 class Matching:
     """Our scheduler's half over a slab with ``stored`` chunks of one request's five, and what tiers take."""
 
-    def __init__(self, path: Path, stored: int) -> None:
-        config = manager_rig.config_of(manager_rig.memory_tier(), manager_rig.slab_tier(path))
+    def __init__(self, path: Path, stored: int, *, memory: bool = True) -> None:
+        nearest = [manager_rig.memory_tier()] if memory else []
+        config = manager_rig.config_of(*nearest, manager_rig.slab_tier(path))
         offloading, vllm_config = manager_rig.offloading_config(), manager_rig.vllm_config()
         caches = manager_rig.kv_cache_config()
         spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config)
@@ -171,6 +172,8 @@ class Matching:
             num_tokens=5 * manager_rig.CHUNK_TOKENS + 1,
             num_prompt_tokens=5 * manager_rig.CHUNK_TOKENS + 1,
             block_hashes=hashes,
+            all_token_ids=list(range(5 * manager_rig.CHUNK_TOKENS + 1)),
+            lora_request=None,
             kv_transfer_params=None,
             kv_hints=None,
             skip_reading_prefix_cache=False,
@@ -211,11 +214,11 @@ class Matching:
 
 
 @pytest.fixture
-def matching(tmp_path: Path) -> Iterator[Callable[[int], Matching]]:
+def matching(tmp_path: Path) -> Iterator[Callable[..., Matching]]:
     made: list[Matching] = []
 
-    def make(stored: int) -> Matching:
-        made.append(Matching(tmp_path, stored))
+    def make(stored: int, **options: Any) -> Matching:
+        made.append(Matching(tmp_path, stored, **options))
         return made[-1]
 
     yield make
@@ -249,6 +252,35 @@ def test_a_hit_that_is_slow_from_some_chunk_on_is_cut_there(matching: Callable[[
     assert asked.ask(chunk + 64) == (2 * chunk - 64, True), "from within a chunk on"
     assert asked.ask(2 * chunk + 64) == (0, False), "vLLM loads no less than a chunk"
     assert asked.ask(3 * chunk) == (0, False), "nothing is left that is worth it"
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_chunk_is_described_until_the_last_tier_has_told_that_it_went(
+    memory: bool, matching: Callable[..., Matching]
+) -> None:
+    """llm-d's indexer knows blocks by the hashes of which a description consists, and vLLM keeps that by medium: what
+    is gone from memory must still be named when it goes from files, and be forgotten then.
+    """
+    asked = matching(4, memory=memory)
+    tracker = asked.scheduler._events_tracker
+    tracker.self_describing_enabled = True
+    assert asked.ask() == (4 * manager_rig.CHUNK_TOKENS, True)
+
+    def removed() -> dict[Any, int]:
+        events = list(asked.scheduler.take_events())
+        gone = [event for event in events if type(event).__name__ == "BlockRemoved"]
+        return {event.medium: len(event.block_hashes) for event in gone}
+
+    blocks = 4 * manager_rig.BLOCKS_PER_CHUNK
+    assert removed() == {}
+    if memory:
+        asked.lose_from_memory(0)
+        assert removed() == {"CPU": blocks}
+    spec: Any = asked.manager.prepare_load(asked.keys[:4], manager_rig.request("loses"))
+    asked.manager.settle({spec.ticket: TicketReport(1, dict.fromkeys(range(4), Outcome.CORRUPT))})
+    assert len(tracker._pending_event_metadata) == 4
+    assert removed() == {"STORAGE": blocks}
+    assert tracker._pending_event_metadata == {}
 
 
 def test_moves_go_out_with_the_step_in_which_they_began(matching: Callable[[int], Matching]) -> None:
