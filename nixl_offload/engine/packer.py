@@ -183,11 +183,7 @@ class CudaPacker:
             _wait(self._out, fence)
             try:
                 for turn in _turns(parts):
-                    rows, scratch = self._scratch(wide, turn)
-                    for source, columns in wide.pages:
-                        torch.index_select(source, 0, rows, out=scratch[:, columns])
-                    for device, host in _over_the_bus(scratch, turn):
-                        host.copy_(device, non_blocking=True)
+                    self._gather(wide, turn)
                 return self._record(self._out)
             except BaseException:
                 self._out.synchronize()  # what is queued already must not land in slots that are given up
@@ -200,11 +196,7 @@ class CudaPacker:
             _wait(self._in, fence)  # pending writes to the blocks, zeroing for one, must not overtake the load
             try:
                 for turn in _turns(parts):
-                    rows, scratch = self._scratch(wide, turn)
-                    for device, host in _over_the_bus(scratch, turn):
-                        device.copy_(host, non_blocking=True)
-                    for target, columns in wide.pages:
-                        target.index_copy_(0, rows, scratch[:, columns])
+                    self._scatter(wide, turn)
                 return self._record(self._in)
             except BaseException:
                 self._in.synchronize()  # what is queued already must not land in blocks that are given up
@@ -216,6 +208,22 @@ class CudaPacker:
             rows = self._rows(block_ids)
             pages = [self._tensors[page.tensor][:, : page.bytes].index_select(0, rows) for page in self._pages[group]]
             return block_checksums_torch(torch.cat(pages, dim=1))
+
+    # A method for each turn: its scratch is free again when the next turn asks for some.
+
+    def _gather(self, wide: _Wide, turn: Parts) -> None:
+        rows, scratch = self._scratch(wide, turn)
+        for source, columns in wide.pages:
+            torch.index_select(source, 0, rows, out=scratch[:, columns])
+        for device, host in _over_the_bus(scratch, turn):
+            host.copy_(device, non_blocking=True)
+
+    def _scatter(self, wide: _Wide, turn: Parts) -> None:
+        rows, scratch = self._scratch(wide, turn)
+        for device, host in _over_the_bus(scratch, turn):
+            device.copy_(host, non_blocking=True)
+        for target, columns in wide.pages:
+            target.index_copy_(0, rows, scratch[:, columns])
 
     def _scratch(self, wide: _Wide, turn: Parts) -> tuple[torch.Tensor, torch.Tensor]:
         """The block ids of a turn on the device, and a row of scratch for each."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -216,6 +218,30 @@ def test_the_devices_packer_reckons_as_the_hosts(
         tensor[:] = old
     reference.scatter_many(0, list(zip(reversed(arrays), slots, strict=True)), READY)
     assert all((tensor == other).all() for tensor, other in zip(tensors, found, strict=True))
+
+
+def test_the_devices_packer_holds_the_scratch_of_one_turn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM leaves little device memory over."""
+    monkeypatch.setattr(packer_module, "SCRATCH_BYTES", 4 * 8192)
+    tensors = tensors_of(2, 4096, 4096, 0)
+    packer = DevicePackerOnHost(
+        [torch.from_numpy(tensor) for tensor in tensors], [[Page(0, 0, 4096), Page(1, 4096, 4096)]]
+    )
+    scratch = packer._scratch
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        alive.append(sum(each() is not None for each in made))
+        rows, fresh = scratch(*arguments)
+        made.append(weakref.ref(fresh))
+        return rows, fresh
+
+    monkeypatch.setattr(packer, "_scratch", counted)
+    parts = [(np.array(ids, dtype=np.int32), np.zeros((4, 8192), dtype=np.uint8)) for ids in SCATTERED]
+    packer.gather_many(0, parts, READY)
+    packer.scatter_many(0, parts, READY)
+    assert alive == [0] * 6
 
 
 def test_runs_of_consecutive_blocks() -> None:
