@@ -77,7 +77,8 @@ class TierSpeed:
 
     _KEEP: Final = 0.9
     """Per observation: the last ten or so count."""
-    _HALF_LIFE_S: Final = 20.0
+    _HALF_LIFE_S: Final = 6.0
+    """Short against the interval of trials: a tier that was slow for a while is judged by its next trial."""
 
     def __init__(self, ranks: int = 1) -> None:
         """``ranks`` tell of each load, one observation each: together they count as one."""
