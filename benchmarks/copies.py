@@ -1,9 +1,9 @@
 """Copies between KV blocks and the memory tier: batched against a call for each layer, and what verifying costs.
 
-``python -m benchmarks.copies [--megabytes N] [--rounds N] [--quick] [--json]``. Candidates take turns within each round
-of one process; a ratio is the median over rounds of (per-layer time / candidate time). On a machine with CUDA the KV
-blocks lie on the device and the slots in page-locked memory, and time is what a clock says; otherwise both lie in host
-memory, and time is the processor's, which other work on the machine disturbs less. GB/s count each byte once.
+``python -m benchmarks.copies [--megabytes N] [--rounds N] [--quick] [--json]``. Candidates take turns, in an order drawn
+each round, in one process; a ratio is the median over rounds of (per-layer time / candidate time). On a machine with
+CUDA the KV blocks lie on the device and the slots in page-locked memory, and time is what a clock says; otherwise both
+lie in host memory, and time is the processor's, which other work disturbs less. GB/s count each byte once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -193,8 +194,10 @@ def measure(candidates: dict[str, Copy], size_bytes: int, rounds: int) -> dict[s
     """Medians in GB/s, and ratios to the first candidate by rounds."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     taken: dict[str, list[float]] = {name: [] for name in candidates}
+    lots = random.Random(1)
     for number in range(rounds + 1):
-        for name, copy in candidates.items():
+        # By lot: whoever always came after the same other one was seen to run up to a quarter slower or faster.
+        for name, copy in lots.sample([*candidates.items()], len(candidates)):
             begin = clock()
             copy()
             if number:  # the first round warms up
@@ -260,9 +263,8 @@ def _job(engine: MemoryEngine, chunks: Sequence[ChunkIO]) -> Copy:
 
 def _run(engine: MemoryEngine, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
     (engine.submit_store if is_store else engine.submit_load)(0, chunks)
-    engine.wait([0])
     while not (results := engine.finished()):
-        time.sleep(0.0001)
+        time.sleep(0.001)
     if set(results[0].outcomes) != {Outcome.OK}:
         raise RuntimeError(f"not every chunk was copied: {results[0].errors}")
 
