@@ -61,7 +61,7 @@ def sources(engine: Engine) -> dict[str, float]:
 
 
 def arrived(engine: Engine) -> dict[str, float]:
-    """Chunks that have reached each tier, moved there or stored: where memory has no room, the next tier is stored to."""
+    """Chunks that have reached each tier, moved or stored there: what memory has no room for goes to the next tier."""
     found: dict[str, float] = {}
     for labels, value in engine.call("labelled", name=CHUNK_METRIC)["values"]:
         if labels["operation"] in {"store", "move"} and labels["outcome"] == "ok":
