@@ -1,9 +1,9 @@
 """Copies between KV blocks and the memory tier: batched against a call for each layer, and what verifying costs.
 
-``python -m benchmarks.copies [--megabytes N] [--rounds N] [--quick] [--json]``. Candidates take turns in one process, in
-an order drawn each round; a ratio is the median over rounds of (per-layer time / candidate time). On a machine with
-CUDA the KV blocks lie on the device and the slots in page-locked memory, and time is what a clock says; otherwise both
-lie in host memory, and time is the processor's, which other work disturbs less. GB/s count each byte once.
+``python -m benchmarks.copies [--megabytes N] [--rounds N] [--quick] [--json]``. Candidates take turns in one process,
+in an order drawn each round; a ratio is the median over rounds of (per-layer time / candidate time). On a machine
+with CUDA the KV blocks lie on the device and the slots in page-locked memory, and time is what a clock says; otherwise
+both lie in host memory, and time is the processor's, which other work disturbs less. GB/s count each byte once.
 """
 
 from __future__ import annotations

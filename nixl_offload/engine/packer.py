@@ -322,7 +322,7 @@ def _turns(parts: Parts) -> list[Parts]:
 
 def _over_the_bus(scratch: torch.Tensor, turn: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The copies between scratch and payloads, as bytes: (on the device, on the host). One for each chunk, unless it
-    crosses from one page-locked piece into the next: CUDA refuses a copy that is part of two registrations.
+    crosses from one page-locked piece into the next: nothing promises that CUDA takes a copy over two registrations.
     """
     flat = scratch.view(torch.uint8).view(-1)
     copies, at = [], 0

@@ -121,7 +121,7 @@ def test_batches_equal_the_host_whatever_fits_in_scratch(
 
 
 def test_payloads_that_cross_from_one_locked_piece_into_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA refuses one copy over two registrations: pieces of 64 KiB make every payload here such a case."""
+    """Nothing promises that CUDA takes a copy over two: pieces of 64 KiB make every payload here such a case."""
     for module in (packer_module, host_module):
         monkeypatch.setattr(module, "PIN_PIECE_BYTES", 64 << 10)
     tensor = torch.randint(0, 256, (32, 65536), dtype=torch.uint8, device="cuda")
