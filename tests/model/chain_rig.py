@@ -235,6 +235,8 @@ class ChainRig:
         for ticket in engine.tickets.values():
             ticket.is_cleared = True
         assert all(engine.nearest(key) is None for key in used)
+        assert not engine.catalog.has_moves
+        assert engine.catalog.counts().unsaved_bytes == 0
         self.write_twin()
         self.seen["reset"] += 1
 
@@ -310,6 +312,20 @@ class ChainRig:
                     assert tier.state(key) is State.READY, f"tier {position} did not get it"
                     assert self.load([key], [position])[0].tier == position
                     self.come_to_rest()
+        self.check()
+
+    def forget_what_failed(self) -> None:
+        """A chunk whose load failed is not found again by the next engine, if only files are asked."""
+        file = self.engine.file
+        if file is None:
+            return
+        self.load(FRESH, [file._position])
+        for job in self.engine.jobs[:RANKS]:
+            self.end(job, {0: Outcome.FAILED})
+        self.finish_all()
+        check_changes(self.engine, self.seen)
+        self.restart(clean=True, progress=[])
+        assert self.engine.nearest(FRESH[0], [file._position]) is None
         self.check()
 
     # Inside

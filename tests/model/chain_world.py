@@ -278,6 +278,13 @@ class World:
 
     # What others do.
 
+    def rot(self, key: Key, place: Location, rank: int) -> None:
+        """A bit of a chunk in a file slab flips."""
+        start = place.offset + place.slot_bytes // 2
+        flipped = self.slabs[rank][place.tier][start] ^ 1
+        self._write(rank, Location(place.tier, start, 1), bytes([flipped]), slice(0, 1))
+        self.doubtful.add((key, place.offset))
+
     def others_put(self, key: Key) -> None:
         """Another server stores a chunk."""
         for rank, name in enumerate(self.names(key)):

@@ -53,7 +53,7 @@ ACTIONS = [
 EVENTS = [
     *["time 0", "time 0.5", "time 3", "time 31", "time 700"],
     *["file fails", "bucket fails", "all works", "all works", "file lost"],
-    *["twin written", "twin written", "late writes", "moves keep up", "rest"],
+    *["file rots", "file rots", "twin written", "twin written", "late writes", "moves keep up", "rest"],
     *["others put", "others delete", "others cut", "others flip"],
     *["reset", "restart", "restart", "kill"],
 ]
@@ -122,6 +122,7 @@ class ChainMachine(RuleBasedStateMachine):
             if self.rig is not None:
                 self.rig.come_to_rest()
                 self.rig.recover()
+                self.rig.forget_what_failed()
         finally:
             if self.rig is not None:
                 self.rig.engine.close()
@@ -208,6 +209,10 @@ class ChainMachine(RuleBasedStateMachine):
         elif what == "file lost":
             if rig.engine.file is not None:
                 rig.engine.file._lost.set()  # as when another engine has taken a directory that had vanished
+        elif what == "file rots":
+            chunks = sorted(rig.engine.ready(rig.engine.file._position).items()) if rig.engine.file else []
+            if chunks:
+                world.rot(*chunks[draw(any_of) % len(chunks)], draw(st.integers(0, RANKS - 1)))
         elif what == "twin written":
             rig.write_twin()
         elif what == "late writes":
@@ -251,7 +256,7 @@ def test_chain() -> None:
         ),
     )
     everywhere = ["move 01", "move 02", "move 12", "move failed", "move tainted", "landing ok", "landing failed"]
-    everywhere += ["store tainted", "late write", "load corrupt", "steps with unsaved chunks pinned"]
+    everywhere += ["store tainted", "late write", "load corrupt", "move corrupt", "steps with unsaved chunks pinned"]
     everywhere += ["evicted or dropped", "reset", "restart", "kill", "found after a restart", "written after the end"]
     assert not [what for what in everywhere if not SEEN[what]], "the model does not get there"
 
@@ -261,7 +266,7 @@ class BucketRig(StoreRig):
 
     def __init__(self) -> None:
         self._bucket = Bucket()
-        super().__init__(ObjectStore(self._bucket, write_s=0.002))
+        super().__init__(ObjectStore(self._bucket, write_s=0.01))
 
     def raw_set(self, contents: Mapping[str, bytes]) -> None:
         self._bucket.objects.update({name: (content, time.time()) for name, content in contents.items()})
