@@ -223,7 +223,7 @@ class Config(_Model):
     """Host or device memory for packed transfers, per worker rank; a hard bound."""
     load_timeout_s: DurationSeconds = Field(default=30.0, alias="load_timeout")
     """The longest that a request waits for its load; what has not arrived by then is computed."""
-    drain_timeout_s: DurationSeconds = Field(default=5.0, alias="drain_timeout")
+    drain_timeout_s: DurationSeconds = Field(default=3.0, alias="drain_timeout")
     """How long an engine that shuts down goes on writing what is on its way to a tier."""
     store_after: int = Field(default=1, ge=1, le=255)
     """Store a chunk when it is computed for the N-th time. 1: at once. 2 or more keeps one-time prompts out."""

@@ -29,6 +29,7 @@ from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, mer
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.compat import check_version, settle_extra_config
 from nixl_offload.vllm.identity import group_tokens, warn_about_hash
+from nixl_offload.vllm.idling import Idling
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import ChainMetadata, RankGeometry, WorkerReport
 from nixl_offload.vllm.plugin import SPEC_NAME, register
@@ -47,12 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-IDLE_STEP_S = 0.0005
-"""A step that schedules nothing lasts at least so long while storage is at work. vLLM steps on without a pause when all
-requests wait for loads, and where a rank shares the scheduler's process its pump then waits 5 ms for the interpreter
-each time that it needs it (decision 0011)."""
-
-
 class NixlOffloadScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler half; hears of failures before it hears of completions."""
 
@@ -62,6 +57,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
     def __init__(self, spec: NixlOffloadSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
+        self._idling = Idling(time.monotonic)
         self._windows = {
             group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
             for group in self.config.kv_group_configs
@@ -79,6 +75,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """As vLLM's, less what would take longer to load than to compute."""
+        self._idling.stir()
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         if not found:
             return found, is_async
@@ -100,13 +97,15 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """As vLLM's, with our moves; in a step without work leave the processor to those who are waited for."""
         if not scheduler_output.total_num_scheduled_tokens and self.offload_manager.is_waiting():
-            time.sleep(IDLE_STEP_S)
+            time.sleep(self._idling.pause_s)
         self._clock.scheduled(scheduler_output)
         meta = super().build_connector_meta(scheduler_output)
         moves, places = self.offload_manager.take_moves()
+        assert isinstance(meta, OffloadingConnectorMetadata)
+        if scheduler_output.total_num_scheduled_tokens or moves or meta.load_jobs or meta.store_jobs:
+            self._idling.stir()
         if not moves:
             return meta
-        assert isinstance(meta, OffloadingConnectorMetadata)
         return ChainMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, moves, places)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -114,10 +113,16 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         self._clock.done()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
+            if meta.tickets or meta.completed_jobs:
+                self._idling.stir()
             lost = self.offload_manager.settle(meta.tickets, meta.loads)
             if lost and self.recompute:
                 self._offer_again(meta.completed_jobs, lost)
         super().update_connector_output(connector_output)
+
+    def has_pending_push_work(self) -> bool:
+        """As vLLM's, as long as something comes of it: see ``idling``. Requests hold the engine by themselves."""
+        return self._idling.is_patient and super().has_pending_push_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """As vLLM's; what chunks were made of is forgotten with them.

@@ -75,7 +75,7 @@ def test_defaults() -> None:
         "on_load_failure": "recompute",
         "staging": "256MiB",
         "load_timeout": "30s",
-        "drain_timeout": "5s",
+        "drain_timeout": "3s",
         "store_after": 1,
         "slow_hits": "skip",
         "tiers": [
