@@ -77,7 +77,7 @@ class ChunkPaths:
     def has_room(self, task: Task, stores_in_flight: int) -> bool:
         """See pump.Paths. What can only fail has room: it needs none."""
         way = self._way(task.io)
-        if way is None or task.io.host_offset is not None:
+        if way is None or _by_host(way[0], task):
             return True
         pool = self._memory.pages if way[1].direct else self._memory.staging
         if not pool.free:
@@ -288,7 +288,7 @@ class ChunkPaths:
         port, plan = way
         image.check(plan, io)
         flight.mover = port.link.mover
-        if io.host_offset is not None:
+        if _by_host(port, flight.task):
             store = flight.task.job.is_store
             return self._store_host(flight, port, plan) if store else self._load_host(flight, port, plan)
         flight.direct = plan.direct
@@ -384,6 +384,13 @@ class ChunkPaths:
         header = check_header(slot.memory[:HEADER_BYTES], image.expected(self._namespace, plan, io))
         _require_blocks(header, io)
         return header
+
+
+def _by_host(port: Port, task: Task) -> bool:
+    """Whether a chunk goes by its host slot. A load whose tier cannot touch that serves its KV blocks all the same."""
+    if task.io.host_offset is None:
+        return False
+    return port.host is not None or task.job.is_store or not len(task.io.block_ids)
 
 
 def new_page_pool() -> StagingPool:

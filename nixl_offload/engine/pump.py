@@ -303,7 +303,7 @@ class Pump:
 
 
 def _landing_outcome(flight: Flight, *, tainted: bool) -> Outcome:
-    if tainted:
+    if tainted and flight.host is not None:
         return Outcome.TAINTED
     if flight.landed:
         return Outcome.OK

@@ -227,6 +227,7 @@ def test_a_mover_that_cannot_have_the_host_memory_serves_all_else(make: Make) ->
     assert direct.store(2, [rig.chunk(1, FILE, host=1)]) == (FAILED,)
     direct.engine.submit_load(3, [rig.chunk(0, FILE, [1, 2, 3, 4])])
     assert direct.ended(3, lands=False)[0] == (OK,)
+    assert direct.load(4, [rig.chunk(0, FILE, [5, 6, 7, 8], host=0)]) == ((OK,), (FAILED,)), "served, and not kept"
 
 
 def test_landings_are_those_chunks_that_have_a_slot_in_their_order(make: Make) -> None:
