@@ -15,8 +15,10 @@ _FOREIGN_THREADS = ("TMonitor",)
 _FOREIGN_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` on a machine without one."""
+    """Put what takes longest first, so that workers end together; skip ``gpu`` tests on a machine without one."""
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted or _has_gpu():
         return

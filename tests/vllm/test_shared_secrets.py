@@ -25,8 +25,6 @@ from tests.vllm.harness import ONE_CORE, EngineError, Workshop
 from tests.vllm.shared_rig import LOOKING, MOVERS, bucket, hits, let_beliefs_lapse, side_by_side
 from tests.vllm.zygote import Zygote
 
-pytestmark = pytest.mark.alone
-
 SECRET_KEY = "sEcReTkEyThatNobodyMaySee0123456789abcdef"
 SESSION_TOKEN = "sEsSiOnToKenThatNobodyMaySee0123456789abcdef"
 """Rclone does not look at it, but it is sent, signed and checked as a part of each request."""
