@@ -35,7 +35,7 @@ def draw(results: Sequence[Result], about: Mapping[str, str], path: Path) -> Non
         means = [result.ttft_mean_s for result in shown]
         above = [max(0.0, result.ttft_p99_s - result.ttft_mean_s) for result in shown]
         bars = times.bar(names, means, color="#4c78a8", yerr=[[0.0] * len(shown), above], ecolor="#888888", capsize=3)
-        times.bar_label(bars, labels=[f"{mean:.2f}" for mean in means], label_type="center", color="white", fontsize=8)
+        times.bar_label(bars, labels=[f"{mean:.2f}" for mean in means], padding=2, fontsize=8)
         bottom = [0.0] * len(shown)
         for tier, color in COLORS.items():
             shares = [
