@@ -34,7 +34,7 @@ demo-s3: $(STAMP) ## Two engines, one bucket: the second serves what the first c
 
 test: lint ## Everything: lint, types, import floors, all tests (ARGS goes to pytest, WORKERS=n runs n tests at a time)
 	@echo "== tests, $(WORKERS) at a time"
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not alone" $(ARGS) || $(NONE_IS_FINE)
+	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS) || $(NONE_IS_FINE)
 	@echo "== tests that want the machine to themselves"
 	@$(PYTEST) -m alone $(ARGS) || $(NONE_IS_FINE)
 
