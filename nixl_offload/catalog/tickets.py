@@ -93,13 +93,3 @@ class Settled:
     """The worst outcome that any rank reported."""
     tiers: tuple[int, ...]
     """By position: the tier that was written to, or, of a load, read from; -1 for a chunk that was gone."""
-
-    @property
-    def tier(self) -> int:
-        """The one tier of all chunks; -1 when they differ."""
-        return self.tiers[0] if len(set(self.tiers)) == 1 else -1
-
-    @property
-    def is_store(self) -> bool:
-        """Whether KV blocks were written to a tier."""
-        return self.kind == "store"

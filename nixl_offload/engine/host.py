@@ -200,7 +200,7 @@ class HostSlab:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 def _lock(address: int, length_bytes: int) -> None:

@@ -16,6 +16,7 @@ from nixl_offload.engine.jobs import ChunkIO
 from nixl_offload.engine.staging import Slot
 from nixl_offload.errors import LayoutError
 from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header
+from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Extents
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
 
@@ -37,6 +38,27 @@ class GroupPlan:
     """What is stored is written in one extent, padding and all."""
     tells_short_reads: bool
     """See ``movers.base.MoverLimits``."""
+
+
+def make_plan(
+    layout: KVLayout,
+    group: int,
+    *,
+    direct: bool = False,
+    whole_writes: bool = True,
+    tells_short_reads: bool = True,
+) -> GroupPlan:
+    """Return the plan of a group; as it stands for a tier that holds whole images in memory."""
+    refs, block_bytes = layout.groups[group].refs, layout.groups[group].block_bytes
+    return GroupPlan(
+        blocks=layout.blocks_per_chunk,
+        block_bytes=block_bytes,
+        slot_bytes=layout.slot_bytes(group),
+        num_blocks=min(layout.tensors[index].num_blocks for index, _ in refs),
+        direct=direct,
+        whole_writes=whole_writes,
+        tells_short_reads=tells_short_reads,
+    )
 
 
 def check(plan: GroupPlan, io: ChunkIO) -> None:

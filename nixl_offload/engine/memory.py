@@ -108,7 +108,7 @@ class MemoryEngine:
         self._load_timeout_s = load_timeout_s
         self._tensors = tuple(tensors)
         self._packer = packer if packer is not None else make_packer(tensors, pages_of(layout))
-        self._plans = [_plan(layout, group) for group in range(len(layout.groups))]
+        self._plans = [image.make_plan(layout, group) for group in range(len(layout.groups))]
         self._table = JobTable(store_queue_limit_bytes=store_queue_bytes, clock=clock)
         self._log = RateLog(logger, clock)
         self._batches: list[_Batch] = []
@@ -396,16 +396,3 @@ def _parts(batch: _Batch) -> dict[int, list[tuple[BlockIds, Payload]]]:
         io = piece.task.io
         by_group.setdefault(io.group, []).append((io.block_ids, image.rows(piece.slot, piece.plan, io)))
     return by_group
-
-
-def _plan(layout: KVLayout, group: int) -> GroupPlan:
-    refs, block_bytes = layout.groups[group].refs, layout.groups[group].block_bytes
-    return GroupPlan(
-        blocks=layout.blocks_per_chunk,
-        block_bytes=block_bytes,
-        slot_bytes=layout.slot_bytes(group),
-        num_blocks=min(layout.tensors[index].num_blocks for index, _ in refs),
-        direct=False,
-        whole_writes=True,
-        tells_short_reads=True,
-    )

@@ -132,22 +132,17 @@ def open_ports(
             why = _why_packed(layout, group, tensors, mover, direct_min_extent_bytes)
             why = why or _register_tensors(layout, group, tensors, mover, known.tensors)
             logger.info("%s, KV group %d: %s%s", link.name, group, "packed, because " if why else "direct", why)
-            plans.append(_plan(layout, group, mover, direct=not why))
+            plans.append(
+                image.make_plan(
+                    layout,
+                    group,
+                    direct=not why,
+                    whole_writes=mover.limits.whole_writes,
+                    tells_short_reads=mover.limits.tells_short_reads,
+                )
+            )
         ports.append(Port(link, plans, known.staging, known.pages, known.tensors, known.host))
     return ports
-
-
-def _plan(layout: KVLayout, group: int, mover: Mover, *, direct: bool) -> GroupPlan:
-    refs, block_bytes = layout.groups[group].refs, layout.groups[group].block_bytes
-    return GroupPlan(
-        blocks=layout.blocks_per_chunk,
-        block_bytes=block_bytes,
-        slot_bytes=layout.slot_bytes(group),
-        num_blocks=min(layout.tensors[index].num_blocks for index, _ in refs),
-        direct=direct,
-        whole_writes=mover.limits.whole_writes,
-        tells_short_reads=mover.limits.tells_short_reads,
-    )
 
 
 def _why_packed(

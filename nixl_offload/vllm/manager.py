@@ -69,13 +69,15 @@ class _Face(NamedTuple):
     medium: Medium
     locality: Locality
     source: CacheHitSource
+    tells_all: bool
+    """Whether every chunk that goes is told of. vLLM remembers until then what a chunk was made of."""
 
 
 _FACES = {
-    MemoryTier: _Face(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST),
-    FileTier: _Face(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK),
+    MemoryTier: _Face(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST, True),
+    FileTier: _Face(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK, True),
     # vLLM has no word for a bucket or a shared filesystem yet.
-    SharedTier: _Face(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED),
+    SharedTier: _Face(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False),
 }
 
 
@@ -105,8 +107,6 @@ class NixlOffloadManager(OffloadingManager):
         self._catalog: Catalog | None = None
         self._tiers: list[MemoryTier | FileTier | SharedTier] = []
         self._faces: list[_Face] = []
-        self._tells_all: list[bool] = []
-        """By tier: whether every chunk that goes is told of. vLLM remembers until then what a chunk was made of."""
         self._places: tuple[Place, ...] = ()
         self._moves: list[MoveSpec] = []
         self._events: list[OffloadingEvent] = []
@@ -137,7 +137,6 @@ class NixlOffloadManager(OffloadingManager):
             self._tiers.append(open_tier(tier, position, namespace, by_group, parallel))
         self._places = tuple(tier.place for tier in self._tiers)
         self._faces = [_FACES[type(tier)] for tier in self._tiers]
-        self._tells_all = [not isinstance(tier, SharedTier) for tier in self._tiers]
         blocks = self._offloading.cache.blocks_per_chunk
         self._token_bytes = {
             group.group_id: by_group[group.group_id] / (group.tokens_per_block * blocks)
@@ -371,7 +370,5 @@ class NixlOffloadManager(OffloadingManager):
                 face = self._faces[change.tier]
                 keys = [OffloadKey(key) for key in change.keys]
                 self._events.append(
-                    OffloadingEvent(
-                        keys, face.medium, change.removed, face.locality, removal_expected=self._tells_all[change.tier]
-                    )
+                    OffloadingEvent(keys, face.medium, change.removed, face.locality, removal_expected=face.tells_all)
                 )

@@ -67,8 +67,67 @@ def kv_cache(shape: Shape, seed: int) -> tuple[list[torch.Tensor], list[npt.NDAr
     return tensors, kv, KVLayout(tuple(regions), tuple(GroupLayout(refs) for refs in shape.groups), CHUNK_BLOCKS)
 
 
+class Driven:
+    """What rigs of one engine have in common: a KV cache, and jobs that are waited for."""
+
+    shape: Shape
+    kv: list[npt.NDArray[np.uint8]]
+    engine: Any
+    results: dict[int, JobResult]
+
+    def key(self, number: int, group: int = 0) -> Key:
+        return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
+
+    def bytes_of(self, blocks: Sequence[int], group: int = 0) -> bytes:
+        """What the payload of these blocks must be."""
+        return b"".join(
+            self.kv[tensor][block, :size].tobytes() for block in blocks for tensor, size in self.shape.groups[group]
+        )
+
+    def wipe(self, value: int = 0) -> None:
+        for rows in self.kv:
+            rows[:] = value
+
+    def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> JobResult:
+        """Drain until ``job_id`` is there; a job that shows up twice is an error."""
+        deadline_s = time.monotonic() + timeout_s
+        while job_id not in self.results:
+            for result in self.engine.finished():
+                assert result.job_id not in self.results, f"job {result.job_id} ended twice"
+                self.results[result.job_id] = result
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"job {job_id} has not ended")
+            time.sleep(0.0005)
+        return self.results[job_id]
+
+    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+        self.engine.submit_store(job_id, chunks)
+        return self.collect(job_id).outcomes
+
+    def load(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+        self.engine.submit_load(job_id, chunks)
+        return self.collect(job_id).outcomes
+
+
+def assert_every_part_loads(rig: Any) -> None:
+    """Loads that begin and end anywhere inside a chunk touch exactly their blocks."""
+    source = [3, 1, 4, 15]
+    whole = rig.bytes_of(source)
+    block_bytes = rig.layout.groups[0].block_bytes
+    assert rig.store(0, [rig.chunk(5, source)]) == (Outcome.OK,)
+    job = 1
+    for first in range(CHUNK_BLOCKS):
+        for count in range(1, CHUNK_BLOCKS - first + 1):
+            rig.wipe(0xEE)
+            blocks = list(range(20, 20 + 2 * count, 2))
+            assert rig.load(job, [rig.chunk(5, blocks, first=first)]) == (Outcome.OK,)
+            assert rig.bytes_of(blocks) == whole[first * block_bytes : (first + count) * block_bytes]
+            assert set(rig.bytes_of(sorted(set(range(NUM_BLOCKS)) - set(blocks)))) == {0xEE}
+            job += 1
+
+
 @dataclass
-class Rig:
+class Rig(Driven):
     """Built by ``make``. ``kv`` are the tensors as numpy arrays of shape (NUM_BLOCKS, page)."""
 
     shape: Shape
@@ -118,9 +177,6 @@ class Rig:
         )
         return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
 
-    def key(self, number: int, group: int = 0) -> Key:
-        return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
-
     def location(self, slot: int) -> Location:
         """Slots of one size class, so that chunks of any group fit."""
         size = max(self.layout.slot_bytes(group) for group in range(len(self.shape.groups)))
@@ -132,36 +188,6 @@ class Rig:
         """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
         location = self.location(number if slot is None else slot)
         return ChunkIO(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
-
-    def bytes_of(self, blocks: Sequence[int], group: int = 0) -> bytes:
-        """What the payload of these blocks must be."""
-        return b"".join(
-            self.kv[tensor][block, :size].tobytes() for block in blocks for tensor, size in self.shape.groups[group]
-        )
-
-    def wipe(self, value: int = 0) -> None:
-        for rows in self.kv:
-            rows[:] = value
-
-    def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> JobResult:
-        """Drain until ``job_id`` is there; a job that shows up twice is an error."""
-        deadline_s = time.monotonic() + timeout_s
-        while job_id not in self.results:
-            for result in self.engine.finished():
-                assert result.job_id not in self.results, f"job {result.job_id} ended twice"
-                self.results[result.job_id] = result
-            if time.monotonic() > deadline_s:
-                raise AssertionError(f"job {job_id} has not ended")
-            time.sleep(0.0005)
-        return self.results[job_id]
-
-    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
-        self.engine.submit_store(job_id, chunks)
-        return self.collect(job_id).outcomes
-
-    def load(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
-        self.engine.submit_load(job_id, chunks)
-        return self.collect(job_id).outcomes
 
     def close(self) -> None:
         self.engine.close()

@@ -4,8 +4,7 @@ when the test says so, as those of a device do.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +17,8 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.packer import Fence, HostPacker, Parts, pages_of
 from nixl_offload.layout import KVLayout
-from nixl_offload.types import Key, Location, Outcome
-from tests.unit.engine_rig import DEADLINE_S, NAMESPACE, SHAPES, Shape, kv_cache
+from nixl_offload.types import Location
+from tests.unit.engine_rig import NAMESPACE, SHAPES, Driven, Shape, kv_cache
 
 TIER = 0
 
@@ -64,7 +63,7 @@ class SlowPacker(HostPacker):
 
 
 @dataclass
-class MemoryRig:
+class MemoryRig(Driven):
     """Built by ``make``. ``kv`` are the tensors as arrays of shape (NUM_BLOCKS, page)."""
 
     shape: Shape
@@ -101,9 +100,6 @@ class MemoryRig:
         )
         return cls(SHAPES[shape], kv, layout, host, engine, packer)
 
-    def key(self, number: int, group: int = 0) -> Key:
-        return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
-
     @property
     def fences(self) -> list[SlowFence]:
         """The copies that a slow packer was asked for, in their order."""
@@ -124,35 +120,6 @@ class MemoryRig:
     def memory(self, slot: int) -> npt.NDArray[np.uint8]:
         """The bytes of a slot."""
         return self.host.slot(slot * self.slot_bytes, self.slot_bytes).memory
-
-    def bytes_of(self, blocks: Sequence[int], group: int = 0) -> bytes:
-        """What the payload of these blocks must be."""
-        return b"".join(
-            self.kv[tensor][block, :size].tobytes() for block in blocks for tensor, size in self.shape.groups[group]
-        )
-
-    def wipe(self, value: int = 0) -> None:
-        for rows in self.kv:
-            rows[:] = value
-
-    def collect(self, job_id: int) -> JobResult:
-        """Drain until ``job_id`` is there; a job that shows up twice is an error."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while job_id not in self.results:
-            for result in self.engine.finished():
-                assert result.job_id not in self.results, f"job {result.job_id} ended twice"
-                self.results[result.job_id] = result
-            assert time.monotonic() < deadline_s, f"job {job_id} has not ended"
-            time.sleep(0.0005)
-        return self.results[job_id]
-
-    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
-        self.engine.submit_store(job_id, chunks)
-        return self.collect(job_id).outcomes
-
-    def load(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
-        self.engine.submit_load(job_id, chunks)
-        return self.collect(job_id).outcomes
 
     def close(self) -> None:
         self.engine.close(1.0)

@@ -48,7 +48,7 @@ def make(tmp_path: Path) -> Iterator[MakeChain]:
 def test_a_store_goes_on_from_memory_to_every_farther_tier(make: MakeChain) -> None:
     chain = make(bucket=True)
     settled = chain.store(1, 2)
-    assert (settled.kind, settled.tier, settled.is_store) == ("store", MEMORY, True)
+    assert (settled.kind, set(settled.tiers)) == ("store", {MEMORY})
     assert chain.catalog.has_moves
     moved = chain.move()
     assert sorted(moved) == [(key(n), MEMORY, target) for n in (1, 2) for target in (FILE, BUCKET)]
@@ -383,7 +383,7 @@ def test_one_rank_that_failed_fails_the_move(make: MakeChain) -> None:
     assert chain.catalog.report(grant.ticket, 1, {0: Outcome.TAINTED, 7: Outcome.FAILED}, chain.now_s) is None
     settled = chain.catalog.report(grant.ticket, 1, {0: Outcome.FAILED, 1: Outcome.OK}, chain.now_s)
     assert settled is not None
-    assert (settled.kind, settled.tier) == ("move", FILE)
+    assert (settled.kind, set(settled.tiers)) == ("move", {FILE})
     assert settled.failed == {key(1): Outcome.TAINTED}, "the worst of all"
     assert chain.holders(2) == [MEMORY, FILE]
 
@@ -464,7 +464,7 @@ def test_what_a_farther_tier_serves_is_kept_in_memory(make: MakeChain) -> None:
     assert chain.report(grant.ticket, {1: Outcome.FAILED}).tiers == (FILE, -1, FILE)
     assert chain.catalog.where(key(1)) == FILE, "told of later, and separately"
     settled = chain.report(grant.landing_ticket, {1: Outcome.FAILED})
-    assert (settled.kind, settled.keys, settled.tier) == ("landing", tuple(keys(1, 2)), MEMORY)
+    assert (settled.kind, settled.keys, set(settled.tiers)) == ("landing", tuple(keys(1, 2)), {MEMORY})
     assert chain.catalog.where(key(1)) == MEMORY
     assert chain.catalog.where(key(2)) == FILE
     assert chain.catalog.take_changes() == [Change(MEMORY, (key(1),), removed=False)]

@@ -24,7 +24,7 @@ from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
 from nixl_offload.types import Location, Outcome
-from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, until
+from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, assert_every_part_loads, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
@@ -89,21 +89,7 @@ def test_chunks_come_back_into_other_blocks(make: Make, shape: str, mover: str) 
 
 @pytest.mark.parametrize("shape", ["per_layer", "packed_blocks", "padded", "mla", "direct_blocks"])
 def test_any_part_of_a_chunk_can_be_loaded(make: Make, shape: str) -> None:
-    """Loads that begin and end anywhere inside the chunk touch exactly their blocks."""
-    rig = make(shape)
-    source = [3, 1, 4, 15]
-    whole = rig.bytes_of(source)
-    block_bytes = rig.layout.groups[0].block_bytes
-    assert rig.store(0, [rig.chunk(5, source)]) == (OK,)
-    job = 1
-    for first in range(CHUNK_BLOCKS):
-        for count in range(1, CHUNK_BLOCKS - first + 1):
-            rig.wipe(0xEE)
-            blocks = list(range(20, 20 + 2 * count, 2))
-            assert rig.load(job, [rig.chunk(5, blocks, first=first)]) == (OK,)
-            assert rig.bytes_of(blocks) == whole[first * block_bytes : (first + count) * block_bytes]
-            assert set(rig.bytes_of(sorted(set(range(NUM_BLOCKS)) - set(blocks)))) == {0xEE}
-            job += 1
+    assert_every_part_loads(make(shape))
 
 
 @pytest.mark.parametrize("shape", ["mla", "packed_blocks", "direct_blocks"])

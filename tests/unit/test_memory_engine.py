@@ -22,7 +22,7 @@ from nixl_offload.engine import memory as memory_module
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.format import HEADER_BYTES, Expected, check_header
 from nixl_offload.types import Location, Outcome
-from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, until
+from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, assert_every_part_loads, until
 from tests.unit.memory_rig import MemoryRig
 
 OK, FAILED, CORRUPT, DROPPED, TAINTED = (
@@ -98,21 +98,7 @@ def test_a_slot_holds_the_image_that_a_file_would(make: Make, shape: str) -> Non
 
 @pytest.mark.parametrize("shape", ["per_layer", "packed_blocks", "padded", "mla"])
 def test_any_part_of_a_chunk_can_be_loaded(make: Make, shape: str) -> None:
-    """Loads that begin and end anywhere inside the chunk touch exactly their blocks."""
-    rig = make(shape)
-    source = [3, 1, 4, 15]
-    whole = rig.bytes_of(source)
-    block_bytes = rig.layout.groups[0].block_bytes
-    assert rig.store(0, [rig.chunk(5, source)]) == (OK,)
-    job = 1
-    for first in range(CHUNK_BLOCKS):
-        for count in range(1, CHUNK_BLOCKS - first + 1):
-            rig.wipe(0xEE)
-            blocks = list(range(20, 20 + 2 * count, 2))
-            assert rig.load(job, [rig.chunk(5, blocks, first=first)]) == (OK,)
-            assert rig.bytes_of(blocks) == whole[first * block_bytes : (first + count) * block_bytes]
-            assert set(rig.bytes_of(sorted(set(range(NUM_BLOCKS)) - set(blocks)))) == {0xEE}
-            job += 1
+    assert_every_part_loads(make(shape))
 
 
 @pytest.mark.parametrize("shape", ["mla", "packed_blocks"])
