@@ -1,0 +1,48 @@
+"""The contract of kernels: what is done with the KV blocks of one group on the device that holds them.
+
+A *row* is a block as it lies in a payload: the pages of its layers side by side. All calls queue work on the caller's
+current stream and return at once; nothing here waits for the device or allocates on the host.
+Threading: one thread at a time per object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One layer's share of a block: the first ``bytes`` of a row of ``tensor`` go to ``column`` of the payload row."""
+
+    tensor: int
+    column: int
+    bytes: int
+
+
+class GroupKernels(Protocol):
+    """``ids``: block ids, int64 of shape (n,) on the device, checked by the caller: addresses follow from them.
+
+    ``rows``: uint8 of shape (n, block_bytes) on the device; rows contiguous, any distance between them, any address.
+    Checksums are those of ``checksum.block_checksums``: int64 of shape (n,) on the device with the same 64 bits.
+    """
+
+    name: str
+    """``triton`` or ``torch``: for logs."""
+
+    def gather(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy blocks to rows."""
+
+    def gather_summed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Copy blocks to rows and return the checksums of what was copied."""
+
+    def scatter(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy rows to blocks."""
+
+    def sums(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the checksums of blocks where they lie."""
+
+    def sums_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the checksums of rows."""

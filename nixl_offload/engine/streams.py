@@ -1,0 +1,165 @@
+"""Where KV tensors lie, and in what order work on them is done: streams and fences of a device.
+
+A stream does its work in order, on its own time; a fence is a point in it that can be asked about, and that other
+streams can be made to wait for. Nothing in the engine waits for a device: fences are polled.
+Threading: ``Streams.compute_fence`` on the thread that submits to the model's stream; a stream is driven by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from nixl_offload.movers.base import MemoryKind
+
+
+class Fence(Protocol):
+    """A point in a device's work."""
+
+    def done(self) -> bool:
+        """Return True once the device is past it; never blocks."""
+
+
+class ReadyFence:
+    """The fence of work that is already done."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+
+READY = ReadyFence()
+
+
+class Stream(Protocol):
+    """Work in order. What ``run`` was given may be done long after it returned."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Queue ``work``, which calls torch or launches kernels and neither waits nor looks at values on the device.
+
+        What it raises may come out here, or of the next ``synchronize``.
+        """
+
+    def wait(self, fence: Fence) -> None:
+        """Have all later work wait for ``fence``, which is of the same device. Returns at once."""
+
+    def record(self) -> Fence:
+        """Mark the end of what is queued so far."""
+
+    def synchronize(self) -> None:
+        """Wait until all that is queued is done. For the way out of errors only."""
+
+
+class Streams(Protocol):
+    """The streams of one device."""
+
+    def compute_fence(self) -> Fence:
+        """Mark this point of the caller's own stream, that of the model."""
+
+    def new(self) -> Stream:
+        """Return a stream of our own, beside that of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The device of the KV tensors."""
+
+    torch_device: torch.device
+    kind: MemoryKind
+    """What movers are told of its memory."""
+    streams: Streams
+
+    @property
+    def number(self) -> int:
+        """For ``MemoryRegion.device_id``."""
+        return self.torch_device.index or 0
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether copies between it and the host go over a bus."""
+        return self.kind is MemoryKind.VRAM
+
+
+class HostStreams:
+    """The host's: whatever is run is done at once, and the model's writes are over when its call returns."""
+
+    def compute_fence(self) -> Fence:
+        """See Streams."""
+        return READY
+
+    def new(self) -> Stream:
+        """See Streams."""
+        return _HostStream()
+
+
+class _HostStream:
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def wait(self, fence: Fence) -> None:
+        assert fence.done()
+
+    def record(self) -> Fence:
+        return READY
+
+    def synchronize(self) -> None:
+        return
+
+
+class CudaStreams:
+    """Those of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def compute_fence(self) -> Fence:
+        """See Streams: an event on the caller's current stream."""
+        event = torch.Event(self._device)
+        event.record(torch.cuda.current_stream(self._device))
+        return _CudaFence(event)
+
+    def new(self) -> Stream:
+        """See Streams."""
+        return _CudaStream(self._device)
+
+
+class _CudaFence:
+    """A CUDA event."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+
+class _CudaStream:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def run(self, work: Callable[[], None]) -> None:
+        with self._stream:
+            work()
+
+    def wait(self, fence: Fence) -> None:
+        if isinstance(fence, _CudaFence):
+            self._stream.wait_event(fence.event)
+
+    def record(self) -> Fence:
+        event = torch.Event(self._device)
+        event.record(self._stream)
+        return _CudaFence(event)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """Return the device on which ``tensor`` lies."""
+    if tensor.is_cuda:
+        return Device(tensor.device, MemoryKind.VRAM, CudaStreams(tensor.device))
+    return Device(tensor.device, MemoryKind.DRAM, HostStreams())
