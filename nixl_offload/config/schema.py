@@ -228,8 +228,8 @@ class Config(_Model):
     store_after: int = Field(default=1, ge=1, le=255)
     """Store a chunk when it is computed for the N-th time. 1: at once. 2 or more keeps one-time prompts out."""
     block_outermost: bool = True
-    """Ask vLLM for a KV cache in which all layers of a block lie side by side (BLHNC): a block is one piece then, and can
-    go to a drive without a copy. Only on CUDA, and where the attention backend takes it. false: never ask."""
+    """Ask vLLM for a KV cache in which all layers of a block lie side by side (BLHNC): a block is one piece then, and
+    can go to a drive without a copy. On CUDA, where the attention backend takes it. false: never ask."""
     slow_hits: Literal["skip", "take"] = "skip"
     """A hit that would take longer to load than to compute, by what this server has measured: skip computes it."""
     tiers: tuple[Tier, ...] = Field(min_length=1, strict=False)
