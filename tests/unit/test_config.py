@@ -77,6 +77,7 @@ def test_defaults() -> None:
         "load_timeout": "30s",
         "drain_timeout": "3s",
         "store_after": 1,
+        "block_outermost": True,
         "slow_hits": "skip",
         "tiers": [
             {
