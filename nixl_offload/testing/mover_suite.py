@@ -1,17 +1,15 @@
 """The conformance suite of movers: shipped, so that a backend from elsewhere can be held to the same contract.
 
-Subclass ``MoverSuite`` in a test module under a name that pytest collects, and override ``make_mover``. Files are
-written and read raw, behind the mover's back, so that no mover vouches for itself. Threading: one test, one thread.
+Subclass ``MoverSuite`` in a test module under a name that pytest collects, and override ``make_mover``; where the
+mover's memory is not the host's, ``make_memory`` too. Files are written and read raw, behind the mover's back, so that
+no mover vouches for itself. Threading: one test, one thread.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import resource
-import shutil
 import signal
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,129 +17,36 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import (
-    Extents,
-    FileId,
-    MemoryId,
-    MemoryKind,
-    MemoryRegion,
-    Mover,
-    Op,
-    Rows,
-    Transfer,
-    TransferState,
+from nixl_offload.movers.base import Extents, Op, Transfer, TransferState
+from nixl_offload.testing.mover_refusals import RefusalSuite
+from nixl_offload.testing.mover_rig import (
+    KIB,
+    MIB,
+    WAIT_S,
+    HostMemory,
+    MoverRigs,
+    Rig,
+    SuiteMemory,
+    extents,
+    rows,
 )
-from nixl_offload.types import PAGE_BYTES
 
-KIB = 1 << 10
-MIB = 1 << 20
-WAIT_S = 20.0
-
-
-def extents(offsets: npt.ArrayLike, length_bytes: npt.ArrayLike) -> Extents:
-    """Rows of (offset, length); one length serves all."""
-    column = np.asarray(offsets, dtype=np.int64)
-    return np.stack([column, np.broadcast_to(np.asarray(length_bytes, dtype=np.int64), column.shape)], axis=1)
-
-
-def rows(*numbers: int) -> Rows:
-    """Row numbers."""
-    return np.array(numbers, dtype=np.int32)
-
-
-class Rig:
-    """A mover with one region and one file of ``size_bytes``: random bytes in both, and raw access to the file."""
-
-    def __init__(self, mover: Mover, path: Path, kind: MemoryKind, size_bytes: int, *, direct_io: bool) -> None:
-        self.mover, self.path, self.size_bytes = mover, path, size_bytes
-        random = np.random.default_rng(size_bytes)
-        self._pages = mmap.mmap(-1, size_bytes)
-        self.memory = np.frombuffer(self._pages, dtype=np.uint8)
-        self.memory[:] = random.integers(0, 256, size_bytes, dtype=np.uint8)
-        self.stored = random.integers(0, 256, size_bytes, dtype=np.uint8)
-        path.touch(mode=0o600)
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.raw_write(0, self.stored.tobytes())
-        self.region = MemoryRegion(int(self.memory.ctypes.data), size_bytes, kind)
-        self.memory_id: MemoryId = mover.register_memory(self.region)
-        self.file_id: FileId = mover.open_file(str(path), size_bytes, direct_io=direct_io)
-
-    def raw_write(self, offset: int, data: bytes) -> None:
-        """Write to the file without the mover."""
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(self.fd, view, offset)
-            offset, view = offset + written, view[written:]
-
-    def raw_read(self) -> npt.NDArray[np.uint8]:
-        """The whole file, read without the mover."""
-        return np.fromfile(self.path, dtype=np.uint8)
-
-    def submit(self, op: Op, memory: Extents, file: Extents) -> Transfer:
-        """Submit between the region and the file."""
-        return self.mover.submit(op, self.memory_id, memory, self.file_id, file)
-
-    def move(self, op: Op, memory: Extents, file: Extents) -> Transfer:
-        """Submit and poll until final."""
-        return self.wait(self.submit(op, memory, file))
-
-    def wait(self, *transfers: Transfer, timeout_s: float = WAIT_S) -> Transfer:
-        """Poll in turn until all are final; return the first."""
-        deadline = time.monotonic() + timeout_s
-        open_ones = list(transfers)
-        while open_ones:
-            open_ones = [transfer for transfer in open_ones if self.mover.poll(transfer) is TransferState.PENDING]
-            assert time.monotonic() < deadline, f"not final after {timeout_s} s: {open_ones}"
-            if open_ones:
-                time.sleep(0.0002)
-        return transfers[0]
-
-    def assert_memory_is_ours(self, transfer: Transfer) -> None:
-        """After a final state nothing may write the memory, unless quarantine says that it may."""
-        if transfer.quarantine:
-            return
-        self.memory[:] = 0xA5
-        time.sleep(0.05)
-        assert bool((self.memory == 0xA5).all()), "memory changed after a final state"
-
-    def close(self) -> None:
-        """Close mover and file."""
-        self.mover.close()
-        os.close(self.fd)
-
-
-class MoverRigs:
-    """How a test class comes by its mover. Attributes say what the mover is."""
-
-    memory_kind: MemoryKind = MemoryKind.DRAM
-    direct_io: bool = True
-    reports_failures: bool = True
-    """False for a mover that may tell a failed or short I/O as DONE. Such a one needs a checksum above it."""
-
-    def make_mover(self) -> Mover:
-        """Return a fresh mover; skip the test where this machine cannot run it."""
-        raise NotImplementedError
-
-    @contextmanager
-    def open_rig(self, path: Path, size_bytes: int = 4 * MIB, *, direct_io: bool | None = None) -> Iterator[Rig]:
-        """A rig that is closed in the end, leaving no descriptor of its file open."""
-        direct = self.direct_io if direct_io is None else direct_io
-        rig = Rig(self.make_mover(), path, self.memory_kind, size_bytes, direct_io=direct)
-        try:
-            yield rig
-        finally:
-            rig.close()
-        assert str(path) not in _open_paths(), "the mover left its file open"
-
-    @pytest.fixture
-    def rig(self, tmp_path: Path) -> Iterator[Rig]:
-        """The rig of most cases."""
-        with self.open_rig(tmp_path / "data") as rig:
-            yield rig
+__all__ = [
+    "KIB",
+    "MIB",
+    "WAIT_S",
+    "HostMemory",
+    "HugeExtentSuite",
+    "MoverRigs",
+    "MoverSuite",
+    "Rig",
+    "SuiteMemory",
+    "extents",
+    "rows",
+]
 
 
 class HugeExtentSuite(MoverRigs):
@@ -153,19 +58,17 @@ class HugeExtentSuite(MoverRigs):
         with self.open_rig(tmp_path / "data") as rig:
             os.ftruncate(rig.fd, size)
             rig.raw_write(size - 4 * KIB, rig.stored[: 4 * KIB].tobytes())
-            pages = mmap.mmap(-1, size)
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            array = np.frombuffer(pages, dtype=np.uint8)
-            memory = rig.mover.register_memory(MemoryRegion(int(array.ctypes.data), size, self.memory_kind))
+            large = self.make_memory(size)
+            memory = rig.mover.register_memory(large.region)
             file = rig.mover.open_file(str(rig.path), size, direct_io=True)
             transfer = rig.mover.submit(Op.READ, memory, extents([0], size), file, extents([0], size))
             rig.wait(transfer, timeout_s=60)
             assert transfer.state is TransferState.DONE, transfer.error
-            assert np.array_equal(array[: 4 * MIB], rig.stored)
-            assert np.array_equal(array[-4 * KIB :], rig.stored[: 4 * KIB])
+            assert np.array_equal(large.read(0, 4 * MIB), rig.stored)
+            assert np.array_equal(large.read(size - 4 * KIB), rig.stored[: 4 * KIB])
 
 
-class MoverSuite(MoverRigs):
+class MoverSuite(RefusalSuite):
     """What every mover must do, whatever its size limits."""
 
     # Bytes go where they should
@@ -176,12 +79,12 @@ class MoverSuite(MoverRigs):
         with self.open_rig(tmp_path / "data", direct_io=direct_io) as rig:
             slots = np.random.default_rng(1).permutation(64)[:40]
             memory, file = extents(np.arange(40) * 64 * KIB, 64 * KIB), extents(slots * 64 * KIB, 64 * KIB)
-            written = rig.memory.copy().reshape(64, -1)
+            written = rig.memory.reshape(64, -1)
             assert rig.move(Op.WRITE, memory, file).state is TransferState.DONE
             want = rig.stored.copy().reshape(64, -1)
             want[slots] = written[:40]
             assert np.array_equal(rig.raw_read().reshape(64, -1), want)
-            rig.memory[:] = 0
+            rig.set_memory(0)
             assert rig.move(Op.READ, memory[::-1], file[::-1]).state is TransferState.DONE
             got = rig.memory.reshape(64, -1)
             assert np.array_equal(got[:40], written[:40])
@@ -263,7 +166,7 @@ class MoverSuite(MoverRigs):
 
     def test_nothing_to_move(self, rig: Rig) -> None:
         """No rows: done at once, nothing touched."""
-        before = rig.memory.copy()
+        before = rig.memory
         transfer = rig.submit(Op.READ, extents([], 0), extents([], 0))
         assert (transfer.state, transfer.bytes_total) == (TransferState.DONE, 0)
         assert rig.mover.poll(transfer) is TransferState.DONE
@@ -287,7 +190,7 @@ class MoverSuite(MoverRigs):
         where = extents([0], 64 * KIB)
         first = rig.move(Op.READ, where, where)
         rig.raw_write(0, bytes(64 * KIB))
-        rig.memory[:] = 7
+        rig.set_memory(7)
         for _ in range(20):
             assert rig.mover.poll(first) is TransferState.DONE
         assert bool((rig.memory == 7).all()), "polling a final transfer moved bytes"
@@ -331,75 +234,6 @@ class MoverSuite(MoverRigs):
         with pytest.raises(MoverError):
             rig.mover.close_file(rig.file_id)
 
-    # Refusals: nothing was started
-
-    @pytest.mark.parametrize(
-        ("memory", "file"),
-        [
-            pytest.param(extents([4 * MIB - 4 * KIB], 8 * KIB), extents([0], 8 * KIB), id="past-the-region"),
-            pytest.param(extents([0], 8 * KIB), extents([4 * MIB - 4 * KIB], 8 * KIB), id="past-the-file"),
-            pytest.param(extents([-4 * KIB], 4 * KIB), extents([0], 4 * KIB), id="negative-offset"),
-            pytest.param(extents([0], 0), extents([0], 0), id="no-length"),
-            pytest.param(extents([0], -4 * KIB), extents([0], -4 * KIB), id="negative-length"),
-            pytest.param(extents([4 * KIB], 2**63 - 1), extents([4 * KIB], 2**63 - 1), id="overflow"),
-            pytest.param(extents([0], 4 * KIB), extents([0], 8 * KIB), id="lengths-differ"),
-            pytest.param(extents([0, 8 * KIB], 4 * KIB), extents([0], 4 * KIB), id="counts-differ"),
-            pytest.param(np.zeros(2, dtype=np.int64), extents([0], 4 * KIB), id="shape"),
-        ],
-    )
-    def test_refuses_what_does_not_fit(self, rig: Rig, memory: Extents, file: Extents) -> None:
-        """Extents outside their region or file, or that do not match, raise, and no byte moves."""
-        before = rig.memory.copy()
-        for op in Op:
-            with pytest.raises(MoverError):
-                rig.submit(op, memory, file)
-        assert np.array_equal(rig.memory, before)
-        assert np.array_equal(rig.raw_read(), rig.stored)
-
-    def test_refuses_bad_ids(self, rig: Rig) -> None:
-        """An id that was never given out is an error, not a crash."""
-        where = extents([0], 4 * KIB)
-        with pytest.raises(MoverError):
-            rig.mover.submit(Op.READ, MemoryId(10**6), where, rig.file_id, where)
-        with pytest.raises(MoverError):
-            rig.mover.submit(Op.READ, rig.memory_id, where, FileId(10**6), where)
-        with pytest.raises(MoverError):
-            rig.mover.unregister_memory(MemoryId(10**6))
-        with pytest.raises(MoverError):
-            rig.mover.close_file(FileId(10**6))
-
-    @pytest.mark.parametrize("kind", list(MemoryKind))
-    def test_refuses_foreign_memory(self, rig: Rig, kind: MemoryKind) -> None:
-        """Memory of a kind that the mover does not name is refused at registration."""
-        if kind in rig.mover.memory_kinds:
-            return
-        with pytest.raises(MoverError):
-            rig.mover.register_memory(MemoryRegion(rig.region.address, PAGE_BYTES, kind))
-
-    @pytest.mark.parametrize(("memory", "file", "length"), [(512, 0, 4096), (0, 512, 4096), (0, 0, 512)])
-    def test_refuses_misalignment(self, tmp_path: Path, memory: int, file: int, length: int) -> None:
-        """O_DIRECT off the 4 KiB grid is refused with a sentence, before the kernel answers EINVAL."""
-        with self.open_rig(tmp_path / "data", direct_io=True) as rig, pytest.raises(MoverError, match="multiples"):
-            rig.submit(Op.READ, extents([memory], length), extents([file], length))
-
-    def test_refuses_files_that_cannot_be_used(self, rig: Rig, tmp_path: Path) -> None:
-        """Missing, a directory, a pipe, not writable: MoverError, and nothing is created."""
-        missing = tmp_path / "missing"
-        os.mkfifo(tmp_path / "pipe")
-        for path in (missing, tmp_path, tmp_path / "pipe"):
-            with pytest.raises(MoverError, match=path.name):
-                rig.mover.open_file(str(path), 4 * KIB, direct_io=self.direct_io)
-        assert not missing.exists()
-        # A program that runs cannot be opened for writing by anyone, root included.
-        program = tmp_path / "sleep"
-        shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
-        with subprocess.Popen([str(program), "60"]) as process:
-            try:
-                with pytest.raises(MoverError, match="sleep"):
-                    rig.mover.open_file(str(program), 4 * KIB, direct_io=self.direct_io)
-            finally:
-                process.kill()
-
     # Failures: told by the state, alone
 
     def test_short_read_is_a_failure(self, rig: Rig) -> None:
@@ -437,36 +271,6 @@ class MoverSuite(MoverRigs):
         rig.assert_memory_is_ours(transfer)
         assert rig.move(Op.WRITE, where, where).state is TransferState.DONE
 
-    # Sizes
-
-    def test_too_many_extents(self, tmp_path: Path) -> None:
-        """More than 65,536 extents stop NIXL's POSIX plugin for good. A mover refuses them, or moves them."""
-        with self.open_rig(tmp_path / "data", direct_io=False) as rig:
-            pages = np.arange(70_000) % 1024 * 4 * KIB
-            where, back = extents(pages, 4 * KIB), extents(4 * MIB - 4 * KIB - pages, 4 * KIB)
-            if rig.mover.limits.max_extents_per_transfer < len(pages):
-                before = rig.memory.copy()
-                with pytest.raises(MoverError):
-                    rig.submit(Op.READ, where, back)
-                assert np.array_equal(rig.memory, before)
-                return
-            assert rig.move(Op.READ, where, back).state is TransferState.DONE
-            assert np.array_equal(rig.memory.reshape(1024, -1), rig.stored.reshape(1024, -1)[::-1])
-
-    def test_refuses_too_large(self, rig: Rig) -> None:
-        """An extent over the mover's own limit is refused, not started."""
-        limit = rig.mover.limits.max_extent_bytes
-        if limit >= 1 << 40:
-            return
-        size = limit + 64 * KIB
-        address_space = mmap.mmap(-1, size)
-        os.ftruncate(rig.fd, size)
-        array = np.frombuffer(address_space, dtype=np.uint8)
-        memory = rig.mover.register_memory(MemoryRegion(int(array.ctypes.data), size, self.memory_kind))
-        file = rig.mover.open_file(str(rig.path), size, direct_io=self.direct_io)
-        with pytest.raises(MoverError):
-            rig.mover.submit(Op.READ, memory, extents([0], size), file, extents([0], size))
-
     # Prepared sides
 
     def test_prepared_rows(self, rig: Rig) -> None:
@@ -474,10 +278,11 @@ class MoverSuite(MoverRigs):
         mover = rig.mover
         memory = mover.prepare_memory(rig.memory_id, extents(np.arange(32) * 64 * KIB, 64 * KIB))
         file = mover.prepare_file(rig.file_id, extents(np.arange(64) * 64 * KIB, 64 * KIB))
-        stored, mine = rig.stored.reshape(64, -1), rig.memory.reshape(64, -1)
+        stored = rig.stored.reshape(64, -1)
         transfer = mover.submit_prepared(Op.READ, memory, rows(3, 0, 1, 2), file, rows(60, 5, 5, 6))
         assert rig.wait(transfer).state is TransferState.DONE
         assert transfer.bytes_total == 256 * KIB
+        mine = rig.memory.reshape(64, -1)
         assert np.array_equal(mine[:4], stored[[5, 5, 6, 60]])
         transfer = mover.submit_prepared(Op.WRITE, memory, rows(1, 9), file, rows(63, 0))
         assert rig.wait(transfer).state is TransferState.DONE
@@ -538,11 +343,6 @@ class MoverSuite(MoverRigs):
 
 def _backwards(count: int, length_bytes: int) -> Extents:
     return extents(np.arange(count)[::-1] * length_bytes, length_bytes)
-
-
-def _open_paths() -> set[str]:
-    links = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
-    return {str(link.readlink()) for link in links if link.is_symlink()}
 
 
 @contextmanager
