@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 HUGE_PAGE_BYTES = 2 << 20
 PIN_PIECE_BYTES = 1 << 30
 """Page-locking goes by pieces that end at multiples of this *address*, so that progress can be told. A copy to or from
-a device must not cross from one piece into the next: see ``packer.CudaPacker``."""
+a device must not cross from one piece into the next: see ``packer.BusPacker``."""
 STEP_BYTES = 256 << 20
 """Prefaulted at once; between steps it is looked whether the memory is still there to be had."""
 RESERVE_SHARE = 1 / 16

@@ -16,7 +16,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.engine.packer import Fence
+from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,11 @@ from nixl_offload.engine.engine import STORE_GRACE_S, WAIT_LIMIT_S
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Landed, Lane, Stage, Task
-from nixl_offload.engine.packer import BlockIds, Fence, Packer, Payload, make_packer, pages_of, require_agreement
+from nixl_offload.engine.packer import BlockIds, Packer, Payload, make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import LEAKED, MAX_FAILED_PASSES, STUCK_POLL_S
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import Slot
+from nixl_offload.engine.streams import Device, Fence
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.format import HEADER_BYTES, check_header, verify_blocks
 from nixl_offload.layout import KVLayout
@@ -92,11 +93,12 @@ class MemoryEngine:
         load_timeout_s: float = 30.0,
         store_queue_bytes: int = STORE_QUEUE_BYTES,
         packer: Packer | None = None,
+        device: Device | None = None,
     ) -> None:
         """Start the copier.
 
         ``tensors`` as for ``engine.Engine``; ``tier``: the position of the memory tier; ``packer``: None takes the one
-        for where the tensors lie. Raises LayoutError when tensors and layout disagree.
+        for ``device``, and that None asks the tensors. Raises LayoutError when tensors and layout disagree.
         """
         require_agreement(tensors, layout)
         self._layout = layout
@@ -107,7 +109,7 @@ class MemoryEngine:
         self._clock = clock
         self._load_timeout_s = load_timeout_s
         self._tensors = tuple(tensors)
-        self._packer = packer if packer is not None else make_packer(tensors, pages_of(layout))
+        self._packer = packer if packer is not None else make_packer(tensors, pages_of(layout), device)
         self._plans = [image.make_plan(layout, group) for group in range(len(layout.groups))]
         self._table = JobTable(store_queue_limit_bytes=store_queue_bytes, clock=clock)
         self._log = RateLog(logger, clock)

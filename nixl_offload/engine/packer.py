@@ -1,13 +1,13 @@
 """Copies between KV blocks and chunks' payloads, where each block is one row: its pages side by side, layer by layer.
 
 Threading: ``fence`` is called by the submitting thread, everything else by the pump. ``HostPacker`` is done when it
-returns; ``CudaPacker`` queues on side streams of its own and hands out fences: nothing here waits for a device.
+returns; ``BusPacker`` queues on side streams of its own and hands out fences: nothing here waits for a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +15,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from nixl_offload.checksum_torch import block_checksums_torch
 from nixl_offload.engine.bands import Band, bands_of
 from nixl_offload.engine.host import PIN_PIECE_BYTES
+from nixl_offload.engine.kernels.base import GroupKernels, Page
+from nixl_offload.engine.queued import DeviceGroups, QueuedSums, taken_back
+from nixl_offload.engine.streams import READY, Device, Fence, ReadyFence, Stream, device_of
 from nixl_offload.errors import LayoutError
 from nixl_offload.layout import KVLayout
 
@@ -31,31 +33,11 @@ SCRATCH_BYTES = 32 << 20
 """Device memory for copies: what goes over the bus at once. A batch that is larger takes turns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One layer's share of a block: the first ``bytes`` of a row of ``tensor`` go to ``column`` of the payload row."""
+class Sums(Fence, Protocol):
+    """Checksums on their way to the host."""
 
-    tensor: int
-    column: int
-    bytes: int
-
-
-class Fence(Protocol):
-    """A point in the device's work."""
-
-    def done(self) -> bool:
-        """Return True once the device is past it; never blocks."""
-
-
-class ReadyFence:
-    """The fence of work that is already done."""
-
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
-
-READY = ReadyFence()
+    def values(self) -> npt.NDArray[np.uint64]:
+        """One per block, in the order asked for. Raises RuntimeError before ``done``."""
 
 
 class Packer(Protocol):
@@ -76,8 +58,8 @@ class Packer(Protocol):
     def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
         """``scatter`` of many chunks at once. If it raises, nothing touches any block any more."""
 
-    def checksums(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.uint64]:
-        """The checksum of each block where it lies, shape (blocks,). The fence of the job must be done."""
+    def sums(self, group: int, block_ids: BlockIds, fence: Fence) -> Sums:
+        """The checksum of each block where it lies, read once ``fence`` is done. The blocks must not change before."""
 
 
 class HostPacker:
@@ -124,49 +106,44 @@ class HostPacker:
             raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
         return block_ids
 
-    def checksums(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.uint64]:
-        """See Packer."""
+    def sums(self, group: int, block_ids: BlockIds, fence: Fence) -> Sums:
+        """See Packer. Summed when this returns."""
         found = np.empty(len(block_ids), dtype=np.uint64)
         for row, block in enumerate(block_ids.tolist()):
             digest = xxhash.xxh3_64()
             for page in self._pages[group]:
                 digest.update(self._tensors[page.tensor][block, : page.bytes].data)
             found[row] = digest.intdigest()
-        return found
+        return _ReadySums(found)
 
 
-class _CudaFence:
-    """A CUDA event."""
+class _ReadySums(ReadyFence):
+    """What was summed at once."""
 
-    def __init__(self, event: torch.Event) -> None:
-        self.event = event
+    def __init__(self, values: npt.NDArray[np.uint64]) -> None:
+        self._values = values
 
-    def done(self) -> bool:
-        """See Fence."""
-        return bool(self.event.query())
+    def values(self) -> npt.NDArray[np.uint64]:
+        return self._values
 
 
-class CudaPacker:
-    """KV blocks in device memory, payloads in page-locked host memory. Per batch one copy on the device for each layer,
-    and one over the bus for each chunk.
+class BusPacker:
+    """KV blocks in device memory, payloads in page-locked host memory. Per batch one kernel on the device, and one copy
+    over the bus for each chunk.
 
     Gathers and scatters have a stream each: a load waits for no store, and the bus goes both ways at once. Scratch
     belongs to its stream, so the caching allocator hands the same memory to one batch after the other; for each stream
     it is never more than ``SCRATCH_BYTES``, or one chunk.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]]) -> None:
-        self._tensors = tensors
-        self._pages = pages
-        self._device = tensors[0].device
-        self._out, self._in = torch.Stream(self._device), torch.Stream(self._device)
-        self._wide = [_Wide(tensors, group) for group in pages]
+    def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device) -> None:
+        self._device = device
+        self._groups = DeviceGroups(tensors, pages, device)
+        self._out, self._in, self._ready = (device.streams.new() for _ in range(3))
 
     def fence(self) -> Fence:
-        """See Packer: an event on the caller's current stream."""
-        event = torch.Event(self._device)
-        event.record(torch.cuda.current_stream(self._device))
-        return _CudaFence(event)
+        """See Packer."""
+        return self._device.streams.compute_fence()
 
     def gather(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
         """See Packer. ``payload`` must be page-locked."""
@@ -177,107 +154,64 @@ class CudaPacker:
         return self.scatter_many(group, [(block_ids, payload)], fence)
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
-        """See Packer. Payloads must be page-locked."""
-        wide = self._wide[group]
-        with self._out:
-            _wait(self._out, fence)
-            try:
-                for turn in _turns(parts):
-                    self._gather(wide, turn)
-                return self._record(self._out)
-            except BaseException:
-                self._out.synchronize()  # what is queued already must not land in slots that are given up
-                raise
+        """See Packer. Payloads must be page-locked. Raises LayoutError for numbers that do not fit the KV cache."""
+        return self._copy(self._out, self._gather, group, parts, fence)
 
     def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
-        """See Packer. Payloads must be page-locked."""
-        wide = self._wide[group]
-        with self._in:
-            _wait(self._in, fence)  # pending writes to the blocks, zeroing for one, must not overtake the load
-            try:
-                for turn in _turns(parts):
-                    self._scatter(wide, turn)
-                return self._record(self._in)
-            except BaseException:
-                self._in.synchronize()  # what is queued already must not land in blocks that are given up
-                raise
+        """See Packer. Payloads must be page-locked. Raises LayoutError for numbers that do not fit the KV cache."""
+        # Pending writes to the blocks, zeroing for one, must not overtake the load: so this waits for the fence too.
+        return self._copy(self._in, self._scatter, group, parts, fence)
 
-    def checksums(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.uint64]:
-        """See Packer. Summed on the device; waits for gathers, never for the compute stream."""
-        with self._out:
-            rows = self._rows(block_ids)
-            pages = [self._tensors[page.tensor][:, : page.bytes].index_select(0, rows) for page in self._pages[group]]
-            return block_checksums_torch(torch.cat(pages, dim=1))
+    def sums(self, group: int, block_ids: BlockIds, fence: Fence) -> QueuedSums:
+        """See Packer. Where nothing is to be waited for, these wait for no gather either, which may wait for a step."""
+        stream = self._ready if fence.done() else self._out
+        kernels, ids = self._groups.kernels[group], self._groups.ids(group, block_ids)
+        return QueuedSums.begin(stream, self._device, len(ids), lambda: kernels.sums(self._groups.upload(ids)), fence)
 
-    # A method for each turn: its scratch is free again when the next turn asks for some.
+    def _copy(self, stream: Stream, turn_of: _Turn, group: int, parts: Parts, fence: Fence) -> Fence:
+        """Queue turn after turn, each a piece of work of its own: its scratch is free again when the next one asks."""
+        for _, payload in parts:
+            self._groups.check_width(group, payload.shape[1])
+        turns = [(turn, self._groups.ids(group, *(block_ids for block_ids, _ in turn))) for turn in _turns(parts)]
+        with taken_back(stream):  # what is queued already must not land in slots or blocks that are given up
+            stream.wait(fence)
+            for turn, ids in turns:
+                stream.run(partial(turn_of, self._groups.kernels[group], ids, turn))
+            return stream.record()
 
-    def _gather(self, wide: _Wide, turn: Parts) -> None:
-        rows, scratch = self._scratch(wide, turn)
-        for source, columns in wide.pages:
-            torch.index_select(source, 0, rows, out=scratch[:, columns])
-        for device, host in _over_the_bus(scratch, turn):
+    def _gather(self, kernels: GroupKernels, ids: torch.Tensor, turn: Parts) -> None:
+        rows = self._scratch(turn)
+        kernels.gather(self._groups.upload(ids), rows)
+        for device, host in _over_the_bus(rows, turn):
             host.copy_(device, non_blocking=True)
 
-    def _scatter(self, wide: _Wide, turn: Parts) -> None:
-        rows, scratch = self._scratch(wide, turn)
-        for device, host in _over_the_bus(scratch, turn):
+    def _scatter(self, kernels: GroupKernels, ids: torch.Tensor, turn: Parts) -> None:
+        rows = self._scratch(turn)
+        for device, host in _over_the_bus(rows, turn):
             device.copy_(host, non_blocking=True)
-        for target, columns in wide.pages:
-            target.index_copy_(0, rows, scratch[:, columns])
+        kernels.scatter(self._groups.upload(ids), rows)
 
-    def _scratch(self, wide: _Wide, turn: Parts) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block ids of a turn on the device, and a row of scratch for each."""
-        ids = np.concatenate([block_ids for block_ids, _ in turn])
-        return self._rows(ids), torch.empty((len(ids), wide.columns), dtype=wide.dtype, device=self._device)
-
-    def _rows(self, block_ids: BlockIds) -> torch.Tensor:
-        # Page-locked, or the copy would wait for the stream; torch's own allocator keeps it until the copy is done.
-        rows = torch.empty(len(block_ids), dtype=torch.int64, pin_memory=True)
-        rows.numpy()[:] = block_ids
-        return rows.to(self._device, non_blocking=True)
-
-    def _record(self, stream: torch.Stream) -> Fence:
-        event = torch.Event(self._device)
-        event.record(stream)
-        return _CudaFence(event)
+    def _scratch(self, turn: Parts) -> torch.Tensor:
+        """A row for each block of a turn."""
+        count = sum(len(block_ids) for block_ids, _ in turn)
+        return torch.empty((count, turn[0][1].shape[1]), dtype=torch.uint8, device=self._device.torch_device)
 
 
-def _wait(stream: torch.Stream, fence: Fence) -> None:
-    if isinstance(fence, _CudaFence):
-        stream.wait_event(fence.event)
+_Turn = Callable[[GroupKernels, torch.Tensor, Parts], None]
 
 
-class _Wide:
-    """A group's pages as columns of the widest integers that all of them are made of: bytes would be copied singly."""
+def make_packer(
+    tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device | None = None
+) -> Packer:
+    """Return the packer for where ``tensors`` lie; each uint8 or int8 of shape (num_blocks, page_bytes).
 
-    def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> None:
-        block_bytes = sum(page.bytes for page in pages)
-        parts = {block_bytes}
-        for page in pages:
-            tensor = tensors[page.tensor]
-            parts |= {page.bytes, page.column, tensor.stride(0), tensor.data_ptr(), int(tensor.storage_offset())}
-        self.dtype = next(
-            dtype
-            for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
-            if not any(part % dtype.itemsize for part in parts)
-        )
-        width = self.dtype.itemsize
-        self.columns = block_bytes // width
-        self.pages = [
-            (
-                tensors[page.tensor][:, : page.bytes].view(self.dtype),
-                slice(page.column // width, (page.column + page.bytes) // width),
-            )
-            for page in pages
-        ]
-
-
-def make_packer(tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]]) -> Packer:
-    """Return the packer for where ``tensors`` lie; each uint8 or int8 of shape (num_blocks, page_bytes)."""
-    bytes_of = [tensor.view(torch.uint8) for tensor in tensors]
-    if tensors and tensors[0].is_cuda:
-        return CudaPacker(bytes_of, pages)
-    return HostPacker([tensor.numpy() for tensor in bytes_of], pages)
+    ``device``: None asks the tensors.
+    """
+    if device is None and tensors:
+        device = device_of(tensors[0])
+    if device is not None and device.is_accelerator:
+        return BusPacker(tensors, pages, device)
+    return HostPacker([tensor.view(torch.uint8).numpy() for tensor in tensors], pages)
 
 
 def pages_of(layout: KVLayout) -> list[list[Page]]:

@@ -1,4 +1,5 @@
-"""Staging slots: page-aligned host memory, allocated and registered once, in which a chunk lies as it lies in its file.
+"""Staging slots: page-aligned memory of the host or of a device, allocated and registered once, in which a chunk lies
+as it lies in its file.
 
 Threading: used by the pump alone after construction. Ownership: a slot belongs to whoever acquired it until it is
 released; a slot whose memory a mover may still touch is retired instead and never handed out again.
@@ -9,18 +10,24 @@ from __future__ import annotations
 import logging
 import mmap
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.engine.streams import Device
+from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryRegion
 from nixl_offload.types import PAGE_BYTES, align_up
+from nixl_offload.units import format_size
 
 logger = logging.getLogger(__name__)
 
 MIN_SLOTS = 2
 """One that stores may hold while another is left for a load."""
+DEVICE_SHARE = 1 / 4
+"""Of the device memory that is free at start, staging takes at most so much: graphs and kernels need some later."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,29 +39,27 @@ class Slot:
     memory: npt.NDArray[np.uint8]
 
 
-class StagingPool:
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceSlot:
+    """As Slot, in device memory: only a device's streams and movers may touch ``memory``, uint8 (slot_bytes,)."""
+
+    index: int
+    offset_bytes: int
+    memory: torch.Tensor
+
+
+S = TypeVar("S", Slot, DeviceSlot)
+
+
+class SlotPool(Generic[S]):
     """Equal slots over one region. The memory lives as long as any reference to the pool or a slot does."""
 
-    def __init__(self, *, slot_bytes: int, budget_bytes: int, pinned: bool = False) -> None:
-        """Allocate as many slots as ``budget_bytes`` holds, at least ``MIN_SLOTS`` (then a warning says so).
+    region: MemoryRegion
 
-        ``pinned`` asks torch for page-locked memory, which CUDA copies need to be asynchronous.
-        """
-        self.slot_bytes = align_up(slot_bytes)
-        self.slots_total = budget_bytes // self.slot_bytes
-        if self.slots_total < MIN_SLOTS:
-            logger.warning(
-                "staging_bytes=%d holds fewer than %d chunks of %d bytes; using %d bytes",
-                budget_bytes,
-                MIN_SLOTS,
-                self.slot_bytes,
-                MIN_SLOTS * self.slot_bytes,
-            )
-            self.slots_total = MIN_SLOTS
-        length_bytes = self.slots_total * self.slot_bytes
-        self._memory = _allocate(length_bytes, pinned=pinned)
-        self.region = MemoryRegion(self._memory.ctypes.data, length_bytes)
-        self._free = list(range(self.slots_total - 1, -1, -1))
+    def __init__(self, slot_bytes: int, slots_total: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots_total = slots_total
+        self._free = list(range(slots_total - 1, -1, -1))
         self._retired = 0
 
     @property
@@ -67,21 +72,17 @@ class StagingPool:
         """Slots that are not retired; 0 means that nothing can be staged any more."""
         return self.slots_total - self._retired
 
-    def acquire(self) -> Slot | None:
+    def acquire(self) -> S | None:
         """Take a slot, or None if all are in use. Its bytes are whatever was there before."""
-        if not self._free:
-            return None
-        index = self._free.pop()
-        start = index * self.slot_bytes
-        return Slot(index, start, self._memory[start : start + self.slot_bytes])
+        return self._slot(self._free.pop()) if self._free else None
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: S) -> None:
         """Give a slot back. Nothing may touch its memory any more. Raises RuntimeError if it is not out."""
         if slot.index in self._free:
             raise RuntimeError(f"staging slot {slot.index} was released twice")
         self._free.append(slot.index)
 
-    def retire(self, slot: Slot) -> None:
+    def retire(self, slot: S) -> None:
         """Never hand this slot out again: something may still write to it."""
         self._retired += 1
         logger.error(
@@ -90,6 +91,76 @@ class StagingPool:
             self.usable,
             self.slots_total,
         )
+
+    def _slot(self, index: int) -> S:
+        raise NotImplementedError
+
+
+class StagingPool(SlotPool[Slot]):
+    """Slots in host memory."""
+
+    def __init__(self, *, slot_bytes: int, budget_bytes: int, pinned: bool = False) -> None:
+        """Allocate as many slots as ``budget_bytes`` holds, at least ``MIN_SLOTS`` (then a warning says so).
+
+        ``pinned`` asks torch for page-locked memory, which copies to and from a device need to be asynchronous: see
+        ``Device.page_locks``.
+        """
+        slot_bytes = align_up(slot_bytes)
+        slots_total = budget_bytes // slot_bytes
+        if slots_total < MIN_SLOTS:
+            logger.warning(
+                "staging_bytes=%d holds fewer than %d chunks of %d bytes; using %d bytes",
+                budget_bytes,
+                MIN_SLOTS,
+                slot_bytes,
+                MIN_SLOTS * slot_bytes,
+            )
+            slots_total = MIN_SLOTS
+        super().__init__(slot_bytes, slots_total)
+        self._memory = _allocate(slots_total * slot_bytes, pinned=pinned)
+        self.region = MemoryRegion(self._memory.ctypes.data, len(self._memory))
+
+    def _slot(self, index: int) -> Slot:
+        start = index * self.slot_bytes
+        return Slot(index, start, self._memory[start : start + self.slot_bytes])
+
+
+class DeviceStagingPool(SlotPool[DeviceSlot]):
+    """Slots in the memory of a device."""
+
+    def __init__(self, *, slot_bytes: int, budget_bytes: int, device: Device) -> None:
+        """Allocate as many slots as ``budget_bytes`` holds and the device can spare: of what is free at most
+        ``DEVICE_SHARE``, half as many again and again while that cannot be had, and never fewer than ``MIN_SLOTS``.
+        A warning says so when they are others than asked for.
+
+        Waits until the device has done what the caller queued, for movers follow no stream. Raises MoverError when
+        there is no room.
+        """
+        slot_bytes = align_up(slot_bytes)
+        wanted = budget_bytes // slot_bytes
+        free_bytes = _free_bytes(device)
+        spared = wanted if free_bytes is None else int(free_bytes * DEVICE_SHARE) // slot_bytes
+        slots_total = max(MIN_SLOTS, min(wanted, spared))
+        while (memory := _allocate_on(device, slots_total * slot_bytes)) is None:
+            if slots_total == MIN_SLOTS:
+                raise MoverError(_no_room(device, slot_bytes))
+            slots_total = max(MIN_SLOTS, slots_total // 2)
+        if slots_total != wanted:
+            logger.warning(
+                "staging_bytes=%d, in device memory: %d slots of %d bytes are used instead of %d%s",
+                budget_bytes,
+                slots_total,
+                slot_bytes,
+                wanted,
+                "" if free_bytes is None else f"; {format_size(free_bytes)} were free",
+            )
+        super().__init__(slot_bytes, slots_total)
+        self._memory = memory
+        self.region = MemoryRegion(memory.data_ptr(), len(memory), device.kind, device.number)
+
+    def _slot(self, index: int) -> DeviceSlot:
+        start = index * self.slot_bytes
+        return DeviceSlot(index, start, self._memory[start : start + self.slot_bytes])
 
 
 def _allocate(length_bytes: int, *, pinned: bool) -> npt.NDArray[np.uint8]:
@@ -101,3 +172,33 @@ def _allocate(length_bytes: int, *, pinned: bool) -> npt.NDArray[np.uint8]:
     start = -tensor.data_ptr() % PAGE_BYTES
     memory: npt.NDArray[np.uint8] = tensor.numpy()[start : start + length_bytes]
     return memory
+
+
+def _allocate_on(device: Device, length_bytes: int) -> torch.Tensor | None:
+    """Return page-aligned memory of shape (length_bytes,) that nothing touches any more; None: there is not so much."""
+    try:
+        memory = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, device=device.torch_device)
+    except torch.OutOfMemoryError:
+        return None
+    stream = device.streams.new()
+    stream.wait(device.streams.compute_fence())  # what had this memory before may still be on its way there
+    stream.synchronize()
+    start = -memory.data_ptr() % PAGE_BYTES
+    return memory[start : start + length_bytes]
+
+
+def _free_bytes(device: Device) -> int | None:
+    """What is free on the device now; None where that cannot be told."""
+    if device.torch_device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
+    return free_bytes
+
+
+def _no_room(device: Device, slot_bytes: int) -> str:
+    free_bytes = _free_bytes(device)
+    free = "" if free_bytes is None else f"; {format_size(free_bytes)} are free"
+    return (
+        f"{device.torch_device} has no room for {MIN_SLOTS} staging slots of {format_size(slot_bytes)}{free}: lower "
+        "gpu_memory_utilization or blocks_per_chunk, or let the tier stage in host memory"
+    )

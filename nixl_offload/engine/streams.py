@@ -82,6 +82,11 @@ class Device:
         """Whether copies between it and the host go over a bus."""
         return self.kind is MemoryKind.VRAM
 
+    @property
+    def page_locks(self) -> bool:
+        """Whether host memory must be page-locked for copies to be asynchronous: not where a host plays the device."""
+        return self.torch_device.type != "cpu"
+
 
 class HostStreams:
     """The host's: whatever is run is done at once, and the model's writes are over when its call returns."""

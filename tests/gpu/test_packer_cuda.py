@@ -1,4 +1,4 @@
-"""Proves on a GPU: CudaPacker's copies equal HostPacker's, alone and in batches, wait for the compute stream, and hold
+"""Proves on a GPU: BusPacker's copies equal HostPacker's, alone and in batches, wait for the compute stream, and hold
 nobody up; host memory is page-locked; the memory tier's engine brings back what it stored.
 """
 
@@ -15,9 +15,11 @@ from nixl_offload.engine import ChunkIO
 from nixl_offload.engine import host as host_module
 from nixl_offload.engine import packer as packer_module
 from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.memory import MemoryEngine
-from nixl_offload.engine.packer import CudaPacker, Fence, HostPacker, Page
+from nixl_offload.engine.packer import BusPacker, HostPacker
 from nixl_offload.engine.staging import StagingPool
+from nixl_offload.engine.streams import READY, Fence, device_of
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.types import Key, Location, Outcome
 
@@ -25,6 +27,10 @@ pytestmark = pytest.mark.gpu
 
 PAGES = [[Page(0, 0, 3000), Page(1, 3000, 4096)], [Page(1, 0, 1000)]]
 IDS = np.array([7, 8, 9, 31, 2], dtype=np.int32)
+
+
+def _packer(tensors: list[torch.Tensor], pages: list[list[Page]]) -> BusPacker:
+    return BusPacker(tensors, pages, device_of(tensors[0]))
 
 
 def _settled(fence: Fence) -> None:
@@ -39,7 +45,10 @@ def test_gather_scatter_and_checksums_equal_the_host(group: int) -> None:
     host = [torch.randint(0, 256, (32, 4096), dtype=torch.uint8) for _ in range(2)]
     device = [tensor.cuda() for tensor in host]
     torch.cuda.synchronize()
-    reference, packer = HostPacker([tensor.numpy() for tensor in host], PAGES), CudaPacker(device, PAGES)
+    reference, packer = (
+        HostPacker([tensor.numpy() for tensor in host], PAGES),
+        BusPacker(device, PAGES, device_of(device[0])),
+    )
     block_bytes = sum(page.bytes for page in PAGES[group])
     pool = StagingPool(slot_bytes=len(IDS) * block_bytes, budget_bytes=1 << 20, pinned=True)
     slot = pool.acquire()
@@ -49,7 +58,9 @@ def test_gather_scatter_and_checksums_equal_the_host(group: int) -> None:
     reference.gather(group, IDS, wanted, reference.fence())
     _settled(packer.gather(group, IDS, payload, packer.fence()))
     assert (payload == wanted).all()
-    assert (packer.checksums(group, IDS) == reference.checksums(group, IDS)).all()
+    sums = packer.sums(group, IDS, packer.fence())
+    _settled(sums)
+    assert (sums.values() == reference.sums(group, IDS, READY).values()).all()
 
     targets = IDS[::-1].copy()
     reference.scatter(group, targets, wanted, reference.fence())
@@ -61,7 +72,7 @@ def test_gather_scatter_and_checksums_equal_the_host(group: int) -> None:
 def test_a_gather_waits_for_the_compute_stream_and_the_caller_for_nothing() -> None:
     """The compute stream is busy for a good while and then writes the blocks; the gather must see what it wrote."""
     tensor = torch.zeros((32, 4096), dtype=torch.uint8, device="cuda")
-    packer = CudaPacker([tensor], [[Page(0, 0, 4096)]])
+    packer = _packer([tensor], [[Page(0, 0, 4096)]])
     pool = StagingPool(slot_bytes=len(IDS) * 4096, budget_bytes=1 << 20, pinned=True)
     slot = pool.acquire()
     assert slot is not None
@@ -98,7 +109,10 @@ def test_batches_equal_the_host_whatever_fits_in_scratch(
     host = [torch.randint(0, 256, (64, 4096), dtype=torch.uint8) for _ in range(2)]
     device = [tensor.cuda() for tensor in host]
     torch.cuda.synchronize()
-    reference, packer = HostPacker([tensor.numpy() for tensor in host], [pages]), CudaPacker(device, [pages])
+    reference, packer = (
+        HostPacker([tensor.numpy() for tensor in host], [pages]),
+        BusPacker(device, [pages], device_of(device[0])),
+    )
     payload_bytes = 4 * 8192
     block_bytes = sum(page.bytes for page in pages)
     monkeypatch.setattr(packer_module, "SCRATCH_BYTES", scratch_chunks * 4 * block_bytes)
@@ -125,14 +139,14 @@ def test_payloads_that_cross_from_one_locked_piece_into_the_next(monkeypatch: py
     for module in (packer_module, host_module):
         monkeypatch.setattr(module, "PIN_PIECE_BYTES", 64 << 10)
     tensor = torch.randint(0, 256, (32, 65536), dtype=torch.uint8, device="cuda")
-    packer = CudaPacker([tensor], [[Page(0, 0, 65536)]])
+    packer = _packer([tensor], [[Page(0, 0, 65536)]])
     slots = _PinnedSlots(2, 4 * 65536)
     parts = [(np.array([4 * n, 9, 30, 1], dtype=np.int32), slots.payload(n, 4)) for n in range(2)]
     _settled(packer.gather_many(0, parts, packer.fence()))
     for ids, payload in parts:
         assert (torch.from_numpy(payload.copy()) == tensor[ids.tolist()].cpu()).all()
     blank = torch.zeros_like(tensor)
-    back = CudaPacker([blank], [[Page(0, 0, 65536)]])
+    back = _packer([blank], [[Page(0, 0, 65536)]])
     _settled(back.scatter_many(0, parts, back.fence()))
     for ids, _ in parts:
         assert (blank[ids.tolist()] == tensor[ids.tolist()]).all()
@@ -152,7 +166,7 @@ def test_host_memory_is_page_locked_and_unlocked() -> None:
 def test_a_load_does_not_wait_for_a_store_of_a_busy_compute_stream() -> None:
     """Gathers and scatters have streams of their own: the load was submitted before the step began."""
     tensor = torch.zeros((32, 4096), dtype=torch.uint8, device="cuda")
-    packer = CudaPacker([tensor], [[Page(0, 0, 4096)]])
+    packer = _packer([tensor], [[Page(0, 0, 4096)]])
     slots = _PinnedSlots(2, 4 * 4096)
     slots.payload(1, 4)[:] = 9
     torch.cuda.synchronize()

@@ -18,12 +18,17 @@ import torch
 from nixl_offload.engine import bands as bands_module
 from nixl_offload.engine import packer as packer_module
 from nixl_offload.engine.bands import SMALL_PAGE_BYTES, runs_of
-from nixl_offload.engine.packer import READY, CudaPacker, Fence, HostPacker, Page, _Wide
+from nixl_offload.engine.kernels.base import Page
+from nixl_offload.engine.packer import BusPacker, HostPacker
+from nixl_offload.engine.streams import READY, Device, HostStreams
 from nixl_offload.errors import LayoutError
+from nixl_offload.movers.base import MemoryKind
 
 Bytes = npt.NDArray[np.uint8]
 MAP_NORESERVE = 0x4000
 BLOCKS = 24
+AT_ONCE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
+"""A device whose work is done when it is queued."""
 SCATTERED = [[7, 2, 3, 19], [23, 0, 11, 12], [5, 6, 8, 9]]
 CONSECUTIVE = [[4, 5, 6, 7], [8, 9, 10, 11], [20, 21, 22, 23]]
 
@@ -166,31 +171,6 @@ def test_copying_starts_no_threads_of_its_own() -> None:
     assert payload.any()
 
 
-class _Stream:
-    """Where there is no device: what is queued happens at once."""
-
-    def __enter__(self) -> None:
-        """Nothing to switch."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to switch back."""
-
-
-class DevicePackerOnHost(CudaPacker):
-    """The arithmetic of the device's packer, on host tensors: words, turns of scratch, pieces of page-locked memory."""
-
-    def __init__(self, tensors: list[torch.Tensor], pages: list[list[Page]]) -> None:
-        self._tensors, self._pages, self._device = tensors, pages, torch.device("cpu")
-        self._out = self._in = _Stream()  # type: ignore[assignment]
-        self._wide = [_Wide(tensors, group) for group in pages]
-
-    def _rows(self, block_ids: npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(block_ids.astype(np.int64))
-
-    def _record(self, stream: object) -> Fence:
-        return READY
-
-
 @pytest.mark.parametrize("scratch_bytes", [1, 10_000, 1 << 20])
 @pytest.mark.parametrize("piece_bytes", [4096, 1 << 30])
 @pytest.mark.parametrize("case", CASES)
@@ -203,7 +183,7 @@ def test_the_devices_packer_reckons_as_the_hosts(
     layers, sizes, stride, shift = CASES[case]
     tensors = tensors_of(layers, max(sizes), stride, shift)
     pages = [Page(layer, sum(sizes[:layer]), sizes[layer]) for layer in range(layers)]
-    packer = DevicePackerOnHost([torch.from_numpy(tensor) for tensor in tensors], [pages])
+    packer = BusPacker([torch.from_numpy(tensor) for tensor in tensors], [pages], AT_ONCE)
     reference = HostPacker(tensors, [pages])
     arrays = [np.array(each, dtype=np.int32) for each in SCATTERED]
     slots = noise(3 * 4 * sum(sizes) + 512, 8)[512:].reshape(3, 4, -1)
@@ -224,18 +204,17 @@ def test_the_devices_packer_holds_the_scratch_of_one_turn_at_a_time(monkeypatch:
     """VLLM leaves little device memory over."""
     monkeypatch.setattr(packer_module, "SCRATCH_BYTES", 4 * 8192)
     tensors = tensors_of(2, 4096, 4096, 0)
-    packer = DevicePackerOnHost(
-        [torch.from_numpy(tensor) for tensor in tensors], [[Page(0, 0, 4096), Page(1, 4096, 4096)]]
-    )
+    pages = [Page(0, 0, 4096), Page(1, 4096, 4096)]
+    packer = BusPacker([torch.from_numpy(tensor) for tensor in tensors], [pages], AT_ONCE)
     scratch = packer._scratch
     made: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
-    def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(*arguments: Any) -> torch.Tensor:
         alive.append(sum(each() is not None for each in made))
-        rows, fresh = scratch(*arguments)
+        fresh = scratch(*arguments)
         made.append(weakref.ref(fresh))
-        return rows, fresh
+        return fresh
 
     monkeypatch.setattr(packer, "_scratch", counted)
     parts = [(np.array(ids, dtype=np.int32), np.zeros((4, 8192), dtype=np.uint8)) for ids in SCATTERED]
