@@ -14,14 +14,18 @@ from typing import Literal
 
 import torch
 
+from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Landed, Lane
 from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
-from nixl_offload.engine.paths import ChunkPaths, new_page_pool
-from nixl_offload.engine.ports import Host, Memory, open_ports
+from nixl_offload.engine.paths import ChunkPaths
+from nixl_offload.engine.pools import Host, Memory, Staging
+from nixl_offload.engine.ports import open_ports
 from nixl_offload.engine.pump import Pump
-from nixl_offload.engine.staging import StagingPool
-from nixl_offload.engine.streams import READY, Fence
+from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.engine.staging import DeviceStagingPool, StagingPool
+from nixl_offload.engine.streams import READY, Device, device_of
+from nixl_offload.engine.ways.context import Context
 from nixl_offload.layout import KVLayout
 
 logger = logging.getLogger(__name__)
@@ -62,6 +66,8 @@ class Engine:
         load_timeout_s: float = 30.0,
         direct_min_extent_bytes: int = DIRECT_MIN_EXTENT_BYTES,
         host: Host | None = None,
+        device: Device | None = None,
+        staging: Staging = "host",
     ) -> None:
         """Register memory, connect the links, and start the pump.
 
@@ -69,6 +75,9 @@ class Engine:
         device. ``links``: indexed by ``Location.tier``; a tier that cannot be used yet is no error: storing begins when
         it can. ``verify="header"`` skips payload checksums, except where a read may have been cut short unnoticed.
         ``host``: the slots that ``ChunkIO.host_offset`` names; the caller's, who closes it after the engine.
+        ``device``: None takes that of the tensors. ``staging="device"``: what does not go direct is packed in device
+        memory where the mover takes that, else in host memory; ``staging_bytes`` holds for either.
+        ``direct_min_extent_bytes``: 0 lets every group go direct whose pages are aligned, a huge number none.
         Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); links and
         movers are the caller's to close then.
         """
@@ -77,35 +86,43 @@ class Engine:
         self._clock = clock
         self._load_timeout_s = load_timeout_s
         self._closed = False
-        self._packer = make_packer(tensors, pages_of(layout))
-        on_device = bool(tensors) and tensors[0].is_cuda
+        device = device or device_of(tensors[0])
+        self._streams = device.streams
 
         largest = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
-        staging = StagingPool(slot_bytes=largest, budget_bytes=staging_bytes, pinned=on_device)
-        memory = Memory(staging, new_page_pool(), host)
-        ports = open_ports(links, memory, layout, tensors, direct_min_extent_bytes=direct_min_extent_bytes)
+        memory = Memory(
+            slot_bytes=largest,
+            budget_bytes=staging_bytes,
+            device=device,
+            packs_on_device=staging == "device" and device.is_accelerator,
+            host=host,
+        )
+        ports = open_ports(links, memory, layout, device, direct_min_extent_bytes=direct_min_extent_bytes)
         for link in links:
             if link is not None:
                 link.connect()
-        staged_bytes = staging.slots_total * staging.slot_bytes
-        self._table = JobTable(store_queue_limit_bytes=STORE_QUEUE_FACTOR * staged_bytes, clock=clock)
-        paths = ChunkPaths(
+        staged_bytes = sum(pool.slots_total * pool.slot_bytes for pool in memory.packed)
+        self._table = JobTable(
+            store_queue_limit_bytes=STORE_QUEUE_FACTOR * (staged_bytes or staging_bytes), clock=clock
+        )
+        pages = pages_of(layout)
+        context = Context(
             table=self._table,
             layout=layout,
-            ports=ports,
-            packer=self._packer,
+            packer=make_packer(tensors, pages, device),
+            device_packer=None if memory.device is None else DevicePacker(tensors, pages, device),
             memory=memory,
-            rank_namespace=rank_namespace,
+            namespace=rank_namespace,
             verify_checksum=verify == "checksum",
             clock=clock,
-            keep_alive=tuple(tensors),
+            complaints=RateLog(logger, clock),
         )
+        paths = ChunkPaths(context, ports, keep_alive=tuple(tensors))
         self._pump = Pump(self._table, paths, load_timeout_s=load_timeout_s, clock=clock, name="nixl-offload-pump")
         logger.info(
-            "Engine: %s, %d staging slots of %.2f MiB, verify=%s",
+            "Engine: %s, %s, verify=%s",
             ", ".join(f"{link.name} by {link.mover.name}" for link in links if link is not None) or "no tier",
-            staging.slots_total,
-            staging.slot_bytes / 2**20,
+            " and ".join(_words(pool) for pool in memory.packed) or "no staging",
             verify,
         )
         self._pump.start()
@@ -182,7 +199,7 @@ class Engine:
 
     def _submit(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool, lane: Lane) -> None:
         move = lane is Lane.MOVE
-        fence: Fence = READY if move else self._packer.fence()
+        fence = READY if move else self._streams.compute_fence()
         sized = [(io, self._payload_bytes(io)) for io in chunks]
         self._table.add(Job(job_id, is_store, fence, self._clock(), is_move=move), sized, lane)
 
@@ -193,3 +210,8 @@ class Engine:
         if not blocks and io.host_offset is not None:
             blocks = self._layout.blocks_per_chunk
         return blocks * self._layout.groups[io.group].block_bytes
+
+
+def _words(pool: StagingPool | DeviceStagingPool) -> str:
+    where = "on the device" if isinstance(pool, DeviceStagingPool) else "in host memory"
+    return f"{pool.slots_total} staging slots of {pool.slot_bytes / 2**20:.2f} MiB {where}"

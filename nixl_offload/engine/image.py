@@ -8,32 +8,36 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from nixl_offload.engine.jobs import ChunkIO
-from nixl_offload.engine.staging import Slot
+from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.errors import LayoutError
 from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header
 from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Extents
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
 
+Way = Literal["direct", "device", "host"]
+"""Between KV blocks and a tier: the mover at the blocks themselves, or a chunk packed in device or in host memory."""
+
 
 @dataclass(slots=True)
 class GroupPlan:
-    """The sizes of a group's chunks and how they travel by one link.
-
-    ``direct`` is turned off for good by a quarantined load.
-    """
+    """The sizes of a group's chunks and how they travel by one link."""
 
     blocks: int
     block_bytes: int
     slot_bytes: int
     num_blocks: int
     """Of the KV cache; block ids lie below."""
-    direct: bool
+    way: Way
+    packed: Way
+    """What ``way`` becomes, for good, when a load that went direct is quarantined."""
     whole_writes: bool
     """What is stored is written in one extent, padding and all."""
     tells_short_reads: bool
@@ -44,7 +48,8 @@ def make_plan(
     layout: KVLayout,
     group: int,
     *,
-    direct: bool = False,
+    way: Way = "host",
+    packed: Way = "host",
     whole_writes: bool = True,
     tells_short_reads: bool = True,
 ) -> GroupPlan:
@@ -55,7 +60,8 @@ def make_plan(
         block_bytes=block_bytes,
         slot_bytes=layout.slot_bytes(group),
         num_blocks=min(layout.tensors[index].num_blocks for index, _ in refs),
-        direct=direct,
+        way=way,
+        packed=packed,
         whole_writes=whole_writes,
         tells_short_reads=tells_short_reads,
     )
@@ -94,6 +100,12 @@ def rows(slot: Slot, plan: GroupPlan, io: ChunkIO) -> npt.NDArray[np.uint8]:
     return _blocks(slot, plan, io.first_block, len(io.block_ids))
 
 
+def device_rows(slot: DeviceSlot, plan: GroupPlan, io: ChunkIO) -> torch.Tensor:
+    """``rows`` of a slot in device memory."""
+    start, count = HEADER_BYTES + io.first_block * plan.block_bytes, len(io.block_ids)
+    return slot.memory[start : start + count * plan.block_bytes].view(count, plan.block_bytes)
+
+
 def valid_rows(slot: Slot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.uint8]:
     """Return the blocks of an image from ``first_block`` to the last, as ``rows`` does."""
     return _blocks(slot, plan, first_block, plan.blocks - first_block)
@@ -124,12 +136,21 @@ def write_header(slot: Slot, expect: Expected, checksums: npt.NDArray[np.uint64]
     encode_header(header, slot.memory[:HEADER_BYTES])
 
 
-def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO, moved: Extents) -> None:
-    """Zero what is written around the blocks, so that nothing stored holds what an earlier chunk left in the slot."""
+def padding(plan: GroupPlan, io: ChunkIO, moved: Extents) -> list[tuple[int, int]]:
+    """Return what is written around the blocks, as (begin, end) in the slot: to be zeroed, so that nothing stored holds
+    what an earlier chunk left there.
+    """
     begin, end = int(moved[-1, 0]), int(moved[-1].sum())
     rows_begin = HEADER_BYTES + io.first_block * plan.block_bytes
-    slot.memory[max(begin, HEADER_BYTES) : rows_begin] = 0
-    slot.memory[rows_begin + len(io.block_ids) * plan.block_bytes : end] = 0
+    rows_end = rows_begin + len(io.block_ids) * plan.block_bytes
+    around = [(max(begin, HEADER_BYTES), rows_begin), (rows_end, end)]
+    return [(first, last) for first, last in around if first < last]
+
+
+def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO, moved: Extents) -> None:
+    """Zero the ``padding`` of a slot in host memory."""
+    for begin, end in padding(plan, io, moved):
+        slot.memory[begin:end] = 0
 
 
 def clear_around(slot: Slot, plan: GroupPlan, first_block: int) -> None:

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from nixl_offload.engine.jobs import JobTable, Lane, Stage, Task
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.staging import Slot, StagingPool
+from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
+from nixl_offload.engine.streams import Fence
 from nixl_offload.movers.base import Mover, Transfer, TransferState
 from nixl_offload.types import Outcome
 
@@ -53,11 +54,13 @@ class Flight:
     direct: bool = False
     steps: Iterator[None] = field(default_factory=lambda: iter(()))
     draining: bool = False
-    """Its path crashed with transfers in flight; ``steps`` only waits for them."""
-    slots: list[tuple[StagingPool, Slot]] = field(default_factory=list)
+    """Its path crashed with something in flight; ``steps`` only waits for that."""
+    slots: list[tuple[SlotPool[Any], Slot | DeviceSlot]] = field(default_factory=list)
     mover: Mover | None = None
     """Of every transfer: a chunk travels by one link."""
     transfers: list[Transfer] = field(default_factory=list)
+    fences: list[Fence] = field(default_factory=list)
+    """Work of the device on its slots or blocks that is not known to be over."""
     host: Slot | None = None
     """The host slot that its image lies in, or is to. Held here for as long as something may touch it."""
     landed: bool = False
@@ -67,16 +70,26 @@ class Flight:
 
     @property
     def pending(self) -> bool:
-        """Whether some transfer is not final."""
-        return any(transfer.state is TransferState.PENDING for transfer in self.transfers)
+        """Whether some transfer is not final, or some fence was not passed when it was last polled."""
+        return bool(self.fences) or any(transfer.state is TransferState.PENDING for transfer in self.transfers)
 
     def poll(self) -> bool:
-        """Push on every transfer that is not final; whether some still is not."""
+        """Push on every transfer that is not final; whether anything is still under way. Raises what a fence raises:
+        then nothing is known of the device any more.
+        """
         if self.mover is not None:
             for transfer in self.transfers:
                 if transfer.state is TransferState.PENDING:
                     self.mover.poll(transfer)
+        if self.fences:
+            self.fences = [fence for fence in self.fences if not fence.done()]
         return self.pending
+
+    def passes(self, fence: Fence) -> Iterator[None]:
+        """Wait until the device is past ``fence``. Until then its slots are not given back, whatever happens."""
+        self.fences.append(fence)
+        while self.poll() and fence in self.fences:
+            yield
 
     def abandon(self, error: str | None) -> None:
         """Let the link undo what was begun there; nothing if that has ended already."""
@@ -255,7 +268,7 @@ class Pump:
         self._abandon(flight)
         if flight.task.stage is not Stage.DONE:
             self._crashed(flight.task, RuntimeError("a chunk ended without an outcome"))
-        tainted = any(transfer.state is TransferState.PENDING or transfer.quarantine for transfer in flight.transfers)
+        tainted = flight.pending or any(transfer.quarantine for transfer in flight.transfers)
         for pool, slot in flight.slots:
             if tainted:
                 pool.retire(slot)

@@ -17,7 +17,7 @@ from nixl_offload.engine import ChunkIO, chain, pump
 from nixl_offload.engine.chain import MoveIO
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
 from nixl_offload.engine.moves import RELAY_WAIT_S
-from nixl_offload.engine.paths import QUARANTINE_S
+from nixl_offload.engine.ways.context import QUARANTINE_S
 from nixl_offload.movers.base import MemoryKind, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.engine import engine, pump
-from nixl_offload.engine.paths import QUARANTINE_S
+from nixl_offload.engine.ways.context import QUARANTINE_S
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover

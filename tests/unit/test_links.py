@@ -232,7 +232,7 @@ def test_each_tier_has_its_own_link_and_mover(make: Make, tmp_path: Path, caplog
     both = [Op.WRITE, Op.WRITE, Op.READ, Op.READ]
     assert [slab_mover.submitted, tree_mover.submitted] == [both, both]
     assert object_mover.submitted == [Op.WRITE, Op.READ]
-    assert "packed, because objects writes a chunk in one piece" in caplog.text
+    assert "packed through host memory, because objects writes a chunk in one piece" in caplog.text
 
 
 # -- objects --------------------------------------------------------------------------------------------------------

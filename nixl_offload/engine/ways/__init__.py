@@ -1,0 +1,1 @@
+"""The ways of a chunk between KV blocks, or a host slot, and storage: a generator each, which yields while it waits."""
