@@ -25,6 +25,7 @@ from nixl_offload.movers.base import (
     Extents,
     FileId,
     MemoryId,
+    MemoryKind,
     MemoryRegion,
     Mover,
     Op,
@@ -46,6 +47,7 @@ from nixl_offload.movers.handles import (
 )
 from nixl_offload.movers.nixl_agent import NixlAgent, descriptors, words
 from nixl_offload.movers.nixl_plugins import NixlPlugin
+from nixl_offload.movers.pinning import check_pinning
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,9 @@ class NixlMover(Mover):
         if region.kind not in self.memory_kinds:
             kinds = ", ".join(sorted(kind.value for kind in self.memory_kinds))
             raise MoverError(f"{self.name}: moves {kinds}, not {region.kind.value}")
+        if self._plugin.plugin.startswith("GDS"):
+            held = (entry.region for entry in self._table.memories.values())
+            check_pinning(self.name, region, sum(each.length_bytes for each in held if each.kind is MemoryKind.VRAM))
         descriptor = [(region.address, region.length_bytes, region.device_id, "")]
         registered = self._nixl.call(
             "register memory", lambda: agent.register_memory(descriptor, region.kind.name, [self._plugin.plugin])

@@ -1,0 +1,131 @@
+"""cuFile's settings as they are in force: which cufile.json, what it says, what the environment says over it.
+
+Threading: pure functions that read files; safe anywhere. Nothing of NVIDIA's is loaded. What a setting is for:
+docs/gds.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"
+SYSTEM_FILE: Final = "/etc/cufile.json"
+DEFAULTS: Final[Mapping[str, Any]] = {
+    "properties.allow_compat_mode": True,
+    "properties.force_compat_mode": False,
+    "properties.use_pci_p2pdma": False,
+    "block.nvme.use_pci_p2pdma": False,
+    "block.nvmeof.use_pci_p2pdma": False,
+    "block.raid.use_pci_p2pdma": False,
+    "properties.max_direct_io_size_kb": 16_384,
+    "properties.max_device_cache_size_kb": 131_072,
+    "properties.per_buffer_cache_size_kb": 1_024,
+    "properties.max_device_pinned_mem_size_kb": 33_554_432,
+    "properties.use_poll_mode": False,
+    "properties.gds_rdma_write_support": True,
+    "execution.max_io_threads": 4,
+    "execution.parallel_io": True,
+}
+"""What cuFile does where the file says nothing, of the settings that we look at."""
+VARIABLES: Final[Mapping[str, str]] = {
+    "CUFILE_ALLOW_COMPAT_MODE": "properties.allow_compat_mode",
+    "CUFILE_FORCE_COMPAT_MODE": "properties.force_compat_mode",
+    "CUFILE_USE_PCIP2PDMA": "properties.use_pci_p2pdma",
+}
+"""Environment variables that win over the file."""
+
+_MAX_BYTES: Final = 1 << 20
+_TOKEN: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class CufileSettings:
+    """Settings by their dotted names, such as ``properties.allow_compat_mode``."""
+
+    path: str | None = None
+    """The file in force; None: there is none, cuFile goes by what is built in."""
+    error: str | None = None
+    """Why the file cannot be read or understood; then ``said`` has only what the environment says."""
+    said: Mapping[str, Any] = field(default_factory=dict)
+    """What the file or the environment says."""
+    variables: tuple[str, ...] = ()
+    """Environment variables in force."""
+
+    def flag(self, name: str) -> bool:
+        """Return a setting that is yes or no. What is no boolean counts as the default."""
+        value = self.said.get(name)
+        return value if isinstance(value, bool) else bool(DEFAULTS[name])
+
+    def number(self, name: str) -> int:
+        """Return a setting that is a number. What is no whole number above zero counts as the default."""
+        value = self.said.get(name)
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        return int(value) if is_number and value is not None else int(DEFAULTS[name])
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return a setting that is a list of words; empty when there is none."""
+        value = self.said.get(name)
+        return tuple(str(each) for each in value) if isinstance(value, list) else ()
+
+    @property
+    def where(self) -> str:
+        """For messages: the file to change."""
+        return self.path or SYSTEM_FILE
+
+
+def read_settings(root: str = "/", environment: Mapping[str, str] | None = None) -> CufileSettings:
+    """Return what cuFile would read in this process. Never raises; ``root`` stands for ``/`` in tests."""
+    environment = os.environ if environment is None else environment
+    named = environment.get(PATH_VARIABLE)
+    path = named or SYSTEM_FILE
+    said: dict[str, Any] = {}
+    error = None
+    try:
+        with open(beneath(root, path), "rb") as file:
+            text = file.read(_MAX_BYTES).decode()
+        said = _flat(parse(text))
+    except FileNotFoundError:
+        error = f"{PATH_VARIABLE} names {path}, which does not exist" if named else None
+    except OSError as exc:
+        error = f"{path} cannot be read: {exc.strerror or exc}"
+    except (ValueError, RecursionError) as exc:
+        error = f"{path} cannot be understood: {exc}"
+    variables = tuple(name for name in VARIABLES if environment.get(name))
+    for name in variables:
+        said[VARIABLES[name]] = environment[name].strip().lower() in {"1", "true", "yes", "on"}
+    there = named is not None or error is not None or os.path.exists(beneath(root, path))
+    return CufileSettings(path if there else None, error, said, variables)
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Return what a cufile.json says: JSON with ``//`` and ``/* */`` comments. Raises ValueError, naming the line."""
+    value = json.loads(_TOKEN.sub(_without_comment, text))
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
+
+
+def beneath(root: str, path: str) -> str:
+    """Return where an absolute ``path`` lies when ``root`` stands for ``/``."""
+    return path if root == "/" else os.path.join(root, path.lstrip("/"))
+
+
+def _without_comment(match: re.Match[str]) -> str:
+    """A string stays; a comment becomes as many lines as it had, so that an error names the right one."""
+    token = match.group()
+    return token if token.startswith('"') else "\n" * token.count("\n")
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, each in value.items():
+        if isinstance(each, dict):
+            found |= _flat(each, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = each
+    return found

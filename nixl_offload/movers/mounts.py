@@ -1,0 +1,129 @@
+"""What a directory lies on: its mount, its block device, and what that is made of.
+
+Threading: pure functions that read ``/proc`` and ``/sys``; safe anywhere. ``root`` stands for ``/`` in tests; the
+directory itself is always a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from nixl_offload.movers.cufile import beneath
+
+_MAX_DEPTH: Final = 8
+_ESCAPE: Final = re.compile(r"\\([0-7]{3})")
+
+
+class Mount(NamedTuple):
+    """A line of ``mountinfo``."""
+
+    point: str
+    kind: str
+    """``ext4``, ``nfs4``, ``fuse.sshfs`` ..."""
+    source: str
+    options: tuple[str, ...]
+    """The mount's and the filesystem's."""
+    device: str
+    """``major:minor``; 0 as major where there is no block device."""
+
+    def option(self, name: str) -> str | None:
+        """Return ``ordered`` for ``data`` of ``data=ordered``; "" for a word alone; None where it is not said."""
+        for option in self.options:
+            word, _, value = option.partition("=")
+            if word == name:
+                return value
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDevice:
+    """A block device, and those below it that it is made of."""
+
+    name: str
+    """``nvme0n1p2``, ``md0``"""
+    kind: str
+    """Of the disk: ``nvme``, ``nvmeof``, ``raid0`` (1, 5 ...), ``lvm``, ``crypt``, ``multipath``, ``dm``, ``other``."""
+    members: tuple[BlockDevice, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """Return ``md0 (raid0 of nvme0n1, nvme1n1)``."""
+        if not self.members:
+            return self.name
+        return f"{self.name} ({self.kind} of {', '.join(member.words for member in self.members)})"
+
+    def drives(self) -> tuple[BlockDevice, ...]:
+        """Return what it is made of in the end."""
+        return tuple(drive for member in self.members for drive in member.drives()) or (self,)
+
+
+def find_mount(directory: str, root: str = "/") -> Mount | None:
+    """Return the mount that ``directory`` lies on; None when the system does not tell."""
+    try:
+        with open(beneath(root, "/proc/self/mountinfo"), encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    real = os.path.realpath(directory)
+    found = None
+    for mount in filter(None, map(_mount, lines)):
+        inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        # Of mounts on the same point the last one covers the others.
+        if inside and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def find_device(mount: Mount, root: str = "/") -> BlockDevice | None:
+    """Return the block device under ``mount``; None when it has none or the system does not tell."""
+    if mount.device.startswith("0:"):
+        return None
+    path = beneath(root, f"/sys/dev/block/{mount.device}")
+    return _device(os.path.realpath(path), 0) if os.path.exists(path) else None
+
+
+def _mount(line: str) -> Mount | None:
+    fields, _, rest = line.partition(" - ")
+    words, tail = fields.split(), rest.split()
+    if len(words) < 6 or len(tail) < 2:
+        return None
+    options = (*words[5].split(","), *(tail[2].split(",") if len(tail) > 2 else ()))
+    return Mount(_plain(words[4]), tail[0], _plain(tail[1]), options, words[2])
+
+
+def _plain(text: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match.group(1), 8)), text)
+
+
+def _device(path: str, depth: int) -> BlockDevice:
+    name = os.path.basename(path)
+    disk = os.path.dirname(path) if os.path.exists(os.path.join(path, "partition")) else path
+    members: tuple[BlockDevice, ...] = ()
+    slaves = os.path.join(disk, "slaves")
+    if depth < _MAX_DEPTH and os.path.isdir(slaves):
+        below = sorted(os.listdir(slaves))
+        members = tuple(_device(os.path.realpath(os.path.join(slaves, each)), depth + 1) for each in below)
+    return BlockDevice(name, _kind(disk), members)
+
+
+def _kind(disk: str) -> str:
+    name = os.path.basename(disk)
+    if name.startswith("nvme"):
+        return "nvme" if _line(disk, "device/transport") in ("", "pcie") else "nvmeof"
+    if name.startswith("md"):
+        return _line(disk, "md/level") or "raid"
+    if name.startswith("dm-"):
+        maker = _line(disk, "dm/uuid").partition("-")[0].lower()
+        return {"lvm": "lvm", "crypt": "crypt", "mpath": "multipath"}.get(maker, "dm")
+    return "other"
+
+
+def _line(disk: str, name: str) -> str:
+    try:
+        with open(os.path.join(disk, name), encoding="utf-8", errors="replace") as file:
+            return file.readline().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,150 @@
+"""Whether device memory of this size can be registered with cuFile at all, asked before anything is registered.
+
+NIXL's GDS plugins only warn when cuFileBufRegister fails, and then bounce every transfer through host memory for good;
+so the limits are looked at here first, and a refusal says what to change.
+
+Threading: a pure function that reads files and asks NVIDIA's driver; safe anywhere. It pins nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Final, NamedTuple
+
+from nixl_offload.errors import MoverError
+from nixl_offload.movers.base import MemoryKind, MemoryRegion
+from nixl_offload.movers.cufile import CufileSettings, read_settings
+from nixl_offload.movers.gds_routes import names, pinning_route, read
+from nixl_offload.units import format_size
+
+logger = logging.getLogger(__name__)
+
+NVML: Final = "libnvidia-ml.so.1"
+CUDA: Final = "libcuda.so.1"
+
+_BAR1_LINE: Final = 1
+"""Of a GPU's ``resource`` file in sysfs: start, end and flags of each window, one a line."""
+_PACKED: Final = "turn `block_outermost` off, so that chunks are packed and only `staging` bytes are registered"
+
+
+class Bar1(NamedTuple):
+    """The window through which other devices reach a GPU's memory."""
+
+    total_bytes: int
+    free_bytes: int | None
+    """None: not known."""
+
+
+class _Bar1Memory(ctypes.Structure):
+    """NVML's nvmlBAR1Memory_t."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def check_pinning(name: str, region: MemoryRegion, registered_bytes: int, *, root: str = "/") -> None:
+    """Refuse what cuFile could not pin: call it before ``region`` is registered, for device memory.
+
+    ``name`` is the mover's, for the message; ``registered_bytes`` is what it has registered already. Raises MoverError
+    that says which limit it is and what to change. Where nothing is pinned (compatibility mode) there is no limit.
+    """
+    if region.kind is not MemoryKind.VRAM:
+        return
+    settings = read_settings(root)
+    route = pinning_route(root, settings)
+    if route is None:
+        logger.debug(
+            "%s: nothing is pinned of %s: cuFile bounces here, and has no limit", name, _words(region.length_bytes)
+        )
+        return
+    what = f"{name}: cannot register {_words(region.length_bytes)} of device memory"
+    _check_settings(what, region, registered_bytes, settings)
+    bar1 = find_bar1(region.device_id, root)
+    if bar1 is None:
+        return
+    if region.length_bytes > bar1.total_bytes:
+        raise MoverError(
+            f"{what}: the GPU's BAR1 window is {_words(bar1.total_bytes)}; switch on resizable (large) BAR and "
+            f"'above 4G decoding' in the BIOS, or {_PACKED}"
+        )
+    # With PCI P2PDMA all of the GPU's memory is in the window from the start, and counts as used.
+    if route == "nvidia-fs" and bar1.free_bytes is not None and region.length_bytes > bar1.free_bytes:
+        raise MoverError(
+            f"{what}: of the GPU's BAR1 window of {_words(bar1.total_bytes)} only {_words(bar1.free_bytes)} are free; "
+            f"stop what else uses this GPU by GPUDirect, switch on a larger BAR in the BIOS, or {_PACKED}"
+        )
+
+
+def _check_settings(what: str, region: MemoryRegion, registered_bytes: int, settings: CufileSettings) -> None:
+    limit_kb = settings.number("properties.max_device_pinned_mem_size_kb")
+    own_kb = settings.number("properties.max_device_cache_size_kb")
+    needed_kb = -(-(registered_bytes + region.length_bytes) // 1024) + own_kb
+    if needed_kb <= limit_kb:
+        return
+    before = f" beside the {_words(registered_bytes)} that are" if registered_bytes else ""
+    raise MoverError(
+        f"{what}{before}: with {_words(own_kb << 10)} of cuFile's own this is over max_device_pinned_mem_size_kb = "
+        f"{limit_kb} ({_words(limit_kb << 10)}); set it to {needed_kb} or more under `properties` in {settings.where}, "
+        f"or {_PACKED}"
+    )
+
+
+def find_bar1(device: int, root: str = "/") -> Bar1 | None:
+    """Return the window of CUDA's device number ``device``; None when neither driver nor kernel tells.
+
+    Asks NVML. Where that is not to be had, the kernel tells how large it is, but not what is free; if it is not known
+    which of the GPUs is meant, the largest window counts, so that nothing is refused in error.
+    """
+    address = _pci_address(device) if root == "/" else None
+    told = _from_nvml(address) if address else None
+    if told is not None:
+        return told
+    gpus = [address] if address else names(root, "/proc/driver/nvidia/gpus")
+    sizes = [_window_bytes(read(root, f"/sys/bus/pci/devices/{gpu.lower()}/resource") or "") for gpu in gpus]
+    return Bar1(max(sizes), None) if any(sizes) else None
+
+
+def _pci_address(device: int) -> str | None:
+    """Return ``0000:4e:00.0``. CUDA's numbers are not NVML's: CUDA_VISIBLE_DEVICES changes only the former."""
+    try:
+        cuda = ctypes.CDLL(CUDA)
+        number = ctypes.c_int()
+        text = ctypes.create_string_buffer(32)
+        if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(number), device):
+            return None
+        return None if cuda.cuDeviceGetPCIBusId(text, len(text), number) else text.value.decode()
+    except (OSError, AttributeError, UnicodeDecodeError):  # no driver, or a library of that name that is another
+        return None
+
+
+def _from_nvml(address: str) -> Bar1 | None:
+    try:
+        nvml = ctypes.CDLL(NVML)
+        if nvml.nvmlInit_v2():
+            return None
+        try:
+            handle, memory = ctypes.c_void_p(), _Bar1Memory()
+            if nvml.nvmlDeviceGetHandleByPciBusId_v2(address.encode(), ctypes.byref(handle)):
+                return None
+            if nvml.nvmlDeviceGetBAR1MemoryInfo(handle, ctypes.byref(memory)):
+                return None
+            return Bar1(int(memory.total), int(memory.free))
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+
+
+def _window_bytes(resource: str) -> int:
+    lines = resource.splitlines()
+    try:
+        start, end = (int(word, 16) for word in lines[_BAR1_LINE].split()[:2])
+    except (IndexError, ValueError):
+        return 0
+    return end - start + 1 if end > start else 0
+
+
+def _words(size_bytes: int) -> str:
+    """For people: whole units where that is exact, else MiB rounded up."""
+    exact = format_size(size_bytes)
+    return exact if len(exact) <= 8 else f"{-(-size_bytes // (1 << 20))}MiB"
