@@ -5,11 +5,13 @@ One value with ``checksum``: for blocks above 240 bytes XXH3 adds, per kilobyte,
 lanes and then scrambles the lanes. What is added does not depend on the lanes' state, so all kilobytes of all blocks
 are summed at once and only the scrambling, eight words per kilobyte, runs in order. Torch has no unsigned 64-bit
 arithmetic: int64 wraps around to the same bits.
-Threading: pure functions on the caller's current stream. ``xxh3_64_torch`` does not wait for the device;
-``block_checksums_torch`` does.
+Threading: pure functions on the caller's current stream. ``xxh3_64_torch`` waits for the device once, when it first
+meets it (``words_on``), and never again; ``block_checksums_torch`` waits.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +30,31 @@ _SECRET = bytes.fromhex(
 )
 """XXH3's default secret: 192 bytes, part of the algorithm."""
 
-_PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
-_PRIME_AVALANCHE = 0x165667919E3779F9
+PRIME_AVALANCHE = 0x165667919E3779F9
 
 _LANES = 8
 _STRIPE_BYTES = 64
 _STRIPES = 16
 """Stripes between two scrambles: the secret moves on by eight bytes per stripe."""
-_ROUND_BYTES = _STRIPES * _STRIPE_BYTES
+ROUND_BYTES = _STRIPES * _STRIPE_BYTES
+
+SCRAMBLE_KEY, LAST_KEY, MERGE_KEY, START = 16, 24, 32, 40
+"""Where the table of ``words_on`` holds the eight words of a scramble, of the last stripe, of the merge, and the lanes'
+first values. The key of stripe s is the eight words from s on."""
+_WORDS = np.concatenate(
+    [
+        np.frombuffer(_SECRET, dtype="<u8"),
+        np.frombuffer(_SECRET, dtype="<u8", count=_LANES, offset=len(_SECRET) - _STRIPE_BYTES - 7),
+        np.frombuffer(_SECRET, dtype="<u8", count=_LANES, offset=11),
+        np.array(
+            [_PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, PRIME32_1],
+            dtype=np.uint64,
+        ),
+    ]
+)
 _SLICE_BYTES = 32 << 20
 """Payload summed at a time; the scratch memory is about four times as much."""
 
@@ -55,26 +72,34 @@ def xxh3_64_torch(rows: torch.Tensor) -> torch.Tensor:
     length = rows.shape[1]
     if length <= SHORT_BYTES:
         raise ValueError(f"rows must be longer than {SHORT_BYTES} bytes, not {length}")
-    device = rows.device
-    rounds = (length - 1) // _ROUND_BYTES
-    tail_stripes = (length - 1 - rounds * _ROUND_BYTES) // _STRIPE_BYTES
-    keys = _secret_words(range(0, _STRIPES * 8, 8), device)
+    words = words_on(rows.device)
+    rounds = (length - 1) // ROUND_BYTES
+    tail_stripes = (length - 1 - rounds * ROUND_BYTES) // _STRIPE_BYTES
+    keys = words.unfold(0, _LANES, 1)[:_STRIPES]
+    scramble_key = words[SCRAMBLE_KEY : SCRAMBLE_KEY + _LANES]
 
-    accumulators = _constants(
-        (_PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1), device
-    ).expand(rows.shape[0], _LANES)
-    scramble_key = _secret_words((len(_SECRET) - _STRIPE_BYTES,), device)[0]
+    accumulators = words[START : START + _LANES].expand(rows.shape[0], _LANES)
     for sums in _round_sums(rows, rounds, keys):
         for round_sum in sums.unbind(1):
             accumulators = accumulators + round_sum
-            accumulators = (accumulators ^ _shift_right(accumulators, 47) ^ scramble_key) * _PRIME32_1
+            accumulators = (accumulators ^ _shift_right(accumulators, 47) ^ scramble_key) * PRIME32_1
     if tail_stripes:
-        begin = rounds * _ROUND_BYTES
-        words = _words(rows[:, begin : begin + tail_stripes * _STRIPE_BYTES])
-        accumulators = accumulators + _products(words.view(len(rows), tail_stripes, _LANES), keys[:tail_stripes]).sum(1)
-    last_key = _secret_words((len(_SECRET) - _STRIPE_BYTES - 7,), device)[0]
-    accumulators = accumulators + _products(_words(rows[:, length - _STRIPE_BYTES :]), last_key)
-    return _merge(accumulators, length)
+        begin = rounds * ROUND_BYTES
+        tail = _words(rows[:, begin : begin + tail_stripes * _STRIPE_BYTES])
+        accumulators = accumulators + _products(tail.view(len(rows), tail_stripes, _LANES), keys[:tail_stripes]).sum(1)
+    last = _words(rows[:, length - _STRIPE_BYTES :])
+    return _merge(accumulators + _products(last, words[LAST_KEY : LAST_KEY + _LANES]), length)
+
+
+@cache
+def words_on(device: torch.device) -> torch.Tensor:
+    """Return the constants of the lanes on ``device``: int64, see ``SCRAMBLE_KEY``. The first call waits for it."""
+    return torch.from_numpy(_WORDS.view(np.int64)).to(device)
+
+
+def length_term(length: int) -> int:
+    """Return what rows of ``length`` bytes add to the merged lanes, as the int64 of the same bits."""
+    return _signed(length * _PRIME64_1)
 
 
 def block_checksums_torch(payload: torch.Tensor) -> npt.NDArray[np.uint64]:
@@ -93,11 +118,11 @@ def block_checksums_torch(payload: torch.Tensor) -> npt.NDArray[np.uint64]:
 
 def _round_sums(rows: torch.Tensor, rounds: int, keys: torch.Tensor) -> list[torch.Tensor]:
     """Sum the products of each kilobyte: tensors of shape ``(n, some rounds, lanes)``, in order."""
-    step = max(1, _SLICE_BYTES // (_ROUND_BYTES * max(1, rows.shape[0])))
+    step = max(1, _SLICE_BYTES // (ROUND_BYTES * max(1, rows.shape[0])))
     sums = []
     for begin in range(0, rounds, step):
         end = min(rounds, begin + step)
-        words = _words(rows[:, begin * _ROUND_BYTES : end * _ROUND_BYTES])
+        words = _words(rows[:, begin * ROUND_BYTES : end * ROUND_BYTES])
         sums.append(_products(words.view(len(rows), end - begin, _STRIPES, _LANES), keys).sum(2))
     return sums
 
@@ -111,9 +136,9 @@ def _products(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 def _merge(accumulators: torch.Tensor, length: int) -> torch.Tensor:
     """Fold the eight lanes into one word per row and avalanche it."""
-    keyed = accumulators ^ _secret_words((11,), accumulators.device)[0]
-    merged = _multiply_fold(keyed[:, 0::2], keyed[:, 1::2]).sum(1) + _signed(length * _PRIME64_1)
-    merged = (merged ^ _shift_right(merged, 37)) * _signed(_PRIME_AVALANCHE)
+    keyed = accumulators ^ words_on(accumulators.device)[MERGE_KEY : MERGE_KEY + _LANES]
+    merged = _multiply_fold(keyed[:, 0::2], keyed[:, 1::2]).sum(1) + length_term(length)
+    merged = (merged ^ _shift_right(merged, 37)) * PRIME_AVALANCHE
     return merged ^ _shift_right(merged, 32)
 
 
@@ -138,16 +163,6 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
     if rows.stride(1) != 1 or rows.storage_offset() % 8 or rows.stride(0) % 8 or rows.data_ptr() % 8:
         rows = rows.contiguous() if not rows.is_contiguous() else rows.clone()
     return rows.view(torch.int64)
-
-
-def _secret_words(offsets: range | tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The eight words of the secret from each offset on: int64 of shape ``(len(offsets), lanes)``."""
-    words = [np.frombuffer(_SECRET, dtype="<i8", count=_LANES, offset=offset) for offset in offsets]
-    return torch.from_numpy(np.stack(words)).to(device)
-
-
-def _constants(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device)
 
 
 def _signed(value: int) -> int:
