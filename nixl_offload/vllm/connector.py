@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadKey
 
 from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
@@ -197,6 +198,20 @@ class NixlOffloadConnector(OffloadingConnector):
             # Read by vLLM's scheduler right after it has built the connector.
             transfer.kv_load_failure_policy = config.on_load_failure
         return config
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ask for blocks in one piece, where a GPU reads them and the config does not forbid it; else as vLLM's own.
+
+        It is a wish: vLLM drops it where an attention backend does not take it. Not for models with recurrent state,
+        whose blocks would be padded to the size of that state.
+        """
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None or not current_platform.is_cuda_alike() or vllm_config.model_config.is_hybrid:
+            return super().get_required_kvcache_layout(vllm_config)
+        if not from_extra_config(transfer.kv_connector_extra_config).block_outermost:
+            return super().get_required_kvcache_layout(vllm_config)
+        return "BLHNC"
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler's half what a chunk needs on this rank."""

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -48,7 +50,7 @@ from nixl_offload.vllm.rank_engine import open_engine, open_host, open_movers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     from nixl_offload.vllm.spec import NixlOffloadSpec
 
@@ -90,6 +92,23 @@ def canonical_layout(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVL
         GroupLayout(tuple((ref.tensor_idx, ref.page_size_bytes) for ref in refs)) for refs in kv_caches.group_data_refs
     )
     return KVLayout(tensors, groups, blocks_per_chunk)
+
+
+def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupSpec]) -> CanonicalKVCaches:
+    """Have each group of a block-outermost KV cache store its own pages only. ``groups``: those that are offloaded.
+
+    vLLM hands out the whole block for every group; one with fewer or smaller pages than another leaves the end of its
+    blocks unused, and what lies there belonged to somebody else's request. Pages begin at the first byte of a block.
+    """
+    if len(kv_caches.tensors) != 1 or any(len(refs) != 1 for refs in kv_caches.group_data_refs):
+        return kv_caches
+    refs = []
+    for group, (ref,) in zip(groups, kv_caches.group_data_refs, strict=True):
+        spec = group.kv_cache_spec
+        layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
+        used = layers * spec.page_size_bytes
+        refs.append([replace(ref, page_size_bytes=min(used, ref.page_size_bytes))])
+    return CanonicalKVCaches(kv_caches.tensors, refs)
 
 
 class NixlOffloadingWorker(OffloadingWorker):
@@ -303,6 +322,11 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._single_group = len(spec.config.groups) == 1
+
+    def _init_worker(self, kv_caches: CanonicalKVCaches) -> None:
+        offloaded = get_offloading_group_ids(self.kv_cache_config)
+        groups = [self.kv_cache_config.kv_cache_groups[group] for group in offloaded]
+        super()._init_worker(without_padding(kv_caches, groups))
 
     @property
     def rank_worker(self) -> NixlOffloadingWorker:
