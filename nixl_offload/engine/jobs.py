@@ -230,9 +230,9 @@ class JobTable:
             return landed
 
     def wait_source_free(self, job_ids: Collection[int], grace_s: float, limit_s: float) -> None:
-        """Block until no store among ``job_ids`` needs its KV blocks any more; what is still queued after ``grace_s``
-        is DROPPED, and what is still reading after ``limit_s`` is given up. Loads among them are waited for until they
-        are finished; after ``limit_s`` those are FAILED whose KV blocks nobody touches.
+        """Block until no store among ``job_ids`` needs its KV blocks any more. What is still queued ``grace_s`` after
+        its fence was done is DROPPED, and what is still reading after ``limit_s`` is given up. Loads among them are
+        waited for until they are finished; after ``limit_s`` those are FAILED whose KV blocks nobody touches.
         """
         with self._lock:
             jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
@@ -243,7 +243,7 @@ class JobTable:
                 self._lanes[Lane.URGENT_STORE if job.is_store else Lane.EXPEDITED_LOAD].extend(queued)
             self._wake()
             stores = [job for job in jobs if job.is_store]
-            self._progress.wait_for(lambda: not any(_reads_source(job) for job in stores), grace_s)
+            self._grant_grace(stores, grace_s, limit_s)
             late = [task for job in stores for task in job.tasks if task.stage is Stage.QUEUED]
             for task in late:
                 self._finish(task, Outcome.DROPPED, "its blocks were needed before storage had time for it")
@@ -255,6 +255,19 @@ class JobTable:
                         self._give_up(task, f"its blocks were needed and storage did not answer in {limit_s:g} s")
                 self._sweep()
                 self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)))
+
+    def _grant_grace(self, stores: Sequence[Job], grace_s: float, limit_s: float) -> None:
+        """Wait until ``stores`` have read their blocks, or nothing but storage can be what keeps them from it.
+
+        A fence that is not done is a step that still runs. The next one queues up behind it all the same, so waiting
+        for it costs little; a dropped store would cost computing its blocks again.
+        """
+        ends_s = self._clock() + limit_s
+        behind = True
+        while behind and self._clock() < ends_s:
+            behind = any(not job.fence.done() for job in stores)
+            if self._progress.wait_for(lambda: not any(_reads_source(job) for job in stores), grace_s):
+                return
 
     def idle(self) -> bool:
         """True if no job is live, no host slot is being filled, and nothing waits to be drained."""

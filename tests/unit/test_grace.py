@@ -1,0 +1,84 @@
+"""Proves what ``wait`` gives a queued store: as long as its step still runs, and a grace after that; never more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from nixl_offload.engine.jobs import ChunkIO, Job, JobTable, Lane, Stage
+from nixl_offload.types import Key, Location, Outcome
+
+GRACE_S = 0.05
+
+
+class Step:
+    """The fence of a step that ends when it is told to, or after so many looks."""
+
+    def __init__(self, looks: int | None = None) -> None:
+        self._looks = looks
+        self._over = threading.Event()
+
+    def done(self) -> bool:
+        """See Fence."""
+        if self._looks is not None:
+            self._looks -= 1
+            if self._looks < 0:
+                self._over.set()
+        return self._over.is_set()
+
+
+def _table(step: Step) -> JobTable:
+    table = JobTable(store_queue_limit_bytes=1 << 20, clock=time.monotonic)
+    io = ChunkIO(Key(bytes(36)), Location(0, 0, 4096), 0, np.zeros(1, dtype=np.int32), 0)
+    table.add(Job(1, True, step, time.monotonic()), [(io, 4096)], Lane.STORE)
+    return table
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    began_s = time.monotonic()
+    call()
+    return time.monotonic() - began_s
+
+
+def test_a_step_that_runs_longer_than_the_grace_costs_no_store() -> None:
+    """The step ends after the fourth look; then a pump takes the chunk, within the grace."""
+    step = Step(looks=3)
+    table = _table(step)
+
+    def pump() -> None:
+        while not step._over.is_set():
+            time.sleep(0.001)
+        task = table.take(Lane.URGENT_STORE, lambda task: True)
+        assert task is not None
+        assert table.advance(task, Stage.IO)
+        table.finish(task, Outcome.OK)
+
+    thread = threading.Thread(target=pump)
+    thread.start()
+    took_s = _seconds(lambda: table.wait_source_free([1], GRACE_S, 30.0))
+    thread.join()
+    (result,) = table.drain()
+    assert result.outcomes == (Outcome.OK,)
+    assert took_s >= 3 * GRACE_S
+
+
+@pytest.mark.parametrize("looks", [0, 2])
+def test_storage_without_time_gets_one_grace_after_the_step(looks: int) -> None:
+    """Nobody takes the chunk."""
+    table = _table(Step(looks=looks))
+    took_s = _seconds(lambda: table.wait_source_free([1], GRACE_S, 30.0))
+    (result,) = table.drain()
+    assert result.outcomes == (Outcome.DROPPED,)
+    assert (looks + 1) * GRACE_S <= took_s < 15.0
+
+
+def test_a_step_that_never_ends_holds_nobody_for_ever() -> None:
+    table = _table(Step())
+    took_s = _seconds(lambda: table.wait_source_free([1], GRACE_S, 0.3))
+    (result,) = table.drain()
+    assert result.outcomes == (Outcome.DROPPED,)
+    assert took_s < 15.0
