@@ -92,11 +92,14 @@ class DevicePacker:
     def inspect(self, slot: torch.Tensor, header_out: HeaderPage, rows: torch.Tensor | None) -> QueuedSums:
         """Bring the header page of a slot that was read to ``header_out``, and the checksums of ``rows``, if any.
 
-        The mover is done with the slot. Without ``rows`` there are no values.
+        The mover is done with the slot. Without ``rows`` there are no values. Raises LayoutError for rows of a length
+        that no group has.
         """
         count, sums = 0, partial(torch.empty, 0, dtype=torch.int64)
         if rows is not None:
-            kernels = self._kernels_of[rows.shape[1]]
+            kernels = self._kernels_of.get(rows.shape[1])
+            if kernels is None:
+                raise LayoutError(f"no group has blocks of {rows.shape[1]} bytes")
             count, sums = len(rows), partial(kernels.sums_of_rows, rows)
 
         def inspected() -> torch.Tensor:

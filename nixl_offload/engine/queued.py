@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.engine._fallback_kernels import open_kernels
 from nixl_offload.engine.kernels.base import GroupKernels, Page
+from nixl_offload.engine.kernels.select import open_kernels
 from nixl_offload.engine.streams import Device, Fence, Stream
 from nixl_offload.errors import LayoutError
 

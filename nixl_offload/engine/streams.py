@@ -20,7 +20,7 @@ class Fence(Protocol):
     """A point in a device's work."""
 
     def done(self) -> bool:
-        """Return True once the device is past it; never blocks."""
+        """Return True once the device is past it; never blocks. Raises when the device is out of order."""
 
 
 class ReadyFence:

@@ -1,13 +1,24 @@
-"""Proves: staging slots are page-aligned and disjoint, at least two, never handed out twice or once retired."""
+"""Proves: staging slots, on the host and on a device, are page-aligned and disjoint, at least two, never handed out
+twice or once retired; a device gives what it can spare, and says when it cannot.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
+import torch
 
-from nixl_offload.engine.staging import StagingPool
+from nixl_offload.engine import staging
+from nixl_offload.engine.staging import DeviceStagingPool, StagingPool
+from nixl_offload.engine.streams import Device, HostStreams
+from nixl_offload.errors import MoverError
+from nixl_offload.movers.base import MemoryKind
 from nixl_offload.types import PAGE_BYTES
+from tests.unit.device_rig import ThreadedStreams, emulated
+
+DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
 
 
 def test_slots_are_aligned_disjoint_and_inside_the_region() -> None:
@@ -68,3 +79,89 @@ def test_memory_outlives_the_pool_while_a_slot_is_held() -> None:
     del pool
     slot.memory[:] = 7
     assert int(slot.memory.sum()) == 7 * 4096
+
+
+def test_slots_on_a_device_are_aligned_disjoint_and_inside_one_region_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        pool = DeviceStagingPool(slot_bytes=5000, budget_bytes=8192 * 5 + 100, device=DEVICE)
+    assert (pool.slots_total, pool.slot_bytes, pool.region.length_bytes) == (5, 8192, 5 * 8192)
+    assert (pool.region.kind, pool.region.device_id) == (MemoryKind.VRAM, 0)
+    slots = [pool.acquire() for _ in range(5)]
+    assert pool.acquire() is None
+    for index, slot in enumerate(slots):
+        assert slot is not None
+        assert slot.memory.data_ptr() % PAGE_BYTES == 0
+        assert slot.memory.data_ptr() == pool.region.address + slot.offset_bytes
+        assert (slot.memory.shape, slot.memory.dtype) == ((8192,), torch.uint8)
+        slot.memory.fill_(index)
+    for index, slot in enumerate(slots):
+        assert slot is not None
+        assert (slot.memory == index).all()
+    pool.retire(slots[0])
+    pool.release(slots[1])
+    with pytest.raises(RuntimeError, match="twice"):
+        pool.release(slots[1])
+    assert (pool.usable, pool.free) == (4, 1)
+    assert "staging_bytes" not in caplog.text
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
+    """A device that gives so much at once."""
+    empty = torch.empty
+
+    def given(size: int, **options: object) -> torch.Tensor:
+        if size > limit_bytes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(size, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", given)
+
+
+def test_a_device_with_too_little_memory_gets_half_as_many_slots_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, that says how many."""
+    limited(monkeypatch, 9 << 20)
+    pool = DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE)
+    assert pool.slots_total == 7
+    assert pool.region.length_bytes == 7 << 20
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "7 slots of 1048576 bytes are used instead of 30" in caplog.text
+
+
+def test_a_device_without_room_for_two_slots_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, 1 << 20)
+    with pytest.raises(MoverError, match=r"no room for 2 staging slots of 1MiB.*gpu_memory_utilization.*host memory"):
+        DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE)
+
+
+def test_staging_takes_no_more_than_its_share_of_a_devices_free_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA graphs are captured later; but two slots it takes, or the tier would not work at all."""
+    free_bytes = 32 << 20
+    monkeypatch.setattr(staging, "_free_bytes", lambda _: free_bytes)
+    assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE).slots_total == 8
+    assert "32MiB were free" in caplog.text
+    free_bytes = 1 << 20
+    assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE).slots_total == 2
+
+
+def test_a_budget_too_small_for_two_slots_on_a_device_is_exceeded_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=4096, device=DEVICE).slots_total == 2
+    assert "staging_bytes=4096" in caplog.text
+
+
+def test_memory_of_a_device_is_not_handed_out_while_the_model_may_still_write_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An allocator gives memory that a queued kernel of its former owner has still to write; movers know no streams."""
+    with ThreadedStreams() as streams:
+        reused = torch.zeros(3 * PAGE_BYTES, dtype=torch.uint8)
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: reused)
+        streams.compute.run(lambda: time.sleep(0.1))
+        streams.compute.run(lambda: reused.__setitem__(slice(None), 9))
+        pool = DeviceStagingPool(slot_bytes=PAGE_BYTES, budget_bytes=2 * PAGE_BYTES, device=emulated(streams))
+        slot = pool.acquire()
+        assert slot is not None
+        assert (slot.memory == 9).all()

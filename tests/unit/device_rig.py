@@ -1,0 +1,167 @@
+"""A device for tests, in host memory: streams that work on threads of their own, fences that come when they come, and
+gates by which a test holds a stream up.
+
+Threading: ``run``, ``wait`` and ``record`` from any one thread per stream, as for a real one; gates and ``close`` by
+the test. As on CUDA, a stream whose work has raised does nothing more, and its fences raise, until ``synchronize``
+has said so.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from nixl_offload.engine.streams import Device, Fence
+from nixl_offload.movers.base import MemoryKind
+
+LIMIT_S = 20.0
+"""What takes longer hangs: nothing here does anything large."""
+
+
+class ThreadedFence:
+    """Passed when its stream gets there."""
+
+    def __init__(self, stream: ThreadedStream) -> None:
+        self.passed = threading.Event()
+        self.error: BaseException | None = None
+        self._stream = stream
+
+    def done(self) -> bool:
+        """See Fence. Raises what the stream's work had raised before."""
+        if not self.passed.is_set():
+            return False
+        if self.error is not None:
+            self._stream.is_told = True
+            raise RuntimeError("the device is out of order") from self.error
+        return True
+
+
+class ThreadedStream:
+    """One thread that does what is queued, in order."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._gates: list[threading.Event] = []
+        self._error: BaseException | None = None
+        self.is_told = True
+        """Whether a fence, or ``synchronize``, has raised the error that there is."""
+        self._thread = threading.Thread(target=self._main, name=f"device-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], None]) -> None:
+        def unless_broken() -> None:
+            if self._error is None:
+                work()
+
+        self._queue.put(unless_broken)
+
+    def wait(self, fence: Fence) -> None:
+        if isinstance(fence, ThreadedFence):
+            self._queue.put(lambda: _await(fence.passed))
+        else:
+            assert fence.done(), "a fence of another device"
+
+    def record(self) -> ThreadedFence:
+        fence = ThreadedFence(self)
+
+        def reached() -> None:
+            fence.error = self._error
+            fence.passed.set()
+
+        self._queue.put(reached)
+        return fence
+
+    def synchronize(self) -> None:
+        """Raises, once, what the work raised."""
+        _await(self.record().passed)
+        error, self._error = self._error, None
+        self.is_told = True
+        if error is not None:
+            raise error
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold up what is queued from here on, until the block ends. What was queued before is done when it begins."""
+        gate, reached = threading.Event(), threading.Event()
+        self._gates.append(gate)
+
+        def closed() -> None:
+            reached.set()
+            _await(gate)
+
+        self._queue.put(closed)
+        _await(reached)
+        try:
+            yield
+        finally:
+            gate.set()
+
+    def close(self) -> None:
+        """Open all gates, do what is queued, and end the thread. Raises an error that nobody was told of."""
+        for gate in self._gates:
+            gate.set()
+        self._queue.put(None)
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive(), f"stream {self.name} hangs"
+        if self._error is not None and not self.is_told:
+            raise self._error
+
+    def _main(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                item()
+            except BaseException as error:  # noqa: BLE001 - told by fences, and by synchronize
+                if self._error is None:
+                    self._error, self.is_told = error, False
+            item = None
+
+
+class ThreadedStreams:
+    """Implements ``streams.Streams``. Close it, or use it as a context."""
+
+    def __init__(self) -> None:
+        self.made: list[ThreadedStream] = []
+        """In the order in which they were asked for; the first is the model's."""
+        self.compute = self.new()
+
+    def compute_fence(self) -> ThreadedFence:
+        return self.compute.record()
+
+    def new(self) -> ThreadedStream:
+        stream = ThreadedStream("compute" if not self.made else str(len(self.made)))
+        self.made.append(stream)
+        return stream
+
+    def close(self) -> None:
+        for stream in self.made:
+            stream.close()
+
+    def __enter__(self) -> ThreadedStreams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def emulated(streams: ThreadedStreams) -> Device:
+    """Host memory in the part of a device's."""
+    return Device(torch.device("cpu"), MemoryKind.VRAM, streams)
+
+
+def settled(fence: Fence) -> None:
+    """Wait for ``fence``."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not fence.done():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.0002)
+
+
+def _await(event: threading.Event) -> None:
+    if not event.wait(LIMIT_S):
+        raise TimeoutError("a stream of the emulated device hangs")

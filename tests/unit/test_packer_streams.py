@@ -1,0 +1,315 @@
+"""Proves, for both packers of a device, the order of what they queue: stores and loads wait for the model's stream and
+not for each other, no fence comes before its copy, nothing waits for the device, and no error leaves anything queued.
+
+The device is emulated: what these say of streams and fences is said of a real one in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from nixl_offload.checksum import block_checksums
+from nixl_offload.engine import packer as packer_module
+from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine.kernels.base import Page
+from nixl_offload.engine.packer import BlockIds, BusPacker
+from nixl_offload.engine.streams import READY, Device, Fence
+from nixl_offload.types import Outcome
+from tests.unit.device_rig import ThreadedFence, ThreadedStream, ThreadedStreams, emulated, settled
+from tests.unit.memory_rig import MemoryRig
+
+BLOCKS, LAYERS, PAGE = 16, 2, 512
+IDS = np.array([3, 9, 1, 14], dtype=np.int32)
+A_WHILE_S = 0.05
+"""In which a stream that waits for nothing has long done what was queued."""
+
+
+class Kit:
+    """A packer of either kind over a KV cache of zeros, and a payload of four blocks, all of ones."""
+
+    def __init__(self, kind: type[BusPacker | DevicePacker], device: Device) -> None:
+        self.tensors = [torch.zeros((BLOCKS, PAGE), dtype=torch.uint8) for _ in range(LAYERS)]
+        pages = [[Page(layer, layer * PAGE, PAGE) for layer in range(LAYERS)]]
+        self.payload: npt.NDArray[np.uint8] = np.ones((len(IDS), LAYERS * PAGE), dtype=np.uint8)
+        self.device = device
+        self.packer = kind(self.tensors, pages, device)
+
+    def fill(self, value: int) -> None:
+        for tensor in self.tensors:
+            tensor.fill_(value)
+
+    def gather(self, fence: Fence, ids: BlockIds = IDS) -> Fence:
+        if isinstance(self.packer, DevicePacker):
+            return self.packer.gather(0, ids, torch.from_numpy(self.payload), fence)
+        return self.packer.gather(0, ids, self.payload, fence)
+
+    def scatter(self, fence: Fence, ids: BlockIds = IDS) -> Fence:
+        if isinstance(self.packer, DevicePacker):
+            return self.packer.scatter(0, ids, torch.from_numpy(self.payload), fence)
+        return self.packer.scatter(0, ids, self.payload, fence)
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        return np.concatenate([tensor.numpy()[IDS] for tensor in self.tensors], axis=1)
+
+    def slow(self, monkeypatch: pytest.MonkeyPatch, name: str, before: Callable[[], object]) -> None:
+        """Have a kernel of the group begin with ``before``."""
+        kernel = getattr(self.packer._groups.kernels[0], name)
+
+        def slowly(*arguments: Any) -> Any:
+            before()
+            return kernel(*arguments)
+
+        monkeypatch.setattr(self.packer._groups.kernels[0], name, slowly)
+
+
+@pytest.fixture
+def streams() -> Iterator[ThreadedStreams]:
+    with ThreadedStreams() as all_of_them:
+        yield all_of_them
+
+
+@pytest.fixture(params=[BusPacker, DevicePacker])
+def kit(request: pytest.FixtureRequest, streams: ThreadedStreams) -> Kit:
+    return Kit(request.param, emulated(streams))
+
+
+def test_a_store_sees_what_the_model_writes_before_its_fence(kit: Kit, streams: ThreadedStreams) -> None:
+    """And while the model is at it, the caller is free and the store not done."""
+    with streams.compute.held():
+        streams.compute.run(partial(kit.fill, 7))
+        stored = kit.gather(streams.compute_fence())
+        time.sleep(A_WHILE_S)
+        assert not stored.done()
+        assert (kit.payload == 1).all()
+    settled(stored)
+    assert (kit.payload == 7).all()
+
+
+def test_a_load_does_not_overtake_what_the_model_writes_before_its_fence(kit: Kit, streams: ThreadedStreams) -> None:
+    """Fresh blocks are zeroed by the model's stream: zeros over a load would be wrong tokens."""
+    with streams.compute.held():
+        streams.compute.run(partial(kit.fill, 0))
+        loaded = kit.scatter(streams.compute_fence())
+        time.sleep(A_WHILE_S)
+        assert not loaded.done()
+        assert (kit.blocks() == 0).all()
+    settled(loaded)
+    assert (kit.blocks() == 1).all()
+
+
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+def test_no_fence_is_done_before_its_copy(kit: Kit, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot would be written to storage, or the request answered, half copied."""
+    begin = threading.Event()
+    for name in ("gather", "gather_summed", "scatter"):
+        kit.slow(monkeypatch, name, lambda: begin.wait(20.0))
+    copied = getattr(kit, way)(READY)
+    time.sleep(A_WHILE_S)
+    assert not copied.done()
+    begin.set()
+    settled(copied)
+    assert (kit.blocks() == kit.payload).all()
+
+
+def test_a_load_waits_for_no_store(kit: Kit, streams: ThreadedStreams) -> None:
+    """A store waits for the step that computes its blocks; a load submitted before that step goes by it."""
+    early = streams.compute_fence()
+    with streams.compute.held():
+        stored = kit.gather(streams.compute_fence())
+        settled(kit.scatter(early))
+        assert not stored.done()
+        assert (kit.blocks() == 1).all()
+    settled(stored)
+
+
+def test_sums_wait_for_the_model_and_only_where_they_must(streams: ThreadedStreams) -> None:
+    """The sums of a store go behind its fence; those of a load that has come wait for no store."""
+    kit = Kit(BusPacker, emulated(streams))
+    assert isinstance(kit.packer, BusPacker)
+    old = block_checksums(np.zeros((len(IDS), LAYERS * PAGE), dtype=np.uint8))
+    new = block_checksums(np.full((len(IDS), LAYERS * PAGE), 7, dtype=np.uint8))
+    with streams.compute.held():
+        streams.compute.run(partial(kit.fill, 7))
+        of_store = kit.packer.sums(0, IDS, streams.compute_fence())
+        of_load = kit.packer.sums(0, IDS, READY)
+        settled(of_load)
+        assert (of_load.values() == old).all()
+        assert not of_store.done()
+    settled(of_store)
+    assert (of_store.values() == new).all()
+
+
+def test_sums_are_not_to_be_had_before_they_are_there(streams: ThreadedStreams) -> None:
+    """A header made of them earlier would be made of whatever the memory held."""
+    kit = Kit(DevicePacker, emulated(streams))
+    assert isinstance(kit.packer, DevicePacker)
+    with streams.compute.held():
+        sums = kit.packer.gather(0, IDS, torch.from_numpy(kit.payload), streams.compute_fence())
+        with pytest.raises(RuntimeError, match="before"):
+            sums.values()
+    settled(sums)
+    assert (sums.values() == block_checksums(kit.payload)).all()
+
+
+def test_headers_and_inspections_wait_for_no_step(streams: ThreadedStreams) -> None:
+    """Another chunk's gather, or scatter, may be waiting for the model meanwhile."""
+    kit = Kit(DevicePacker, emulated(streams))
+    assert isinstance(kit.packer, DevicePacker)
+    slot, header = torch.zeros(8192, dtype=torch.uint8), np.full(4096, 5, dtype=np.uint8)
+    with streams.compute.held():
+        waiting = [kit.gather(streams.compute_fence()), kit.scatter(streams.compute_fence())]
+        settled(kit.packer.finish_image(header, slot, []))
+        settled(kit.packer.inspect(slot, header, slot[4096:].view(4, 1024)))
+        assert not any(fence.done() for fence in waiting)
+    for fence in waiting:
+        settled(fence)
+
+
+def test_what_comes_of_a_header_or_an_inspection_is_there_when_it_is_told(streams: ThreadedStreams) -> None:
+    """An image is not written before its header is in it, a header page not read before it has come."""
+    kit = Kit(DevicePacker, emulated(streams))
+    assert isinstance(kit.packer, DevicePacker)
+    slot, header, come = (
+        torch.zeros(8192, dtype=torch.uint8),
+        np.full(4096, 5, dtype=np.uint8),
+        np.zeros(4096, np.uint8),
+    )
+    beside = kit.packer._beside
+    assert isinstance(beside, ThreadedStream)
+    with beside.held():
+        finished = kit.packer.finish_image(header, slot, [(4096, 4100)])
+        inspected = kit.packer.inspect(slot, come, None)
+        time.sleep(A_WHILE_S)
+        assert not finished.done()
+        assert not inspected.done()
+    settled(finished)
+    settled(inspected)
+    assert (come == 5).all()
+
+
+def test_the_callers_ids_may_change_at_once(kit: Kit, streams: ThreadedStreams) -> None:
+    """What is queued has its own: the caller's list of blocks lives shorter."""
+    ids = IDS.copy()
+    with streams.compute.held():
+        loaded = kit.scatter(streams.compute_fence(), ids)
+        ids[:] = 0
+    settled(loaded)
+    assert (kit.blocks() == 1).all()
+    assert not kit.tensors[0][0].any()
+
+
+class Failing(ThreadedStream):
+    """Fails the caller at its n-th call of one kind, as CUDA does without memory: what came before is queued, and comes
+    late.
+    """
+
+    def __init__(self, streams: ThreadedStreams, where: str, at: int) -> None:
+        super().__init__("failing")
+        streams.made.append(self)
+        self.told = threading.Event()
+        super().run(lambda: self.told.wait(0.3))
+        self._where, self._left = where, at
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._count("run")
+        super().run(work)
+
+    def record(self) -> ThreadedFence:
+        self._count("record")
+        return super().record()
+
+    def _count(self, where: str) -> None:
+        self._left -= where == self._where
+        if self._left == 0:
+            self._left = -1
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "where", "at"),
+    [
+        (BusPacker, "gather", "run", 2),
+        (BusPacker, "gather", "record", 1),
+        (BusPacker, "scatter", "run", 2),
+        (BusPacker, "scatter", "record", 1),
+        (DevicePacker, "gather", "record", 1),
+        (DevicePacker, "scatter", "record", 1),
+        (DevicePacker, "finish_image", "record", 1),
+        (DevicePacker, "inspect", "record", 1),
+    ],
+)
+def test_when_a_call_fails_nothing_of_it_is_under_way_any_more(
+    kind: type[Any], way: str, where: str, at: int, streams: ThreadedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots and blocks are given to others then: what was queued before the failure must not land in them."""
+    monkeypatch.setattr(packer_module, "SCRATCH_BYTES", 1)
+    kit = Kit(kind, emulated(streams))
+    failing = Failing(streams, where, at)
+    for name in ("_out", "_in", "_beside"):
+        monkeypatch.setattr(kit.packer, name, failing, raising=kind is DevicePacker)
+    slot, header = torch.zeros(8192, dtype=torch.uint8), np.full(4096, 5, dtype=np.uint8)
+    halves = [(IDS[:2], kit.payload[:2]), (IDS[2:], kit.payload[2:])]
+    calls: dict[tuple[type[Any], str], Callable[[Any], object]] = {
+        (BusPacker, "gather"): lambda packer: packer.gather_many(0, halves, READY),
+        (BusPacker, "scatter"): lambda packer: packer.scatter_many(0, halves, READY),
+        (DevicePacker, "gather"): lambda packer: kit.gather(READY),
+        (DevicePacker, "scatter"): lambda packer: kit.scatter(READY),
+        (DevicePacker, "finish_image"): lambda packer: packer.finish_image(header, slot, [(4096, 5000)]),
+        (DevicePacker, "inspect"): lambda packer: packer.inspect(slot, header, None),
+    }
+    with pytest.raises(RuntimeError, match="out of memory"):
+        calls[kind, way](kit.packer)
+    memory = (kit.payload, kit.blocks(), slot.numpy(), header)
+    then = [each.copy() for each in memory]
+    failing.told.set()
+    failing.synchronize()
+    now = (kit.payload, kit.blocks(), slot.numpy(), header)
+    assert all((here == there).all() for here, there in zip(now, then, strict=True))
+
+
+def test_an_error_on_the_device_is_told_by_every_fence_behind_it(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never by a fence that is done: the copy did not happen."""
+
+    def broken() -> None:
+        raise RuntimeError("an illegal address")
+
+    for name in ("gather", "gather_summed"):
+        kit.slow(monkeypatch, name, broken)
+    first, second = kit.gather(READY), kit.gather(READY)
+    for fence in (first, second):
+        with pytest.raises(RuntimeError, match="out of order"):
+            settled(fence)
+    assert (kit.payload == 1).all()
+
+
+def test_the_memory_tier_stores_behind_the_model_and_brings_back_what_it_stored(streams: ThreadedStreams) -> None:
+    """Its engine over a device: a store that was submitted before the blocks are computed."""
+    rig = MemoryRig.make("two_groups", device=emulated(streams))
+
+    def compute() -> None:
+        for tensor in rig.kv:
+            np.add(tensor, 1, out=tensor)
+
+    try:
+        with streams.compute.held():
+            streams.compute.run(compute)
+            rig.engine.submit_store(1, [rig.chunk(0, range(4)), rig.chunk(1, range(8, 12), group=1)])
+            time.sleep(A_WHILE_S)
+            assert not rig.engine.finished()
+        assert rig.collect(1).outcomes == (Outcome.OK, Outcome.OK)
+        wanted = rig.bytes_of(range(4)), rig.bytes_of(range(8, 12), 1)
+        rig.wipe()
+        moved = [rig.chunk(0, range(20, 24)), rig.chunk(1, range(30, 34), group=1)]
+        assert rig.load(2, moved) == (Outcome.OK, Outcome.OK)
+        assert (rig.bytes_of(range(20, 24)), rig.bytes_of(range(30, 34), 1)) == wanted
+    finally:
+        rig.close()
