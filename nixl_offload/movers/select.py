@@ -19,6 +19,8 @@ import numpy as np
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.gds import gds_report
+from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
@@ -26,7 +28,7 @@ from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
-MoverChoice = Literal["auto", "gds_mt", "gds", "posix", "copy"]
+MoverChoice = Literal["auto", "gds_mt", "gds", "kvikio", "posix", "copy"]
 PosixApi = Literal["auto", "io_uring", "aio"]
 
 SCRATCH_BYTES = 4 * PAGE_BYTES
@@ -37,6 +39,7 @@ _POSIX = {"io_uring": "posix_uring", "aio": "posix_aio"}
 _HELP = {
     "gds_mt": "it needs an NVIDIA GPU, libcufile and libcudart on the library path, and a filesystem that cuFile takes",
     "gds": "it needs an NVIDIA GPU, libcufile and libcudart on the library path, and a filesystem that cuFile takes",
+    "kvikio": "it needs an NVIDIA driver and the kvikio package that fits torch's CUDA",
     "posix_uring": "io_uring may be disabled (kernel.io_uring_disabled, or a container's seccomp profile); try aio",
     "posix_aio": "the machine may be out of aio contexts (fs.aio-max-nr); try io_uring",
     "copy": "check that the directory exists and can be written",
@@ -69,13 +72,20 @@ def candidates(kind: MoverChoice, memory_kind: MemoryKind, posix_api: PosixApi =
         return posix
     if kind != "auto":
         return [kind]
-    gds = ["gds_mt"] if memory_kind is MemoryKind.VRAM else []
-    return [*gds, *posix, "copy"]
+    device = ["gds_mt", "kvikio"] if memory_kind is MemoryKind.VRAM else []
+    return [*device, *posix, "copy"]
 
 
-def make_mover(name: str) -> Mover:
-    """A bare mover by name: ``copy`` or one of ``nixl.PLUGINS``. Starts nothing yet."""
-    return CopyMover() if name == "copy" else NixlMover(PLUGINS[name])
+def make_mover(name: str, *, threads: int = 8, bounce_bytes: int = 16 << 20) -> Mover:
+    """A bare mover by name: ``copy``, ``kvikio`` or one of ``nixl.PLUGINS``. Starts nothing yet.
+
+    ``threads`` is for gds_mt and kvikio, ``bounce_bytes`` for kvikio; the others have neither.
+    """
+    if name == "copy":
+        return CopyMover()
+    if name == "kvikio":
+        return KvikioMover(threads, bounce_bytes)
+    return NixlMover(PLUGINS[name], params={"thread_count": str(threads)} if name == "gds_mt" else None)
 
 
 def open_mover(
@@ -84,18 +94,21 @@ def open_mover(
     directory: str,
     posix_api: PosixApi = "auto",
     *,
+    threads: int = 8,
+    bounce_bytes: int = 16 << 20,
     scratch: MemoryRegion | None = None,
 ) -> OpenedMover:
     """Open the best mover of ``kind`` that can really move bytes between this memory and a file in ``directory``.
 
-    ``scratch`` is at least ``SCRATCH_BYTES`` of the memory to probe VRAM with, page-aligned; None takes it from torch's
-    current CUDA device. Says at INFO what was chosen and what was passed over, and why.
+    ``threads`` and ``bounce_bytes`` are as in ``make_mover``. ``scratch`` is at least ``SCRATCH_BYTES`` of the memory
+    to probe VRAM with, page-aligned; None takes it from torch's current CUDA device. Says at INFO what was chosen and
+    what was passed over, and why.
     Raises MoverUnavailableError when nothing of ``kind`` can run, with the reasons and what would help.
     """
     report: list[Probe] = []
     names = candidates(kind, memory_kind, posix_api)
     for name in names:
-        mover = make_mover(name)
+        mover = make_mover(name, threads=threads, bounce_bytes=bounce_bytes)
         # Movers that cannot touch VRAM are used through host memory, so that is what they are tried with.
         probed_kind = memory_kind if memory_kind in mover.memory_kinds else MemoryKind.DRAM
         try:
@@ -129,7 +142,7 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
         os.fsync(fd)
         region, keep = (scratch, None) if scratch is not None else scratch_memory(kind)
         try:
-            _round_trip(mover, region, path)
+            bounces = _round_trip(mover, region, path)
         except MoverError:
             # Whatever went wrong, late I/O must not find this memory in other hands.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(keep))
@@ -144,19 +157,28 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
         os.unlink(path)
     if arrived != pattern or any(around):
         raise MoverError("the round trip came back with other bytes")
-    if mover.name.startswith("gds") and not os.path.exists("/proc/driver/nvidia-fs"):
-        return "round trip ok; nvidia-fs is not loaded, so cuFile may be bouncing through host memory"
+    if bounces:
+        return f"round trip ok; {bounces}"
+    if mover.name.startswith("gds") or kind is MemoryKind.VRAM:
+        return f"round trip ok; {gds_report(directory).verdict}"
     return "round trip ok"
 
 
-def _round_trip(mover: Mover, region: MemoryRegion, path: str) -> None:
-    """After an error memory and file stay with the mover, which may still be at them; closing it lets them go."""
+def _round_trip(mover: Mover, region: MemoryRegion, path: str) -> str:
+    """Return how the mover bounces, where it does so by itself.
+
+    After an error memory and file stay with the mover, which may still be at them; closing it lets them go.
+    """
     memory = mover.register_memory(region)
     file = mover.open_file(path, SCRATCH_BYTES, direct_io=True)
+    bounces = ""
+    if isinstance(mover, KvikioMover) and region.kind is MemoryKind.VRAM and mover.path_of(file) == "compat":
+        bounces = "KvikIO's compatibility mode: it bounces through page-locked host memory"
     move_page(mover, lambda: mover.submit(Op.READ, memory, page(1), file, page(0)), _PROBE_TIMEOUT_S)
     move_page(mover, lambda: mover.submit(Op.WRITE, memory, page(1), file, page(2)), _PROBE_TIMEOUT_S)
     mover.close_file(file)
     mover.unregister_memory(memory)
+    return bounces
 
 
 def page(number: int) -> Extents:

@@ -1,7 +1,8 @@
-"""Every mover passes the shipped suite, bare and within ``LimitedMover``; GDS and GDS_MT over an emulated cuFile."""
+"""Every mover passes the shipped suite, bare and within ``LimitedMover``; GDS, GDS_MT and KvikIO over emulations."""
 
 from __future__ import annotations
 
+import ctypes.util
 import functools
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
@@ -94,13 +96,25 @@ class TestHuge(HugeExtentSuite):
 @pytest.mark.parametrize("cases", ["TestThreaded", "TestBatch"])
 def test_gds_over_the_emulation(cases: str, cufile_emulation: Path, tmp_path: Path) -> None:
     """The real GDS plugins pass the suite and survive injected faults, in a child whose loader finds our cuFile."""
+    run_cases("gds_cases.py", ["-k", cases], [cufile_emulation], cufile_emulation / "control", tmp_path)
+
+
+def test_kvikio_over_the_emulation(cufile_emulation: Path, driver_emulation: Path, tmp_path: Path) -> None:
+    """The real KvikIO passes the suite with host and device memory, by cuFile and without, and survives faults."""
+    pytest.importorskip("kvikio")
+    paths = [driver_emulation, cufile_emulation]
+    run_cases("kvikio_cases.py", [], paths, cufile_emulation / "control", tmp_path)
+
+
+def run_cases(module: str, arguments: list[str], paths: list[Path], control: Path, tmp_path: Path) -> None:
+    """Run the tests of an emulation's ``module`` in a child whose loader looks into ``paths`` first."""
     environment = dict(os.environ)
-    paths = [str(cufile_emulation), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    environment["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
-    environment["CUFILE_EMULATION_CONTROL"] = str(cufile_emulation / "control")
+    known = filter(None, [os.environ.get("LD_LIBRARY_PATH")])
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join([*map(str, paths), *known])
+    environment["CUFILE_EMULATION_CONTROL"] = str(control)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'child'}"]
     child = subprocess.run(
-        [*command, str(HERE / "emulation" / "gds_cases.py"), "-k", cases],
+        [*command, str(HERE / "emulation" / module), *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -109,3 +123,13 @@ def test_gds_over_the_emulation(cases: str, cufile_emulation: Path, tmp_path: Pa
     )
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
     assert "passed" in child.stdout
+
+
+def test_kvikio_says_what_it_lacks() -> None:
+    """Without NVIDIA's driver: a sentence at the first use, and nothing is left behind."""
+    if ctypes.util.find_library("cuda"):
+        pytest.skip("this machine has the driver")
+    mover = KvikioMover()
+    with pytest.raises(MoverUnavailableError, match="no NVIDIA driver"):
+        mover.connect()
+    mover.close()

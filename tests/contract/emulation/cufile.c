@@ -1,10 +1,12 @@
 /* libcufile.so.0 for machines without a GPU: "device" memory is host memory, and I/O is pread and pwrite.
  *
- * It exports what NIXL's GDS and GDS_MT plugins call and nothing more; the declarations follow NVIDIA's public cuFile API.
+ * It exports what NIXL's GDS and GDS_MT plugins and kvikio call and nothing more; the declarations follow NVIDIA's public
+ * cuFile API. Where the emulated driver (cuda.c) is loaded too, its device memory is reached through it.
  * Faults are injected through a file of 64-bit numbers that the test maps as well; its path is in CUFILE_EMULATION_CONTROL.
  * Each batch does its I/O in order on a thread of its own, so that completions are late, as they are in the real one.
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -55,11 +57,29 @@ typedef struct { int type; union { int fd; void *handle; } handle; const void *f
 typedef struct { int fd; } File;
 enum { OPCODE_READ = 0, OPCODE_WRITE = 1 };
 enum { STATUS_WAITING = 1, STATUS_CANCELED = 8, STATUS_COMPLETE = 16, STATUS_FAILED = 64 };
-enum { ERROR_DRIVER = 5001, ERROR_MEMORY = 5013, ERROR_INTERNAL = 5030 };
+enum { ERROR_DRIVER = 5001, ERROR_MEMORY = 5013, ERROR_REGISTERED = 5023, ERROR_UNREGISTERED = 5024, ERROR_INTERNAL = 5030 };
 
 static Error error_of(int err) { Error error = {err, 0}; return error; }
 
+/* Where the bytes at an address are. Without an emulated driver every address is what it says. */
+static void *(*translate)(const void *, size_t);
+
+static void find_driver(void) {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_NOW);
+    *(void **)&translate = driver ? dlsym(driver, "emulated_bytes") : NULL;
+}
+
+static char *bytes_at(char *memory, size_t size) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, find_driver);
+    return translate ? translate(memory, size) : memory;
+}
+
 static ssize_t move(int fd, char *memory, size_t size, off_t offset, int write) {
+    if (!(memory = bytes_at(memory, size))) {
+        errno = EFAULT;
+        return -1;
+    }
     if (get(DELAY_US))
         usleep((useconds_t)get(DELAY_US));
     int64_t nth = add(write ? WRITES : READS, 1);
@@ -83,7 +103,12 @@ static ssize_t move(int fd, char *memory, size_t size, off_t offset, int write) 
 }
 
 Error cuFileDriverOpen(void) { return error_of(0); }
+Error cuFileDriverClose(void) { return error_of(0); }
 Error cuFileDriverClose_v2(void) { return error_of(0); }
+Error cuFileDriverGetProperties(void *properties) { (void)properties; return error_of(ERROR_DRIVER); }
+Error cuFileDriverSetPollMode(int poll, size_t threshold) { (void)poll, (void)threshold; return error_of(0); }
+Error cuFileDriverSetMaxCacheSize(size_t size) { (void)size; return error_of(0); }
+Error cuFileDriverSetMaxPinnedMemSize(size_t size) { (void)size; return error_of(0); }
 
 Error cuFileHandleRegister(void **handle, Descr *descr) {
     File *file = malloc(sizeof *file);
@@ -102,18 +127,43 @@ void cuFileHandleDeregister(void *handle) {
     free(handle);
 }
 
+typedef struct Buffer { const void *base; struct Buffer *next; } Buffer;
+static Buffer *buffers;
+static pthread_mutex_t buffers_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static Buffer **find_buffer(const void *base) {
+    Buffer **at = &buffers;
+    while (*at && (*at)->base != base)
+        at = &(*at)->next;
+    return at;
+}
+
 Error cuFileBufRegister(const void *base, size_t length, int flags) {
-    (void)base, (void)length, (void)flags;
+    (void)length, (void)flags;
     if (get(FAIL_REGISTER))
         return error_of(ERROR_MEMORY);
-    add(BUFFERS, 1);
-    return error_of(0);
+    pthread_mutex_lock(&buffers_lock);
+    int known = *find_buffer(base) != NULL;
+    if (!known) {
+        Buffer *buffer = malloc(sizeof *buffer);
+        *buffer = (Buffer){base, buffers};
+        buffers = buffer;
+        add(BUFFERS, 1);
+    }
+    pthread_mutex_unlock(&buffers_lock);
+    return error_of(known ? ERROR_REGISTERED : 0);
 }
 
 Error cuFileBufDeregister(const void *base) {
-    (void)base;
-    add(BUFFERS, -1);
-    return error_of(0);
+    pthread_mutex_lock(&buffers_lock);
+    Buffer **at = find_buffer(base), *buffer = *at;
+    if (buffer) {
+        *at = buffer->next;
+        free(buffer);
+        add(BUFFERS, -1);
+    }
+    pthread_mutex_unlock(&buffers_lock);
+    return error_of(buffer ? 0 : ERROR_UNREGISTERED);
 }
 
 ssize_t cuFileRead(void *handle, void *base, size_t size, off_t file_offset, off_t base_offset) {
@@ -123,6 +173,12 @@ ssize_t cuFileRead(void *handle, void *base, size_t size, off_t file_offset, off
 ssize_t cuFileWrite(void *handle, const void *base, size_t size, off_t file_offset, off_t base_offset) {
     return move(((File *)handle)->fd, (char *)base + base_offset, size, file_offset, 1);
 }
+
+/* Of streams: kvikio wants them to be there, and we never call them. */
+Error cuFileReadAsync(void) { return error_of(ERROR_INTERNAL); }
+Error cuFileWriteAsync(void) { return error_of(ERROR_INTERNAL); }
+Error cuFileStreamRegister(void) { return error_of(ERROR_INTERNAL); }
+Error cuFileStreamDeregister(void) { return error_of(ERROR_INTERNAL); }
 
 /* Batches */
 

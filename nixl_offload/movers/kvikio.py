@@ -1,0 +1,437 @@
+"""KvikIO behind the mover contract: device or host memory and files, by cuFile or by KvikIO's own POSIX path.
+
+Where cuFile cannot be had for a file (``path_of`` says which it is), KvikIO reads and writes through page-locked
+bounce buffers: its compatibility mode. cuFile, for its part, has such a mode as well: ``movers.gds`` tells that.
+
+Threading: driven by one thread. A thread of the mover's own opens files and hands pieces to KvikIO, because that may
+block: with cuFile, KvikIO waits for the device's default stream first. KvikIO's pool moves the bytes. One process: its
+threads do not survive a fork.
+Process-wide in KvikIO, set by the mover that starts last and left so: the number of threads, the size of bounce
+buffers, O_DIRECT where a file takes it, no size below which the calling thread would do the I/O itself. Whether cuFile
+may be used stays as ``KVIKIO_COMPAT_MODE`` says (auto, unless set).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from nixl_offload.errors import MoverError, MoverUnavailableError
+from nixl_offload.movers.base import (
+    UNLIMITED,
+    Extents,
+    FileId,
+    MemoryId,
+    MemoryKind,
+    MemoryRegion,
+    Mover,
+    MoverLimits,
+    Op,
+    Transfer,
+    TransferState,
+)
+from nixl_offload.movers.handles import (
+    FileEntry,
+    HandleTable,
+    MemoryEntry,
+    check_adopted,
+    fork_message,
+    open_regular_file,
+)
+from nixl_offload.movers.pinning import check_pinning
+from nixl_offload.types import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+IoPath = Literal["cufile", "compat"]
+
+_ERRORS = (RuntimeError, OSError, ValueError, MemoryError)
+"""What KvikIO raises: RuntimeError for nearly everything, the rest where C++ has an exception of that meaning."""
+_WHERE = re.compile(r"^[A-Za-z/ ]+ at: \S+:\d+: ")
+_ALREADY_REGISTERED = "already registered"
+
+
+class _Span:
+    """A piece of memory as KvikIO wants to be told of it; whether it is a device's, KvikIO finds out by itself."""
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, address: int, length_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (length_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class _OpenFile:
+    """KvikIO's side of a file: it opens by path only, so it is given the path of a descriptor."""
+
+    handle: Any
+    io_path: IoPath
+
+
+@dataclass(slots=True, eq=False)
+class _KvikioTransfer(Transfer):
+    memory: MemoryEntry = field(kw_only=True)
+    file: FileEntry = field(kw_only=True)
+    pieces: list[tuple[int, Any]] = field(default_factory=list)
+    """Length and KvikIO's future of each piece not known to be done; filled by the launching thread."""
+    launch: Future[None] | None = None
+
+
+class KvikioMover(Mover):
+    """Moves bytes by KvikIO. Raises MoverUnavailableError on the first use where KvikIO or the driver is missing.
+
+    ``threads`` move at once, each at most ``bounce_bytes`` at a time; where KvikIO has to bounce, each holds that much
+    page-locked memory. After a failure the other pieces of the transfer go on, and the state turns FAILED only when all
+    have ended: no quarantine. When ``close`` cannot drain within ``close_timeout_s``, memory and files are leaked with
+    one warning, because threads may still write there.
+    """
+
+    def __init__(self, threads: int = 8, bounce_bytes: int = 16 << 20, *, close_timeout_s: float = 30.0) -> None:
+        self.name = "kvikio"
+        self.memory_kinds = frozenset({MemoryKind.VRAM, MemoryKind.DRAM})
+        # KvikIO takes what is off the grid as well, by the page cache and another copy: nobody wants that unawares.
+        self.limits = MoverLimits(
+            alignment_bytes=PAGE_BYTES,
+            max_extent_bytes=UNLIMITED,
+            max_extents_per_transfer=65_536,  # each is an object of Python's and one of KvikIO's
+            max_extents_in_flight=UNLIMITED,
+        )
+        self._threads = threads
+        self._bounce_bytes = bounce_bytes
+        self._close_timeout_s = close_timeout_s
+        self._pid = os.getpid()
+        self._kvikio: Any = None
+        self._launcher: ThreadPoolExecutor | None = None
+        self._table = HandleTable(self.name)
+        self._opened: dict[FileId, Future[_OpenFile]] = {}
+        self._in_cufile: dict[MemoryId, bool] = {}
+        """Device regions; whether cuFile knows the allocation by this one (else by another region of the same)."""
+        self._in_flight: set[_KvikioTransfer] = set()
+        self._closed = False
+
+    def connect(self) -> None:
+        """Load KvikIO and set its defaults now. Raises MoverUnavailableError."""
+        self._usable()
+
+    # Regions and files
+
+    def register_memory(self, region: MemoryRegion) -> MemoryId:
+        """See Mover. Device memory is registered with cuFile, with all of the allocation that it is part of."""
+        kvikio = self._usable()
+        if region.length_bytes <= 0:
+            raise MoverError(f"{self.name}: an empty memory region")
+        held = sum(self._table.memory(each).region.length_bytes for each in self._in_cufile)
+        if region.kind is MemoryKind.VRAM and not kvikio.defaults.is_compat_mode_preferred():
+            check_pinning(self.name, region, held)
+        memory = self._table.add_memory(MemoryEntry(region))
+        if region.kind is MemoryKind.VRAM:
+            try:
+                self._in_cufile[memory] = self._register_with_cufile(kvikio, region)
+            except _ERRORS as error:
+                self._table.pop_memory(memory)
+                raise MoverError(
+                    f"{self.name}: cannot register {region.length_bytes} bytes of device memory: {_words(error)}; "
+                    "nixl-offload check says what cuFile lacks here, and KVIKIO_COMPAT_MODE=ON does without cuFile"
+                ) from error
+        return memory
+
+    def _register_with_cufile(self, kvikio: Any, region: MemoryRegion) -> bool:
+        """Whether it was this call that registered the allocation. Nothing to do, and True, in compatibility mode."""
+        try:
+            kvikio.memory_register(_Span(region.address, region.length_bytes))
+        except RuntimeError as error:
+            if _ALREADY_REGISTERED in str(error):
+                return False
+            raise
+        return True
+
+    def unregister_memory(self, memory: MemoryId) -> None:
+        """See Mover. Raises MoverError while a transfer is in flight."""
+        kvikio = self._usable()
+        region = self._table.pop_memory(memory).region
+        if not self._in_cufile.pop(memory, False):
+            return
+        try:
+            kvikio.memory_deregister(_Span(region.address, region.length_bytes))
+            # Regions that leaned on this one stand on their own now.
+            for other in [other for other, knows in self._in_cufile.items() if not knows]:
+                self._in_cufile[other] = self._register_with_cufile(kvikio, self._table.memory(other).region)
+        except _ERRORS as error:
+            raise MoverError(f"{self.name}: cannot unregister device memory: {_words(error)}") from error
+
+    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
+        """See Mover."""
+        self._usable()
+        fd, direct = open_regular_file(path, direct_io=direct_io)
+        file = self._add_file(FileEntry(fd, path, length_bytes, direct_io, direct))
+        try:
+            self._opened[file].result()
+        except MoverError:
+            self.close_file(file)
+            raise
+        return file
+
+    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        """See Mover. KvikIO opens it anew, on the mover's own thread; where that fails, the transfers fail."""
+        try:
+            self._usable()
+        except MoverError:
+            os.close(fd)
+            raise
+        check_adopted(fd, path)
+        return self._add_file(FileEntry(fd, path, length_bytes, direct, direct))
+
+    def _add_file(self, entry: FileEntry) -> FileId:
+        file = self._table.add_file(entry)
+        assert self._launcher is not None
+        self._opened[file] = self._launcher.submit(self._open, entry)
+        return file
+
+    def _open(self, entry: FileEntry) -> _OpenFile:
+        """Open by KvikIO what ``entry.fd`` is, on the launching thread. Raises MoverError."""
+        kvikio = self._kvikio
+        modes = kvikio.CompatMode
+        writes = (fcntl.fcntl(entry.fd, fcntl.F_GETFL) & os.O_ACCMODE) == os.O_RDWR
+        arguments = f"/proc/self/fd/{entry.fd}", "r+" if writes else "r"
+        try:
+            # Without either, KvikIO never opens the file with O_DIRECT.
+            with kvikio.defaults.set({"auto_direct_io_read": entry.direct, "auto_direct_io_write": entry.direct}):
+                if not kvikio.defaults.is_compat_mode_preferred():
+                    try:
+                        with kvikio.defaults.set("compat_mode", modes.OFF):
+                            return _OpenFile(kvikio.CuFile(*arguments), "cufile")
+                    except _ERRORS as error:
+                        if kvikio.defaults.get("compat_mode") == modes.OFF:
+                            raise
+                        logger.warning(
+                            "%s: cuFile does not take %s (%s); bouncing through host memory",
+                            self.name,
+                            entry.path,
+                            _words(error),
+                        )
+                with kvikio.defaults.set("compat_mode", modes.ON):
+                    return _OpenFile(kvikio.CuFile(*arguments), "compat")
+        except _ERRORS as error:
+            raise MoverError(f"{self.name}: cannot open {entry.path}: {_words(error)}") from error
+
+    def path_of(self, file: FileId) -> IoPath:
+        """How bytes of device memory and this file travel: by cuFile, or by KvikIO's own bounce buffers.
+
+        Waits until the file is open. Raises MoverError.
+        """
+        self._table.file(file)
+        return self._opened[file].result().io_path
+
+    def close_file(self, file: FileId) -> None:
+        """See Mover. Raises MoverError while a transfer is in flight."""
+        entry = self._table.pop_file(file)
+        opened = self._opened.pop(file)
+        wait([opened])  # else the path of the descriptor could be somebody else's when KvikIO comes to open it
+        if opened.exception() is None:
+            assert self._launcher is not None
+            self._launcher.submit(opened.result().handle.close)
+        os.close(entry.fd)
+
+    # Transfers
+
+    def submit(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        """See Mover."""
+        self._usable()
+        m, mem, f, fil = self._table.check(self.limits, op, memory, memory_extents, file, file_extents)
+        transfer = _KvikioTransfer(op, int(mem[:, 1].sum()), memory=m, file=f)
+        if not len(mem):
+            transfer.state = TransferState.DONE
+            return transfer
+        mem, fil = _joined(mem, fil)
+        assert self._launcher is not None
+        transfer.launch = self._launcher.submit(
+            self._launch,
+            transfer,
+            self._opened[file],
+            (mem[:, 0] + m.region.address).tolist(),
+            mem[:, 1].tolist(),
+            fil[:, 0].tolist(),
+        )
+        m.in_flight += 1
+        f.in_flight += 1
+        self._in_flight.add(transfer)
+        return transfer
+
+    def _launch(
+        self,
+        transfer: _KvikioTransfer,
+        opened: Future[_OpenFile],
+        addresses: list[int],
+        lengths: list[int],
+        offsets: list[int],
+    ) -> None:
+        """Hand all pieces to KvikIO's pool. Raises MoverError or what KvikIO raises; some may be on their way then."""
+        handle = opened.result().handle
+        start = handle.pread if transfer.op is Op.READ else handle.pwrite
+        for address, length, offset in zip(addresses, lengths, offsets, strict=True):
+            future = start(_Span(address, length), length, offset, self._bounce_bytes)
+            transfer.pieces.append((length, future))
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """See Mover."""
+        if transfer.state is not TransferState.PENDING or not isinstance(transfer, _KvikioTransfer):
+            return transfer.state
+        if os.getpid() != self._pid:
+            transfer.error, transfer.quarantine = self._fork_message(), True
+            transfer.state = TransferState.FAILED
+            return transfer.state
+        assert transfer.launch is not None
+        if not transfer.launch.done():
+            return transfer.state
+        while transfer.pieces and transfer.pieces[-1][1].done():
+            length, future = transfer.pieces.pop()
+            try:
+                moved = future.get()
+            except _ERRORS as error:
+                words = _words(error)
+                # That is what -1 looks like; the errno that went with it is lost.
+                lost = transfer.op is Op.READ and words == os.strerror(errno.EPERM)
+                transfer.error = self._failure(
+                    transfer, "an error of cuFile's that KvikIO does not hand on" if lost else words
+                )
+            else:
+                if moved != length:
+                    transfer.error = self._failure(transfer, f"short, {moved} of {length} bytes")
+        if not transfer.pieces:
+            self._finish(transfer)
+        return transfer.state
+
+    def _failure(self, transfer: _KvikioTransfer, words: str) -> str:
+        return f"{self.name}: {transfer.op.value} of {transfer.file.path} failed: {words}"
+
+    def _finish(self, transfer: _KvikioTransfer) -> None:
+        assert transfer.launch is not None
+        refusal = transfer.launch.exception()
+        if refusal is not None and transfer.error is None:
+            transfer.error = self._failure(transfer, _words(refusal))
+        self._in_flight.discard(transfer)
+        transfer.memory.in_flight -= 1
+        transfer.file.in_flight -= 1
+        transfer.launch = None
+        transfer.state = TransferState.DONE if transfer.error is None else TransferState.FAILED
+
+    # The end
+
+    def close(self) -> None:
+        """See Mover. Waits ``close_timeout_s`` at most; in a forked child it does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        deadline = time.monotonic() + self._close_timeout_s
+        while self._in_flight and time.monotonic() < deadline:
+            for transfer in list(self._in_flight):
+                self.poll(transfer)
+            if self._in_flight:
+                time.sleep(0.0002)
+        if self._in_flight:
+            logger.warning(
+                "%s: %d transfers did not end within %.0f s; leaking their memory and files",
+                self.name,
+                len(self._in_flight),
+                self._close_timeout_s,
+            )
+            for transfer in self._in_flight:
+                transfer.error, transfer.quarantine = f"{self.name}: still in flight when the mover was closed", True
+                transfer.state = TransferState.FAILED
+            # KvikIO's handles close themselves when collected; these must not be.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._opened, self._in_flight)))
+            self._closed = True
+            if self._launcher is not None:
+                self._launcher.shutdown(wait=False)
+            return
+        for file in list(self._table.files):
+            self.close_file(file)
+        for memory in list(self._table.memories):
+            self._unregister_in_the_end(memory)
+        self._closed = True
+        if self._launcher is not None:
+            self._launcher.shutdown(wait=True)
+
+    def _unregister_in_the_end(self, memory: MemoryId) -> None:
+        try:
+            self.unregister_memory(memory)
+        except MoverError as error:
+            logger.warning("%s", error)
+
+    # KvikIO itself
+
+    def _usable(self) -> Any:
+        if os.getpid() != self._pid:
+            raise MoverError(self._fork_message())
+        if self._closed:
+            raise MoverError(f"{self.name}: this mover is closed")
+        if self._kvikio is None:
+            self._kvikio = _load(self.name, self._threads, self._bounce_bytes)
+            self._launcher = ThreadPoolExecutor(1, thread_name_prefix="nixl-offload-kvikio")
+        return self._kvikio
+
+    def _fork_message(self) -> str:
+        return fork_message(self.name, self._pid)
+
+
+def _load(name: str, threads: int, bounce_bytes: int) -> Any:
+    """KvikIO, with its defaults set. Raises MoverUnavailableError."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MoverUnavailableError(
+            f"{name}: no NVIDIA driver: libcuda.so.1 cannot be loaded, and KvikIO wants it even for host memory"
+        ) from error
+    try:
+        import kvikio
+        import kvikio.defaults
+    except ModuleNotFoundError as error:
+        raise MoverUnavailableError(
+            f"{name}: {error.name} is not installed; kvikio-cu13 or kvikio-cu12 has it, whichever fits torch's CUDA"
+        ) from error
+    except (ImportError, *_ERRORS) as error:
+        raise MoverUnavailableError(f"{name}: KvikIO cannot be loaded: {_words(error)}") from error
+    settings: dict[str, object] = {
+        "bounce_buffer_size": bounce_bytes,
+        "gds_threshold": 0,
+        "auto_direct_io_read": True,
+        "auto_direct_io_write": True,
+    }
+    if kvikio.defaults.get("num_threads") != threads:  # the same number, too, would wait for the pool to be idle
+        settings["num_threads"] = threads
+    try:
+        kvikio.defaults.set(settings)
+    except _ERRORS as error:
+        raise MoverUnavailableError(f"{name}: KvikIO takes no such setting: {_words(error)}") from error
+    return kvikio
+
+
+def _joined(mem: Extents, fil: Extents) -> tuple[Extents, Extents]:
+    """The same bytes in as few rows as can be: what goes on where the row before it ends, on both sides, joins that."""
+    joins = (mem[1:, 0] == mem[:-1].sum(axis=1)) & (fil[1:, 0] == fil[:-1].sum(axis=1))
+    if not joins.any():
+        return mem, fil
+    first = np.flatnonzero(np.concatenate(([True], ~joins)))
+    lengths = np.add.reduceat(mem[:, 1], first)
+    return np.stack([mem[first, 0], lengths], axis=1), np.stack([fil[first, 0], lengths], axis=1)
+
+
+def _words(error: BaseException) -> str:
+    """What ``error`` says, without the place in KvikIO's source."""
+    return _WHERE.sub("", " ".join(str(error).split())) or type(error).__name__

@@ -1,0 +1,284 @@
+"""The real KvikIO over an emulated driver and an emulated cuFile: the suite, and faults. Run in a child by
+``test_movers.py``.
+
+Device memory is such that only the driver's copies and cuFile can touch it. The child's loader must find the emulation,
+so this module is not collected on its own: its name lacks ``test_``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from nixl_offload.errors import MoverError
+from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
+from nixl_offload.movers.gds import gds_report
+from nixl_offload.movers.kvikio import KvikioMover
+from nixl_offload.movers.select import open_mover
+from nixl_offload.testing.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory, extents
+from nixl_offload.testing.mover_suite import MoverSuite
+
+from .build import Control, Driver
+
+# First come, first served: KvikIO would load the one of NVIDIA's wheel.
+_CUFILE = ctypes.CDLL("libcufile.so.0", mode=ctypes.RTLD_GLOBAL)
+BOUNCE_BYTES = 256 * KIB
+"""Small, so that most transfers are of several tasks."""
+
+
+class DeviceMemory:
+    """Memory of the emulated device."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._library: Any = Driver().library
+        address = ctypes.c_size_t()
+        assert self._library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size_bytes)) == 0
+        self.region = MemoryRegion(address.value, size_bytes, MemoryKind.VRAM)
+
+    def leak(self) -> None:
+        """Never free it: something may still write there."""
+        self._library = None
+
+    def __del__(self) -> None:
+        if self._library is not None:
+            self._library.cuMemFree_v2(ctypes.c_size_t(self.region.address))
+
+    def read(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
+        """See SuiteMemory."""
+        begin, end, _ = slice(begin, end).indices(self.region.length_bytes)
+        found = np.empty(end - begin, dtype=np.uint8)
+        assert not self._library.cuMemcpyDtoH_v2(
+            ctypes.c_void_p(found.ctypes.data),
+            ctypes.c_size_t(self.region.address + begin),
+            ctypes.c_size_t(found.nbytes),
+        )
+        return found
+
+    def write(self, values: npt.NDArray[np.uint8] | int) -> None:
+        """See SuiteMemory."""
+        data = np.full(self.region.length_bytes, values, dtype=np.uint8) if isinstance(values, int) else values
+        data = np.ascontiguousarray(data)
+        assert not self._library.cuMemcpyHtoD_v2(
+            ctypes.c_size_t(self.region.address), ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
+        )
+
+
+@pytest.fixture(autouse=True)
+def driver() -> Iterator[Driver]:
+    """The emulated driver, without faults before and after each case."""
+    driver = Driver()
+    driver.reset()
+    yield driver
+    driver.reset()
+
+
+@pytest.fixture(autouse=True)
+def control() -> Iterator[Control]:
+    """The emulated cuFile's control file, without faults before and after; nothing may stay registered."""
+    control = Control(Path(os.environ["CUFILE_EMULATION_CONTROL"]))
+    control.reset()
+    registered = control["buffers"], control["files"]
+    yield control
+    control.reset()
+    assert (control["buffers"], control["files"]) == registered
+
+
+class KvikioRigs(MoverRigs):
+    """A mover on device memory, by the path that ``compat`` names."""
+
+    compat = "ON"
+    memory_kind = MemoryKind.VRAM
+
+    @pytest.fixture(autouse=True)
+    def compat_mode(self) -> Iterator[None]:
+        """As ``KVIKIO_COMPAT_MODE`` would say it."""
+        import kvikio.defaults
+
+        with kvikio.defaults.set("compat_mode", kvikio.CompatMode[self.compat]):
+            yield
+
+    def make_mover(self) -> Mover:
+        return KvikioMover(4, BOUNCE_BYTES, close_timeout_s=5.0)
+
+    def make_memory(self, size_bytes: int) -> SuiteMemory:
+        return DeviceMemory(size_bytes)
+
+
+class TestHost(KvikioRigs, MoverSuite):
+    """Host memory, which KvikIO tells from a device's by asking the driver."""
+
+    memory_kind = MemoryKind.DRAM
+
+    def make_memory(self, size_bytes: int) -> SuiteMemory:
+        return MoverRigs.make_memory(self, size_bytes)
+
+
+class TestCompat(KvikioRigs, MoverSuite):
+    """Device memory through KvikIO's bounce buffers."""
+
+
+class TestCuFile(KvikioRigs, MoverSuite):
+    """Device memory by cuFile."""
+
+    compat = "OFF"
+
+
+WHERE = extents(np.arange(64) * 64 * KIB, 64 * KIB)
+BACK = WHERE[::-1]
+"""Backwards, so that no row joins the one before."""
+
+
+def chosen(directory: Path) -> str:
+    """What ``open_mover`` says of KvikIO, for device memory."""
+    memory = DeviceMemory(MIB)
+    mover, report = open_mover("kvikio", MemoryKind.VRAM, str(directory), scratch=memory.region, threads=4)
+    mover.close()
+    assert mover.name == "kvikio"
+    assert not list(directory.iterdir())
+    return report[-1].reason
+
+
+class TestCompatFaults(KvikioRigs):
+    """What becomes of faults on the way through bounce buffers."""
+
+    def test_a_file_that_ends_off_the_grid(self, rig: Rig) -> None:
+        """A read past the end fails in words, nothing comes late, and the next one works."""
+        os.ftruncate(rig.fd, 4 * MIB - 6000)
+        transfer = rig.move(Op.READ, WHERE, BACK)
+        assert transfer.state is TransferState.FAILED
+        assert str(transfer.error) == f"kvikio: read of {rig.path} failed: POSIX error on pread: EOF"
+        assert not transfer.quarantine
+        rig.assert_memory_is_ours(transfer)
+        os.ftruncate(rig.fd, rig.size_bytes)
+        assert rig.move(Op.READ, WHERE, BACK).state is TransferState.DONE
+
+    @pytest.mark.parametrize("op", list(Op))
+    def test_a_copy_that_fails(self, rig: Rig, driver: Driver, op: Op) -> None:
+        """An error of the device is told per transfer, when all its pieces have ended."""
+        driver["fail_copy_nth"] = 5
+        transfer = rig.move(op, WHERE, BACK)
+        assert transfer.state is TransferState.FAILED
+        assert "emulated CUDA error" in str(transfer.error)
+        assert driver["copies"] == len(WHERE)
+        rig.assert_memory_is_ours(transfer)
+        assert rig.move(op, WHERE, BACK).state is TransferState.DONE
+
+    def test_no_page_locked_memory(self, tmp_path: Path, driver: Driver) -> None:
+        """Bounce buffers that cannot be had are the transfer's failure, not the engine's."""
+        import kvikio.defaults
+
+        with self.open_rig(tmp_path / "data") as rig:
+            kvikio.defaults.set("bounce_buffer_size", 3 * BOUNCE_BYTES)  # none of that size is kept
+            driver["fail_pin"] = 1
+            transfer = rig.move(Op.READ, WHERE, BACK)
+            assert transfer.state is TransferState.FAILED
+            assert "out of memory" in str(transfer.error)
+
+    def test_bytes_go_through_bounce_buffers_of_the_size_asked(self, rig: Rig, driver: Driver) -> None:
+        """4 MiB in one extent are sixteen copies of 256 KiB; rows that go on where the last one ended are one."""
+        assert rig.mover.path_of(rig.file_id) == "compat"  # type: ignore[attr-defined]
+        rig.move(Op.READ, extents([0], 4 * MIB), extents([0], 4 * MIB))
+        assert driver["copies"] == 4 * MIB // BOUNCE_BYTES
+        rig.move(Op.READ, WHERE, WHERE)
+        assert driver["copies"] == 2 * (4 * MIB // BOUNCE_BYTES)
+
+    def test_is_chosen_with_a_remark(self, tmp_path: Path) -> None:
+        """Nobody is to take it for GPUDirect Storage."""
+        assert "bounces through page-locked host memory" in chosen(tmp_path)
+
+
+class TestCuFileFaults(KvikioRigs):
+    """What becomes of what cuFile says."""
+
+    compat = "OFF"
+
+    @pytest.mark.parametrize(
+        ("op", "faults", "words"),
+        [
+            (Op.READ, {"fail_read_nth": 5}, "an error of cuFile's that KvikIO does not hand on"),
+            (Op.READ, {"short_read_nth": 5, "short_bytes": 4096}, "short, 61440 of 65536 bytes"),
+            (Op.READ, {"short_read_nth": 64, "short_bytes": 64 * KIB}, "short, 0 of 65536 bytes"),
+            (Op.WRITE, {"fail_write_nth": 1}, "Input/output error"),
+            (Op.WRITE, {"short_write_nth": 40, "short_bytes": 64 * KIB}, "short, 0 of 65536 bytes"),
+        ],
+    )
+    def test_one_of_many_fails(self, rig: Rig, control: Control, op: Op, faults: dict[str, int], words: str) -> None:
+        """FAILED with what happened, only when all siblings are through. The next one works."""
+        for place, value in {**faults, "delay_us": 200}.items():
+            control[place] = value
+        transfer = rig.move(op, WHERE, BACK)
+        assert transfer.state is TransferState.FAILED
+        assert words in str(transfer.error)
+        assert control["reads"] + control["writes"] == len(WHERE)
+        rig.assert_memory_is_ours(transfer)
+        assert rig.move(op, WHERE, BACK).state is TransferState.DONE
+
+    def test_late(self, rig: Rig, control: Control, driver: Driver) -> None:
+        """Neither slow storage nor a device that computes keeps submit or poll waiting."""
+        assert rig.mover.path_of(rig.file_id) == "cufile"  # type: ignore[attr-defined]
+        control["delay_us"], driver["sync_us"] = 5000, 20_000
+        begun = time.monotonic()
+        transfer = rig.submit(Op.READ, WHERE[:8], BACK[:8])
+        assert rig.mover.poll(transfer) is TransferState.PENDING
+        assert time.monotonic() - begun < 0.015
+        assert control["reads"] < 8
+        rig.wait(transfer)
+        assert driver["syncs"], "KvikIO waits for the default stream no more: the launching thread can go"
+        assert np.array_equal(rig.memory[: 512 * KIB].reshape(8, -1), rig.stored.reshape(64, -1)[:-9:-1])
+
+    def test_two_regions_of_one_allocation(self, tmp_path: Path, control: Control) -> None:
+        """CuFile knows allocations: the first region registers it, and it stays known until the last has gone."""
+        memory = DeviceMemory(4 * MIB)
+        mover = KvikioMover(4, BOUNCE_BYTES)
+        before = control["buffers"]
+        halves = [MemoryRegion(memory.region.address + n * 2 * MIB, 2 * MIB, MemoryKind.VRAM) for n in range(2)]
+        first, second = [mover.register_memory(half) for half in halves]
+        assert control["buffers"] == before + 1
+        mover.unregister_memory(first)
+        assert control["buffers"] == before + 1
+        mover.unregister_memory(second)
+        assert control["buffers"] == before
+        mover.close()
+
+    def test_refused_buffers_are_said_at_once(self, control: Control) -> None:
+        """Registration fails where cuFile does not take the memory, instead of every transfer being slow."""
+        control["fail_register"] = 1
+        mover, memory = KvikioMover(4, BOUNCE_BYTES), DeviceMemory(MIB)
+        with pytest.raises(
+            MoverError, match=r"cannot register 1048576 bytes of device memory: .*COMPAT_MODE=ON"
+        ):
+            mover.register_memory(memory.region)
+        control["fail_register"] = 0
+        mover.unregister_memory(mover.register_memory(memory.region))
+        mover.close()
+
+    def test_what_never_ends_is_leaked_not_freed(
+        self, tmp_path: Path, control: Control, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Closing gives up in time, quarantines, and warns once; what is in flight keeps its memory."""
+        memory = DeviceMemory(4 * MIB)
+        mover = KvikioMover(4, BOUNCE_BYTES, close_timeout_s=0.1)
+        rig = Rig(mover, tmp_path / "data", MemoryKind.VRAM, 4 * MIB, direct_io=True, region_memory=memory)
+        control["delay_us"] = 100_000
+        transfer = rig.submit(Op.READ, WHERE[:16], BACK[:16])
+        rig.close()
+        assert (transfer.state, transfer.quarantine) == (TransferState.FAILED, True)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        while control["reads"] < 16:  # or the late ones would count in other cases
+            time.sleep(0.01)
+        time.sleep(0.15)
+        memory.leak()
+        control["buffers"] -= 1
+        control["files"] -= 1
+
+    def test_is_chosen_with_a_remark(self, tmp_path: Path) -> None:
+        """What will become of the bytes behind cuFile is told by cuFile's own report."""
+        assert chosen(tmp_path) == f"round trip ok; {gds_report(str(tmp_path)).verdict}"
