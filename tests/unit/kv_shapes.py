@@ -1,0 +1,304 @@
+"""KV memory in the shapes that vLLM makes, on any device, with an engine over it: what device tests share, whether host
+memory plays the device (``device_rig``) or a real one is there.
+
+The *model* is a function that queues work on the compute stream; every byte it writes, and every byte that a load must
+have brought, is kept in a mirror on the host, so that a comparison covers all of KV memory: what nothing was to touch
+must be untouched. Threading: the test's thread is the model's and the engine's caller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine.links.base import Link
+from nixl_offload.engine.links.slab import SlabLink
+from nixl_offload.engine.streams import Device
+from nixl_offload.errors import MoverError
+from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.types import PAGE_BYTES, Key, Location, Outcome, align_up
+
+NAMESPACE = bytes(range(32))
+NUM_BLOCKS = 48
+CHUNK_BLOCKS = 4
+DEADLINE_S = 30.0
+NEVER_DIRECT = 1 << 60
+
+KIB = 1024
+Bytes = npt.NDArray[np.uint8]
+Way = Literal["direct", "device", "host"]
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """``tensors``: (page, stride) of each layer's tensor; ``groups``: (tensor, stored bytes) of each layer of each.
+
+    ``interleaved``: all tensors are views of one allocation, side by side in each of its rows.
+    """
+
+    tensors: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[tuple[int, int], ...], ...]
+    interleaved: bool = False
+    aligned: bool = False
+    """Its pages may go direct."""
+
+    @classmethod
+    def layers(cls, count: int, page: int, *, stride: int | None = None, **options: Any) -> KVShape:
+        """One group, a tensor for each layer."""
+        refs = tuple((layer, page) for layer in range(count))
+        return cls(((page, stride or page),) * count, (refs,), **options)
+
+
+SHAPES = {
+    "lbhnc": KVShape.layers(3, 8 * KIB, aligned=True),
+    "lbhnc_strided": KVShape.layers(3, 4 * KIB, stride=12 * KIB, aligned=True),
+    "lbhnc_interleaved": KVShape.layers(3, 4 * KIB, stride=12 * KIB, interleaved=True, aligned=True),
+    "lbhnc_small_pages": KVShape.layers(4, 1536),
+    "blhnc": KVShape(((48 * KIB, 48 * KIB),), (((0, 48 * KIB),),), aligned=True),
+    "mla_41k": KVShape.layers(2, 41 * KIB),
+    "mla_36k": KVShape.layers(2, 36 * KIB, aligned=True),
+    "hybrid": KVShape(
+        ((16 * KIB, 16 * KIB),) * 2,
+        (((0, 16 * KIB), (1, 16 * KIB)), ((0, 8 * KIB), (1, 4 * KIB))),
+        aligned=True,
+    ),
+    "padded_pages": KVShape(((4 * KIB, 6 * KIB),) * 2, (((0, 3000), (1, 2056)), ((1, 1000),))),
+}
+
+
+def allocate(shape: KVShape, device: torch.device) -> list[torch.Tensor]:
+    """KV tensors as vLLM hands them over: int8 of shape (NUM_BLOCKS, page), page-aligned, zero."""
+    if shape.interleaved:
+        rows = _area(NUM_BLOCKS * sum(page for page, _ in shape.tensors), device).view(NUM_BLOCKS, -1)
+        ends = np.cumsum([page for page, _ in shape.tensors]).tolist()
+        return [rows[:, end - page : end] for (page, _), end in zip(shape.tensors, ends, strict=True)]
+    return [_area(NUM_BLOCKS * stride, device).view(NUM_BLOCKS, stride)[:, :page] for page, stride in shape.tensors]
+
+
+def _area(size_bytes: int, device: torch.device) -> torch.Tensor:
+    area = torch.zeros(size_bytes + PAGE_BYTES, dtype=torch.int8, device=device)
+    start = -area.data_ptr() % PAGE_BYTES
+    return area[start : start + size_bytes]
+
+
+def layout_of(shape: KVShape, tensors: Sequence[torch.Tensor]) -> KVLayout:
+    regions = tuple(
+        RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, tensor.stride(0), tensor.shape[1])
+        for index, tensor in enumerate(tensors)
+    )
+    return KVLayout(regions, tuple(GroupLayout(refs) for refs in shape.groups), CHUNK_BLOCKS)
+
+
+class DeviceCopyMover(CopyMover):
+    """Moves host memory that plays a device's, as the movers of a real one do; keeps what was registered."""
+
+    def __init__(
+        self, kinds: frozenset[MemoryKind] = frozenset(MemoryKind), refuse: Callable[[MemoryRegion], bool] | None = None
+    ) -> None:
+        super().__init__(name="device_copy")
+        self.memory_kinds = kinds
+        self.regions: list[MemoryRegion] = []
+        self._refuse = refuse
+
+    def register_memory(self, region: MemoryRegion) -> MemoryId:
+        """See Mover. Raises MoverError for what the test wants refused."""
+        if self._refuse is not None and self._refuse(region):
+            raise MoverError(f"{self.name}: {region.length_bytes} bytes do not fit into BAR1")
+        memory = super().register_memory(region)
+        self.regions.append(region)
+        return memory
+
+
+@dataclass
+class DeviceRig:
+    """Built by ``make``. Blocks are written by the model's stream and compared over all of KV memory."""
+
+    shape: KVShape
+    device: Device
+    model: Callable[[Callable[[], None]], None]
+    """Queues work on the compute stream."""
+    tensors: list[torch.Tensor]
+    mirror: list[Bytes]
+    """What each tensor must hold, once the model's stream is idle and no load is under way."""
+    layout: KVLayout
+    slab: SlabFile
+    mover: Mover
+    link: Link
+    engine: Engine
+    results: dict[int, JobResult] = field(default_factory=dict)
+    _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(11))
+
+    @classmethod
+    def make(
+        cls,
+        directory: Path,
+        device: Device,
+        model: Callable[[Callable[[], None]], None],
+        mover: Mover,
+        shape: str | KVShape = "lbhnc",
+        way: Way = "device",
+        *,
+        slots: int = 16,
+        staging_slots: int = 8,
+        direct_io: bool = True,
+        **options: Any,
+    ) -> DeviceRig:
+        shape = SHAPES[shape] if isinstance(shape, str) else shape
+        tensors = allocate(shape, device.torch_device)
+        layout = layout_of(shape, tensors)
+        largest = max(layout.slot_bytes(group) for group in range(len(shape.groups)))
+        extent = align_up(largest * 4, 65536)
+        slab = SlabFile(directory / "kv" / "rank.slab", extent * -(-slots // 4), extent, direct_io=direct_io)
+        slab.open()
+        clock = options.get("clock", time.monotonic)
+        link = SlabLink(slab, mover, clock)
+        options.setdefault("direct_min_extent_bytes", 0 if way == "direct" else NEVER_DIRECT)
+        options.setdefault("staging", "host" if way == "host" else "device")
+        try:
+            engine = Engine(
+                tensors=tensors,
+                layout=layout,
+                links=[link],
+                rank_namespace=NAMESPACE,
+                staging_bytes=staging_slots * largest,
+                device=device,
+                **options,
+            )
+        except BaseException:
+            slab.close()
+            raise
+        mirror = [np.zeros((NUM_BLOCKS, tensor.shape[1]), dtype=np.uint8) for tensor in tensors]
+        return cls(shape, device, model, tensors, mirror, layout, slab, mover, link, engine)
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    def write(self, blocks: Sequence[int], value: int | None = None) -> None:
+        """Have the model write all layers of ``blocks``: noise, or ``value``. Returns at once."""
+        for tensor, mirror in zip(self.tensors, self.mirror, strict=True):
+            shape = (len(blocks), mirror.shape[1])
+            rows = self._rng.integers(0, 256, shape, dtype=np.uint8) if value is None else np.full(shape, value, "u1")
+            mirror[list(blocks)] = rows
+            ids = torch.tensor(blocks, device=tensor.device)
+            source = torch.from_numpy(rows).view(torch.int8).to(tensor.device)
+            self.model(lambda tensor=tensor, ids=ids, source=source: tensor.index_copy_(0, ids, source))  # type: ignore[misc]
+
+    def settle_model(self) -> None:
+        """Wait until the compute stream is idle."""
+        fence = self.device.streams.compute_fence()
+        until(fence.done)
+
+    def rows(self, blocks: Sequence[int], group: int = 0) -> Bytes:
+        """What the blocks of a group must be: a copy, of shape (blocks, block_bytes)."""
+        refs = self.shape.groups[group]
+        return np.concatenate([self.mirror[tensor][list(blocks), :size] for tensor, size in refs], axis=1)
+
+    def expect(self, blocks: Sequence[int], rows: Bytes, group: int = 0) -> None:
+        """A load will have put ``rows`` into ``blocks``."""
+        column = 0
+        for tensor, size in self.shape.groups[group]:
+            self.mirror[tensor][list(blocks), :size] = rows[:, column : column + size]
+            column += size
+
+    def assert_as_expected(self) -> None:
+        """All of KV memory, byte for byte."""
+        self.settle_model()
+        for index, (tensor, mirror) in enumerate(zip(self.tensors, self.mirror, strict=True)):
+            found = tensor.cpu().view(torch.uint8).numpy()
+            wrong = np.flatnonzero((found != mirror).any(axis=1)).tolist()
+            assert not wrong, f"tensor {index}: blocks {wrong} differ"
+
+    # -- the engine -------------------------------------------------------------------------------------------------
+
+    def chunk(
+        self, number: int, blocks: Sequence[int], *, group: int = 0, first: int = 0, slot: int | None = None
+    ) -> ChunkIO:
+        """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
+        key = Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
+        return ChunkIO(key, self.location(number if slot is None else slot), group, np.array(blocks, "i4"), first)
+
+    def location(self, slot: int) -> Location:
+        """Slots of one size class, so that chunks of any group fit."""
+        size = max(self.layout.slot_bytes(group) for group in range(len(self.shape.groups)))
+        return Location(0, slot * size, size)
+
+    def collect(self, job_id: int) -> JobResult:
+        """Drain until ``job_id`` is there; a job that shows up twice is an error."""
+
+        def there() -> bool:
+            for result in self.engine.finished():
+                assert result.job_id not in self.results, f"job {result.job_id} ended twice"
+                self.results[result.job_id] = result
+            return job_id in self.results
+
+        until(there)
+        return self.results[job_id]
+
+    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+        self.engine.submit_store(job_id, chunks)
+        return self.collect(job_id).outcomes
+
+    def load(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+        self.engine.submit_load(job_id, chunks)
+        return self.collect(job_id).outcomes
+
+    def close(self) -> None:
+        self.engine.close()
+        self.mover.close()
+        self.slab.close()
+
+
+def assert_round_trip(rig: DeviceRig, busy: Callable[[], None]) -> None:
+    """Chunks of every group, whole ones and an unaligned head, go out and come back into other blocks, while the model
+    goes on writing. ``busy``: work that holds the compute stream up for some milliseconds.
+    """
+    rng = np.random.default_rng(5)
+    for group in range(len(rig.shape.groups)):
+        order = rng.permutation(NUM_BLOCKS).tolist()
+        sources = [order[0:4], order[4:8], order[8:10]]
+        targets = [order[10:14], order[14:18], order[18:20]]
+        firsts = [0, 0, 2]
+        numbers = [4 * group + n for n in range(3)]
+        rig.model(busy)
+        rig.write(range(NUM_BLOCKS))
+        wanted = [rig.rows(blocks, group) for blocks in sources]
+        plans = list(zip(numbers, sources, firsts, strict=True))
+        job = 10 * group
+        rig.engine.submit_store(job, [rig.chunk(n, blocks, group=group, first=first) for n, blocks, first in plans])
+        rig.engine.wait([job])
+        # The step that follows reuses the blocks at once.
+        rig.write(order[:10])
+        assert set(rig.collect(job).outcomes) == {Outcome.OK}, rig.collect(job).errors
+
+        # What the model still does to the target blocks comes before the load, not after it.
+        rig.model(busy)
+        rig.write(order[10:20], value=0xEE)
+        plans = list(zip(numbers, targets, firsts, strict=True))
+        loads = [rig.chunk(n, blocks, group=group, first=first) for n, blocks, first in plans]
+        # Parts: blocks 1 and 2 of the first chunk, the tail of the second.
+        loads.append(rig.chunk(numbers[0], order[20:22], group=group, first=1))
+        loads.append(rig.chunk(numbers[1], order[22:23], group=group, first=3))
+        assert set(rig.load(job + 1, loads)) == {Outcome.OK}, rig.collect(job + 1).errors
+        for blocks, rows in zip(targets, wanted, strict=True):
+            rig.expect(blocks, rows, group)
+        rig.expect(order[20:22], wanted[0][1:3], group)
+        rig.expect(order[22:23], wanted[1][3:4], group)
+        rig.assert_as_expected()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Poll ``condition`` until it is true."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.0005)

@@ -1,0 +1,356 @@
+"""Proves, with host memory in the part of a device's: every KV shape travels every way and comes back bit for bit while
+the model writes; no way touches a block before its fence, or tells an end before it; and why a way was taken is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine.streams import Stream
+from nixl_offload.engine.ways.context import QUARANTINE_S
+from nixl_offload.format import HEADER_BYTES
+from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.types import Outcome
+from tests.unit.device_rig import ThreadedStreams, emulated
+from tests.unit.kv_shapes import SHAPES, DeviceCopyMover, DeviceRig, Way, assert_round_trip, until
+
+OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
+VRAM_ONLY = frozenset({MemoryKind.VRAM})
+WAYS: tuple[Way, ...] = ("direct", "device", "host")
+
+
+class Lab:
+    """Makes rigs over one emulated device."""
+
+    def __init__(self, directory: Path, streams: ThreadedStreams) -> None:
+        self.directory = directory
+        self.streams = streams
+        self.rigs: list[DeviceRig] = []
+
+    def make(self, mover: Mover | None = None, shape: str = "lbhnc", way: Way = "device", **options: Any) -> DeviceRig:
+        device = emulated(self.streams)
+        mover = mover or DeviceCopyMover()
+        self.rigs.append(DeviceRig.make(self.directory, device, self.streams.compute.run, mover, shape, way, **options))
+        return self.rigs[-1]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    with ThreadedStreams() as streams:
+        lab = Lab(tmp_path, streams)
+        yield lab
+        for rig in lab.rigs:
+            if isinstance(rig.mover, FaultyMover):
+                rig.mover.release()
+        for stream in streams.made:
+            for gate in stream._gates:
+                gate.set()
+        for rig in lab.rigs:
+            rig.close()
+
+
+def faulty(*faults: Fault) -> FaultyMover:
+    return FaultyMover(DeviceCopyMover(), faults)
+
+
+def packer_of(rig: DeviceRig) -> DevicePacker:
+    packer = rig.engine._pump._paths._context.device_packer
+    assert packer is not None
+    return packer
+
+
+def beside(rig: DeviceRig) -> Stream:
+    """The stream on which headers go to the device and come from it."""
+    return packer_of(rig)._beside
+
+
+# -- round trips ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_comes_back_by_every_way(lab: Lab, caplog: pytest.LogCaptureFixture, shape: str, way: Way) -> None:
+    """Whole chunks and unaligned heads of every group. A shape that is not aligned is packed, however small a piece may
+    be.
+    """
+    with caplog.at_level(logging.INFO, logger="nixl_offload.engine"):
+        rig = lab.make(None, shape, way)
+    words = {"direct": "direct", "device": "packed on the device", "host": "packed through host memory"}
+    expected = way if way != "direct" or SHAPES[shape].aligned else "device"
+    assert caplog.text.count(f"KV group 0: {words[expected]}") == 1
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+
+
+@pytest.mark.parametrize("verify", ["checksum", "header"])
+def test_a_mover_of_device_memory_alone_is_enough(lab: Lab, verify: str) -> None:
+    """Nothing but the staging on the device is registered: no header page, no host memory, no KV block."""
+    mover = DeviceCopyMover(VRAM_ONLY)
+    rig = lab.make(mover, "hybrid", "direct", verify=verify)
+    assert [region.kind for region in mover.regions] == [MemoryKind.VRAM]
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+
+
+def test_what_one_way_stored_another_loads(lab: Lab) -> None:
+    """Nothing in the file tells which way it was written."""
+    images = set()
+    for slot, way in enumerate(WAYS):
+        rig = lab.make(None, "mla_36k", way)
+        rig.write(range(12))  # the same noise in every rig
+        assert rig.store(1, [rig.chunk(0, [3, 1, 2, 0], slot=slot)]) == (OK,)
+        place = rig.location(slot)
+        images.add(rig.slab.path.read_bytes()[place.offset + HEADER_BYTES : place.offset + place.slot_bytes])
+        wanted = rig.rows([3, 1, 2, 0])
+        rig.close()
+    assert len(images) == 1
+    for way in WAYS:
+        rig = lab.make(None, "mla_36k", way)
+        for slot in range(3):
+            blocks = list(range(20 + 4 * slot, 24 + 4 * slot))
+            assert rig.load(slot, [rig.chunk(0, blocks, slot=slot)]) == (OK,)
+            rig.expect(blocks, wanted)
+        rig.assert_as_expected()
+        rig.close()
+
+
+def test_stored_files_hold_no_leftovers_of_other_chunks(lab: Lab) -> None:
+    """Padding and what lies before a tail are zero, although the slot on the device held something else before."""
+    rig = lab.make(None, "lbhnc_small_pages", staging_slots=2)
+    rig.write(range(48))
+    for number in range(4):
+        assert rig.store(number, [rig.chunk(number, [1, 2, 3, 4])]) == (OK,)
+    assert rig.store(9, [rig.chunk(0, [1], first=3)]) == (OK,)
+    stored, size, block_bytes = rig.slab.path.read_bytes(), rig.location(0).slot_bytes, rig.layout.groups[0].block_bytes
+    for number in range(4):
+        assert not any(stored[number * size + HEADER_BYTES + 4 * block_bytes : (number + 1) * size])
+    # What is written begins with the page in which the block begins.
+    row = HEADER_BYTES + 3 * block_bytes
+    assert not any(stored[row // 4096 * 4096 : row])
+
+
+# -- gates ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_store_reads_nothing_that_the_model_has_not_written(lab: Lab, way: Way) -> None:
+    """The compute stream is held: nothing goes out, and ``wait`` does not say that the blocks are free. Then the model
+    writes, and that is what is stored.
+    """
+    mover = faulty()
+    rig = lab.make(mover, "lbhnc", way)
+    rig.write(range(8), value=1)
+    rig.settle_model()
+    waiter = threading.Thread(target=rig.engine.wait, args=([1],))
+    with lab.streams.compute.held():
+        rig.write([0, 1, 2, 3])
+        wanted = rig.rows([0, 1, 2, 3])
+        rig.engine.submit_store(1, [rig.chunk(0, [0, 1, 2, 3])])
+        waiter.start()
+        waiter.join(0.1)
+        assert waiter.is_alive()
+        assert mover.submitted == []
+        assert rig.engine.finished() == []
+    waiter.join(10)
+    assert not waiter.is_alive()
+    rig.write([0, 1, 2, 3], value=2)
+    assert rig.collect(1).outcomes == (OK,)
+    assert rig.load(2, [rig.chunk(0, [4, 5, 6, 7])]) == (OK,)
+    rig.expect([4, 5, 6, 7], wanted)
+    rig.assert_as_expected()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_needed_before_the_model_has_written_them_are_not_stored(lab: Lab, way: Way) -> None:
+    """``wait`` gives up in its time, however long the step; nothing is written then, and the next store works."""
+    mover = faulty()
+    rig = lab.make(mover, "lbhnc", way, staging_slots=2)
+    with lab.streams.compute.held():
+        rig.write([0, 1, 2, 3])
+        rig.engine.submit_store(1, [rig.chunk(n, [0, 1, 2, 3]) for n in range(6)])
+        began_s = time.monotonic()
+        rig.engine.wait([1], limit_s=0.05)
+        assert time.monotonic() - began_s < 5
+        assert rig.collect(1).outcomes == (DROPPED,) * 6
+    until(lambda: not rig.engine._pump._flights)
+    assert mover.submitted == []
+    assert rig.store(2, [rig.chunk(1, [0, 1, 2, 3])]) == (OK,)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_load_does_not_overtake_the_model(lab: Lab, way: Way) -> None:
+    """The model zeroes the target blocks, late: until it has, the load neither touches them nor is told as finished."""
+    mover = faulty()
+    rig = lab.make(mover, "lbhnc", way)
+    rig.write([0, 1, 2, 3])
+    wanted = rig.rows([0, 1, 2, 3])
+    assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
+    reads = 0 if way == "direct" else 1
+    with lab.streams.compute.held():
+        rig.write([4, 5, 6, 7], value=0)
+        rig.engine.submit_load(2, [rig.chunk(0, [4, 5, 6, 7])])
+        until(lambda: mover.submitted.count(Op.READ) == reads)
+        time.sleep(0.1)
+        assert mover.submitted.count(Op.READ) == reads
+        assert rig.engine.finished() == []
+    assert rig.collect(2).outcomes == (OK,)
+    rig.expect([4, 5, 6, 7], wanted)
+    rig.assert_as_expected()
+
+
+def test_the_mover_gets_an_image_only_when_it_is_complete(lab: Lab) -> None:
+    """The header page is still on its way to the device: nothing is written yet, but the blocks are free."""
+    mover = faulty()
+    rig = lab.make(mover)
+    rig.write([0, 1, 2, 3])
+    wanted = rig.rows([0, 1, 2, 3])
+    with beside(rig).held():
+        rig.engine.submit_store(1, [rig.chunk(0, [0, 1, 2, 3])])
+        rig.engine.wait([1])
+        rig.write([0, 1, 2, 3], value=9)
+        time.sleep(0.05)
+        assert mover.submitted == []
+    assert rig.collect(1).outcomes == (OK,)
+    assert rig.load(2, [rig.chunk(0, [4, 5, 6, 7])]) == (OK,)
+    rig.expect([4, 5, 6, 7], wanted)
+    rig.assert_as_expected()
+
+
+@pytest.mark.parametrize("verify", ["checksum", "header"])
+def test_nothing_is_scattered_before_the_header_has_come(lab: Lab, verify: str) -> None:
+    """The page on the host holds what another chunk left there until the copy from the device has arrived."""
+    rig = lab.make(verify=verify)
+    rig.write([0, 1, 2, 3])
+    wanted = rig.rows([0, 1, 2, 3])
+    assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
+    with beside(rig).held():
+        rig.engine.submit_load(2, [rig.chunk(0, [4, 5, 6, 7])])
+        time.sleep(0.05)
+        assert rig.engine.finished() == []
+        rig.assert_as_expected()
+    assert rig.collect(2).outcomes == (OK,)
+    rig.expect([4, 5, 6, 7], wanted)
+    rig.assert_as_expected()
+
+
+def test_loads_find_room_while_stores_wait_for_the_model(lab: Lab) -> None:
+    """A quarter of the slots is left to loads, which wait for no store: neither for a slot nor for its stream."""
+    rig = lab.make(staging_slots=4)
+    rig.write([0, 1, 2, 3])
+    wanted = rig.rows([0, 1, 2, 3])
+    assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
+    with packer_of(rig)._out.held():
+        rig.engine.submit_store(2, [rig.chunk(n, [8, 9, 10, 11]) for n in range(1, 9)])
+        time.sleep(0.02)
+        assert rig.load(3, [rig.chunk(0, [4, 5, 6, 7])]) == (OK,)
+        assert rig.engine.finished() == []
+    assert rig.collect(2).outcomes == (OK,) * 8
+    rig.expect([4, 5, 6, 7], wanted)
+    rig.assert_as_expected()
+
+
+# -- reasons --------------------------------------------------------------------------------------------------------
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message.split("KV group ")[1] for record in caplog.records if "KV group" in record.message]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, logger="nixl_offload.engine"):
+        yield caplog
+
+
+def test_the_threshold_is_the_switch_for_direct(lab: Lab, said: pytest.LogCaptureFixture) -> None:
+    """8 KiB pieces: 0 and 8 KiB let them go direct, one byte more does not."""
+    for limit_bytes, ways in ((0, "direct"), (8192, "direct"), (8193, "packed on the device, because its pieces of ")):
+        said.clear()
+        rig = lab.make(direct_min_extent_bytes=limit_bytes)
+        assert reasons(said)[0].startswith(f"0: {ways}")
+        rig.close()
+
+
+def test_memory_that_cannot_be_registered_is_done_without(lab: Lab, said: pytest.LogCaptureFixture) -> None:
+    """KV blocks refused: packed on the device. Staging refused as well: through host memory. Each with the reason."""
+    kv_bytes = 48 * 8192
+
+    def kv_blocks(region: MemoryRegion) -> bool:
+        return region.kind is MemoryKind.VRAM and region.length_bytes == kv_bytes
+
+    def vram(region: MemoryRegion) -> bool:
+        return region.kind is MemoryKind.VRAM
+
+    rig = lab.make(DeviceCopyMover(refuse=kv_blocks), "lbhnc", "direct")
+    assert reasons(said) == [
+        f"0: packed on the device, because its memory cannot be registered: device_copy: {kv_bytes} bytes do not fit "
+        "into BAR1"
+    ]
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+    rig.close()
+    said.clear()
+    mover = DeviceCopyMover(refuse=vram)
+    rig = lab.make(mover, "lbhnc", "direct")
+    assert reasons(said)[0].startswith("0: packed through host memory, because its memory cannot be registered")
+    assert "and staging on the device cannot be registered: device_copy:" in reasons(said)[0]
+    assert {region.kind for region in mover.regions} == {MemoryKind.DRAM}
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+
+
+def test_a_mover_of_host_memory_gets_host_memory(lab: Lab, said: pytest.LogCaptureFixture) -> None:
+    mover = CopyMover()
+    rig = lab.make(mover, "lbhnc", "direct")
+    assert reasons(said) == ["0: packed through host memory, because copy cannot touch vram"]
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+
+
+def test_a_device_without_room_stages_in_host_memory(
+    lab: Lab, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nixl_offload.engine.staging._allocate_on", lambda device, length_bytes: None)
+    rig = lab.make(None, "lbhnc", "device")
+    assert reasons(said)[0].startswith("0: packed through host memory, because its pieces of 8192 bytes are smaller")
+    assert "cpu has no room for 2 staging slots" in reasons(said)[0]
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+
+
+@pytest.mark.parametrize(("shape", "regions"), [("lbhnc", 3), ("lbhnc_interleaved", 1), ("blhnc", 1), ("hybrid", 2)])
+def test_kv_memory_is_registered_once_and_whole(lab: Lab, shape: str, regions: int) -> None:
+    """Layers that lie in one allocation are one piece of it, whatever number of groups goes there."""
+    mover = DeviceCopyMover()
+    rig = lab.make(mover, shape, "direct")
+    kv = [region for region in mover.regions if region.kind is MemoryKind.VRAM]
+    assert len(kv) == regions
+    begin = min(tensor.data_ptr() for tensor in rig.tensors)
+    assert min(region.address for region in kv) == begin
+    if regions == 1:
+        assert kv[0].length_bytes == 48 * rig.tensors[0].stride(0)
+
+
+def test_a_quarantined_direct_load_ends_the_direct_way(lab: Lab) -> None:
+    """What it may still write to are KV blocks: from then on the group is packed."""
+    ahead_s = [0.0]
+    mover = faulty()
+    rig = lab.make(mover, "blhnc", "direct", clock=lambda: time.monotonic() + ahead_s[0])
+    rig.write([0, 1, 2, 3])
+    wanted = rig.rows([0, 1, 2, 3])
+    assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
+    mover.script = [Fault(1, FaultKind.FAIL, op=Op.READ, quarantine=True)]
+    rig.engine.submit_load(2, [rig.chunk(0, [4, 5, 6, 7])])
+    until(lambda: mover.submitted.count(Op.READ) == 2)
+    time.sleep(0.05)
+    assert rig.load(3, [rig.chunk(0, [8, 9, 10, 11])]) == (OK,)
+    rig.expect([8, 9, 10, 11], wanted)
+    rig.assert_as_expected()
+    assert mover.submitted.count(Op.READ) == 3, "one transfer for header and payload"
+    assert rig.engine.finished() == []
+    ahead_s[0] += QUARANTINE_S
+    assert rig.collect(2).outcomes == (FAILED,)
