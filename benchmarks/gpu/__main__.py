@@ -1,0 +1,156 @@
+"""What moves how fast between a GPU, page-locked memory and files: ``python -m benchmarks.gpu``, one table.
+
+``[--dir DIR] [--out DIR] [--seconds N] [--parts kernels,bus,file,engine] [--json] [--emulate]``. Each part runs in a
+process of its own with a share of the time: what crashes or hangs takes only its own rows along, and leaves one that
+says so. ``--emulate``: the same code on host memory that plays the device, with little data; it measures nothing.
+Exits with 0 when all that this machine can run was measured, 1 when a part failed or brought other bytes, 2 without
+a GPU. What is measured and how: benchmarks/gpu/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.gpu.rounds import Row, reason
+
+SHARES = {"kernels": 3, "bus": 2, "file": 4, "engine": 5}
+"""The parts, and how they share the time."""
+START_S = 30.0
+"""What a process may take beside its share, to start and to end."""
+
+
+def main() -> int:
+    options = _options()
+    if not options.emulate and not _has_cuda():
+        print("no CUDA device: nothing to measure here (--emulate shows that the script works)", file=sys.stderr)
+        return 2
+    if options.part:
+        return _part(options)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="nixl-offload-gpu-", dir=options.dir) as scratch:
+        rows = list(_here(options, scratch) if options.here else _processes(options, scratch, out))
+        from benchmarks.gpu.report import machine, table
+
+        about = machine(Path(scratch))
+    result = {"machine": about, "rows": [asdict(row) for row in rows]}
+    (out / "benchmark.json").write_text(json.dumps(result, indent=1))
+    text = table(rows, about)
+    (out / "table.txt").write_text(text + "\n")
+    print(json.dumps(result, indent=1) if options.json else text, flush=True)
+    return int(any(row.failed for row in rows))
+
+
+def _processes(options: argparse.Namespace, scratch: str, out: Path) -> Iterator[Row]:
+    """Each part in a process of its own."""
+    end_s = time.monotonic() + options.seconds
+    log_path = out / "benchmark.log"
+    log_path.write_bytes(b"")
+    for position, part in enumerate(options.parts):
+        left = end_s - time.monotonic()
+        share = SHARES[part] / sum(SHARES[later] for later in options.parts[position:])
+        seconds = max(5.0, (left - START_S) * share)
+        rows_path = Path(scratch) / f"{part}.jsonl"
+        rows_path.touch()
+        _say(options, f"{part}: {seconds:.0f} s")
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--dir", scratch, "--rows", str(rows_path)]
+        command += ["--seconds", f"{seconds:.0f}", *(["--emulate"] if options.emulate else [])]
+        begun, logged = time.monotonic(), log_path.stat().st_size
+        with log_path.open("ab") as log:
+            try:
+                code = subprocess.run(
+                    command, stdout=log, stderr=log, timeout=max(seconds + START_S, 0.0), check=False
+                ).returncode
+                ended = f"it ended with {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                ended = "it was not over in time and was killed"
+        found = [Row(**json.loads(line)) for line in rows_path.read_text().splitlines()]
+        _say(options, f"{part}: {len(found)} rows in {time.monotonic() - begun:.0f} s{'; ' if ended else ''}{ended}")
+        yield from found
+        if ended:
+            words = f"{ended} after {len(found)} rows; see {log_path.name}: {_last_line(log_path, logged)}"
+            yield Row(part, "the rest of this part", "", note=words, failed=True)
+
+
+def _here(options: argparse.Namespace, scratch: str) -> Iterator[Row]:
+    """All parts in this process."""
+    for part in options.parts:
+        yield from _rows_of(part, scratch, options.seconds / len(options.parts), emulate=options.emulate)
+
+
+def _part(options: argparse.Namespace) -> int:
+    """One part: rows are written as they come, so that what is measured outlives a crash."""
+    with Path(options.rows).open("a") as rows:
+        for row in _rows_of(options.part, options.dir, options.seconds, emulate=options.emulate):
+            rows.write(json.dumps(asdict(row)) + "\n")
+            rows.flush()
+    return 0
+
+
+def _rows_of(part: str, directory: str, seconds: float, *, emulate: bool) -> Iterator[Row]:
+    from benchmarks.gpu.scene import FULL, SMALL, Scene, find_device
+
+    scene = Scene(find_device(emulate=emulate), Path(directory), SMALL if emulate else FULL, time.monotonic() + seconds)
+    yield from _measure(part)(scene)
+
+
+def _measure(part: str) -> Callable[..., Iterator[Row]]:
+    if part == "bus":
+        from benchmarks.gpu.bus import measure
+    elif part == "file":
+        from benchmarks.gpu.files import measure
+    elif part == "engine":
+        from benchmarks.gpu.ways import measure
+    else:
+        return _kernels
+    return measure
+
+
+def _kernels(scene: object) -> Iterator[Row]:
+    from benchmarks.gpu import kernels
+
+    yield from kernels.measure(scene)
+
+
+def _say(options: argparse.Namespace, words: str) -> None:
+    print(words, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+
+def _last_line(path: Path, begin: int) -> str:
+    lines = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+    return reason(RuntimeError(lines[-1])) if lines else "nothing"
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="on the filesystem to be measured")
+    parser.add_argument("--out", default="gpu-results", help="table, JSON and log")
+    parser.add_argument("--seconds", type=float, default=240, help="for all parts together")
+    parser.add_argument("--parts", type=lambda words: words.split(","), default=list(SHARES))
+    parser.add_argument("--json", action="store_true", help="JSON instead of the table")
+    parser.add_argument("--emulate", action="store_true", help="host memory plays the device")
+    parser.add_argument("--here", action="store_true", help="all parts in this process")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(SHARES):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(SHARES)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
