@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
-from nixl_offload.cli import bucket, gc, show
+from nixl_offload.cli import bucket, check, gc, show
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
 EXIT_FAILED = 1
@@ -32,6 +32,7 @@ Start with a config file, say kv.yaml:
 then
 
     nixl-offload show kv.yaml            # checks it, prints what to pass to vLLM
+    nixl-offload check kv.yaml           # tries it here: is GPUDirect Storage real, which movers start
     vllm serve MODEL --kv-transfer-config "$(nixl-offload show --kv-transfer-config kv.yaml)"
 
 With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the file, many servers share one cache:
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     show.add_parser(commands)
+    check.add_parser(commands)
     bucket.add_parser(commands)
     gc.add_parser(commands)
     return parser

@@ -46,6 +46,8 @@ _ROUTES: Final = ("nvidia-fs", "PCI P2PDMA")
 _FATAL: Final = ("GPU driver", "libcufile", "libcudart", "directory")
 _ADVICE: Final = ("IOMMU", "PCIe ACS", "limits")
 """They cost speed and decide nothing."""
+_PLACE: Final = ("filesystem", "block device")
+"""Where these are wrong or not known, no route could serve them, and that is no reason of its own."""
 _REASONS: Final = 3
 _MOVE: Final = "put the directory on ext4 (mounted with data=ordered) or xfs, on NVMe"
 
@@ -103,7 +105,7 @@ def _judge(
         facts = [fact._replace(mend=None) if fact in routes and fact is not route else fact for fact in facts]
     elif any(fact.ok is None for fact in routes):
         deciding += [fact for fact in routes if fact.ok is None]
-    else:
+    elif all(fact.ok for fact in facts if fact.name in _PLACE):
         deciding += routes
     against = [fact for fact in deciding if fact.ok is False]
     doubtful = [fact for fact in deciding if fact.ok is None]
@@ -238,7 +240,7 @@ def _direct_io_fact(directory: str) -> Fact:
         return Fact(name, None, "O_DIRECT was not tried")
     path = None
     try:
-        fd, path = tempfile.mkstemp(prefix=".gds-probe-", dir=directory)
+        fd, path = tempfile.mkstemp(prefix=".mover-probe-", dir=directory)
         os.close(fd)
         with mmap.mmap(-1, PAGE_BYTES) as page:
             fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)

@@ -50,7 +50,10 @@ def find_driver(root: str) -> Driver:
     text = read(root, "/proc/driver/nvidia/version")
     if not text:
         mend = "install NVIDIA's driver, or start the container with --gpus all"
-        return Driver((), False, "", Fact("GPU driver", None if text is None else False, "no NVIDIA driver here", mend))
+        unreadable = Fact("GPU driver", None, "/proc/driver/nvidia/version cannot be read")
+        return Driver(
+            (), False, "", unreadable if text is None else Fact("GPU driver", False, "no NVIDIA driver here", mend)
+        )
     line = text.splitlines()[0]
     number = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", line)
     machine = re.search(r"\bfor (\w+)", line)

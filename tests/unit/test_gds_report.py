@@ -1,0 +1,408 @@
+"""GPUDirect Storage is called real only where everything says so; each single thing that is missing is named."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.movers import gds as gds_module
+from nixl_offload.movers.cufile import VARIABLES, parse, read_settings
+from nixl_offload.movers.gds import gds_report
+from tests.unit.gds_rig import CLOSED_DRIVER, OPEN_DRIVER, Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUFILE_ENV_PATH_JSON", "LD_LIBRARY_PATH", *VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    # This machine's wheels are no part of the fake one.
+    monkeypatch.setattr("sys.path", [])
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_real_with_nvidia_fs(machine: Machine) -> None:
+    report = machine.report()
+    assert report.verdict == "GPUDirect Storage: real (nvidia-fs 2.24, ext4 on nvme0n1)"
+    assert report.real
+    other = machine.fact("PCI P2PDMA")
+    assert other.ok is False
+    assert other.mend is None, "what is not needed is not to be mended"
+    assert "libcufile 1.16.0" in machine.fact("libcufile").words
+    assert not list(machine.directory.iterdir()), "the scratch file is gone"
+
+
+def test_real_with_p2pdma_and_no_nvidia_fs(machine: Machine) -> None:
+    machine.p2pdma()
+    assert machine.report().verdict == (
+        "GPUDirect Storage: real (PCI P2PDMA of kernel 6.8.0-51-generic, ext4 on nvme0n1)"
+    )
+    assert machine.fact("nvidia-fs").mend is None
+
+
+def test_our_cufile_json_is_what_p2pdma_wants(machine: Machine) -> None:
+    """The file that we ship, comments and all, on a machine that lacks only the settings."""
+    machine.p2pdma()
+    machine.remove("etc/cufile.json")
+    assert not machine.report().real
+    machine.cufile((ROOT / "configs/cufile.json").read_text())
+    assert machine.report().real
+    settings = read_settings(str(machine.root))
+    assert settings.error is None
+    assert settings.flag("properties.allow_compat_mode") is True
+    assert settings.number("properties.max_device_pinned_mem_size_kb") == 256 << 20
+    assert set(settings.said) == {
+        "properties.allow_compat_mode",
+        "properties.use_pci_p2pdma",
+        "properties.max_device_pinned_mem_size_kb",
+        "block.nvme.use_pci_p2pdma",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "words", "mend"),
+    [
+        ("GPU driver", lambda m: m.remove("proc/driver/nvidia"), "no NVIDIA driver here", "--gpus all"),
+        ("libcufile", lambda m: m.remove("usr/lib"), "libcufile is not here", "CUDA 12.8"),
+        ("udev", lambda m: m.remove("run/udev"), "/run/udev is missing", "-v /run/udev:/run/udev:ro"),
+        ("udev", lambda m: m.remove("run/udev/data"), "has no data", "-v /run/udev:/run/udev:ro"),
+        ("nvidia-fs", lambda m: m.remove("proc/driver/nvidia-fs"), "not loaded", "modprobe nvidia-fs"),
+        ("nvidia-fs", lambda m: m.remove("dev/nvidia-fs0"), "no /dev/nvidia-fs*", "NVIDIA_GDS=enabled"),
+        ("nvidia-fs", lambda m: m.write("proc/driver/nvidia-fs/modules", "rpcrdma: 1\n"), "nvme driver", "MLNX_OFED"),
+        (
+            "cufile.json",
+            lambda m: m.cufile('{"properties": {"force_compat_mode": true}}'),
+            "force_compat_mode is on",
+            "off",
+        ),
+        ("cufile.json", lambda m: m.cufile('{"properties": {'), "cannot be understood", "mend /etc/cufile.json"),
+        ("cufile.json", lambda m: m.cufile("[1]"), "no JSON object", "mend"),
+        (
+            "cufile.json",
+            lambda m: m.cufile('{"denylist": {"filesystems": ["ext4"]}}'),
+            "denylist has ext4",
+            "off the list",
+        ),
+        ("cufile.json", lambda m: m.cufile('{"denylist": {"devices": ["/dev/nvme0n1"]}}'), "has /dev/nvme0n1", "off"),
+        (
+            "filesystem",
+            lambda m: m.mount("ext4", "/dev/nvme0n1", "259:0", "rw"),
+            "does not say data=ordered",
+            "remount",
+        ),
+        (
+            "filesystem",
+            lambda m: m.mount("ext4", "/dev/nvme0n1", "259:0", "rw,data=journal"),
+            "data=journal",
+            "remount",
+        ),
+        ("filesystem", lambda m: m.mount("overlay", "overlay", "0:40", "rw,lowerdir=/a"), "overlay at", "NVMe"),
+        ("filesystem", lambda m: m.mount("btrfs", "/dev/nvme0n1", "0:41", "rw"), "btrfs at", "xfs"),
+        ("filesystem", lambda m: m.mount("fuse.sshfs", "host:/", "0:42", "rw"), "fuse.sshfs at", "xfs"),
+        ("filesystem", lambda m: m.mount("zfs", "tank/kv", "0:43", "rw"), "zfs at", "xfs"),
+        ("filesystem", lambda m: m.mount("nfs4", "h:/x", "0:44", "rw,proto=tcp"), "goes by tcp", "proto=rdma"),
+    ],
+)
+def test_each_single_thing_that_is_missing_is_named(
+    machine: Machine, name: str, spoil: Callable[[Machine], object], words: str, mend: str
+) -> None:
+    spoil(machine)
+    report, fact = machine.report(), machine.fact(name)
+    assert not report.real
+    assert fact.ok is False
+    assert words in fact.words
+    assert fact.mend is not None
+    assert mend in fact.mend
+    assert fact.words in report.verdict
+    assert f"to mend: {fact.mend}" in report.verdict or (name == "nvidia-fs" and fact.mend in report.verdict)
+
+
+def test_how_bad_it_is(machine: Machine) -> None:
+    """Copying through the host, refusing the file, and not running at all are told apart."""
+    machine.remove("run/udev")
+    assert machine.report().verdict.startswith(
+        "compatibility mode: cuFile copies through host memory, because /run/udev"
+    )
+    machine.cufile('{"properties": {"allow_compat_mode": false}}')
+    assert machine.report().verdict.startswith("no GPUDirect Storage: cuFile refuses these files (allow_compat_mode is")
+    machine.mount("tmpfs", "tmpfs", "0:45", "rw")
+    assert machine.report().verdict.startswith(
+        "no GPUDirect Storage: cuFile takes no files of this kind, because tmpfs"
+    )
+    machine.remove("proc/driver/nvidia")
+    verdict = machine.report().verdict
+    assert verdict.startswith("no GPUDirect Storage: cuFile cannot run here, because no NVIDIA driver here; to mend: ")
+    assert "udev" not in verdict, "without a driver the rest does not matter yet"
+
+
+def test_block_devices(machine: Machine) -> None:
+    """Partitions and RAID 0 of NVMe drives are as good as a drive; the rest is not, and says why."""
+    first, second = machine.root / "sys/devices/nvme0n1", machine.drive("nvme1n1", "259:5")
+    machine.partition(first, "nvme0n1p2", "259:2")
+    disk = machine.drive("vda", "254:0")
+    machine.drive("nvme9n1", "259:9", transport="rdma")
+    machine.stack("md0", "9:0", [first, second], md__level="raid0\n")
+    machine.stack("md1", "9:1", [first, second], md__level="raid1\n")
+    machine.stack("md2", "9:2", [first, disk], md__level="raid0\n")
+    machine.stack("dm-0", "253:0", [first], dm__uuid="LVM-abc\n")
+    machine.stack("dm-1", "253:1", [first], dm__uuid="CRYPT-LUKS2-abc\n")
+
+    def on(number: str) -> tuple[bool, str]:
+        machine.mount("xfs", "/dev/some", number, "rw,attr2")
+        return machine.report().real, machine.fact("block device").words
+
+    assert on("259:2") == (True, "nvme0n1p2")
+    assert on("9:0") == (True, "md0 (raid0 of nvme0n1, nvme1n1)")
+    assert on("9:1") == (False, "md1 (raid1 of nvme0n1, nvme1n1) is not RAID 0 of NVMe drives")
+    assert on("9:2") == (False, "md2 (raid0 of nvme0n1, vda) is not RAID 0 of NVMe drives")
+    assert on("253:0") == (False, "dm-0 (lvm of nvme0n1) goes through the device mapper")
+    assert on("253:1") == (False, "dm-1 (crypt of nvme0n1) goes through the device mapper")
+    assert on("254:0") == (False, "vda is no NVMe drive")
+    assert on("259:9") == (False, "nvme9n1")
+    assert "the nvme_rdma driver does not know it" in machine.report().verdict
+    machine.write("proc/driver/nvidia-fs/modules", "nvme_rdma: 1.0\n")
+    assert on("259:9") == (True, "nvme9n1")
+    assert on("8:77") == (False, "the block device cannot be told")
+    assert machine.report().verdict.startswith(
+        "GPUDirect Storage: not certain, because the block device cannot be told"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda m: m.write("proc/sys/kernel/osrelease", "5.15.0-1\n"), "kernel 5.15.0-1 is older than 6.2"),
+        (lambda m: m.write("boot/config-6.8.0-51-generic", "# CONFIG_PCI_P2PDMA is not set\n"), "without PCI P2PDMA"),
+        (lambda m: m.write("proc/driver/nvidia/version", OPEN_DRIVER.format("560.35.05")), "older than 565.47"),
+        (
+            lambda m: m.write("proc/driver/nvidia/version", CLOSED_DRIVER.format("570.86.15")),
+            "proprietary kernel modules",
+        ),
+        (lambda m: m.write("proc/driver/nvidia/params", 'RegistryDwords: ""\n'), "RMForceStaticBar1 is off"),
+        (lambda m: m.write("sys/module/nvme_core/parameters/multipath", "Y\n"), "NVMe multipath is on"),
+        (lambda m: m.cufile("{}"), "cufile.json does not say use_pci_p2pdma"),
+        (lambda m: m.cufile('{"properties": {"use_pci_p2pdma": true}}'), "use_pci_p2pdma: true}` in `block`"),
+        (
+            lambda m: m.cufile(
+                '{"properties": {"use_pci_p2pdma": true}, "fs": {"block": {"nvme": {"use_pci_p2pdma": true}}}}'
+            ),
+            "has `block` inside of `fs`",
+        ),
+    ],
+)
+def test_what_p2pdma_lacks(machine: Machine, spoil: Callable[[Machine], object], words: str) -> None:
+    machine.p2pdma()
+    spoil(machine)
+    fact, report = machine.fact("PCI P2PDMA"), machine.report()
+    assert (fact.ok, report.real) == (False, False)
+    assert words in fact.words
+    assert fact.mend
+    assert fact.words in report.verdict
+
+
+def test_p2pdma_goes_with_what_this_cufile_knows(machine: Machine) -> None:
+    """Before 1.16 there is no switch per kind of drive; before 1.13 no P2PDMA at all. RAID 0 wants kernel 7.1."""
+    machine.p2pdma()
+    machine.cufile('{"properties": {"use_pci_p2pdma": true}, "block": {"raid": {"use_pci_p2pdma": true}}}')
+    directory = "usr/lib/x86_64-linux-gnu"
+    (machine.root / directory / "libcufile.so.0").unlink()
+    machine.library(directory, "libcufile.so.0", "libcufile.so.1.13.1")
+    assert machine.report().real
+    (machine.root / directory / "libcufile.so.0").unlink()
+    machine.library(directory, "libcufile.so.0", "libcufile.so.1.11.1")
+    assert "libcufile is older than 1.13" in machine.fact("PCI P2PDMA").words
+    (machine.root / directory / "libcufile.so.0").unlink()
+    machine.library(directory, "libcufile.so.0", "libcufile.so.1.18.0")
+    machine.stack("md0", "9:0", [machine.root / "sys/devices/nvme0n1"], md__level="raid0\n")
+    machine.mount("xfs", "/dev/md0", "9:0", "rw")
+    assert "RAID 0 before kernel 7.1" in machine.fact("PCI P2PDMA").words
+    machine.write("proc/sys/kernel/osrelease", "7.1.0\n")
+    assert machine.report().real
+
+
+def test_what_p2pdma_makes_uncertain(machine: Machine) -> None:
+    """A GPU that NVIDIA does not list, or an IOMMU that translates: then nothing is claimed."""
+    machine.p2pdma()
+    machine.write("proc/driver/nvidia/gpus/0000:4e:00.0/information", "Model: NVIDIA RTX A2000\n")
+    assert machine.fact("PCI P2PDMA").ok is None
+    assert machine.report().verdict == (
+        "GPUDirect Storage: not certain, because whether NVIDIA RTX A2000 takes part, which NVIDIA does not list, "
+        "cannot be told; `gdscheck -p` may tell"
+    )
+    machine.write("proc/driver/nvidia/gpus/0000:4e:00.0/information", "Model: NVIDIA GH200 480GB\n")
+    assert machine.report().real
+    (machine.root / "sys/class/iommu/dmar0").mkdir(parents=True)
+    machine.write("sys/kernel/iommu_groups/0/type", "DMA-FQ\n")
+    assert machine.fact("IOMMU").ok is False
+    assert not machine.report().real
+    machine.write("sys/kernel/iommu_groups/0/type", "identity\n")
+    assert machine.report().real
+
+
+def test_advice_costs_no_verdict(machine: Machine) -> None:
+    """IOMMU and ACS slow nvidia-fs down; it is real all the same."""
+    (machine.root / "sys/class/iommu/dmar0").mkdir(parents=True)
+    machine.write("sys/kernel/iommu_groups/0/type", "DMA-FQ\n")
+    machine.write("proc/driver/nvidia-fs/bridges", "0000:40:01.1\n")
+    assert machine.report().real
+    assert "iommu=pt" in (machine.fact("IOMMU").mend or "")
+    assert "0000:40:01.1" in machine.fact("PCIe ACS").words
+
+
+def test_network_filesystems_need_their_driver_in_nvidia_fs(machine: Machine) -> None:
+    machine.mount("nfs4", "host:/kv", "0:44", "rw,proto=rdma")
+    assert machine.report().verdict == "GPUDirect Storage: real (nvidia-fs 2.24, nfs4 on host:/kv)"
+    machine.mount("wekafs", "default", "0:46", "rw")
+    assert "the wekafsio driver does not know it" in machine.report().verdict
+    machine.mount("nfs4", "host:/kv", "0:44", "rw,proto=rdma")
+    machine.cufile('{"properties": {"gds_rdma_write_support": false}}')
+    assert "gds_rdma_write_support is off" in machine.report().verdict
+
+
+def test_the_file_in_force_and_what_wins_over_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.cufile("{")
+    machine.write("opt/mine.json", '{"properties": {"max_device_pinned_mem_size_kb": 1024}} // mine')
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/opt/mine.json")
+    assert machine.report().real
+    assert machine.fact("cufile.json").words.startswith("/opt/mine.json; ")
+    assert machine.fact("limits").words.startswith("pins up to 1MiB of device memory, I/O up to 16MiB")
+    monkeypatch.setenv("CUFILE_FORCE_COMPAT_MODE", "true")
+    assert machine.fact("cufile.json").words == (
+        "force_compat_mode is on (/opt/mine.json, over it CUFILE_FORCE_COMPAT_MODE)"
+    )
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/opt/none.json")
+    assert machine.fact("cufile.json").words == "CUFILE_ENV_PATH_JSON names /opt/none.json, which does not exist"
+
+
+def test_two_ways_to_say_the_same_are_told(machine: Machine) -> None:
+    slabs = '"gpu_bounce_buffer_slab_config": {"slab_size_kb": [1024], "slab_count": [128]}'
+    machine.cufile(f'{{"properties": {{{slabs}, "max_direct_io_size_kb": 4096}}}}')
+    assert machine.fact("limits").words == "gpu_bounce_buffer_slab_config together with max_direct_io_size_kb"
+    machine.cufile(f'{{"properties": {{{slabs}}}}}')
+    assert machine.fact("limits").ok
+
+
+def test_comments() -> None:
+    """As NVIDIA's own file has them; those inside of strings stay, and an error names the right line."""
+    text = '{ // "a": 1\n "dir": "http://x/*no*/\\"//", /* two\nlines */ "n": [4, 16] }'
+    assert parse(text) == {"dir": 'http://x/*no*/"//', "n": [4, 16]}
+    with pytest.raises(ValueError, match="line 3"):
+        parse('{ /* a\n comment */ "a": 1,\n "b" 2 }')
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"", b"[" * 100_000, b'{"properties": 7}', b'{"properties": {"allow_compat_mode": "x"}}']
+)
+def test_odd_files_raise_nothing(machine: Machine, content: bytes) -> None:
+    machine.cufile("").write_bytes(content)
+    report = machine.report()
+    assert report.real is content.startswith(b"{"), "settings of the wrong type count as the default"
+    for path in machine.root.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.write_bytes(content)
+    assert not machine.report().real
+
+
+def test_unreadable_files_are_unknown(machine: Machine) -> None:
+    """Directories in their places: not even root, whom permissions do not stop, can read those."""
+    for path, name in (("proc/driver/nvidia-fs/modules", "nvidia-fs"), ("proc/driver/nvidia/version", "GPU driver")):
+        machine.remove(path)
+        (machine.root / path).mkdir()
+        assert machine.fact(name).ok is None
+    assert machine.report().verdict.startswith("GPUDirect Storage: not certain, because /proc/driver/nvidia/version")
+
+
+def test_libraries_where_the_loader_does_not_look(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.remove("usr/lib")
+    cuda = "usr/local/cuda-13.0/lib64"
+    machine.library(cuda, "libcufile.so.0", "libcufile.so.1.15.0")
+    machine.library(cuda, "libcudart.so.13", "libcudart.so.13.0.48")
+    fact = machine.fact("libcufile")
+    assert (fact.ok, fact.mend) == (False, "export LD_LIBRARY_PATH=/usr/local/cuda-13.0/lib64")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere:/usr/local/cuda-13.0/lib64")
+    assert machine.fact("libcufile").words == "libcufile 1.15.0 (/usr/local/cuda-13.0/lib64/libcufile.so.0)"
+    assert machine.report().real
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    cache = b"ld.so\0\0\1/usr/local/cuda-13.0/lib64/libcufile.so.0\0/usr/local/cuda-13.0/lib64/libcudart.so.13\0"
+    machine.write("etc/ld.so.cache", "").write_bytes(cache)
+    assert machine.report().real
+
+
+def test_libraries_in_wheels_beside_torch(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.remove("usr/lib")
+    packages = tmp_path / "site-packages"
+    for name, wheel in (("libcufile.so.0", "nvidia_cufile"), ("libcudart.so.13", "nvidia_cuda_runtime")):
+        (packages / "nvidia/cu13/lib").mkdir(parents=True, exist_ok=True)
+        (packages / "nvidia/cu13/lib" / name).touch()
+        (packages / f"{wheel}-1.15.1.6.dist-info").mkdir()
+    monkeypatch.setattr("sys.path", [str(packages)])
+    assert machine.fact("libcufile").ok is False, "nobody loads it"
+    (packages / "torch").mkdir()
+    assert machine.fact("libcufile").words.startswith("libcufile 1.15.1.6 (")
+    assert machine.report().real
+
+
+def test_a_directory_that_cannot_be_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = gds_report(str(machine.directory / "none"), root=str(machine.root))
+    assert missing.verdict.startswith("no GPUDirect Storage: cuFile cannot run here, because")
+    assert "none is not there; to mend: mkdir -p -m 700" in missing.verdict
+    file = machine.directory / "file"
+    file.touch()
+    assert "is no directory" in gds_report(str(file), root=str(machine.root)).verdict
+    closed = gds_report("/proc/self", root=str(machine.root))
+    (fact,) = [fact for fact in closed.facts if fact.name == "O_DIRECT"]
+    assert fact.ok is False
+    assert "cannot be written" in fact.words
+
+
+def test_a_filesystem_without_o_direct(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is at hand here, so the kernel's word for it comes from the open."""
+    opened = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(gds_module.os, "open", refuse)
+    assert machine.fact("O_DIRECT").words == "O_DIRECT does not work there (Invalid argument)"
+    assert not list(machine.directory.iterdir())
+
+
+def test_a_mount_point_with_a_space_and_one_that_only_begins_alike(tmp_path: Path) -> None:
+    """``/kv-other`` is not below ``/kv``; the last of several mounts on one point counts."""
+    machine = Machine(tmp_path / "a b")
+    assert machine.report().real
+    other = machine.directory.with_name("kv-other")
+    other.mkdir()
+    assert "tmpfs" in gds_report(str(other), root=str(machine.root)).verdict
+    info = machine.root / "proc/self/mountinfo"
+    point = str(machine.directory).replace(" ", "\\040")
+    info.write_text(f"{info.read_text()}40 30 0:60 / {point} rw - tmpfs tmpfs rw\nodd line\n")
+    assert "tmpfs" in machine.report().verdict
+
+
+def test_this_machine_is_told_as_it_is(tmp_path: Path) -> None:
+    """No GPU: not real, with the reason, in no time. With one: whatever is true, but the parts must agree."""
+    took_s = []
+    for _ in range(3):
+        began_s = time.perf_counter()
+        report = gds_report(str(tmp_path))
+        took_s.append(time.perf_counter() - began_s)
+    assert min(took_s) < 0.1
+    facts = {fact.name: fact for fact in report.facts}
+    if not Path("/proc/driver/nvidia/version").exists():
+        assert not report.real
+        assert report.verdict.startswith("no GPUDirect Storage: cuFile cannot run here, because no NVIDIA driver here")
+    assert report.real == report.verdict.startswith("GPUDirect Storage: real (")
+    assert facts["O_DIRECT"].ok is not None
+    assert not list(tmp_path.iterdir())
