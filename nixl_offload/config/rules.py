@@ -15,7 +15,15 @@ from typing import Any, Final, NamedTuple
 
 from nixl_offload import __version__
 from nixl_offload.config.document import Path
-from nixl_offload.config.schema import AVAILABLE, FIELDS_IN_FRONT, OWNED_EXTRA_KEYS, TIER_MODELS, TIER_ORDER, literals
+from nixl_offload.config.schema import (
+    AVAILABLE,
+    FIELDS_IN_FRONT,
+    MOVERS_WITH,
+    OWNED_EXTRA_KEYS,
+    TIER_MODELS,
+    TIER_ORDER,
+    literals,
+)
 from nixl_offload.units import parse_size
 
 _CREDENTIAL: Final = re.compile(
@@ -100,19 +108,8 @@ def _ignored(raw: Mapping[str, Any]) -> Iterator[Problem]:
         kind, said = tier.get("kind"), {field for field, value in tier.items() if value is not None}
         if kind == "memory":
             yield from _ignored_of_memory(position, tier, said, is_alone=len(raw["tiers"]) == 1)
-        elif kind == "file" and tier.get("layout") == "tree":
-            if "policy" in said:
-                yield Problem(
-                    ("tiers", position, "policy"),
-                    "has no meaning with layout: tree, where nixl-offload gc deletes the oldest first; remove it",
-                )
         elif kind == "file":
-            for field in ("lookup", "warm_start"):
-                if field in said:
-                    yield Problem(
-                        ("tiers", position, field),
-                        "has no meaning with layout: slab, which one engine owns; remove it, or say layout: tree",
-                    )
+            yield from _ignored_of_file(position, tier, said)
         elif kind == "s3":
             yield from _ignored_of_s3(position, tier, said)
 
@@ -145,6 +142,30 @@ def _more_than_capacity(position: int, tier: Mapping[str, Any]) -> Iterator[Prob
             ("tiers", position, "unsaved_limit"),
             f"{show_value(limit)} is more than the capacity; allowed: up to {capacity}, a quarter of it by default",
         )
+
+
+def _ignored_of_file(position: int, tier: Mapping[str, Any], said: set[str]) -> Iterator[Problem]:
+    if tier.get("layout") == "tree":
+        if "policy" in said:
+            yield Problem(
+                ("tiers", position, "policy"),
+                "has no meaning with layout: tree, where nixl-offload gc deletes the oldest first; remove it",
+            )
+    else:
+        for field in ("lookup", "warm_start"):
+            if field in said:
+                yield Problem(
+                    ("tiers", position, field),
+                    "has no meaning with layout: slab, which one engine owns; remove it, or say layout: tree",
+                )
+    mover = tier.get("mover", "auto")
+    for field, movers in MOVERS_WITH.items():
+        if field in said and mover in literals(TIER_MODELS["file"], "mover") and mover not in movers:
+            named = " or ".join(name for name in movers if name != "auto")
+            yield Problem(
+                ("tiers", position, field),
+                f"has no meaning with mover: {mover}; remove it, or say mover: {named} (or auto)",
+            )
 
 
 def _ignored_of_s3(position: int, tier: Mapping[str, Any], said: set[str]) -> Iterator[Problem]:

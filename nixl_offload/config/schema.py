@@ -27,13 +27,19 @@ TIER_ORDER: Final = ("memory", "file", "s3")
 
 AVAILABLE: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "memory": {},
-    "file": {"layout": ("slab", "tree"), "mover": ("auto", "gds_mt", "gds", "posix")},
+    "file": {"layout": ("slab", "tree"), "mover": ("auto", "gds_mt", "gds", "posix", "kvikio")},
     "s3": {"mover": ("auto", "obj", "obstore", "boto3")},
 }
 """Per kind of tier, the values that this release builds of fields that know more. The only such table."""
 
 FIELDS_IN_FRONT: Final = ("promote", "unsaved", "unsaved_limit")
 """What a memory tier says of its dealings with a tier behind it; without meaning, and refused, where there is none."""
+
+MOVERS_WITH: Final[dict[str, tuple[str, ...]]] = {
+    "threads": ("auto", "gds_mt", "kvikio"),
+    "bounce": ("auto", "kvikio"),
+}
+"""Fields of a file tier that only these movers look at; refused with another."""
 
 OWNED_EXTRA_KEYS: Final = ("config", "spec_name", "spec_module_path", "block_size", "blocks_per_chunk")
 """Keys of vLLM's extra config that this connector sets itself; refused under ``vllm:``."""
@@ -113,6 +119,12 @@ class FileTier(_Model):
     """auto takes the best that this machine can really run and says which at start."""
     posix_api: Literal["auto", "io_uring", "aio"] = "auto"
     """Kernel interface of the posix mover."""
+    threads: int = Field(default=8, ge=1, le=256)
+    """Movers gds_mt and kvikio: reads and writes under way at once, per rank. More help many small pieces and network
+    filesystems; each is a thread."""
+    bounce_bytes: SizeBytes = Field(default=16 << 20, alias="bounce", ge=1 << 16)
+    """Mover kvikio: what one of its threads moves at a time. Where it cannot use cuFile, each thread holds as much
+    page-locked host memory, which no other limit counts."""
     direct_io: bool = True
     """Bypass the page cache. Off costs host memory and copies. A filesystem without O_DIRECT turns it off."""
     policy: PolicyName = "lru"
@@ -131,6 +143,8 @@ class FileTier(_Model):
             "layout": self.layout,
             "mover": self.mover,
             "posix_api": self.posix_api,
+            **({"threads": self.threads} if self.mover in MOVERS_WITH["threads"] else {}),
+            **({"bounce": format_size(self.bounce_bytes)} if self.mover in MOVERS_WITH["bounce"] else {}),
             "direct_io": self.direct_io,
             **(
                 {"policy": self.policy}

@@ -26,7 +26,7 @@ from nixl_offload.engine.links.objects import ObjectLink
 from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.engine.memory import MemoryEngine
-from nixl_offload.errors import NixlOffloadError, NotSupportedError
+from nixl_offload.errors import NixlOffloadError
 from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.select import open_mover
@@ -204,9 +204,9 @@ def _open_link(
 
 
 def _file_mover(tier: FileTier, directory: str, kind: MemoryKind) -> Mover:
-    if tier.mover == "kvikio":
-        raise NotSupportedError("mover: kvikio is not built yet; use auto, gds_mt, gds or posix")
-    return open_mover(tier.mover, memory_kind=kind, directory=directory, posix_api=tier.posix_api).mover
+    return open_mover(
+        tier.mover, kind, directory, tier.posix_api, threads=tier.threads, bounce_bytes=tier.bounce_bytes
+    ).mover
 
 
 def _kind(tensors: Sequence[torch.Tensor]) -> MemoryKind:

@@ -23,6 +23,7 @@ from nixl_offload.config import (
     merge_extra_config,
     parse_config,
 )
+from nixl_offload.config.schema import AVAILABLE
 from nixl_offload.errors import ConfigError
 from nixl_offload.units import format_duration, format_size, parse_duration, parse_size
 
@@ -87,6 +88,8 @@ def test_defaults() -> None:
                 "layout": "slab",
                 "mover": "auto",
                 "posix_api": "auto",
+                "threads": 8,
+                "bounce": "16MiB",
                 "direct_io": True,
                 "policy": "lru",
             }
@@ -185,6 +188,8 @@ def test_defaults_of_a_tree_show_what_a_tree_has() -> None:
         "layout": "tree",
         "mover": "auto",
         "posix_api": "auto",
+        "threads": 8,
+        "bounce": "16MiB",
         "direct_io": True,
         "lookup": LOOKUP_DEFAULTS,
         "warm_start": False,
@@ -316,6 +321,9 @@ _NO_ENDPOINT = "is not an endpoint; allowed: http(s)://host[:port]"
             {**TREE_TIER, "lookup": {"timout": "1s"}},
             "lookup.timout: unknown field (did you mean 'timeout'?); allowed: timeout, present_for, absent_for, ",
         ),
+        ({**FILE_TIER, "threads": 0}, "threads: 0 is too small; allowed: 1 or more"),
+        ({**FILE_TIER, "threads": 1000}, "threads: 1000 is too large; allowed: at most 256"),
+        ({**FILE_TIER, "bounce": "4KiB"}, "bounce: '4KiB' is too small; allowed: 64KiB or more"),
         ({**TREE_TIER, "lookup": {"max_keys": 5}}, "lookup.max_keys: 5 is too small; allowed: 1000 or more"),
         ({**TREE_TIER, "warm_start": "yes"}, "warm_start: 'yes' is refused; allowed: true or false"),
         ({"kind": "file", "path": "/a", "layout": "tree"}, "capacity: is required; for example: capacity: "),
@@ -333,6 +341,15 @@ def test_refusals_of_shared_tiers(tier: dict[str, Any], expected: str) -> None:
         ({**FILE_TIER, "lookup": {}}, "lookup: has no meaning with layout: slab, "),
         ({**FILE_TIER, "layout": "slab", "warm_start": True}, "warm_start: has no meaning with layout: slab, "),
         ({**TREE_TIER, "policy": "s3fifo"}, "policy: has no meaning with layout: tree, where nixl-offload gc deletes"),
+        (
+            {**FILE_TIER, "mover": "posix", "threads": 4},
+            "threads: has no meaning with mover: posix; remove it, or say mover: gds_mt or kvikio (or auto)",
+        ),
+        ({**TREE_TIER, "mover": "gds", "threads": 8}, "threads: has no meaning with mover: gds; remove it, "),
+        (
+            {**FILE_TIER, "mover": "gds_mt", "bounce": "1MiB"},
+            "bounce: has no meaning with mover: gds_mt; remove it, or say mover: kvikio (or auto)",
+        ),
         ({**S3_TIER, "mover": "boto3", "crt_min_size": "8MiB"}, "crt_min_size: has no meaning with mover: boto3; "),
         ({**S3_TIER, "mover": "obstore", "crt_min_size": "8MiB"}, "crt_min_size: has no meaning with mover: obstore; "),
         ({**S3_TIER, "crt_throughput_gbps": 10}, "crt_throughput_gbps: has no meaning without crt_min_size, "),
@@ -439,19 +456,24 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("tier", "expected"),
-    [
-        (
-            {**FILE_TIER, "mover": "kvikio"},
-            "tiers[0].mover: 'kvikio' is not available in nixl-offload 0.1; available: auto",
-        ),
-    ],
-)
-def test_what_is_not_built_yet_is_refused_in_a_sentence(tier: dict[str, Any], expected: str) -> None:
-    message = refusal({"tiers": [tier]})
-    assert message.startswith(f"inline: {expected}")
-    assert "\n" not in message
+def test_what_is_not_built_yet_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AVAILABLE["file"], "mover", ("auto", "posix"))
+    message = refusal({"tiers": [{**FILE_TIER, "mover": "kvikio"}]})
+    assert message == ("inline: tiers[0].mover: 'kvikio' is not available in nixl-offload 0.1; available: auto, posix")
+
+
+@pytest.mark.parametrize("mover", ["auto", "gds_mt", "gds", "posix", "kvikio"])
+def test_every_mover_of_files_is_read_and_rendered_back(mover: str) -> None:
+    """What a mover does not look at is not rendered either, or it would be refused."""
+    own = {"threads": 3} if mover in ("auto", "gds_mt", "kvikio") else {}
+    own |= {"bounce": "1MiB"} if mover in ("auto", "kvikio") else {}
+    config = parse_config({"tiers": [{**FILE_TIER, "mover": mover, **own}]})
+    assert parse_config(config.to_dict()) == config
+    shown = config.to_dict()["tiers"][0]
+    assert {field: value for field, value in shown.items() if field in ("threads", "bounce")} == own
+    tier = config.tiers[0]
+    assert isinstance(tier, FileTier)
+    assert (tier.threads, tier.bounce_bytes) == (own.get("threads", 8), (1 << 20) if "bounce" in own else 16 << 20)
 
 
 @pytest.mark.parametrize(
@@ -635,6 +657,7 @@ _FIELDS = st.sampled_from(
         ),
         *("promote", "unsaved", "unsaved_limit", "drain_timeout", "store_after", "slow_hits", "policy"),
         *("layout", "bucket", "prefix", "endpoint", "region", "mover", "ttl", "ca_bundle", "lookup", "crt_min_size"),
+        *("threads", "bounce"),
     ]
 )
 _TIERS = st.lists(
