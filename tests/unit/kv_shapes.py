@@ -252,6 +252,10 @@ class DeviceRig:
         self.engine.submit_load(job_id, chunks)
         return self.collect(job_id).outcomes
 
+    def claimed(self) -> None:
+        """Wait until the pump has begun with whatever was submitted: ``wait`` drops what it has no time for."""
+        until(lambda: not any(self.engine._table._lanes.values()))
+
     def close(self) -> None:
         self.engine.close()
         self.mover.close()
@@ -275,6 +279,7 @@ def assert_round_trip(rig: DeviceRig, busy: Callable[[], None]) -> None:
         plans = list(zip(numbers, sources, firsts, strict=True))
         job = 10 * group
         rig.engine.submit_store(job, [rig.chunk(n, blocks, group=group, first=first) for n, blocks, first in plans])
+        rig.claimed()
         rig.engine.wait([job])
         # The step that follows reuses the blocks at once.
         rig.write(order[:10])

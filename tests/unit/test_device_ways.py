@@ -9,69 +9,27 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.streams import Stream
 from nixl_offload.engine.ways.context import QUARANTINE_S
 from nixl_offload.format import HEADER_BYTES
-from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op
+from nixl_offload.movers.base import MemoryKind, MemoryRegion, Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.movers.faults import Fault, FaultKind
 from nixl_offload.types import Outcome
-from tests.unit.device_rig import ThreadedStreams, emulated
-from tests.unit.kv_shapes import SHAPES, DeviceCopyMover, DeviceRig, Way, assert_round_trip, until
+from tests.unit.device_lab import Lab, beside, faulty, open_lab, packer_of
+from tests.unit.kv_shapes import SHAPES, DeviceCopyMover, Way, assert_round_trip, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 VRAM_ONLY = frozenset({MemoryKind.VRAM})
 WAYS: tuple[Way, ...] = ("direct", "device", "host")
 
 
-class Lab:
-    """Makes rigs over one emulated device."""
-
-    def __init__(self, directory: Path, streams: ThreadedStreams) -> None:
-        self.directory = directory
-        self.streams = streams
-        self.rigs: list[DeviceRig] = []
-
-    def make(self, mover: Mover | None = None, shape: str = "lbhnc", way: Way = "device", **options: Any) -> DeviceRig:
-        device = emulated(self.streams)
-        mover = mover or DeviceCopyMover()
-        self.rigs.append(DeviceRig.make(self.directory, device, self.streams.compute.run, mover, shape, way, **options))
-        return self.rigs[-1]
-
-
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
-    with ThreadedStreams() as streams:
-        lab = Lab(tmp_path, streams)
+    with open_lab(tmp_path) as lab:
         yield lab
-        for rig in lab.rigs:
-            if isinstance(rig.mover, FaultyMover):
-                rig.mover.release()
-        for stream in streams.made:
-            for gate in stream._gates:
-                gate.set()
-        for rig in lab.rigs:
-            rig.close()
-
-
-def faulty(*faults: Fault) -> FaultyMover:
-    return FaultyMover(DeviceCopyMover(), faults)
-
-
-def packer_of(rig: DeviceRig) -> DevicePacker:
-    packer = rig.engine._pump._paths._context.device_packer
-    assert packer is not None
-    return packer
-
-
-def beside(rig: DeviceRig) -> Stream:
-    """The stream on which headers go to the device and come from it."""
-    return packer_of(rig)._beside
 
 
 # -- round trips ----------------------------------------------------------------------------------------------------
@@ -253,6 +211,28 @@ def test_loads_find_room_while_stores_wait_for_the_model(lab: Lab) -> None:
         assert rig.load(3, [rig.chunk(0, [4, 5, 6, 7])]) == (OK,)
         assert rig.engine.finished() == []
     assert rig.collect(2).outcomes == (OK,) * 8
+    rig.expect([4, 5, 6, 7], wanted)
+    rig.assert_as_expected()
+
+
+def test_a_direct_load_waits_for_no_store(lab: Lab) -> None:
+    """Its checksums are not queued behind those of blocks that the model has yet to write."""
+    mover = faulty()
+    rig = lab.make(mover, "blhnc", "direct")
+    rig.write([0, 1, 2, 3])
+    wanted = rig.rows([0, 1, 2, 3])
+    assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
+    rig.settle_model()
+    mover.script = [Fault(1, FaultKind.STUCK, op=Op.READ)]
+    rig.engine.submit_load(2, [rig.chunk(0, [4, 5, 6, 7])])
+    until(lambda: mover.submitted.count(Op.READ) == 2)
+    with lab.streams.compute.held():
+        rig.engine.submit_store(3, [rig.chunk(1, [8, 9, 10, 11])])
+        until(lambda: len(rig.engine._pump._flights) == 2)
+        time.sleep(0.01)
+        mover.release()
+        assert rig.collect(2).outcomes == (OK,)
+    assert rig.collect(3).outcomes == (OK,)
     rig.expect([4, 5, 6, 7], wanted)
     rig.assert_as_expected()
 

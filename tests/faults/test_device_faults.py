@@ -1,0 +1,287 @@
+"""Proves of the ways of device memory, with host memory in its part: whatever rots on the medium, the mover does or the
+device does, each chunk gets one outcome, no KV block of a packed group sees unverified bytes, and no slot is reused
+under I/O or under work of the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_offload.engine import pump
+from nixl_offload.engine.ways.context import QUARANTINE_S
+from nixl_offload.format import HEADER_BYTES
+from nixl_offload.movers.base import Op
+from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.types import Outcome
+from tests.unit.device_lab import Lab, faulty, memory_of, open_lab, packer_of
+from tests.unit.kv_shapes import DeviceCopyMover, DeviceRig, Way, until
+
+OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
+SOURCE, TARGET = [0, 1, 2, 3], [4, 5, 6, 7]
+WAYS: tuple[Way, ...] = ("direct", "device")
+
+
+class Clock:
+    """Real time plus what the test adds."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    with open_lab(tmp_path) as lab:
+        yield lab
+
+
+@pytest.fixture
+def leaked() -> Iterator[list[object]]:
+    """What was kept for the life of the process; forgotten after the test, which made it on purpose."""
+    kept = len(pump.LEAKED)
+    yield pump.LEAKED
+    del pump.LEAKED[kept:]
+
+
+def stored(rig: DeviceRig, *numbers: int) -> None:
+    """Chunk n from the model's noise in SOURCE, each another."""
+    for number in numbers:
+        rig.write(SOURCE)
+        assert rig.store(1000 + number, [rig.chunk(number, SOURCE)]) == (OK,)
+
+
+def assert_refused(rig: DeviceRig, job: int, number: int, way: Way, outcomes: set[Outcome]) -> None:
+    """Whatever was not asked for is untouched, and of a packed group what was asked for as well."""
+    found = rig.load(job, [rig.chunk(number, TARGET)])
+    assert set(found) <= outcomes, found
+    if way == "direct":
+        rig.write(TARGET)
+    rig.assert_as_expected()
+
+
+# -- the medium -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", ["mla_36k", "hybrid"])
+def test_a_flipped_bit_anywhere_is_corrupt(lab: Lab, shape: str, way: Way) -> None:
+    """Header and payload: the edges of both, and places drawn with a fixed seed."""
+    rig = lab.make(None, shape, way)
+    stored(rig, 2)
+    used = HEADER_BYTES + 4 * rig.layout.groups[0].block_bytes
+    places = {0, 8, HEADER_BYTES - 1, HEADER_BYTES, used - 1}
+    places |= {int(place) for place in np.random.default_rng(3).integers(0, used, 15)}
+    for job, place in enumerate(sorted(places)):
+        at = rig.location(2).offset + place
+        image = np.memmap(rig.slab.path, dtype=np.uint8, mode="r+")
+        image[at] ^= 0x10
+        image.flush()
+        assert_refused(rig, job, 2, way, {CORRUPT})
+        image[at] ^= 0x10
+        image.flush()
+    assert rig.load(999, [rig.chunk(2, TARGET)]) == (OK,)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_chunk_in_anothers_place_is_corrupt(lab: Lab, way: Way) -> None:
+    """Whole and sound, but not the one that was asked for; nor blocks that were never stored."""
+    rig = lab.make(None, "blhnc", way)
+    stored(rig, 0, 1)
+    size = rig.location(0).slot_bytes
+    image = np.memmap(rig.slab.path, dtype=np.uint8, mode="r+")
+    image[:size] = image[size : 2 * size]
+    image.flush()
+    assert_refused(rig, 1, 0, way, {CORRUPT})
+    assert rig.store(2, [rig.chunk(3, SOURCE[:2], first=2)]) == (OK,)
+    assert_refused(rig, 3, 3, way, {CORRUPT})
+    assert rig.load(4, [rig.chunk(1, TARGET)]) == (OK,)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_truncated_file_is_refused(lab: Lab, way: Way) -> None:
+    rig = lab.make(None, "blhnc", way)
+    stored(rig, 3)
+    offset = rig.location(3).offset
+    for job, cut in enumerate((offset + 3 * 4096, offset + 100, offset, 0)):
+        with rig.slab.path.open("r+b") as file:
+            file.truncate(cut)
+        assert_refused(rig, job, 3, way, {CORRUPT, FAILED})
+
+
+def test_a_short_read_that_nobody_tells_is_found_by_the_checksums(lab: Lab) -> None:
+    """The slot still holds another chunk's payload. ``verify: header`` or not: a mover that does not tell is not
+    believed.
+    """
+    inner = DeviceCopyMover()
+    inner.limits = replace(inner.limits, tells_short_reads=False)
+    mover = FaultyMover(inner)
+    rig = lab.make(mover, "blhnc", "direct", verify="header", staging_slots=2)
+    stored(rig, 0, 1)
+    for job, amount in enumerate((4096, 8192, 0)):
+        assert rig.load(3 * job, [rig.chunk(1, [8, 9, 10, 11])] * 2) == (OK, OK)
+        rig.write([8, 9, 10, 11])
+        mover.script = [Fault(mover.submitted.count(Op.READ), FaultKind.SHORT, op=Op.READ, amount=amount)]
+        assert_refused(rig, 3 * job + 1, 0, "device", {CORRUPT})
+
+
+# -- the mover ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_failed_read_fails_its_chunk_only(lab: Lab, way: Way) -> None:
+    """More often than there are slots: each comes back."""
+    mover = faulty()
+    rig = lab.make(mover, "blhnc", way, staging_slots=2)
+    stored(rig, 0, 1)
+    for job in range(5):
+        bad = mover.submitted.count(Op.READ) + job % 2
+        mover.script = [Fault(bad, FaultKind.FAIL, op=Op.READ, amount=4096)]
+        outcomes = rig.load(job, [rig.chunk(n, [12 + 4 * n, 13 + 4 * n, 14 + 4 * n, 15 + 4 * n]) for n in range(2)])
+        assert sorted(outcomes, key=str) == [FAILED, OK]
+        rig.write(range(12, 20))
+        rig.assert_as_expected()
+
+
+def test_quarantined_slots_are_never_used_again(lab: Lab, leaked: list[object]) -> None:
+    """Neither the slot on the device nor its header page. When the last one is gone, everything fails, at once."""
+    mover = faulty()
+    rig = lab.make(mover, "blhnc", staging_slots=3)
+    stored(rig, 0)
+    kept = len(leaked)
+    for job in range(3):
+        mover.script = [Fault(len(mover.submitted), FaultKind.FAIL, quarantine=True)]
+        assert rig.load(job, [rig.chunk(0, TARGET)]) == (FAILED,)
+        mover.script = []
+        until(lambda wanted=kept + job + 1: len(leaked) == wanted)
+        assert memory_of(rig).device.usable == 2 - job
+    submitted = len(mover.submitted)
+    assert rig.load(20, [rig.chunk(0, TARGET)] * 10) == (FAILED,) * 10
+    assert rig.store(21, [rig.chunk(1, SOURCE)]) == (FAILED,)
+    assert len(mover.submitted) == submitted
+    rig.assert_as_expected()
+
+
+def test_a_quarantined_store_keeps_its_location_and_frees_its_blocks(lab: Lab, leaked: list[object]) -> None:
+    clock, mover = Clock(), faulty(Fault(0, FaultKind.FAIL, op=Op.WRITE, quarantine=True))
+    rig = lab.make(mover, clock=clock)
+    rig.write(SOURCE)
+    rig.engine.submit_store(1, [rig.chunk(0, SOURCE)])
+    until(lambda: bool(mover.submitted))
+    rig.engine.wait([1])
+    time.sleep(0.05)
+    assert rig.engine.finished() == []
+    clock.ahead_s += QUARANTINE_S
+    assert rig.collect(1).outcomes == (FAILED,)
+    until(lambda: memory_of(rig).device.usable == 7)
+
+
+def test_an_abandoned_load_keeps_its_slot_and_touches_no_block(lab: Lab) -> None:
+    """After the timeout it is FAILED; the slot stays away until the transfer is final, and late bytes go no further."""
+    clock, mover = Clock(), faulty()
+    rig = lab.make(mover, clock=clock, staging_slots=2)
+    stored(rig, 0)
+    wanted = rig.rows(SOURCE)
+    mover.script = [Fault(n, FaultKind.STUCK, op=Op.READ) for n in range(2)]
+    rig.engine.submit_load(1, [rig.chunk(0, TARGET)] * 4)
+    until(lambda: mover.submitted.count(Op.READ) == 2)
+    clock.ahead_s += 31
+    assert rig.collect(1).outcomes == (FAILED,) * 4
+    rig.engine.submit_load(2, [rig.chunk(0, [8, 9, 10, 11])])
+    time.sleep(0.02)
+    assert mover.submitted.count(Op.READ) == 2, "a slot was reused under a transfer that is not final"
+    mover.release()
+    assert rig.collect(2).outcomes == (OK,)
+    rig.expect([8, 9, 10, 11], wanted)
+    rig.assert_as_expected()
+
+
+def test_stores_leave_slots_to_loads(lab: Lab) -> None:
+    mover = faulty()
+    rig = lab.make(mover, staging_slots=4)
+    stored(rig, 0)
+    mover.script = [Fault(1, FaultKind.STUCK, op=Op.WRITE, every=True)]
+    rig.engine.submit_store(1, [rig.chunk(n, SOURCE) for n in range(1, 9)])
+    until(lambda: mover.submitted.count(Op.WRITE) == 4)
+    assert rig.load(2, [rig.chunk(0, TARGET)]) == (OK,)
+    assert mover.submitted.count(Op.WRITE) == 4
+    mover.release()
+    assert rig.collect(1).outcomes == (OK,) * 8
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_chunks_wait_for_header_pages(lab: Lab, way: Way) -> None:
+    """None free: they wait, and fail only when none will ever be free again."""
+    rig = lab.make(None, "blhnc", way)
+    stored(rig, 0)
+    pages = memory_of(rig).pages
+    taken = [page for _ in range(pages.usable) if (page := pages.acquire()) is not None]
+    rig.engine.submit_load(1, [rig.chunk(0, TARGET)])
+    time.sleep(0.02)
+    assert rig.engine.finished() == []
+    pages.release(taken.pop())
+    rig.engine.submit_load(2, [rig.chunk(0, TARGET)])
+    assert rig.collect(1).outcomes == rig.collect(2).outcomes == (OK,)
+    until(lambda: pages.free == 1)
+    last = pages.acquire()
+    assert last is not None
+    for page in (*taken, last):
+        pages.retire(page)
+    assert rig.load(3, [rig.chunk(0, TARGET)]) == (FAILED,)
+
+
+# -- the device -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("work", ["gather_summed", "scatter", "sums_of_rows"])
+def test_work_that_fails_on_the_device_costs_its_slot(
+    lab: Lab, work: str, monkeypatch: pytest.MonkeyPatch, leaked: list[object]
+) -> None:
+    """An illegal address, an error of the memory: nobody knows what still runs. The chunk is FAILED, its slot is never
+    used again, and the engine goes on as far as the device does.
+    """
+    rig = lab.make(staging_slots=4)
+    stored(rig, 0)
+    wanted = rig.rows(SOURCE)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    kept = len(leaked)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(packer_of(rig)._groups.kernels[0]), work, broken)
+        if work == "gather_summed":
+            assert rig.store(1, [rig.chunk(1, SOURCE)]) == (FAILED,)
+        else:
+            assert rig.load(1, [rig.chunk(0, TARGET)]) == (FAILED,)
+        until(lambda: len(leaked) == kept + 1)
+        assert memory_of(rig).device.usable == 3
+        for stream in lab.streams.made:
+            with suppress(RuntimeError):
+                stream.synchronize()
+    rig.assert_as_expected()
+    assert rig.load(2, [rig.chunk(0, TARGET)]) == (OK,)
+    rig.expect(TARGET, wanted)
+    rig.assert_as_expected()
+
+
+def test_closing_while_the_device_hangs_keeps_its_memory(lab: Lab, leaked: list[object]) -> None:
+    """The model's stream never gets to the fence: ``close`` returns in time, and nothing is freed under the device."""
+    rig = lab.make()
+    kept = len(leaked)
+    with lab.streams.compute.held():
+        rig.engine.submit_store(1, [rig.chunk(0, SOURCE)])
+        until(lambda: bool(rig.engine._pump._flights))
+        began_s = time.monotonic()
+        rig.engine.close(0.1)
+        assert time.monotonic() - began_s < 5
+        assert rig.collect(1).outcomes == (FAILED,)
+        assert len(leaked) == kept + 1

@@ -1,0 +1,82 @@
+"""Makes engines over one emulated device, and ends them in the right order: what tests of the device's ways share.
+
+Threading: the test's thread. Ownership: the lab closes its rigs, then the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine.pools import Memory
+from nixl_offload.movers.base import Mover
+from nixl_offload.movers.faults import Fault, FaultyMover
+from tests.unit.device_rig import ThreadedStream, ThreadedStreams, emulated
+from tests.unit.kv_shapes import DeviceCopyMover, DeviceRig, KVShape, Way
+
+
+class Lab:
+    """Makes rigs over one emulated device."""
+
+    def __init__(self, directory: Path, streams: ThreadedStreams) -> None:
+        self.directory = directory
+        self.streams = streams
+        self.rigs: list[DeviceRig] = []
+
+    def make(
+        self, mover: Mover | None = None, shape: str | KVShape = "lbhnc", way: Way = "device", **options: Any
+    ) -> DeviceRig:
+        """See ``DeviceRig.make``. The mover is the lab's to close; None makes one that takes any memory."""
+        model = self.streams.compute.run
+        rig = DeviceRig.make(
+            self.directory, emulated(self.streams), model, mover or DeviceCopyMover(), shape, way, **options
+        )
+        self.rigs.append(rig)
+        return rig
+
+    def close(self) -> None:
+        """Let go of whatever hangs, then close all."""
+        for rig in self.rigs:
+            if isinstance(rig.mover, FaultyMover):
+                rig.mover.release()
+        for stream in self.streams.made:
+            for gate in stream._gates:
+                gate.set()
+        for rig in self.rigs:
+            rig.close()
+
+
+@contextmanager
+def open_lab(directory: Path) -> Iterator[Lab]:
+    with ThreadedStreams() as streams:
+        lab = Lab(directory, streams)
+        try:
+            yield lab
+        finally:
+            lab.close()
+
+
+def faulty(*faults: Fault) -> FaultyMover:
+    """A mover of any memory, with faults."""
+    return FaultyMover(DeviceCopyMover(), faults)
+
+
+def memory_of(rig: DeviceRig) -> Memory:
+    memory: Memory = rig.engine._pump._paths._context.memory
+    return memory
+
+
+def packer_of(rig: DeviceRig) -> DevicePacker:
+    packer = rig.engine._pump._paths._context.device_packer
+    assert isinstance(packer, DevicePacker)
+    return packer
+
+
+def beside(rig: DeviceRig) -> ThreadedStream:
+    """The stream on which headers go to the device and come from it."""
+    stream = packer_of(rig)._beside
+    assert isinstance(stream, ThreadedStream)
+    return stream
