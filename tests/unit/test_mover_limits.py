@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import errno
 import itertools
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
-from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.base import (
+    Extents,
+    FileId,
+    MemoryId,
+    MemoryKind,
+    MemoryRegion,
+    Mover,
+    Op,
+    Transfer,
+    TransferState,
+)
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
 from nixl_offload.movers.limits import LimitedMover, split_extents
-from nixl_offload.movers.select import candidates, open_mover
+from nixl_offload.movers.select import SCRATCH_BYTES, candidates, open_mover
 from nixl_offload.testing.mover_suite import KIB, MIB, MoverSuite, Rig, extents, rows
 
 PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED
@@ -273,7 +285,8 @@ def test_closing_fails_the_stuck(tmp_path: Path) -> None:
 def test_candidates() -> None:
     """Best first; what was asked for and nothing else; GDS only when asked for."""
     assert candidates("auto", MemoryKind.DRAM) == ["posix_uring", "posix_aio", "copy"]
-    assert candidates("auto", MemoryKind.VRAM) == ["gds_mt", "posix_uring", "posix_aio", "copy"]
+    assert candidates("auto", MemoryKind.VRAM) == ["gds_mt", "kvikio", "posix_uring", "posix_aio", "copy"]
+    assert candidates("kvikio", MemoryKind.VRAM) == ["kvikio"]
     assert candidates("auto", MemoryKind.DRAM, "aio") == ["posix_aio", "copy"]
     assert candidates("posix", MemoryKind.VRAM) == ["posix_uring", "posix_aio"]
     assert candidates("gds", MemoryKind.VRAM) == ["gds"]
@@ -294,10 +307,29 @@ def test_choosing_tries_for_real(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         open_mover("auto", MemoryKind.DRAM, str(tmp_path / "missing"))
 
 
+def test_what_is_passed_over_for_device_memory_is_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Host memory plays the device's, so nothing here takes it: each says what it lacks, and host memory is used."""
+    if ctypes.util.find_library("cuda"):
+        pytest.skip("this machine has a driver")
+    pages = mmap.mmap(-1, SCRATCH_BYTES)
+    scratch = MemoryRegion(ctypes.addressof(ctypes.c_char.from_buffer(pages)), SCRATCH_BYTES, MemoryKind.VRAM)
+    with caplog.at_level("INFO", "nixl_offload"):
+        opened = open_mover("auto", MemoryKind.VRAM, str(tmp_path), "aio", scratch=scratch)
+    opened.mover.close()
+    assert [(probe.name, probe.ok) for probe in opened.report] == [
+        ("gds_mt", False),
+        ("kvikio", False),
+        ("posix_aio", True),
+    ]
+    assert "no NVIDIA driver" in opened.report[1].reason
+    assert "packs through host memory" in opened.report[2].reason
+    assert all(probe.reason in caplog.text for probe in opened.report)
+
+
 def test_a_probe_believes_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mover that says DONE but moves other bytes is passed over."""
 
-    def liar(name: str) -> Mover:
+    def liar(name: str, **_tuning: int) -> Mover:
         return FaultyMover(CopyMover(), [Fault(1, FaultKind.CORRUPT, amount=9)] if name != "copy" else [])
 
     monkeypatch.setattr("nixl_offload.movers.select.make_mover", liar)
