@@ -8,6 +8,7 @@ Threading: one owner, the scheduler's thread, at start and end; nothing here run
     <path>/<namespace>/manifest.json   for people, and for recognising the directory; its mtime is the last use
     <path>/<namespace>/index.sqlite    the durable index
     <path>/<namespace>/rank-00000.slab one slab per rank
+    <path>/<namespace>/.mover-choice…  what ranks measured of their movers: see ``engine.choice.cache``
 """
 
 from __future__ import annotations
@@ -216,13 +217,14 @@ class TierDirectory:
         return available_bytes
 
     def _unexpected_bytes(self) -> int:
-        """Bytes in our own namespace that are neither slabs nor index nor manifest."""
+        """Bytes in our own namespace that are neither slabs nor index nor small files of ours."""
         if not self.namespace_path.is_dir():
             return 0
+        ours = (_INDEX_NAME, foreign.MANIFEST_NAME, foreign.MOVER_CHOICE_PREFIX)
         return sum(
             foreign.tree_bytes(path)
             for path in self.namespace_path.iterdir()
-            if not path.name.startswith((_INDEX_NAME, foreign.MANIFEST_NAME)) and not _RANK_NAME.fullmatch(path.name)
+            if not path.name.startswith(ours) and not _RANK_NAME.fullmatch(path.name)
         )
 
     def _extent_bytes(self, rank_bytes: int, slot_classes: tuple[int, ...]) -> int:

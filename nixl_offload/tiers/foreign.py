@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 MANIFEST_NAME: Final = "manifest.json"
+MOVER_CHOICE_PREFIX: Final = ".mover-choice"
+"""What ranks remember of their movers beside the data: a few KiB, small files as the manifest is one."""
 _MANIFEST_MAX_BYTES: Final = 1 << 20
 _NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _DP_NAME: Final = re.compile(r"dp-[0-9]+")

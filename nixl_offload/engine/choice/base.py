@@ -1,0 +1,103 @@
+"""What a choice is: a mover and a way for chunks between device memory and files, and the figures that speak for it.
+
+Threading: immutable values and pure functions, safe anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_offload.engine.image import Way
+
+MARGIN: Final = 0.1
+"""Candidates this close to the best are as good as it: what is measured in two seconds is no better than that."""
+DIRECT_UNMEASURED_BYTES: Final = 256 << 10
+"""Pieces from this size on go direct where nothing could be measured."""
+_WAYS: Final[tuple[Way, ...]] = ("direct", "device", "host")
+_MOVERS: Final = ("gds_mt", "kvikio", "gds", "posix", "copy")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What travels, in bytes. Both are multiples of ``PAGE_BYTES``."""
+
+    slot_bytes: int
+    """A chunk's image, header page included; of several groups the largest."""
+    piece_bytes: int
+    """What lies together in the KV tensors; 0: these cannot be moved direct."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What became of one mover on one way. Speeds are medians, 0.0 where nothing was measured."""
+
+    mover: str
+    """As ``select.open_mover`` takes it."""
+    way: Way
+    ok: bool
+    """It ran, as far as it was tried."""
+    reason: str
+    """Why it cannot run, or has no figures; empty when it has."""
+    read_bytes_s: float = 0.0
+    write_bytes_s: float = 0.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether it has figures."""
+        return self.ok and self.read_bytes_s > 0 and self.write_bytes_s > 0
+
+    @property
+    def cost_s_byte(self) -> float:
+        """Seconds per byte, reads counted twice: a load holds up a request, a store goes on behind it."""
+        return 2 / self.read_bytes_s + 1 / self.write_bytes_s
+
+    def __str__(self) -> str:
+        """For logs."""
+        if not self.measured:
+            return f"{self.mover} {self.way}: {self.reason}"
+        return f"{self.mover} {self.way}: read {self.read_bytes_s / 1e9:.2f}, write {self.write_bytes_s / 1e9:.2f} GB/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The mover to open, with ``select.open_mover``, and the way of chunks that ``Engine`` is told of."""
+
+    mover: str
+    way: Way
+    candidates: tuple[Candidate, ...]
+    """All that were looked at; empty where there was nothing to choose."""
+    measured_at: float
+    """Seconds since the epoch; 0.0 where movers were not compared."""
+    cached: bool
+    """Found by an earlier start or by another rank, and read from the directory."""
+    reason: str = ""
+    """Why this one, in words."""
+
+
+def ways_of(mover: str, shape: Shape, *, accelerator: bool) -> tuple[tuple[str, Way], ...]:
+    """Return what ``mover`` of a config may come to, the one that is preferred unmeasured first.
+
+    Fewer copies first, where the pieces are not small; then gds_mt before kvikio, which needs a thread pool of its own.
+    """
+    if not accelerator or mover in ("posix", "copy"):
+        return ((mover, "host"),)
+    if mover == "gds":  # as it may tell failed I/O as DONE it never touches KV blocks
+        return ((mover, "device"),)
+    on_device: tuple[Way, ...] = ("device",)
+    if shape.piece_bytes:
+        on_device = ("direct", "device") if shape.piece_bytes >= DIRECT_UNMEASURED_BYTES else ("device", "direct")
+    movers = ("gds_mt", "kvikio") if mover == "auto" else (mover,)
+    found = tuple((name, way) for name in movers for way in on_device)
+    return (*found, ("posix", "host")) if mover == "auto" else found
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the cheapest, or among those within ``MARGIN`` of it the one with the fewest copies; None: no figures."""
+    measured = [candidate for candidate in candidates if candidate.measured]
+    if not measured:
+        return None
+    limit = (1 + MARGIN) * min(candidate.cost_s_byte for candidate in measured)
+    close = [candidate for candidate in measured if candidate.cost_s_byte <= limit]
+    return min(close, key=lambda candidate: (_WAYS.index(candidate.way), _MOVERS.index(candidate.mover)))
