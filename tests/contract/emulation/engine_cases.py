@@ -1,0 +1,95 @@
+"""An engine over NIXL's real GDS_MT plugin and the emulated cuFile. Run in a child by ``test_engine_gds.py``.
+
+The child's loader must find the emulation, so this module is not collected on its own: its name lacks ``test_``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_offload.format import HEADER_BYTES
+from nixl_offload.movers.limits import LimitedMover
+from nixl_offload.movers.nixl import NixlMover
+from nixl_offload.movers.nixl_plugins import PLUGINS
+from nixl_offload.types import Outcome
+from tests.unit.device_lab import Lab, open_lab
+from tests.unit.kv_shapes import Way, assert_round_trip
+
+from .build import Control
+
+OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
+WAYS: tuple[Way, ...] = ("direct", "device")
+
+
+@pytest.fixture
+def control() -> Iterator[Control]:
+    """The emulation's control file; what the engine registered is gone at the end."""
+    control = Control(Path(os.environ["CUFILE_EMULATION_CONTROL"]))
+    control.reset()
+    registered = control["buffers"], control["files"]
+    yield control
+    control.reset()
+    assert (control["buffers"], control["files"]) == registered
+
+
+@pytest.fixture
+def lab(control: Control, tmp_path: Path) -> Iterator[Lab]:
+    with open_lab(tmp_path) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", ["lbhnc_interleaved", "blhnc", "mla_41k", "hybrid"])
+def test_round_trips(lab: Lab, control: Control, shape: str, way: Way) -> None:
+    """By cuFile alone, on its own threads, while the model writes."""
+    rig = lab.make(LimitedMover(NixlMover(PLUGINS["gds_mt"])), shape, way)
+    assert control["buffers"] > 0
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+    assert control["reads"] > 0
+    assert control["writes"] > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_wrong_with_the_medium_reaches_nobody(lab: Lab, control: Control, way: Way) -> None:
+    """A flipped bit, a read that fails, one that comes short, a file that ends too soon; each fails its chunk, no other
+    block is touched, and of a packed group none at all.
+    """
+    rig = lab.make(LimitedMover(NixlMover(PLUGINS["gds_mt"])), "blhnc", way)
+    rig.write(range(8))
+    wanted = rig.rows([0, 1, 2, 3])
+    assert rig.store(0, [rig.chunk(n, [0, 1, 2, 3]) for n in range(2)]) == (OK, OK)
+
+    def refused(job: int, outcomes: set[Outcome]) -> None:
+        found = rig.load(job, [rig.chunk(0, [4, 5, 6, 7])])
+        assert set(found) <= outcomes, (found, rig.collect(job).errors)
+        if way == "direct":
+            rig.write([4, 5, 6, 7])
+        rig.assert_as_expected()
+
+    image = np.memmap(rig.slab.path, dtype=np.uint8, mode="r+")
+    for job, place in enumerate((5, HEADER_BYTES + 77777), start=1):
+        image[place] ^= 1
+        image.flush()
+        refused(job, {CORRUPT})
+        image[place] ^= 1
+        image.flush()
+    reads = control["reads"]
+    for job, fault in enumerate(("fail_read_nth", "short_read_nth"), start=3):
+        control.reset()
+        control["short_bytes"] = 4096
+        control[fault] = 1
+        refused(job, {FAILED})
+    control.reset()
+    assert reads > 0
+    assert rig.load(5, [rig.chunk(0, [4, 5, 6, 7])]) == (OK,)
+    rig.expect([4, 5, 6, 7], wanted)
+    rig.assert_as_expected()
+    with rig.slab.path.open("r+b") as file:
+        file.truncate(HEADER_BYTES + 50000)
+    refused(6, {FAILED, CORRUPT})
