@@ -1,0 +1,205 @@
+"""Proves on a GPU: chunks packed on the device lie there as the host would have laid them (the proofs of the emulated
+device, on a real one), wait for the model's stream and for each other where they must, and never make their caller
+wait; what is let go of while it is in use is not handed out again; staging takes what a device can spare.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from nixl_offload.checksum import block_checksums
+from nixl_offload.engine import staging
+from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine.kernels.base import Page
+from nixl_offload.engine.packer import BusPacker
+from nixl_offload.engine.queued import page_locked
+from nixl_offload.engine.staging import DeviceStagingPool
+from nixl_offload.engine.streams import READY, Device, device_of
+from nixl_offload.errors import MoverError
+from nixl_offload.movers.base import MemoryKind
+from nixl_offload.types import PAGE_BYTES
+from tests.unit.device_rig import settled
+from tests.unit.test_device_packer import (  # noqa: F401 - run here with the fixture below
+    header_page,
+    test_a_chunk_lies_in_its_slot_as_on_the_host_and_comes_back,
+    test_an_inspection_without_rows_brings_the_header_alone,
+    test_groups_of_one_device,
+    test_ids_outside_the_kv_cache_are_refused,
+    test_only_what_lies_behind_the_header_page_can_be_cleared,
+    test_rows_that_do_not_fit_their_blocks_are_refused,
+)
+
+pytestmark = pytest.mark.gpu
+
+IDS = np.array([3, 9, 1, 14], dtype=np.int32)
+PAGES = [[Page(0, 0, 4096), Page(1, 4096, 4096)]]
+STEP_CYCLES = 1_000_000_000
+"""About half a second: longer than anything here takes."""
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """The one GPU; what a test left on it is over before the next one."""
+    yield device_of(torch.empty(0, device="cuda"))
+    torch.cuda.synchronize()
+
+
+class Kit:
+    """Two layers of zeros, a slot of ones; everything has been called once, so that nothing is compiled later."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.tensors = [torch.zeros((16, 4096), dtype=torch.uint8, device="cuda") for _ in range(2)]
+        self.packer = DevicePacker(self.tensors, PAGES, device)
+        self.bus = BusPacker(self.tensors, PAGES, device)
+        self.slot = torch.ones(4096 + 4 * 8192 + 512, dtype=torch.uint8, device="cuda")
+        self.rows = self.slot[4096 : 4096 + 4 * 8192].view(4, 8192)
+        self.header = header_page(device, 1)
+        self.payload = page_locked(4 * 8192, torch.uint8, device).numpy().reshape(4, 8192)
+        for _ in range(2):
+            self.everything()
+            torch.cuda.synchronize()
+        for tensor in self.tensors:
+            tensor.zero_()
+        self.slot.fill_(1)
+        torch.cuda.synchronize()
+
+    def everything(self) -> None:
+        """One call of each kind, behind the model's stream. What comes of it is of no interest."""
+        fence = self.device.streams.compute_fence()
+        asked = [
+            self.packer.gather(0, IDS, self.rows, fence),
+            self.packer.finish_image(self.header, self.slot, [(4096 + 4 * 8192, len(self.slot))]),
+            self.packer.inspect(self.slot, self.header, self.rows),
+            self.packer.scatter(0, IDS, self.rows, fence),
+            self.bus.gather(0, IDS, self.payload, fence),
+            self.bus.scatter(0, IDS, self.payload, fence),
+            self.bus.sums(0, IDS, fence),
+        ]
+        for each in asked:
+            each.done()
+
+
+@pytest.fixture
+def kit(device: Device) -> Kit:
+    return Kit(device)
+
+
+def test_nothing_makes_the_caller_wait(kit: Kit) -> None:
+    """Neither a call that torch knows to wait, nor one that it does not: the model's stream is busy all the while."""
+    torch.cuda._sleep(STEP_CYCLES)
+    busy = kit.device.streams.compute_fence()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        began_s = time.monotonic()
+        kit.everything()
+        took_s = time.monotonic() - began_s
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not busy.done()
+    assert took_s < 0.1
+
+
+def test_a_store_sees_what_the_model_writes_before_its_fence(kit: Kit) -> None:
+    """By a kernel that begins long after the store was queued."""
+    torch.cuda._sleep(STEP_CYCLES)
+    for tensor in kit.tensors:
+        tensor.fill_(7)
+    sums = kit.packer.gather(0, IDS, kit.rows, kit.device.streams.compute_fence())
+    assert not sums.done()
+    with pytest.raises(RuntimeError, match="before"):
+        sums.values()
+    settled(sums)
+    assert (kit.rows == 7).all()
+    assert (sums.values() == block_checksums(np.full((4, 8192), 7, dtype=np.uint8))).all()
+
+
+def test_a_load_does_not_overtake_what_the_model_writes_before_its_fence(kit: Kit) -> None:
+    torch.cuda._sleep(STEP_CYCLES)
+    for tensor in kit.tensors:
+        tensor.fill_(0)
+    loaded = kit.packer.scatter(0, IDS, kit.rows, kit.device.streams.compute_fence())
+    assert not loaded.done()
+    settled(loaded)
+    assert all((tensor[IDS.tolist()] == 1).all() for tensor in kit.tensors)
+
+
+def test_loads_headers_and_inspections_wait_for_no_store(kit: Kit) -> None:
+    """Nor for the step that a store waits for."""
+    other = torch.empty_like(kit.rows)
+    early = kit.device.streams.compute_fence()
+    torch.cuda._sleep(STEP_CYCLES)
+    busy = kit.device.streams.compute_fence()
+    stored = kit.packer.gather(0, IDS, other, busy)
+    settled(kit.packer.finish_image(kit.header, kit.slot, []))
+    inspected = kit.packer.inspect(kit.slot, header_page(kit.device), kit.rows)
+    settled(inspected)
+    assert (inspected.values() == block_checksums(np.ones((4, 8192), dtype=np.uint8))).all()
+    settled(kit.packer.scatter(0, IDS, kit.rows, early))
+    settled(sums := kit.bus.sums(0, IDS, READY))
+    assert (sums.values() == inspected.values()).all()
+    assert not busy.done()
+    assert not stored.done()
+    settled(stored)
+
+
+def test_a_slot_that_is_let_go_of_while_it_is_filled_is_not_handed_out(kit: Kit) -> None:
+    """Whoever got its memory would find a chunk in it."""
+    torch.cuda.empty_cache()
+    rows = torch.empty((4, 8192 << 10), dtype=torch.uint8, device="cuda")[:, :8192]
+    address, length_bytes = rows.data_ptr(), 4 * (8192 << 10)
+    torch.cuda._sleep(STEP_CYCLES)
+    stored = kit.packer.gather(0, IDS, rows, kit.device.streams.compute_fence())
+    del rows
+    fresh = torch.empty(length_bytes, dtype=torch.uint8, device="cuda")
+    assert fresh.data_ptr() != address
+    assert not stored.done()
+    settled(stored)
+
+
+def test_sums_that_nobody_waits_for_land_in_nobodys_memory(kit: Kit) -> None:
+    """Torch keeps page-locked memory until the copy into it is done: we rely on that for ids and sums alike."""
+    torch.cuda._sleep(STEP_CYCLES)
+    busy = kit.device.streams.compute_fence()
+    sums = kit.packer.gather(0, IDS, kit.rows, busy)
+    address = sums._host.data_ptr()
+    del sums
+    fresh = [page_locked(len(IDS), torch.int64, kit.device) for _ in range(64)]
+    assert address not in {each.data_ptr() for each in fresh}
+    assert not busy.done()
+
+
+def test_staging_lies_in_one_aligned_region_of_the_device(device: Device) -> None:
+    pool = DeviceStagingPool(slot_bytes=5000, budget_bytes=5 * 8192, device=device)
+    assert pool.region.address % PAGE_BYTES == 0
+    assert (pool.region.kind, pool.region.device_id) == (MemoryKind.VRAM, torch.cuda.current_device())
+    slot = pool.acquire()
+    assert slot is not None
+    assert slot.memory.is_cuda
+    assert slot.memory.data_ptr() == pool.region.address + slot.offset_bytes
+
+
+def test_staging_takes_what_the_device_can_spare_and_says_when_there_is_none(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First its share of what is free, then, if it may take more than there is, half again and again."""
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info()
+    slot_bytes = free_bytes // 64 // PAGE_BYTES * PAGE_BYTES
+    pool = DeviceStagingPool(slot_bytes=slot_bytes, budget_bytes=free_bytes, device=device)
+    assert 14 <= pool.slots_total <= 16
+    assert "were free" in caplog.text
+    del pool
+    torch.cuda.empty_cache()
+    monkeypatch.setattr(staging, "DEVICE_SHARE", 8.0)
+    pool = DeviceStagingPool(slot_bytes=slot_bytes, budget_bytes=4 * free_bytes, device=device)
+    assert 16 <= pool.slots_total <= 64
+    del pool
+    torch.cuda.empty_cache()
+    with pytest.raises(MoverError, match="no room"):
+        DeviceStagingPool(slot_bytes=free_bytes, budget_bytes=free_bytes, device=device)
