@@ -29,8 +29,12 @@ class NoRoomError(NixlOffloadError):
 class TrialMemory:
     """``images`` of ``image_bytes`` each. Device memory is given back when the last reference goes."""
 
-    def __init__(self, device: Device, shape: Shape, images: int, image_bytes: int) -> None:
-        """Take half as many images as long as memory is short. Raises NoRoomError when not even one finds room."""
+    def __init__(self, device: Device, shape: Shape, images: int, image_bytes: int, *, host: bool = True) -> None:
+        """Take half as many images as long as memory is short. Raises NoRoomError when not even one finds room.
+
+        ``host``: whether images go by host memory as well; else there is room for one there.
+        """
+        self._host = host
         self.device = device
         self.image_bytes = image_bytes
         payload_bytes = image_bytes - PAGE_BYTES
@@ -81,7 +85,7 @@ class TrialMemory:
         page_locked = device.type == "cuda"
         device_bytes = images * max(self.image_bytes, self._pieces * self.piece_bytes)
         self.on_device = aligned_tensor(max(device_bytes, SCRATCH_BYTES), device)
-        self.on_host = aligned_tensor(images * self.image_bytes, host, page_locked=page_locked)
+        self.on_host = aligned_tensor((images if self._host else 1) * self.image_bytes, host, page_locked=page_locked)
         self.headers = aligned_tensor(images * PAGE_BYTES, host, page_locked=page_locked)
 
     def _fill(self) -> None:

@@ -6,9 +6,9 @@ leave it ``hung``, and nothing that it used may be freed or closed.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -47,19 +47,23 @@ class Opened:
             return error
         return None
 
-    def prepare(self, way: Way) -> MoverError | None:
-        """Register the memory that ``way`` needs and that is not yet; return what stands against it."""
+    @contextmanager
+    def registered(self, way: Way) -> Iterator[None]:
+        """Have the memory that ``way`` needs registered, for a turn: what two movers at once make of the same memory in
+        the same library, nobody promises, and in the engine there is but one of them. Raises MoverError.
+        """
         memory = self.memory
         wanted = {"host": memory.host_region} if way == "host" else {"device": memory.device_region}
         if way == "direct":
             wanted["headers"] = memory.header_region
         try:
             for name, region in wanted.items():
-                if name not in self._regions:
-                    self._regions[name] = self.mover.register_memory(region)
-        except MoverError as error:
-            return error
-        return None
+                self._regions[name] = self.mover.register_memory(region)
+            yield
+        finally:
+            for name in list(self._regions):
+                with suppress(MoverError):  # transfers of it are in flight still: the end of the mover is its end
+                    self.mover.unregister_memory(self._regions.pop(name))
 
     def submit(
         self, op: Op, region: Literal["host", "device", "headers"], in_memory: Extents, in_file: Extents
@@ -96,6 +100,14 @@ class Runner:
         After ``until_s`` (of ``time.monotonic``) nothing is begun any more, but one image at least is moved. Raises
         MoverError when a transfer fails or does not end; then ``failure`` is set, and perhaps ``hung`` or ``tainted``.
         """
+        try:
+            with self.opened.registered(self.way):
+                return self._run(op, images, laps, until_s)
+        except Exception as error:
+            self.failure = words(self.opened.name, error)
+            raise MoverError(self.failure) from error
+
+    def _run(self, op: Op, images: Sequence[int], laps: int, until_s: float) -> tuple[int, float]:
         began_s = moved_s = time.monotonic()
         free, left, done, active = list(images), laps * len(images), 0, list[tuple[int, Steps]]()
         try:
@@ -120,10 +132,9 @@ class Runner:
                         self.hung = True
                         raise MoverError(f"storage did not answer for {self.limit_s:.0f} s")
                     time.sleep(POLL_S)
-        except Exception as error:
-            self.failure = words(self.opened.name, error)
+        except Exception:
             self._settle()
-            raise MoverError(self.failure) from error
+            raise
         return done * self.opened.memory.image_bytes, moved_s - began_s
 
     def _image(self, op: Op, number: int) -> Steps:
@@ -168,7 +179,7 @@ class Runner:
     def synchronize(self) -> None:
         """Wait for its copies. What these raise was told before, or does not matter any more."""
         for stream in self._streams.values():
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 stream.synchronize()
 
     def _settle(self) -> None:

@@ -80,7 +80,8 @@ def hold_trial(
         able = [(name, way) for name, way in ways if name in trial.movers]
         if len(able) > 1:
             try:
-                trial.measure(able, directory, _take_memory(directory, device, shape), direct_io=direct_io)
+                memory = _take_memory(directory, device, shape, host=any(way == "host" for _, way in able))
+                trial.measure(able, directory, memory, direct_io=direct_io)
             except (NoRoomError, OSError) as error:
                 trial.trouble = str(error)
     finally:
@@ -98,7 +99,7 @@ def _try(open_mover: OpenMover, name: str) -> Mover | str:
         return words(name, error)
 
 
-def _take_memory(directory: str, device: Device, shape: Shape) -> TrialMemory:
+def _take_memory(directory: str, device: Device, shape: Shape, *, host: bool) -> TrialMemory:
     """Take memory for as many images as the scratch file may hold. Raises NoRoomError, OSError."""
     image_bytes = align_up(min(shape.slot_bytes, MAX_SCRATCH_BYTES))
     space = os.statvfs(directory)
@@ -106,7 +107,7 @@ def _take_memory(directory: str, device: Device, shape: Shape) -> TrialMemory:
     images = min(MAX_IMAGES, min(MAX_SCRATCH_BYTES, free_bytes // FREE_SHARE) // image_bytes)
     if not images:
         raise NoRoomError(f"the disk has {free_bytes >> 20} MiB left, too little to measure with")
-    return TrialMemory(device, shape, images, image_bytes)
+    return TrialMemory(device, shape, images, image_bytes, host=host)
 
 
 class _Trial:
@@ -127,7 +128,13 @@ class _Trial:
         self._memory = memory
         with _scratch_file(directory) as (fd, path):
             for name, mover in self.movers.items():
-                self._prepare(Opened(name, mover, memory), [way for of, way in ways if of == name], path, direct_io)
+                opened = Opened(name, mover, memory)
+                refusal = opened.open(path, direct_io=direct_io)
+                for way in (way for of, way in ways if of == name):
+                    if refusal is None:
+                        self.runners[name, way] = Runner(opened, way, self._limit_s)
+                    else:
+                        self.refused[name, way] = words(name, refusal)
             os.unlink(path)  # whatever happens from here on, nothing stays behind
             if len(self.runners) < 2:
                 return
@@ -168,16 +175,6 @@ class _Trial:
                 keep = True
         if keep and self._memory is not None:
             LEAKED.append(self._memory)
-
-    def _prepare(self, opened: Opened, ways: Sequence[Way], path: str, direct_io: bool) -> None:
-        """A mover that refuses what one way needs may still go the other."""
-        no_file = opened.open(path, direct_io=direct_io)
-        for way in ways:
-            refusal = no_file or opened.prepare(way)
-            if refusal is None:
-                self.runners[opened.name, way] = Runner(opened, way, self._limit_s)
-            else:
-                self.refused[opened.name, way] = words(opened.name, refusal)
 
     def _take_turns(self, fd: int, *, direct_io: bool) -> None:
         turn_s = self._budget_s / (2 * (ROUNDS + 1) * len(self.runners) + 2)
