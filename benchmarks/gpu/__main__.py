@@ -1,10 +1,10 @@
 """What moves how fast between a GPU, page-locked memory and files: ``python -m benchmarks.gpu``, one table.
 
-``[--dir DIR] [--out DIR] [--seconds N] [--parts kernels,bus,file,engine] [--json] [--emulate]``. Each part runs in a
-process of its own with a share of the time: what crashes or hangs takes only its own rows along, and leaves one that
-says so. ``--emulate``: the same code on host memory that plays the device, with little data; it measures nothing.
-Exits with 0 when all that this machine can run was measured, 1 when a part failed or brought other bytes, 2 without
-a GPU. What is measured and how: benchmarks/gpu/README.md.
+``[--dir DIR] [--out DIR] [--seconds N] [--parts kernels,bus,file,engine] [--json] [--emulate] [--here]``. Each part
+runs in a process of its own with a share of the time: what crashes or hangs takes only its own rows along, and leaves
+one that says so. Movers are tried alone first, for the same reason. ``--emulate``: the same code on host memory that
+plays the device, with little data; it measures nothing. Exits with 0 when all that this machine can run was measured,
+1 when a part failed or brought other bytes, 2 without a GPU. What is measured and how: benchmarks/gpu/README.md.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.gpu.rounds import Row, reason
+
+if TYPE_CHECKING:  # it imports torch, which the parent can do without
+    from benchmarks.gpu.scene import Scene
 
 SHARES = {"kernels": 3, "bus": 2, "file": 4, "engine": 5}
 """The parts, and how they share the time."""
 START_S = 30.0
 """What a process may take beside its share, to start and to end."""
+MOVERS = ("gds_mt", "kvikio", "posix")
+PROBE_S = 45.0
+UNFIT = "unfit.json"
 
 
 def main() -> int:
@@ -32,6 +39,8 @@ def main() -> int:
     if not options.emulate and not _has_cuda():
         print("no CUDA device: nothing to measure here (--emulate shows that the script works)", file=sys.stderr)
         return 2
+    if options.probe:
+        return _probe(options)
     if options.part:
         return _part(options)
     out = Path(options.out)
@@ -54,6 +63,8 @@ def _processes(options: argparse.Namespace, scratch: str, out: Path) -> Iterator
     end_s = time.monotonic() + options.seconds
     log_path = out / "benchmark.log"
     log_path.write_bytes(b"")
+    if {"file", "engine"} & set(options.parts):
+        (Path(scratch) / UNFIT).write_text(json.dumps(_unfit(options, scratch, log_path)))
     for position, part in enumerate(options.parts):
         left = end_s - time.monotonic()
         share = SHARES[part] / sum(SHARES[later] for later in options.parts[position:])
@@ -61,29 +72,71 @@ def _processes(options: argparse.Namespace, scratch: str, out: Path) -> Iterator
         rows_path = Path(scratch) / f"{part}.jsonl"
         rows_path.touch()
         _say(options, f"{part}: {seconds:.0f} s")
-        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--dir", scratch, "--rows", str(rows_path)]
-        command += ["--seconds", f"{seconds:.0f}", *(["--emulate"] if options.emulate else [])]
         begun, logged = time.monotonic(), log_path.stat().st_size
-        with log_path.open("ab") as log:
-            try:
-                code = subprocess.run(
-                    command, stdout=log, stderr=log, timeout=max(seconds + START_S, 0.0), check=False
-                ).returncode
-                ended = f"it ended with {code}" if code else ""
-            except subprocess.TimeoutExpired:
-                ended = "it was not over in time and was killed"
+        ended = _ended(_start(options, scratch, log_path, "--part", part, seconds, rows_path), seconds + START_S)
         found = [Row(**json.loads(line)) for line in rows_path.read_text().splitlines()]
         _say(options, f"{part}: {len(found)} rows in {time.monotonic() - begun:.0f} s{'; ' if ended else ''}{ended}")
         yield from found
         if ended:
             words = f"{ended} after {len(found)} rows; see {log_path.name}: {_last_line(log_path, logged)}"
-            yield Row(part, "the rest of this part", "", note=words, failed=True)
+            yield Row(part, "the rest", "", note=words, failed=True)
+
+
+def _unfit(options: argparse.Namespace, scratch: str, log_path: Path) -> dict[str, str]:
+    """Which movers do not run here, and why; all are tried at once, each in a process that may crash or hang."""
+    _say(options, f"movers: {', '.join(MOVERS)}")
+    answers = {name: Path(scratch) / f"{name}.probe" for name in MOVERS}
+    processes = {
+        name: _start(options, scratch, log_path, "--probe", name, PROBE_S, answer) for name, answer in answers.items()
+    }
+    unfit = {}
+    end_s = time.monotonic() + PROBE_S
+    for name, process in processes.items():
+        ended = _ended(process, max(0.1, end_s - time.monotonic()))
+        answer = answers[name].read_text() if answers[name].exists() else ""
+        if ended:
+            unfit[name] = f"{name}, tried alone: {ended}"
+        elif answer:
+            unfit[name] = answer
+        _say(options, f"  {name}: {unfit.get(name, 'runs')}")
+    return unfit
+
+
+def _start(
+    options: argparse.Namespace, scratch: str, log_path: Path, what: str, name: str, seconds: float, rows: Path
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "benchmarks.gpu", what, name, "--dir", scratch, "--rows", str(rows)]
+    command += ["--seconds", f"{seconds:.0f}", *(["--emulate"] if options.emulate else [])]
+    with log_path.open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+    """How a process came to a bad end, or nothing."""
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return "it was not over in time and was killed"
+    return f"it was killed by signal {-code}" if code < 0 else f"it ended with {code}" if code else ""
 
 
 def _here(options: argparse.Namespace, scratch: str) -> Iterator[Row]:
     """All parts in this process."""
     for part in options.parts:
         yield from _rows_of(part, scratch, options.seconds / len(options.parts), emulate=options.emulate)
+
+
+def _probe(options: argparse.Namespace) -> int:
+    """Try one mover; what stands against it is written down."""
+    from benchmarks.gpu.files import try_mover
+
+    try:
+        try_mover(_scene(options.dir, options.seconds, emulate=options.emulate), options.probe)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
+        Path(options.rows).write_text(reason(error))
+    return 0
 
 
 def _part(options: argparse.Namespace) -> int:
@@ -96,10 +149,20 @@ def _part(options: argparse.Namespace) -> int:
 
 
 def _rows_of(part: str, directory: str, seconds: float, *, emulate: bool) -> Iterator[Row]:
+    yield from _measure(part)(_scene(directory, seconds, emulate=emulate))
+
+
+def _scene(directory: str, seconds: float, *, emulate: bool) -> Scene:
     from benchmarks.gpu.scene import FULL, SMALL, Scene, find_device
 
-    scene = Scene(find_device(emulate=emulate), Path(directory), SMALL if emulate else FULL, time.monotonic() + seconds)
-    yield from _measure(part)(scene)
+    unfit = Path(directory) / UNFIT
+    return Scene(
+        find_device(emulate=emulate),
+        Path(directory),
+        SMALL if emulate else FULL,
+        time.monotonic() + seconds,
+        json.loads(unfit.read_text()) if unfit.exists() else {},
+    )
 
 
 def _measure(part: str) -> Callable[..., Iterator[Row]]:
@@ -145,6 +208,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--emulate", action="store_true", help="host memory plays the device")
     parser.add_argument("--here", action="store_true", help="all parts in this process")
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--probe", help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.parts) - set(SHARES):

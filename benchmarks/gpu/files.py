@@ -22,6 +22,7 @@ from benchmarks.gpu.rounds import Row, Run, WrongBytesError, contest, reason, un
 from benchmarks.gpu.scene import MIB, PIECES_BYTES, Scene
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, MemoryRegion, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.select import MoverChoice
 
 THREADS = 8
 """What our movers use by default."""
@@ -107,7 +108,7 @@ class Direct(Way):
     def __init__(self, scene: Scene, mover: Mover, path: Path, memory: list[torch.Tensor]) -> None:
         self.mover = mover
         self._buffers = [mover.register_memory(scene.region(buffer)) for buffer in memory]
-        self._file = mover.open_file(str(path), scene.scale.total_bytes, direct_io=True)
+        self._file = mover.open_file(str(path), path.stat().st_size, direct_io=True)
 
     def move(self, op: Op, buffer: int, order: Order, piece_bytes: int) -> None:
         """See Way."""
@@ -127,9 +128,9 @@ class Bounced(Way):
 
     def __init__(self, scene: Scene, mover: Mover, path: Path, memory: list[torch.Tensor]) -> None:
         self.mover, self._memory, self._streams = mover, memory, scene.device.streams
-        self._host = scene.locked(scene.scale.total_bytes)
+        self._host = scene.locked(memory[0].numel())
         self._staging = mover.register_memory(MemoryRegion(self._host.data_ptr(), self._host.numel()))
-        self._file = mover.open_file(str(path), scene.scale.total_bytes, direct_io=True)
+        self._file = mover.open_file(str(path), path.stat().st_size, direct_io=True)
 
     def move(self, op: Op, buffer: int, order: Order, piece_bytes: int) -> None:
         """See Way. Reads are copied up as they arrive, writes go out as they have been copied down."""
@@ -200,6 +201,26 @@ WAYS: dict[str, Callable[[Scene, Path, list[torch.Tensor]], Way]] = {
     "kvikio": lambda scene, path, memory: Direct(scene, scene.mover("kvikio"), path, memory),
     "posix, page-locked": lambda scene, path, memory: Bounced(scene, scene.mover("posix"), path, memory),
 }
+
+
+def try_mover(scene: Scene, name: MoverChoice) -> None:
+    """Move some pieces each way by a mover that may crash or hang. Raises what it raises."""
+    path = scene.directory / f"try-{name}"
+    pieces = 2 * BATCH_BYTES // PIECES_BYTES[0]
+    path.write_bytes(os.urandom(2 * BATCH_BYTES))
+    memory = [scene.noise(2 * BATCH_BYTES)]
+    kind = Bounced if name == "posix" else Direct
+    way = kind(scene, scene.mover(name), path, memory)
+    try:
+        order = np.random.default_rng(1).permutation(pieces)
+        for op in (Op.WRITE, Op.READ):
+            scene.sync()
+            way.move(op, 0, order, PIECES_BYTES[0])
+            scene.sync()
+            _compare(path, memory[0], order, PIECES_BYTES[0])
+    finally:
+        way.close()
+        path.unlink()
 
 
 def batches(order: Order, piece_bytes: int) -> Iterator[tuple[Extents, Extents]]:

@@ -6,7 +6,8 @@ Threading: one thread.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,8 @@ class Scene:
     directory: Path
     scale: Scale
     deadline_s: float
+    unfit: Mapping[str, str] = field(default_factory=dict)
+    """Movers that have been seen to crash, hang or refuse here, each with the reason: not to be tried again."""
 
     @property
     def emulated(self) -> bool:
@@ -87,13 +90,13 @@ class Scene:
 
     def mover(self, kind: MoverChoice) -> Mover:
         """A mover that has shown that it runs here. Raises MoverError, in words."""
-        scratch = self.empty(DEVICE_PAGE_BYTES)
-        try:
-            return open_mover(
-                kind, self.device.kind, str(self.directory), scratch=self.region(scratch) if self.emulated else None
-            ).mover
-        except (KeyError, ImportError) as error:
-            raise MoverError(f"{kind} is not here: {error}") from error
+        if kind in self.unfit:
+            raise MoverError(self.unfit[kind])
+        memory = self.empty(DEVICE_PAGE_BYTES)
+        scratch = self.region(memory) if self.emulated else None
+        mover = open_mover(kind, self.device.kind, str(self.directory), scratch=scratch).mover
+        del memory  # not before: the region does not keep it alive
+        return mover
 
 
 def find_device(*, emulate: bool) -> Device:

@@ -24,6 +24,8 @@ from nixl_offload.types import Key, Location, Outcome, align_up
 
 NEVER = 1 << 40
 """As smallest extent to go direct: none is."""
+AS_FAST = 0.97
+"""What is no slower than this is taken for as fast: rounds differ by more."""
 JOB_TIMEOUT_S = 60.0
 HOST = "packed on the host, posix"
 
@@ -71,7 +73,9 @@ def _threshold(mover: str, ratios: dict[int, list[float]]) -> Row:
     if len(ratios) < len(PIECES_BYTES):
         return Row("threshold", "direct or packed", mover, note="not measured: see the rows of part engine")
     least = {piece: min(both) for piece, both in ratios.items()}
-    direct = [piece for piece in PIECES_BYTES if all(least[larger] >= 1 for larger in PIECES_BYTES if larger >= piece)]
+    direct = [
+        piece for piece in PIECES_BYTES if all(least[larger] >= AS_FAST for larger in PIECES_BYTES if larger >= piece)
+    ]
     words = f"direct from {unit(direct[0])} on" if direct else f"packed up to {unit(PIECES_BYTES[-1])} at least"
     return Row("threshold", "direct or packed", mover, note=words)
 
