@@ -136,8 +136,15 @@ class DeviceRig:
     mover: Mover
     link: Link
     engine: Engine
+    slots: int
     results: dict[int, JobResult] = field(default_factory=dict)
     _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(11))
+    _kept: list[torch.Tensor] = field(default_factory=list)
+    _uploads: Any = None
+
+    def __post_init__(self) -> None:
+        if self.device.torch_device.type != "cpu":
+            self._uploads = torch.cuda.Stream(self.device.torch_device)
 
     @classmethod
     def make(
@@ -179,7 +186,7 @@ class DeviceRig:
             slab.close()
             raise
         mirror = [np.zeros((NUM_BLOCKS, tensor.shape[1]), dtype=np.uint8) for tensor in tensors]
-        return cls(shape, device, model, tensors, mirror, layout, slab, mover, link, engine)
+        return cls(shape, device, model, tensors, mirror, layout, slab, mover, link, engine, slots)
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -189,9 +196,17 @@ class DeviceRig:
             shape = (len(blocks), mirror.shape[1])
             rows = self._rng.integers(0, 256, shape, dtype=np.uint8) if value is None else np.full(shape, value, "u1")
             mirror[list(blocks)] = rows
-            ids = torch.tensor(blocks, device=tensor.device)
-            source = torch.from_numpy(rows).view(torch.int8).to(tensor.device)
+            ids, source = self._uploaded(np.array(blocks)), self._uploaded(rows.view(np.int8))
             self.model(lambda tensor=tensor, ids=ids, source=source: tensor.index_copy_(0, ids, source))  # type: ignore[misc]
+
+    def _uploaded(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """``array`` on the device, for the rest of the test; without a wait for the model's stream."""
+        host = torch.from_numpy(array)
+        if self.device.torch_device.type == "cpu":
+            return host
+        with torch.cuda.stream(self._uploads):
+            self._kept.append(host.to(self.device.torch_device))
+        return self._kept[-1]
 
     def settle_model(self) -> None:
         """Wait until the compute stream is idle."""
@@ -251,6 +266,13 @@ class DeviceRig:
     def load(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
         self.engine.submit_load(job_id, chunks)
         return self.collect(job_id).outcomes
+
+    def warm_up(self) -> None:
+        """Store and load a chunk of each group, so that nothing is compiled later. It rests in the last slots."""
+        for group in range(len(self.shape.groups)):
+            chunk = self.chunk(999, [0, 1, 2, 3], group=group, slot=self.slots - 1)
+            assert self.store(10_000 + group, [chunk]) == (Outcome.OK,)
+            assert self.load(20_000 + group, [chunk]) == (Outcome.OK,)
 
     def claimed(self) -> None:
         """Wait until the pump has begun with whatever was submitted: ``wait`` drops what it has no time for."""

@@ -1,0 +1,193 @@
+"""Proves on a GPU: KV memory in vLLM's shapes travels every way and by every mover that runs there, and comes back bit
+for bit while kernels write to it; no way overtakes the compute stream or is told as finished before it is; what rots in
+the file is refused. Needs neither vLLM nor a registry.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nixl_offload.engine import staging
+from nixl_offload.engine.streams import device_of
+from nixl_offload.errors import MoverError
+from nixl_offload.format import HEADER_BYTES
+from nixl_offload.movers.base import MemoryKind, Mover, Op
+from nixl_offload.movers.faults import FaultyMover
+from nixl_offload.movers.select import open_mover
+from nixl_offload.types import Outcome
+from tests.unit.kv_shapes import KIB, SHAPES, DeviceRig, KVShape, Way, assert_round_trip
+
+pytestmark = pytest.mark.gpu
+
+OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
+ROUTES = [("gds_mt", "direct"), ("gds_mt", "device"), ("kvikio", "direct"), ("kvikio", "device"), ("posix", "host")]
+"""(mover, way): all that there are."""
+BUSY_CYCLES = 20_000_000
+"""Some ten milliseconds."""
+LONG_CYCLES = 1_500_000_000
+"""Most of a second."""
+SOURCE, TARGET = [0, 1, 2, 3], [4, 5, 6, 7]
+LARGE = KVShape.layers(8, 512 * KIB, aligned=True)
+"""Chunks of 16 MiB."""
+
+Make = Callable[..., DeviceRig]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    rigs: list[DeviceRig] = []
+
+    def build(mover: str, way: Way, shape: str | KVShape = "lbhnc", **options: Any) -> DeviceRig:
+        device = device_of(torch.empty(0, device="cuda"))
+        opened = FaultyMover(opened_mover(mover, tmp_path))  # without faults: it counts
+        try:
+            rig = DeviceRig.make(tmp_path, device, lambda work: work(), opened, shape, way, **options)
+        except BaseException:
+            opened.close()
+            raise
+        rigs.append(rig)
+        rig.warm_up()
+        return rig
+
+    torch.cuda.synchronize()
+    yield build
+    for rig in rigs:
+        rig.close()
+    torch.cuda.synchronize()
+
+
+def opened_mover(name: str, directory: Path) -> Mover:
+    """A mover that has made a round trip with the memory that it would be used for, or a skip with its reason."""
+    if name == "kvikio":
+        pytest.importorskip("kvikio")
+    try:
+        return open_mover(name, MemoryKind.VRAM, str(directory)).mover  # type: ignore[arg-type]
+    except MoverError as error:
+        pytest.skip(str(error))
+
+
+def submitted(rig: DeviceRig, op: Op) -> int:
+    assert isinstance(rig.mover, FaultyMover)
+    return rig.mover.submitted.count(op)
+
+
+def way_of(rig: DeviceRig) -> Way:
+    way: Way = rig.engine._pump._paths._ports[0].plans[0].way
+    return way
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 0x10]), at)
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize(("mover", "way"), ROUTES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_comes_back(make: Make, shape: str, mover: str, way: Way) -> None:
+    """Whole chunks and unaligned heads of every group, while kernels write."""
+    rig = make(mover, way, shape)
+    expected = "device" if way == "direct" and not SHAPES[shape].aligned else way
+    assert way_of(rig) == expected
+    assert_round_trip(rig, lambda: torch.cuda._sleep(BUSY_CYCLES))
+
+
+@pytest.mark.parametrize(("mover", "way"), ROUTES)
+def test_large_chunks_come_back(make: Make, mover: str, way: Way) -> None:
+    """Pieces of 512 KiB in chunks of 16 MiB."""
+    rig = make(mover, way, LARGE, slots=12)
+    assert_round_trip(rig, lambda: torch.cuda._sleep(BUSY_CYCLES))
+
+
+@pytest.mark.parametrize(("mover", "way"), ROUTES)
+def test_a_store_waits_for_the_compute_stream_and_a_caller_for_nothing(make: Make, mover: str, way: Way) -> None:
+    """The compute stream is busy and then writes the blocks: what it wrote is stored, and nothing goes out before."""
+    rig = make(mover, way)
+    rig.write(range(8), value=1)
+    written = submitted(rig, Op.WRITE)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG_CYCLES)
+    rig.write(SOURCE)
+    wanted = rig.rows(SOURCE)
+    began_s = time.monotonic()
+    rig.engine.submit_store(1, [rig.chunk(0, SOURCE)])
+    assert time.monotonic() - began_s < 0.1
+    time.sleep(0.1)
+    assert not rig.device.streams.compute_fence().done(), "the test's own step was too short"
+    assert submitted(rig, Op.WRITE) == written
+    rig.engine.wait([1])
+    rig.write(SOURCE, value=2)
+    assert rig.collect(1).outcomes == (OK,)
+    assert rig.load(2, [rig.chunk(0, TARGET)]) == (OK,)
+    rig.expect(TARGET, wanted)
+    rig.assert_as_expected()
+
+
+@pytest.mark.parametrize(("mover", "way"), ROUTES)
+def test_a_load_does_not_overtake_the_compute_stream(make: Make, mover: str, way: Way) -> None:
+    """The target blocks are zeroed late: until then the load is not told as finished, and it is not overwritten."""
+    rig = make(mover, way)
+    rig.write(SOURCE)
+    wanted = rig.rows(SOURCE)
+    assert rig.store(1, [rig.chunk(0, SOURCE)]) == (OK,)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG_CYCLES)
+    rig.write(TARGET, value=0)
+    rig.engine.submit_load(2, [rig.chunk(0, TARGET)])
+    time.sleep(0.1)
+    assert rig.engine.finished() == []
+    assert not rig.device.streams.compute_fence().done(), "the test's own step was too short"
+    assert rig.collect(2).outcomes == (OK,)
+    rig.expect(TARGET, wanted)
+    rig.assert_as_expected()
+
+
+@pytest.mark.parametrize(("mover", "way"), ROUTES)
+def test_what_rots_in_the_file_is_refused(make: Make, mover: str, way: Way) -> None:
+    """Header and payload, a chunk in another's place, a file that ends too soon. Blocks of a packed group stay as they
+    were.
+    """
+    rig = make(mover, way, "mla_36k")
+    rig.write(SOURCE)
+    assert rig.store(0, [rig.chunk(0, SOURCE), rig.chunk(1, SOURCE)]) == (OK, OK)
+
+    def assert_refused(job: int, *outcomes: Outcome) -> None:
+        assert rig.load(job, [rig.chunk(0, TARGET)])[0] in outcomes
+        if way == "direct":
+            rig.write(TARGET)
+        rig.assert_as_expected()
+
+    used = HEADER_BYTES + 4 * rig.layout.groups[0].block_bytes
+    places = {0, HEADER_BYTES - 1, HEADER_BYTES, used - 1}
+    places |= {int(place) for place in np.random.default_rng(3).integers(0, used, 6)}
+    for job, place in enumerate(sorted(places), start=1):
+        flip(rig.slab.path, place)
+        assert_refused(job, CORRUPT)
+        flip(rig.slab.path, place)
+    assert rig.load(98, [rig.chunk(0, [8, 9, 10, 11])]) == (OK,)
+    rig.expect([8, 9, 10, 11], rig.rows(SOURCE))
+    assert rig.load(99, [rig.chunk(5, TARGET, slot=0)]) == (CORRUPT,)
+    if way == "direct":
+        rig.write(TARGET)
+    with rig.slab.path.open("r+b") as file:
+        file.truncate(used // 2)
+    assert_refused(100, CORRUPT, FAILED)
+
+
+def test_a_device_without_room_stages_in_host_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots of what the device has free: it says no, and page-locked memory does instead."""
+    free_bytes = torch.cuda.mem_get_info()[0]
+    allocate = staging._allocate_on
+    monkeypatch.setattr(staging, "_allocate_on", lambda device, length_bytes: allocate(device, free_bytes))
+    rig = make("gds_mt", "device")
+    assert way_of(rig) == "host"
+    assert_round_trip(rig, lambda: torch.cuda._sleep(BUSY_CYCLES))
