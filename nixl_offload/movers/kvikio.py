@@ -112,7 +112,7 @@ class KvikioMover(Mover):
             max_extents_in_flight=UNLIMITED,
         )
         self._threads = threads
-        self._bounce_bytes = bounce_bytes
+        self._bounce_bytes = max(bounce_bytes // PAGE_BYTES, 1) * PAGE_BYTES  # pieces keep to the grid
         self._close_timeout_s = close_timeout_s
         self._pid = os.getpid()
         self._kvikio: Any = None
