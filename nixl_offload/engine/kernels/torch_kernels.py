@@ -55,6 +55,7 @@ class TorchKernels:
 
     def sums_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """See GroupKernels."""
+        check_rows(rows, self.block_bytes)
         if not rows.is_cuda or rows.shape[1] <= SHORT_BYTES:
             digests = block_checksums(rows.cpu().numpy())
             return torch.from_numpy(digests.view(np.int64)).to(rows.device)
@@ -62,7 +63,8 @@ class TorchKernels:
 
     def _view(self, ids: torch.Tensor, rows: torch.Tensor) -> tuple[_Columns, torch.Tensor]:
         """The pages as columns of the widest integers that ``rows`` are made of too, and ``rows`` as such."""
-        check_rows(ids, rows, self.block_bytes)
+        check_ids(ids, len(rows))
+        check_rows(rows, self.block_bytes)
         width = math.gcd(max(self._wide), rows.data_ptr(), rows.storage_offset(), rows.stride(0))
         dtype, wide = self._wide[width]
         return wide, rows.view(dtype)
@@ -94,13 +96,17 @@ def _by_width(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> dict[in
     }
 
 
-def check_rows(ids: torch.Tensor, rows: torch.Tensor, block_bytes: int) -> None:
-    """Raise ValueError unless there is a row of ``block_bytes`` for each id: kernels reckon with addresses."""
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise ValueError(f"block ids must be int64 of shape (n,), not {ids.dtype} {tuple(ids.shape)}")
-    if rows.dtype != torch.uint8 or rows.shape != (len(ids), block_bytes) or rows.stride(1) != 1:
+def check_ids(ids: torch.Tensor, count: int) -> None:
+    """Raise ValueError unless ``ids`` are ``count`` block ids."""
+    if ids.dtype != torch.int64 or ids.shape != (count,):
+        raise ValueError(f"block ids must be int64 of shape ({count},), not {ids.dtype} {tuple(ids.shape)}")
+
+
+def check_rows(rows: torch.Tensor, block_bytes: int) -> None:
+    """Raise ValueError unless ``rows`` are rows of ``block_bytes``: kernels reckon with addresses."""
+    if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != block_bytes or rows.stride(1) != 1:
         found = f"{rows.dtype} {tuple(rows.shape)}, strides {rows.stride()}"
-        raise ValueError(f"rows must be uint8 of shape ({len(ids)}, {block_bytes}), each contiguous, not {found}")
+        raise ValueError(f"rows must be uint8 of shape (n, {block_bytes}), each contiguous, not {found}")
 
 
 def sums_of_copies(
