@@ -63,14 +63,6 @@ __attribute__((visibility("default"))) void *emulated_bytes(const void *address,
     return size <= a.size - ((Address)address - a.base) ? a.bytes + ((Address)address - a.base) : NULL;
 }
 
-static void keep(Address base, size_t size, char *bytes) {
-    Allocation *a = malloc(sizeof *a);
-    pthread_mutex_lock(&lock);
-    *a = (Allocation){base, size, bytes, allocations};
-    allocations = a;
-    pthread_mutex_unlock(&lock);
-}
-
 int cuMemAlloc_v2(Address *address, size_t size) {
     int fd = memfd_create("emulated-device-memory", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)size))
@@ -80,7 +72,11 @@ int cuMemAlloc_v2(Address *address, size_t size) {
     close(fd);
     if (bytes == MAP_FAILED || base == MAP_FAILED)
         return OUT_OF_MEMORY;
-    keep((Address)base, size, bytes);
+    Allocation *a = malloc(sizeof *a);
+    pthread_mutex_lock(&lock);
+    *a = (Allocation){(Address)base, size, bytes, allocations};
+    allocations = a;
+    pthread_mutex_unlock(&lock);
     *address = (Address)base;
     return SUCCESS;
 }
@@ -99,16 +95,9 @@ int cuMemFree_v2(Address address) {
     pthread_mutex_unlock(&lock);
     if (!gone.base)
         return INVALID_VALUE;
-    if (gone.bytes != (char *)gone.base) {
-        munmap(gone.bytes, gone.size);
-        munmap((void *)gone.base, gone.size);
-    }
+    munmap(gone.bytes, gone.size);
+    munmap((void *)gone.base, gone.size);
     return SUCCESS;
-}
-
-/* Host memory that plays device memory from now on, touchable all the same: for tensors. cuMemFree ends it. */
-__attribute__((visibility("default"))) void emulate_device_memory(Address base, size_t size) {
-    keep(base, size, (char *)base);
 }
 
 int cuMemGetAddressRange_v2(Address *base, size_t *size, Address address) {
