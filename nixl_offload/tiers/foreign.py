@@ -51,7 +51,7 @@ def survey(directory: Path, skip: Collection[Path]) -> Survey:
     namespaces: list[ForeignNamespace] = []
     other_bytes = 0
     for path in _children(directory):
-        if path in skip:
+        if path in skip or path.name.startswith(MOVER_CHOICE_PREFIX):
             continue
         used_s = last_use_s(path)
         if used_s is not None:

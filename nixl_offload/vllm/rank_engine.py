@@ -1,6 +1,6 @@
 """Puts a rank's engine together: a link and a mover for each tier, as the config says and this machine can.
 
-Threading: on the worker's main thread, once per rank: ``open_movers`` at start, ``open_engine`` with the first job.
+Threading: on the worker's main thread, once per rank: ``reach_tiers`` at start, ``open_engine`` with the first job.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
@@ -19,23 +21,27 @@ from vllm.v1.kv_offload.config import OffloadingParallelConfig
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
 from nixl_offload.engine import ChainEngine, Engine
 from nixl_offload.engine.chain import TierEngine
+from nixl_offload.engine.choose import Choice, Shape, choose
 from nixl_offload.engine.cores import unbound
+from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.links.objects import ObjectLink
 from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.layout import KVLayout
-from nixl_offload.movers.base import MemoryKind, Mover
-from nixl_offload.movers.select import open_mover
+from nixl_offload.movers.base import Mover
+from nixl_offload.movers.select import MoverChoice, open_mover
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.file import SlabPlace
 from nixl_offload.tiers.memory import MemoryPlace, rank_memory_bytes
 from nixl_offload.tiers.shared import SharedPlace
 from nixl_offload.tiers.slab_file import SlabFile, make_private_directory, rank_file_name
+from nixl_offload.types import PAGE_BYTES
 from nixl_offload.vllm.messages import Place
 
 logger = logging.getLogger(__name__)
@@ -45,26 +51,67 @@ RELAY_SHARE = 4
 """Chunks that travel between farther tiers rest in so many slots, at most a quarter of what staging takes."""
 
 
+NEVER_DIRECT = 1 << 62
+"""As ``direct_min_extent_bytes``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What is known, and open, of a rank's way to one tier before the first job."""
+
+    mover: Mover | None = None
+    """Of a shared tier; a slab's is opened with the slab."""
+    choice: Choice | None = None
+    """What was measured; None where there is nothing to choose."""
+
+    def close(self) -> None:
+        """Close what is open. It never moved a chunk."""
+        if self.mover is not None:
+            with contextlib.suppress(Exception):
+                self.mover.close()
+
+
 @unbound()
-def open_movers(config: Config, tensors: Sequence[torch.Tensor]) -> dict[int, Mover]:
-    """Open the movers of shared tiers, by position: at start, for it may take seconds until a server has answered.
+def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[Reach]:
+    """Reach shared tiers, and compare ways between device memory and files: at start, for it may take seconds.
 
     Raises NixlOffloadError when this rank cannot reach its storage at all. A server that is down is no such case.
     """
-    movers: dict[int, Mover] = {}
-    kind = _kind(tensors)
+    found: list[Reach] = []
+    device = device_of(tensors[0])
     try:
-        for position, tier in enumerate(config.tiers):
+        for tier in config.tiers:
             if isinstance(tier, S3Tier):
-                movers[position] = open_object_mover(tier, kind, functools.partial(open_store, tier)).mover
+                found.append(Reach(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover))
             elif isinstance(tier, FileTier) and tier.layout == "tree":
                 make_private_directory(Path(tier.path))
-                movers[position] = _file_mover(tier, tier.path, kind)
+                choice = choose(tier, tier.path, device, _shape(layout)) if device.is_accelerator else None
+                found.append(Reach(_file_mover(tier, tier.path, device, choice), choice))
+            elif isinstance(tier, FileTier) and device.is_accelerator:
+                found.append(Reach(choice=_choose_for_slab(tier, device, layout)))
+            else:
+                found.append(Reach())
     except BaseException:
-        for mover in movers.values():
-            mover.close()
+        for reach in found:
+            reach.close()
         raise
-    return movers
+    return found
+
+
+def _choose_for_slab(tier: FileTier, device: Device, layout: KVLayout) -> Choice | None:
+    """Trouble is told when the slab is opened: the directory may be there by then."""
+    with contextlib.suppress(NixlOffloadError, OSError):
+        make_private_directory(Path(tier.path))
+        return choose(tier, tier.path, device, _shape(layout))
+    return None
+
+
+def _shape(layout: KVLayout) -> Shape:
+    """The largest chunks are the ones that count."""
+    group = max(range(len(layout.groups)), key=layout.slot_bytes)
+    piece_bytes = min(page_bytes for _, page_bytes in layout.groups[group].refs)
+    direct = layout.is_group_direct_capable(group, PAGE_BYTES)
+    return Shape(layout.slot_bytes(group), piece_bytes if direct else 0)
 
 
 def open_host(
@@ -74,6 +121,7 @@ def open_host(
 
     Raises TierError when the machine does not have so much.
     """
+    device = device_of(tensors[0])
     nearest, farther = config.tiers[0], sum(not isinstance(tier, MemoryTier) for tier in config.tiers)
     memory_bytes = 0
     if isinstance(nearest, MemoryTier):
@@ -86,8 +134,8 @@ def open_host(
         memory_bytes=memory_bytes,
         relay_slots=relay_slots,
         slot_bytes=largest,
-        pinned=_kind(tensors) is MemoryKind.VRAM,
-        device=tensors[0].device.index or 0,
+        pinned=device.is_accelerator,
+        device=device.number,
         sharers=parallel.world_size * parallel.data_parallel_size,
     )
 
@@ -99,11 +147,11 @@ def open_engine(
     layout: KVLayout,
     places: Sequence[Place],
     rank: int,
-    movers: Mapping[int, Mover],
+    reaches: Sequence[Reach],
     host: HostSlab | None,
 ) -> ChainEngine:
-    """Open this rank's way to each tier and start their engines, which own ``movers`` (of ``open_movers``) from then
-    on. ``host`` must outlive them. A tier that cannot be opened here is left out: what is asked of it fails.
+    """Open this rank's way to each tier and start their engines, which own what is open of ``reaches`` from then on.
+    ``host`` must outlive them. A tier that cannot be opened here is left out: what is asked of it fails.
 
     Raises what the first tier raised when this rank can reach none of its storage.
     """
@@ -112,16 +160,13 @@ def open_engine(
     engines: list[TierEngine | None] = []
     trouble: list[Exception] = []
     with contextlib.ExitStack() as undo:
-        for position, (tier, place) in enumerate(zip(config.tiers, places, strict=True)):
-            mover = movers.get(position)
+        for position, (tier, place, reach) in enumerate(zip(config.tiers, places, reaches, strict=True)):
             try:
-                engine = _open_tier(config, position, tier, place, tensors, layout, rank, mover, host, sharers)
+                engine = _open_tier(config, position, tier, place, tensors, layout, rank, reach, host, sharers)
             except Exception as error:  # noqa: BLE001 - the other tiers work without it
                 trouble.append(error)
                 engines.append(None)
-                if mover is not None:
-                    with contextlib.suppress(Exception):  # it never moved anything
-                        mover.close()
+                reach.close()
                 continue
             undo.callback(engine.close, 0.0)
             engines.append(engine)
@@ -143,7 +188,7 @@ def _open_tier(
     tensors: Sequence[torch.Tensor],
     layout: KVLayout,
     rank: int,
-    mover: Mover | None,
+    reach: Reach,
     host: HostSlab | None,
     sharers: int,
 ) -> TierEngine:
@@ -158,8 +203,10 @@ def _open_tier(
             tier=position,
             verify=config.verify,
         )
+    device = device_of(tensors[0])
     with contextlib.ExitStack() as undo:
-        link = _open_link(tier, place, mover, rank, _kind(tensors), undo)
+        link = _open_link(tier, place, reach, rank, device, undo)
+        on_device = device.kind in link.mover.memory_kinds if reach.choice is None else reach.choice.way != "host"
         engine = Engine(
             tensors=tensors,
             layout=layout,
@@ -168,18 +215,28 @@ def _open_tier(
             staging_bytes=config.staging_bytes // sharers,
             verify=config.verify,
             load_timeout_s=config.load_timeout_s,
+            direct_min_extent_bytes=_direct_min_bytes(reach.choice, layout),
             host=host,
+            device=device,
+            staging="device" if on_device else "host",
         )
         undo.pop_all()
     return engine
 
 
+def _direct_min_bytes(choice: Choice | None, layout: KVLayout) -> int:
+    """From which size on pieces go direct: that which was measured, where something was."""
+    if choice is None:
+        return DIRECT_MIN_EXTENT_BYTES
+    return _shape(layout).piece_bytes if choice.way == "direct" else NEVER_DIRECT
+
+
 def _open_link(
     tier: MemoryTier | FileTier | S3Tier,
     place: Place,
-    mover: Mover | None,
+    reach: Reach,
     rank: int,
-    kind: MemoryKind,
+    device: Device,
     undo: contextlib.ExitStack,
 ) -> Link:
     if isinstance(place, SlabPlace):
@@ -192,22 +249,23 @@ def _open_link(
         )
         slab.open()
         undo.callback(slab.close)
-        mover = _file_mover(tier, place.directory, kind)
+        mover = _file_mover(tier, place.directory, device, reach.choice)
         undo.callback(mover.close)
         return SlabLink(slab, mover, time.monotonic)
-    assert mover is not None
+    assert reach.mover is not None
     assert isinstance(place, SharedPlace)
     if isinstance(tier, FileTier):
-        return TreeLink(tier.path, place.namespace, rank, mover, direct_io=tier.direct_io, clock=time.monotonic)
+        return TreeLink(tier.path, place.namespace, rank, reach.mover, direct_io=tier.direct_io, clock=time.monotonic)
     assert isinstance(tier, S3Tier)
-    return ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", place.namespace, rank, mover, time.monotonic)
+    return ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", place.namespace, rank, reach.mover, time.monotonic)
 
 
-def _file_mover(tier: FileTier, directory: str, kind: MemoryKind) -> Mover:
+def _file_mover(tier: FileTier, directory: str, device: Device, choice: Choice | None) -> Mover:
     return open_mover(
-        tier.mover, kind, directory, tier.posix_api, threads=tier.threads, bounce_bytes=tier.bounce_bytes
+        tier.mover if choice is None else cast(MoverChoice, choice.mover),
+        memory_kind=device.kind,
+        directory=directory,
+        posix_api=tier.posix_api,
+        threads=tier.threads,
+        bounce_bytes=tier.bounce_bytes,
     ).mover
-
-
-def _kind(tensors: Sequence[torch.Tensor]) -> MemoryKind:
-    return MemoryKind.VRAM if tensors[0].is_cuda else MemoryKind.DRAM

@@ -6,7 +6,6 @@ blocks on I/O: a job that cannot be done is a job that failed, and a failed load
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +33,6 @@ from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.errors import LayoutError, NixlOffloadError
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec, split_job
-from nixl_offload.movers.base import Mover
 from nixl_offload.types import Outcome, key_group
 from nixl_offload.vllm.messages import (
     ChainMetadata,
@@ -46,7 +44,7 @@ from nixl_offload.vllm.messages import (
     TicketReport,
     WorkerReport,
 )
-from nixl_offload.vllm.rank_engine import open_engine, open_host, open_movers
+from nixl_offload.vllm.rank_engine import Reach, open_engine, open_host, reach_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -127,14 +125,14 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
         self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
         self._engine: ChainEngine | None = None
-        self._movers: dict[int, Mover] = {}
+        self._reaches: list[Reach] = []
         self._broken = False
         self._jobs: dict[int, RankJob] = {}
         self._refused: list[JobResult] = []
         self._refused_tickets: dict[int, int] = {}
         """Ticket of landings or moves that were refused -> how many chunks."""
         self._host = open_host(config, offloading.parallel, self.layout, self._tensors)
-        self._movers = self._unless_broken(lambda: open_movers(config, self._tensors)) or {}
+        self._reaches = self._unless_broken(lambda: reach_tiers(config, self._tensors, self.layout)) or []
 
     def geometry(self) -> RankGeometry:
         """Return the slot sizes that this rank needs, per group."""
@@ -219,8 +217,9 @@ class NixlOffloadingWorker(OffloadingWorker):
             self._host.close()
         elif self._host is not None:
             LEAKED.append(self._host)  # a copy that did not end may be at it, and would be waited for
-        _close_all(self._movers.values())
-        self._movers = {}
+        for reach in self._reaches:
+            reach.close()
+        self._reaches = []
 
     def _submit(
         self, job_id: int, spec: LoadStoreSpec, blocks: GPULoadStoreSpec, *, is_store: bool, expedited: bool
@@ -280,12 +279,13 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def _open(self, places: Sequence[Place]) -> ChainEngine | None:
         if self._engine is None and not self._broken and places:
-            movers, self._movers = self._movers, {}
+            reaches, self._reaches = self._reaches, []
             self._engine = self._unless_broken(
-                lambda: open_engine(self._config, self._tensors, self.layout, places, self._rank, movers, self._host)
+                lambda: open_engine(self._config, self._tensors, self.layout, places, self._rank, reaches, self._host)
             )
             if self._engine is None:
-                _close_all(movers.values())
+                for reach in reaches:
+                    reach.close()
         return self._engine
 
     def _unless_broken(self, make: Callable[[], T]) -> T | None:
@@ -303,12 +303,6 @@ class NixlOffloadingWorker(OffloadingWorker):
 def failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:
     """Return what did not end well, by position."""
     return {position: outcome for position, outcome in enumerate(outcomes) if outcome is not Outcome.OK}
-
-
-def _close_all(movers: Iterable[Mover]) -> None:
-    for mover in movers:
-        with contextlib.suppress(Exception):  # it never moved anything
-            mover.close()
 
 
 class NixlConnectorWorker(OffloadingConnectorWorker):

@@ -328,6 +328,7 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
     second = {"kind": "s3", "bucket": "nowhere"}
     first = {"kind": "file", "path": str(tmp_path), "capacity": "64MiB"}
     rig.worker._config = parse_config({"staging": "8MiB", "tiers": [first, second]})
+    rig.worker._reaches = [rank_engine.Reach(), rank_engine.Reach()]
     rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), dataclasses.replace(rig.spec(0), places=(rig.place, rig.place)))
     (item,) = rig.results()
     assert set(item.result.outcomes) == {Outcome.OK}
