@@ -20,7 +20,7 @@ NONE_IS_FINE = { status=$$?; [ $$status = 5 ] || exit $$status; }  # none of the
 # Packages are installed uncompiled, so Python must be let to keep what it compiles: vLLM and torch take a minute each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-s3 test lint bench bench-s3 bench-documents bench-copies env clean
+.PHONY: help demo demo-s3 test lint bench bench-s3 bench-documents bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -56,6 +56,12 @@ bench-documents: $(STAMP) ## Long documents asked about again and again: every w
 
 bench-copies: $(STAMP) ## Copies of the memory tier, batched against per layer, on CUDA where there is a GPU
 	@$(BIN)/python -m benchmarks.copies $(ARGS)
+
+gpu-kit: ## Wheels for a CUDA machine without a registry, into build/gpu-kit (ARGS="--python-version 3.11")
+	@$(PYTHON) -m benchmarks.gpu.kit $(ARGS)
+
+gpu-check: ## On a CUDA machine, no registry needed: all gpu tests, then one table (OUT=, DATA=, KIT=, PYTHON=)
+	@PYTHON="$(PYTHON)" benchmarks/gpu/run.sh
 
 env: $(STAMP) ## Only make the environment
 

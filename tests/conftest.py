@@ -20,10 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what takes longest first, so that workers end together; skip ``gpu`` tests on a machine without one."""
     items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
-    if not wanted or _has_gpu():
+    if not wanted or not (reason := _why_no_gpu()):
         return
     for item in wanted:
-        item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +42,17 @@ def _nothing_left_behind() -> Iterator[None]:
         pytest.fail(f"left behind: {', '.join(left)}")
 
 
-def _has_gpu() -> bool:
-    torch = pytest.importorskip("torch")
-    return bool(torch.cuda.is_available())
+def _why_no_gpu() -> str:
+    """What stands against running ``gpu`` tests here, or nothing."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"no CUDA device: {error}"
+    if torch.version.cuda is None:
+        return "no CUDA device: this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA device: torch finds none (what does nvidia-smi say?)"
+    return ""
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
