@@ -223,6 +223,7 @@ def test_chunks_wait_for_header_pages(lab: Lab, way: Way) -> None:
     rig = lab.make(None, "blhnc", way)
     stored(rig, 0)
     pages = memory_of(rig).pages
+    until(lambda: pages.free == pages.usable)
     taken = [page for _ in range(pages.usable) if (page := pages.acquire()) is not None]
     rig.engine.submit_load(1, [rig.chunk(0, TARGET)])
     time.sleep(0.02)
