@@ -178,14 +178,18 @@ class Plain(Way):
         defaults.set({"num_threads": THREADS, "auto_direct_io_read": True, "auto_direct_io_write": True})
         self._file = kvikio.CuFile(str(path), "r+")
         self._memory = [buffer.numpy() if scene.emulated else buffer for buffer in memory]
+        self._pieces: dict[int, list[list[Any]]] = {}
 
     def move(self, op: Op, buffer: int, order: Order, piece_bytes: int) -> None:
         """See Way."""
         start = self._file.pread if op is Op.READ else self._file.pwrite
-        memory = self._memory[buffer]
+        if piece_bytes not in self._pieces:  # cut in the round that warms up
+            self._pieces[piece_bytes] = [
+                [whole[at : at + piece_bytes] for at in range(0, len(whole), piece_bytes)] for whole in self._memory
+            ]
         futures = [
-            start(memory[at * piece_bytes : (at + 1) * piece_bytes], size=piece_bytes, file_offset=piece * piece_bytes)
-            for at, piece in enumerate(order.tolist())
+            start(piece, size=piece_bytes, file_offset=number * piece_bytes)
+            for piece, number in zip(self._pieces[piece_bytes][buffer], order.tolist(), strict=True)
         ]
         if any(future.get() != piece_bytes for future in futures):
             raise MoverError("kvikio moved less than it was asked to")

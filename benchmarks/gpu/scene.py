@@ -102,6 +102,7 @@ class Scene:
 def find_device(*, emulate: bool) -> Device:
     """CUDA's first device, or host memory that plays one."""
     if emulate:
+        torch.set_num_threads(1)  # on busy cores its threads wait for each other: a hundred times slower
         return Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
     device = torch.device("cuda", torch.cuda.current_device())
     return Device(device, MemoryKind.VRAM, CudaStreams(device))
