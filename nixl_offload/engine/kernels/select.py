@@ -98,7 +98,7 @@ def fault_of(make: Maker, tensors: Sequence[torch.Tensor], pages: Sequence[Page]
 def _fault_of(kernels: GroupKernels, tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> str | None:
     device = tensors[0].device
     ids, targets = [3, 0, 4], [1, 3, 2]
-    before = [tensor.cpu() for tensor in tensors]
+    before = [tensor.cpu().clone() for tensor in tensors]
     wanted = torch.cat([before[page.tensor][ids, : page.bytes] for page in pages], dim=1)
     digests = torch.from_numpy(block_checksums(wanted.numpy()).view("int64"))
     on_device = torch.tensor(ids, device=device)

@@ -1,0 +1,185 @@
+"""Proves by Triton's interpreter, without a device: its kernels copy exactly what they should, touch nothing beside it,
+and sum as the ``xxhash`` library does, whatever the lengths, places and distances; an error in them is found out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+from triton import knobs
+from triton.runtime.interpreter import InterpretedFunction
+
+from nixl_offload import checksum_torch
+from nixl_offload.engine.kernels import torch_kernels, triton_code
+from nixl_offload.engine.kernels.select import fault_of, sample
+from nixl_offload.engine.kernels.tiles import Misfit, Tiles
+from nixl_offload.engine.kernels.triton_kernels import TritonKernels, fits_rows, placed_tiles
+from tests.unit.kernels_rig import check, digests, group_of, slot_of
+
+CPU = torch.device("cpu")
+IDS, TARGETS = [7, 2, 3, 8, 0], [1, 0, 8, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def code() -> Iterator[ModuleType]:
+    """``triton_code`` once more, to be interpreted.
+
+    Functions that kernels call are given as the interpreter would run them: it would prepare the language anew for
+    every call. ``tl.sum`` is one of them.
+    """
+    spec = importlib.util.spec_from_file_location("interpreted_triton_code", triton_code.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
+        spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tl, "sum", InterpretedFunction(tl.sum.fn).rewrite())
+        for name, function in vars(module).copy().items():
+            if name.startswith("_") and isinstance(function, InterpretedFunction):
+                setattr(module, name, function.rewrite())
+        yield module
+
+
+TILED = {
+    "full programs": ([8192, 16384], 0, 0, 16),
+    "several tiles a program, the last not full": ([4096, 4096, 4096], 16, 0, 16),
+    "the smallest tiles": ([1024, 3072, 5120], 16, 16, 16),
+    "eight bytes at a time": ([2048, 4096], 8, 8, 8),
+    "one tile": ([1024], 0, 0, 16),
+}
+
+
+@pytest.mark.parametrize("shape", TILED)
+def test_tiles_are_copied_and_summed(shape: str, code: ModuleType) -> None:
+    """Blocks apart, not in order; rows apart, in the midst of other memory; tensors of other strides."""
+    sizes, gap, shift, alignment = TILED[shape]
+    group = group_of(sizes, gap=gap, shift=shift)
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    assert isinstance(kernels.tiles, Tiles)
+    assert kernels.tiles.alignment == alignment
+    rows = slot_of(5, group.block_bytes, gap=gap, shift=alignment)
+    check(kernels, group, rows, IDS, TARGETS)
+
+
+@pytest.mark.parametrize("sizes", [[1000, 24], [1032, 8]])
+def test_pages_without_tiles_are_copied_by_torch_and_summed(
+    sizes: list[int], code: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_of(sizes, gap=8)
+    monkeypatch.setattr(torch_kernels, "SCRATCH_BYTES", 2 * group.block_bytes)
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    assert isinstance(kernels.tiles, Misfit)
+    check(kernels, group, slot_of(5, group.block_bytes, gap=24), IDS, TARGETS)
+
+
+@pytest.mark.parametrize("shift", [8, 4])
+def test_rows_that_loads_cannot_take_are_left_to_torch(shift: int, code: ModuleType) -> None:
+    """Nobody makes such rows; nobody says that nobody may."""
+    group = group_of([4096])
+    check(TritonKernels(group.tensors, group.pages, code), group, slot_of(2, 4096, shift=shift), [3, 1], [0, 2])
+
+
+def test_no_blocks_are_no_work(code: ModuleType) -> None:
+    group = group_of([1024])
+    check(TritonKernels(group.tensors, group.pages, code), group, slot_of(0, 1024), [], [])
+
+
+@pytest.mark.parametrize("rounds", [1, 7, 8, 15, 16, 17, 32, 33])
+@pytest.mark.parametrize("beyond", [-8, 0, 8])
+def test_rows_of_any_number_of_rounds(rounds: int, beyond: int, code: ModuleType) -> None:
+    """Around the kilobytes at which programs, and turns of the folding, end. The library is the reference."""
+    length = rounds * 1024 + beyond
+    group = group_of([length], blocks=3)
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    assert torch.equal(kernels.sums_of_rows(group.tensors[0]), digests(group.tensors[0]))
+
+
+@pytest.mark.parametrize("length", [248, 256, 264, 320, 328, 960, 1088, 2112, 2120, 9216])
+def test_rows_that_end_anywhere_in_a_round(length: int, code: ModuleType) -> None:
+    """At, before and after a stripe's end; six rows are two programs of the folding, the second half empty."""
+    group = group_of([length], blocks=6, gap=8)
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    assert torch.equal(kernels.sums_of_rows(group.tensors[0]), digests(group.tensors[0]))
+
+
+def test_rows_that_are_no_words_or_short_are_not_triton_s() -> None:
+    assert [length for length in (8, 240, 241, 248, 1023, 1024, 1025, 1 << 31) if fits_rows(length)] == [248, 1024]
+
+
+def test_a_block_of_two_megabytes(code: ModuleType) -> None:
+    """As large as a page of all layers gets; words with the sign bit set, whose products carry."""
+    group = group_of([2 << 20], blocks=2)
+    group.tensors[0][1, : 1 << 20] = 0xFF
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    found = kernels.sums(torch.tensor([1]))
+    assert torch.equal(found, digests(group.tensors[0][1:]))
+
+
+def test_what_is_written_beside_rows_is_seen(code: ModuleType) -> None:
+    """The rig's own eyes."""
+    group = group_of([1024])
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    rows = slot_of(2, 1024, gap=8)
+    with pytest.raises(AssertionError):
+        check(_Spilling(kernels), group, rows, [3, 1], [0, 2])
+
+
+class _Spilling:
+    """Writes a byte behind the last row."""
+
+    name = "triton"
+
+    def __init__(self, kernels: TritonKernels) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._kernels, name)
+
+    def gather_summed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        end = rows.storage_offset() + (len(rows) - 1) * rows.stride(0) + rows.shape[1]
+        torch.as_strided(rows, (1,), (1,), end).zero_()
+        return self._kernels.gather_summed(ids, rows)
+
+
+@pytest.mark.parametrize("sizes", [[16384] * 3, [41984], [1032]])
+def test_the_test_at_start_passes_what_works(sizes: list[int], code: ModuleType) -> None:
+    group = group_of(sizes, blocks=2)
+    picked = sample(placed_tiles(group.tensors, group.pages), group.block_bytes, CPU)
+    assert fault_of(partial(TritonKernels, code=code), *picked) is None
+
+
+@pytest.mark.parametrize("key", [3, checksum_torch.SCRAMBLE_KEY, checksum_torch.LAST_KEY, checksum_torch.MERGE_KEY])
+def test_the_test_at_start_finds_another_constant(key: int, code: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of the key of a stripe, a scramble, the last stripe, the merge."""
+    words = checksum_torch.words_on(CPU).clone()
+    words[key] ^= 1 << 40
+    monkeypatch.setattr("nixl_offload.engine.kernels.triton_kernels.words_on", lambda device: words)
+    group = group_of([8192] * 3, blocks=2)
+    picked = sample(placed_tiles(group.tensors, group.pages), group.block_bytes, CPU)
+    assert fault_of(partial(TritonKernels, code=code), *picked) == "a summed gather gave other checksums"
+
+
+def test_the_test_at_start_finds_what_cannot_be_launched(code: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(code, "fold_sums")
+    group = group_of([8192], blocks=2)
+    picked = sample(placed_tiles(group.tensors, group.pages), group.block_bytes, CPU)
+    found = fault_of(partial(TritonKernels, code=code), *picked)
+    assert found is not None
+    assert found.startswith("AttributeError")
+
+
+def test_the_library_agrees_with_the_rig() -> None:
+    """The public value of XXH3-64 of eight zero bytes."""
+    assert digests(torch.zeros((1, 8), dtype=torch.uint8)).numpy().view(np.uint64)[0] == 0xC77B3ABB6F87ACD9
