@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from nixl_offload.config import FileTier
 from nixl_offload.engine.choice import cache
@@ -43,7 +43,7 @@ from nixl_offload.movers.base import MemoryRegion, Mover
 from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
 from nixl_offload.tiers.lock import DirectoryLock
 
-__all__ = ["CachedChoice", "Candidate", "Choice", "Shape", "choose", "read_cached"]
+__all__ = ["CachedChoice", "Candidate", "Choice", "Shape", "choose", "open_file_mover", "read_cached"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +84,14 @@ def choose(
 
 
 def _told(directory: str, choice: Choice) -> str:
-    """All in a line; what keeps a mover from running is said once for all its ways."""
-    parts = {
-        str(candidate) if candidate.ok else f"{candidate.mover}: {candidate.reason}": None
-        for candidate in choice.candidates
-    }
+    """All in a line; what keeps a mover from running at all is said once, not for each of its ways."""
+    never: dict[str, set[str]] = {}
+    for candidate in choice.candidates:
+        never.setdefault(candidate.mover, set()).add("" if candidate.ok else candidate.reason)
+    parts = dict.fromkeys(
+        str(found) if found.ok or len(never[found.mover]) > 1 else f"{found.mover}: {found.reason}"
+        for found in choice.candidates
+    )
     before = ", as found before" if choice.cached else ""
     return "; ".join([f"Files in {directory}: {choice.mover}, {choice.way}{before}, {choice.reason}", *parts])
 
@@ -103,24 +106,36 @@ class _Question:
 
     def open(self, name: str) -> Mover:
         """Open a mover as the engine will. Raises NixlOffloadError, and what third parties raise."""
-        tuning: dict[str, Any] = {
-            field: getattr(self.tier, field) for field in ("threads", "bounce_bytes") if hasattr(self.tier, field)
-        }
-        scratch = None
-        if name not in ("posix", "copy"):
-            memory = aligned_tensor(SCRATCH_BYTES, self.device.torch_device)
-            scratch = MemoryRegion(memory.data_ptr(), SCRATCH_BYTES, self.device.kind, self.device.number)
-        kind, api = cast(MoverChoice, name), self.tier.posix_api
         try:
-            return open_mover(kind, self.device.kind, self.directory, api, scratch=scratch, **tuning).mover
-        except Exception as error:
-            if scratch is not None:
-                LEAKED.append(memory)  # late I/O must not find it in other hands
-            if not isinstance(error, MoverUnavailableError):
-                raise
+            return open_file_mover(name, self.tier, self.directory, self.device)
+        except MoverUnavailableError as error:
             # What cannot be moved where is said once, around the reasons of all.
             reason = str(error).partition(f" to files in {self.directory}: ")[2]
             raise MoverUnavailableError(reason or str(error)) from error
+
+
+def open_file_mover(name: str, tier: FileTier, directory: str, device: Device) -> Mover:
+    """Open a mover between ``device`` and files in ``directory`` with the tier's settings. ``name``: a choice's, or
+    what the tier says. Raises MoverUnavailableError, and what third parties raise.
+    """
+    scratch = None
+    if device.is_accelerator and name not in ("posix", "copy"):
+        memory = aligned_tensor(SCRATCH_BYTES, device.torch_device)
+        scratch = MemoryRegion(memory.data_ptr(), SCRATCH_BYTES, device.kind, device.number)
+    try:
+        return open_mover(
+            cast(MoverChoice, name),
+            device.kind,
+            directory,
+            tier.posix_api,
+            threads=tier.threads,
+            bounce_bytes=tier.bounce_bytes,
+            scratch=scratch,
+        ).mover
+    except Exception:
+        if scratch is not None:
+            LEAKED.append(memory)  # late I/O must not find it in other hands
+        raise
 
 
 def _remembered_or_measured(question: _Question, budget_s: float, lock_wait_s: float) -> Choice:

@@ -57,7 +57,7 @@ class Candidate:
         """For logs."""
         if not self.measured:
             return f"{self.mover} {self.way}: {self.reason}"
-        return f"{self.mover} {self.way}: read {self.read_bytes_s / 1e9:.2f}, write {self.write_bytes_s / 1e9:.2f} GB/s"
+        return f"{self.mover} {self.way}: read {self.read_bytes_s / 1e9:.3g}, write {self.write_bytes_s / 1e9:.3g} GB/s"
 
 
 @dataclass(frozen=True, slots=True)
