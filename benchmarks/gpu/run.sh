@@ -137,7 +137,7 @@ fi
 # What one sees last: pytest's summary, then the table.
 say "tests: $OUT/tests.log"
 grep -E '^(FAILED|ERROR|XPASS)' "$OUT/tests.log" | cut -c 1-250 | head -n 20
-grep -E '^(SKIPPED|XFAIL)' "$OUT/tests.log" | cut -d : -f 2- | cut -c 1-200 | sort | uniq -c | head -n 10
+sed -nE 's/^(SKIPPED) \[[0-9]+\] [^ ]+ /\1: /p; /^XFAIL /p' "$OUT/tests.log" | cut -c 1-220 | sort | uniq -c | head -n 12
 tail -n 1 "$OUT/tests.log" | cut -c 1-200
 say "benchmark: $OUT/benchmark.json, after $SECONDS s"
 [ -s "$OUT/table.txt" ] && cat "$OUT/table.txt"
