@@ -40,6 +40,8 @@ class Stream(Protocol):
     def run(self, work: Callable[[], None]) -> None:
         """Queue ``work``, which calls torch or launches kernels and neither waits nor looks at values on the device.
 
+        It runs in torch's inference mode: vLLM makes its KV cache in that, and what was made there can be written
+        nowhere else.
         What it raises may come out here, or of the next ``synchronize``.
         """
 
@@ -102,7 +104,8 @@ class HostStreams:
 
 class _HostStream:
     def run(self, work: Callable[[], None]) -> None:
-        work()
+        with torch.inference_mode():
+            work()
 
     def wait(self, fence: Fence) -> None:
         assert fence.done()
@@ -147,7 +150,7 @@ class _CudaStream:
         self._stream = torch.Stream(device)
 
     def run(self, work: Callable[[], None]) -> None:
-        with self._stream:
+        with torch.inference_mode(), self._stream:
             work()
 
     def wait(self, fence: Fence) -> None:

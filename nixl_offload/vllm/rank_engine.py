@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
@@ -21,7 +20,7 @@ from vllm.v1.kv_offload.config import OffloadingParallelConfig
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
 from nixl_offload.engine import ChainEngine, Engine
 from nixl_offload.engine.chain import TierEngine
-from nixl_offload.engine.choose import Choice, Shape, choose
+from nixl_offload.engine.choose import Choice, Shape, choose, open_file_mover
 from nixl_offload.engine.cores import unbound
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.host import HostSlab
@@ -34,7 +33,6 @@ from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Mover
-from nixl_offload.movers.select import MoverChoice, open_mover
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.file import SlabPlace
@@ -134,7 +132,7 @@ def open_host(
         memory_bytes=memory_bytes,
         relay_slots=relay_slots,
         slot_bytes=largest,
-        pinned=device.is_accelerator,
+        pinned=device.page_locks,
         device=device.number,
         sharers=parallel.world_size * parallel.data_parallel_size,
     )
@@ -261,11 +259,4 @@ def _open_link(
 
 
 def _file_mover(tier: FileTier, directory: str, device: Device, choice: Choice | None) -> Mover:
-    return open_mover(
-        tier.mover if choice is None else cast(MoverChoice, choice.mover),
-        memory_kind=device.kind,
-        directory=directory,
-        posix_api=tier.posix_api,
-        threads=tier.threads,
-        bounce_bytes=tier.bounce_bytes,
-    ).mover
+    return open_file_mover(tier.mover if choice is None else choice.mover, tier, directory, device)

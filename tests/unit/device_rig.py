@@ -57,7 +57,8 @@ class ThreadedStream:
     def run(self, work: Callable[[], None]) -> None:
         def unless_broken() -> None:
             if self._error is None:
-                work()
+                with torch.inference_mode():
+                    work()
 
         self._queue.put(unless_broken)
 

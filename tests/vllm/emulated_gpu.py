@@ -1,0 +1,45 @@
+"""A worker extension that makes a vLLM on the CPU offload as one on a GPU does: its KV cache plays device memory, with
+streams of its own, and NIXL's real GDS plugins find an emulated cuFile.
+
+The model computes on the host and is done when its call returns; everything behind it is what runs on a GPU node but
+for CUDA itself: what is packed and summed on the device, registration as VRAM, cuFile's calls.
+Threading: patches are made, and libraries loaded, when vLLM imports this module in its worker, before NIXL starts. The
+loader takes what is loaded already for what a plugin asks for by the same name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from nixl_offload.engine import engine, packer
+from nixl_offload.engine.choose import Choice
+from nixl_offload.engine.image import Way
+from nixl_offload.engine.streams import Device
+from nixl_offload.movers.base import MemoryKind
+from nixl_offload.vllm import rank_engine
+from tests.unit.device_rig import ThreadedStreams
+from tests.vllm.blocks_outermost import BlocksOutermostExtension
+
+LIBRARIES = "NIXL_OFFLOAD_TEST_LIBRARIES"
+"""Environment: the directory with the emulation."""
+
+WAY = "NIXL_OFFLOAD_TEST_WAY"
+"""Environment: the way that chunks take, instead of the one that is found fastest on this day."""
+
+for _library in ("libcudart.so.12", "libcufile.so.0"):
+    ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / _library), mode=ctypes.RTLD_GLOBAL)
+
+_device = Device(torch.device("cpu"), MemoryKind.VRAM, ThreadedStreams())
+for _module in (engine, packer, rank_engine):
+    _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
+if WAY in os.environ:
+    rank_engine.choose = lambda *_: Choice("gds_mt", cast(Way, os.environ[WAY]), (), 0.0, False, "the test says so")
+
+
+class EmulatedGpuExtension(BlocksOutermostExtension):
+    """Where ``VLLM_KV_CACHE_LAYOUT`` says so, blocks lie in one piece."""

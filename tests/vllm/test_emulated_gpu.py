@@ -1,0 +1,74 @@
+"""Proves on a real vLLM that answers from KV that went between device memory and files are right, by the ways that a
+GPU node takes: packed on the device and direct, through NIXL's real GDS_MT plugin. The device and cuFile are emulated.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.emulation.build import Control, build_emulation
+from tests.vllm.blocks_outermost import ENVIRONMENT
+from tests.vllm.harness import TINY, TINY_HYBRID, Answer, ModelShape, Workshop, prompts, tier_config
+
+EXTENSION = "tests.vllm.emulated_gpu.EmulatedGpuExtension"
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The emulated cuFile and CUDA runtime."""
+    directory = tmp_path_factory.mktemp("emulation")
+    build_emulation(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("shape", "environment", "told"),
+    [
+        pytest.param(TINY, {}, "packed on the device", id="a tensor for each layer"),
+        pytest.param(TINY_HYBRID, {}, "packed on the device", id="two groups"),
+        pytest.param(TINY, {**ENVIRONMENT, "NIXL_OFFLOAD_TEST_WAY": "direct"}, "direct", id="blocks in one piece"),
+    ],
+)
+def test_answers_are_right_and_damage_is_noticed(
+    workshop: Workshop, libraries: Path, tmp_path: Path, shape: ModelShape, environment: dict[str, str], told: str
+) -> None:
+    """Loaded is as computed, bit by bit; then a byte of every page of the slab is flipped, and all is computed anew."""
+    asked, directory = prompts(2, seed=616, shape=shape), tmp_path / "kv"
+    control = Control(libraries / "control")
+    control.reset()
+    tier = {"kind": "file", "path": str(directory), "capacity": "256MiB", "mover": "gds_mt"}
+    surroundings = {
+        "NIXL_OFFLOAD_TEST_LIBRARIES": str(libraries),
+        "CUFILE_EMULATION_CONTROL": str(libraries / "control"),
+        **environment,
+    }
+    with workshop.start_engine(
+        shape, tier_config(tier), worker_extension_cls=EXTENSION, environment=surroundings
+    ) as engine:
+        computed = engine.generate(asked)
+        assert engine.settle()
+        assert engine.reset_prefix_cache()
+        engine.worker("clear_kv")
+        loaded = engine.generate(asked)
+        assert all(answer.external_hit_tokens > 0 for answer in loaded)
+        assert control["reads"] > 0, "not by cuFile"
+        assert control["writes"] > 0, "not by cuFile"
+        assert engine.reset_prefix_cache()
+        _damage(directory)
+        anew = engine.generate(asked)
+        assert engine.settle()
+        log = engine.log.read_text(encoding="utf-8", errors="replace")
+    assert f"KV group 0: {told}" in log
+    assert "corrupt" in log
+    for answers in (loaded, anew):
+        assert all(Answer.same_as(answer, other) for answer, other in zip(answers, computed, strict=True))
+
+
+def _damage(directory: Path) -> None:
+    (slab,) = directory.glob("*/rank-00000.slab")
+    content = bytearray(slab.read_bytes())
+    content[17::4096] = bytes(byte ^ 1 for byte in content[17::4096])
+    with slab.open("r+b") as file:
+        file.write(content)
