@@ -16,7 +16,6 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST = $(BIN)/python -m pytest
-NONE_IS_FINE = { status=$$?; [ $$status = 5 ] || exit $$status; }  # none of the tests that ARGS picks are here
 # Packages are installed uncompiled, so Python must be let to keep what it compiles: vLLM and torch take a minute each time.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -34,9 +33,7 @@ demo-s3: $(STAMP) ## Two engines, one bucket: the second serves what the first c
 
 test: lint ## Everything: lint, types, import floors, all tests (ARGS goes to pytest, WORKERS=n runs n tests at a time)
 	@echo "== tests, $(WORKERS) at a time"
-	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS) || $(NONE_IS_FINE)
-	@echo "== tests that want the machine to themselves"
-	@$(PYTEST) -m alone $(ARGS) || $(NONE_IS_FINE)
+	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## Lint, types and import floors only
 	@echo "== ruff" && $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .

@@ -85,6 +85,7 @@ class EngineHost:
                 half = getattr(scheduler.connector, "connector_scheduler", None)
                 if half is None or not half.manager.has_pending_work():
                     return {"idle": True}
+                time.sleep(0.02)
                 self._generate([[2, 3, 4]], 1)  # storage is slow, and an idle engine waits for it only so long
         quiet_since, last = time.monotonic(), self._transferred()
         while time.monotonic() - quiet_since < QUIET_S:

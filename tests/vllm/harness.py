@@ -5,7 +5,7 @@ scratch directory; ``close`` ends them all.
 
 ``in_process`` engines (the default) are one process, forked from a zygote where there is one: a start takes 1 to 2 s,
 and a kill takes all of it. ``in_process=False`` is what ``vllm serve`` runs, scheduler and worker in processes of their
-own, and costs 10 to 20 s; tests share those: an engine for a module, ``reset_prefix_cache()`` between tests.
+own; they are forked, too. ``forked=False`` lets every process import all by itself, as it would for a user: 20 s.
 
 Bit-identical answers: the KV of a prompt does not depend on how often it was computed, but the last bits of the answer
 depend on the shape of the last prefill step. A prompt from ``prompts`` is a whole number of prefill steps, each a whole
@@ -72,6 +72,7 @@ class Workshop:
         connector: Mapping[str, Any] | str | None = None,
         *,
         in_process: bool = True,
+        forked: bool = True,
         environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Engine:
@@ -92,7 +93,7 @@ class Workshop:
             "worker_extension_cls": "tests.vllm.poison.PoisonExtension",
             **options,
         }
-        make = functools.partial(ForkedEngine, self._zygote) if self._zygote is not None and in_process else Engine
+        make = functools.partial(ForkedEngine, self._zygote) if self._zygote is not None and forked else Engine
         engine = make(
             model,
             connector=connector,

@@ -183,13 +183,17 @@ def test_an_engine_short_of_blocks(shape: ModelShape, workshop: Workshop, refere
         engine.stop()
 
 
-@pytest.mark.alone
 def test_scheduler_and_worker_in_processes_of_their_own(workshop: Workshop) -> None:
-    """What ``vllm serve`` runs, the connector's halves in two processes: stored, stopped, started, loaded."""
+    """What ``vllm serve`` runs, the connector's halves in two processes: stored, loaded, stopped, started, loaded.
+
+    The first engine's processes are bare interpreters, which find our package by themselves.
+    """
     tier = file_tier(workshop.scratch / "kv-processes")
-    with workshop.start_engine(TINY, tier, in_process=False) as engine:
+    with workshop.start_engine(TINY, tier, in_process=False, forked=False) as engine:
         right = engine.generate(PROMPTS)
         assert engine.settle()
+        assert engine.reset_prefix_cache()
+        _assert_loaded(engine.generate(PROMPTS), right)
         engine.stop()
     with workshop.start_engine(TINY, tier, in_process=False) as engine:
         _assert_loaded(engine.generate(PROMPTS), right)

@@ -150,7 +150,6 @@ def test_two_engines(
     _load(first, [FORK], right[shape][-1:])
 
 
-@pytest.mark.alone
 def test_two_ranks(server: RcloneServer, workshop: Workshop) -> None:
     """Two engines with tensor parallelism 2: each rank of the second takes what its like in the first has stored.
 

@@ -30,15 +30,28 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from examples.demo.engine import Engine, EngineError
+from tests.vllm.spawning import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 _REQUEST_BYTES = 1 << 18
 _IMPORTS = (
     "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.kv_offload.cpu.spec",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.triton_utils.dispatcher",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.plugins.io_processors",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.renderers.hf",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.model_loader.default_loader",
     "vllm.model_executor.models.llama",
@@ -76,12 +89,16 @@ class Zygote:
         self._socket.settimeout(120)
         self._lock = threading.Lock()
 
-    def fork(self, log_file: BinaryIO, environment: dict[str, str]) -> ForkedProcess:
-        """Fork an engine process with its pipes and environment. Raises EngineError when the zygote is gone."""
+    def fork(self, log_file: BinaryIO, environment: dict[str, str], *, spawns: bool) -> ForkedProcess:
+        """Fork an engine process with its pipes and environment. ``spawns``: it is going to start processes of its own.
+
+        Raises EngineError when the zygote is gone.
+        """
         child_in, our_in = os.pipe()
         our_out, child_out = os.pipe()
         try:
-            pid = self.ask({"op": "fork", "environment": environment}, [child_in, child_out, log_file.fileno()])
+            request = {"op": "fork", "environment": environment, "spawns": spawns}
+            pid = self.ask(request, [child_in, child_out, log_file.fileno()])
         except BaseException:
             os.close(our_in)
             os.close(our_out)
@@ -138,14 +155,16 @@ class ForkedProcess:
 
 
 class ForkedEngine(Engine):
-    """An in-process engine that a zygote forks."""
+    """An engine that a zygote forks, and whose further processes are forked likewise (``spawning``)."""
 
     def __init__(self, zygote: Zygote, *args: Any, **options: Any) -> None:
         self._zygote = zygote
+        self._workers = options.get("distributed_executor_backend") == "mp"
         super().__init__(*args, **options)
 
     def _spawn(self, log_file: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        return cast("subprocess.Popen[bytes]", self._zygote.fork(log_file, environment))
+        spawns = self._workers or environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"
+        return cast("subprocess.Popen[bytes]", self._zygote.fork(log_file, environment, spawns=spawns))
 
 
 def serve(requests: socket.socket) -> None:
@@ -167,13 +186,13 @@ def serve(requests: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             requests.close()
-            _become_engine(request["environment"], descriptors)
+            _become_engine(request["environment"], descriptors, spawns=request["spawns"])
         for descriptor in descriptors:
             os.close(descriptor)
         requests.send(str(pid).encode())
 
 
-def _become_engine(environment: dict[str, str], descriptors: list[int]) -> NoReturn:
+def _become_engine(environment: dict[str, str], descriptors: list[int], *, spawns: bool) -> NoReturn:
     code = 1
     try:
         os.setsid()
@@ -185,6 +204,9 @@ def _become_engine(environment: dict[str, str], descriptors: list[int]) -> NoRet
         os.environ.update(environment)
         tempfile.tempdir = None
         sys.stdin = os.fdopen(0, encoding="utf-8")
+        _save_work()
+        if spawns:
+            fork_server()
         from examples.demo import engine_process
 
         code = engine_process.main()
@@ -194,6 +216,19 @@ def _become_engine(environment: dict[str, str], descriptors: list[int]) -> NoRet
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _save_work() -> None:
+    """Spare an engine work that is only about what the zygote has imported. Nothing that an engine makes is touched."""
+    # vLLM thaws what it froze when it shuts down, and collects twice: half a million of the zygote's objects each time.
+    # An engine's own objects are not frozen here, and so are collected then as ever.
+    gc.freeze = gc.unfreeze = lambda: None
+    # vLLM looks at a model's class in a process of its own (no CUDA is to be initialised), which imports all anew.
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()
+    # Ranks and scheduler spin for a second after each message before they sleep until the next one.
+    messages: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    messages.SpinCondition.__init__.__defaults__ = (0.0,)
 
 
 if __name__ == "__main__":
