@@ -28,6 +28,8 @@ from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Worksh
 CHUNK_BYTES = CHUNK_TOKENS * 2 * TINY.layers * TINY.kv_heads * TINY.head_size * 4
 PROMPT_CHUNKS = 4
 FULL_TOKENS = PROMPT_CHUNKS * CHUNK_TOKENS
+ANSWER_TOKENS = 4
+"""So many show any damaged block: ``test_model_depends_on_kv.py`` proves it."""
 ENGINE_OPTIONS: dict[str, Any] = {"max_num_batched_tokens": CHUNK_TOKENS}
 
 Prompt = list[int]
@@ -41,7 +43,7 @@ def chunk_prompts(count: int, *, seed: int) -> list[Prompt]:
 class Reference:
     """A running vLLM without a connector; each prompt is computed once, from nothing."""
 
-    def __init__(self, workshop: Workshop, *, max_tokens: int = 16) -> None:
+    def __init__(self, workshop: Workshop, *, max_tokens: int = ANSWER_TOKENS) -> None:
         self._engine = workshop.start_engine(**ENGINE_OPTIONS)
         self._max_tokens = max_tokens
         self._known: dict[tuple[int, ...], Answer] = {}

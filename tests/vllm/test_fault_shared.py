@@ -57,7 +57,7 @@ COMPUTE_S = 4.0
 @pytest.fixture(scope="module")
 def reference(workshop: Workshop) -> Reference:
     """The engine without a connector."""
-    return Reference(workshop, max_tokens=4)
+    return Reference(workshop)
 
 
 @pytest.fixture(scope="module")
