@@ -39,7 +39,7 @@ Fingerprint = dict[str, str]
 
 def fingerprint(tier: FileTier, directory: str, device: Device, shape: Shape, root: Path = Path("/")) -> Fingerprint:
     """Return it, for people to read; ``root`` is where /proc and /etc are found."""
-    facts = {
+    return {
         "device": _device(device),
         "driver": _first_line(root / "proc/driver/nvidia/version"),
         "nvidia_fs": _first_line(root / "proc/driver/nvidia-fs/version"),
@@ -55,13 +55,12 @@ def fingerprint(tier: FileTier, directory: str, device: Device, shape: Shape, ro
         "filesystem": _filesystem(directory, root),
         "mover": tier.mover,
         "posix_api": tier.posix_api,
+        "threads": str(tier.threads),
+        "bounce_bytes": str(tier.bounce_bytes),
         "direct_io": str(tier.direct_io),
         "slot_bytes": str(shape.slot_bytes),
         "piece_bytes": str(shape.piece_bytes),
     }
-    for field in ("threads", "bounce_bytes"):
-        facts[field] = str(getattr(tier, field, ""))
-    return facts
 
 
 def digest_of(found: Fingerprint) -> str:

@@ -1,0 +1,79 @@
+"""Choosing a mover on a disk that is full, gets full, or cannot be written: that alone keeps no engine from starting,
+and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from nixl_offload.config import FileTier
+from nixl_offload.engine.choice import trial
+from nixl_offload.engine.choice.base import Shape
+from nixl_offload.engine.choice.trial import Verdict, hold_trial
+from nixl_offload.engine.choose import choose
+from nixl_offload.engine.streams import Device, HostStreams
+from nixl_offload.errors import MoverUnavailableError
+from nixl_offload.movers.base import MemoryKind
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.limits import LimitedMover
+from nixl_offload.types import PAGE_BYTES
+
+from .conftest import SmallFilesystem
+
+MIB = 1 << 20
+DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
+SHAPE = Shape(MIB + PAGE_BYTES, 0)
+
+
+def tried(directory: Path) -> Verdict:
+    """Compare a mover with itself."""
+    ways = (("posix", "host"), ("copy", "host"))
+    return hold_trial(
+        ways, str(directory), DEVICE, SHAPE, lambda _: LimitedMover(CopyMover()), direct_io=False, budget_s=1.0
+    )
+
+
+def files(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.name != "lost+found"]
+
+
+def test_little_is_taken_where_little_is_left(tmpfs: Path) -> None:
+    """Of 8 MiB a quarter at most: room for one image."""
+    verdict = tried(tmpfs)
+    assert (verdict.finished, verdict.trouble) == (True, "")
+    assert not files(tmpfs)
+
+
+def test_a_disk_that_is_nearly_full(tmpfs: Path) -> None:
+    """Nothing is measured, and the first that runs is taken; the reason says why."""
+    (tmpfs / "filler").write_bytes(bytes(5 * MIB))
+    verdict = tried(tmpfs)
+    assert verdict.trouble == "the disk has 3 MiB left, too little to measure with"
+    assert [candidate.reason for candidate in verdict.candidates] == [f"not measured: {verdict.trouble}"] * 2
+    assert all(candidate.ok for candidate in verdict.candidates)
+    assert not verdict.finished
+    assert files(tmpfs) == ["filler"]
+
+
+def test_a_disk_that_gets_full(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others took what was free a moment ago: where none can write it is not the movers' fault."""
+    monkeypatch.setattr(trial, "FREE_SHARE", Fraction(1, 8))
+    (tmpfs / "filler").write_bytes(bytes(7 * MIB + MIB // 2))
+    verdict = tried(tmpfs)
+    assert verdict.trouble.startswith("the scratch file could not be written: ")
+    assert "No space left on device" in verdict.trouble
+    assert all(candidate.ok and not candidate.measured for candidate in verdict.candidates)
+    assert files(tmpfs) == ["filler"]
+
+
+def test_a_disk_that_cannot_be_written(small_filesystem: SmallFilesystem) -> None:
+    """No mover can make its round trip: that is told, as ``open_mover`` would."""
+    small_filesystem.make_read_only()
+    tier = FileTier.model_validate({"kind": "file", "path": str(small_filesystem.path), "capacity": "1GiB"})
+    with pytest.raises(MoverUnavailableError, match="Read-only file system"):
+        choose(tier, str(small_filesystem.path), DEVICE, SHAPE)
+    assert not files(small_filesystem.path)
