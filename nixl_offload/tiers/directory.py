@@ -4,11 +4,11 @@ Threading: one owner, the scheduler's thread, at start and end; nothing here run
 ``check`` and ``restore``. Ownership: whoever holds a ``TierDirectory`` is the only engine on that directory.
 
     <path>/lock                        held as long as the engine lives
+    <path>/.mover-choice…              what ranks measured of their movers: see ``engine.choice.cache``
     <path>/dp-<i>/…                    one such root per data-parallel engine, where there are several
     <path>/<namespace>/manifest.json   for people, and for recognising the directory; its mtime is the last use
     <path>/<namespace>/index.sqlite    the durable index
     <path>/<namespace>/rank-00000.slab one slab per rank
-    <path>/<namespace>/.mover-choice…  what ranks measured of their movers: see ``engine.choice.cache``
 """
 
 from __future__ import annotations
@@ -217,14 +217,13 @@ class TierDirectory:
         return available_bytes
 
     def _unexpected_bytes(self) -> int:
-        """Bytes in our own namespace that are neither slabs nor index nor small files of ours."""
+        """Bytes in our own namespace that are neither slabs nor index nor manifest."""
         if not self.namespace_path.is_dir():
             return 0
-        ours = (_INDEX_NAME, foreign.MANIFEST_NAME, foreign.MOVER_CHOICE_PREFIX)
         return sum(
             foreign.tree_bytes(path)
             for path in self.namespace_path.iterdir()
-            if not path.name.startswith(ours) and not _RANK_NAME.fullmatch(path.name)
+            if not path.name.startswith((_INDEX_NAME, foreign.MANIFEST_NAME)) and not _RANK_NAME.fullmatch(path.name)
         )
 
     def _extent_bytes(self, rank_bytes: int, slot_classes: tuple[int, ...]) -> int:

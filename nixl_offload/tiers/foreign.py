@@ -19,7 +19,7 @@ from typing import Any, Final
 
 MANIFEST_NAME: Final = "manifest.json"
 MOVER_CHOICE_PREFIX: Final = ".mover-choice"
-"""What ranks remember of their movers beside the data: a few KiB, small files as the manifest is one."""
+"""What ranks remember of their movers: a few KiB, paid for as other small files of ours."""
 _MANIFEST_MAX_BYTES: Final = 1 << 20
 _NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _DP_NAME: Final = re.compile(r"dp-[0-9]+")
@@ -45,6 +45,8 @@ class Survey:
 
 def survey(directory: Path, skip: Collection[Path]) -> Survey:
     """Measure everything in ``directory`` except ``skip``, looking for namespaces there and in its ``dp-N`` parts.
+
+    Choices of movers are left out: else a second start would find less room than the first, and cut chunks off.
 
     Raises OSError. What vanishes meanwhile counts nothing.
     """

@@ -500,25 +500,16 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 
 def test_all_choices_of_a_tier(tmp_path: Path) -> None:
-    """A tree's lie in its directory, a slab's with the namespace, those of data-parallel engines one below. What cannot
-    be read is left out, what is old is told as such.
-    """
-    namespace = namespace_of().name
-    places = [tmp_path, tmp_path / namespace, tmp_path / "dp-0" / namespace]
-    for place in places:
-        place.mkdir(parents=True, exist_ok=True)
-        keep(place, measured_at(time.time() - 1000))
-    for stranger in (tmp_path / "somebody" / namespace, tmp_path / namespace / "00"):
-        stranger.mkdir(parents=True)
-        keep(stranger, measured_at(time.time()))
+    """What cannot be read is left out, what is old is told as such."""
+    keep(tmp_path, measured_at(time.time() - 1000))
     keep(tmp_path, measured_at(time.time()), Shape(1 << 20, 0)).write_text("{}")
     keep(tmp_path, measured_at(1.0), Shape(2 << 20, 0))
-    found = read_cached(str(tmp_path))
-    assert [Path(cached.path).parent for cached in found if cached.current] == places
-    assert {cached.shape for cached in found if cached.current} == {SHAPE}
-    assert [cached.shape for cached in found if not cached.current] == [Shape(2 << 20, 0)]
-    assert found[0].choice.candidates == measured_at(0).candidates
-    assert found[0].machine["packages"].startswith("torch ")
+    (tmp_path / ".mover-choice-of-somebody.json").write_text(keep(tmp_path, measured_at(2.0)).read_text())
+    keep(tmp_path, measured_at(time.time() - 1000))
+    found = {cached.shape: cached for cached in read_cached(str(tmp_path))}
+    assert {shape: cached.current for shape, cached in found.items()} == {SHAPE: True, Shape(2 << 20, 0): False}
+    assert found[SHAPE].choice.candidates == measured_at(0).candidates
+    assert found[SHAPE].machine["packages"].startswith("torch ")
     assert read_cached(str(tmp_path / "gone")) == []
 
 
@@ -639,21 +630,26 @@ def test_gc_leaves_choices_alone(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [info.name for info in store.list("")] == [f"{namespace.name}/manifest.json"]
 
 
-def test_a_slab_keeps_its_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_slab_keeps_its_size(tmp_path: Path, dp_size: int) -> None:
     """The files are paid for as other small ones: a second start finds as much room, and cuts nothing off."""
 
-    def opened() -> tuple[int, int]:
+    def opened() -> int:
         directory = TierDirectory.open(
-            tmp_path, capacity_bytes=64 << 20, namespace=namespace_of(), slot_classes=(64 * KIB,), world_size=1
+            tmp_path,
+            capacity_bytes=dp_size * (64 << 20),
+            namespace=namespace_of(),
+            slot_classes=(PAGE_BYTES,),
+            world_size=1,
+            dp_size=dp_size,
         )
         directory.close()
-        return directory.rank_bytes, directory._unexpected_bytes()
+        return directory.rank_bytes
 
     first = opened()
-    place = tmp_path / namespace_of().name
-    chosen(place)
-    for pieces in range(4):
-        keep(place, measured_at(time.time()), Shape(1 << 20, pieces * PAGE_BYTES))
+    chosen(tmp_path)
+    for pieces in range(64):
+        keep(tmp_path, measured_at(time.time()), Shape(1 << 20, pieces * PAGE_BYTES))
     assert opened() == first
-    (place / "stranger").write_bytes(bytes(1 << 20))
-    assert opened()[1] == first[1] + (1 << 20)
+    (tmp_path / "stranger").write_bytes(bytes(8 << 20))
+    assert opened() < first

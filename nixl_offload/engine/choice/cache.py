@@ -7,8 +7,8 @@ is damaged, of another machine or too old counts for nothing and is written anew
     <directory>/.mover-choice.lock               held by the rank that measures
     <directory>/.mover-choice-<random>.scratch   what is measured with; it loses its name before it is written
 
-Names begin with a dot, so a tree does not list them and gc leaves them alone; a slab's directory counts them as small
-files of its own (``tiers.foreign``).
+Names begin with a dot, so a tree does not list them and gc leaves them alone; slabs count them as small files of their
+own (``tiers.foreign``).
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ _CHOICE: Final = re.compile(re.escape(MOVER_CHOICE_PREFIX) + r"-[0-9a-f]{32}\.js
 _LEFTOVER: Final = re.compile(
     re.escape(MOVER_CHOICE_PREFIX) + r"-[0-9a-f-]+\.(?:scratch|tmp)|\.mover-probe-[a-z0-9_]{8}"
 )
-_PART: Final = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}|dp-[0-9]+")
-"""Directories below a tier's that may have choices of their own: see ``tiers.directory``."""
 
 _Speed = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Text = Annotated[str, Field(max_length=4096)]
@@ -124,22 +122,14 @@ def read_choice(directory: str, machine: Fingerprint) -> Choice | None:
 
 
 def read_cached(directory: str) -> list[CachedChoice]:
-    """Return all choices in a tier's directory that can be read, old ones too; a slab's lie with its namespaces."""
-    now_s, found = time.time(), []
-    folders = [directory]
-    for folder in folders:  # grows: dp-0 has namespaces of its own
-        try:
-            with os.scandir(folder) as entries:
-                children = sorted(entries, key=lambda entry: entry.name)
-        except OSError:
-            continue
-        for child in children:
-            if _CHOICE.fullmatch(child.name):
-                cached = _read(child.path, now_s)
-                found += [cached] if cached else []
-            elif _PART.fullmatch(child.name) and child.is_dir(follow_symlinks=False):
-                folders.append(child.path)
-    return found
+    """Return all choices in a tier's directory that can be read, old ones too."""
+    try:
+        with os.scandir(directory) as entries:
+            paths = sorted(entry.path for entry in entries if _CHOICE.fullmatch(entry.name))
+    except OSError:
+        return []
+    now_s = time.time()
+    return [found for path in paths if (found := _read(path, now_s))]
 
 
 def write_choice(directory: str, machine: Fingerprint, shape: Shape, choice: Choice, *, finished: bool) -> None:
