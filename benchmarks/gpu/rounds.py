@@ -73,7 +73,8 @@ def contest(candidates: Mapping[str, Run], size_bytes: int, rounds: int, deadlin
     """Let the candidates take turns, in an order drawn for each round, after one round that warms up.
 
     Ends after ``rounds``, or when the next would not be over by ``deadline_s`` (``time.monotonic``), but not before
-    ``MIN_ROUNDS``; once that time is over, after the first. A candidate that raises is out; the others go on, and its rounds do not count.
+    ``MIN_ROUNDS``; once that time is over, after the first. A candidate that raises is out; the others go on, and its
+    rounds do not count.
     """
     found = Contest(size_bytes, {name: [] for name in candidates})
     lots, longest_s = random.Random(1), 0.0
