@@ -1,14 +1,19 @@
 """Proves: pages become tiles, or a reason why not; kernels by torch copy and sum every shape exactly, and nothing
-beside it; wrong rows and ids are refused; kernels that err or fail are found out before they are used.
+beside it; wrong rows and ids are refused; kernels that err or fail are found out before they are used; the
+benchmark of kernels runs.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+import benchmarks.gpu.kernels as benchmark
+from benchmarks.gpu.scene import Scale, Scene, find_device
 from nixl_offload.engine.kernels import select, torch_kernels
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.kernels.select import fault_of, open_kernels, sample
@@ -173,3 +178,30 @@ def test_a_failure_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "1 pages are copied and summed by torch" in caplog.text
     select._warn.cache_clear()
+
+
+def test_the_benchmark_of_kernels_runs_on_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case has its figure and a ratio to the copy; where Triton cannot run, a row says so and fails nothing."""
+    monkeypatch.setattr(benchmark, "SHAPES", ((16384, 2), (65536, 1)))
+    small = Scale(total_bytes=1 << 18, chunk_bytes=1 << 17, blocks_per_chunk=2, rounds=1)
+    rows = list(benchmark.measure(Scene(find_device(emulate=True), tmp_path, small, time.monotonic())))
+    by_torch = [row for row in rows if row.way == "torch"]
+    assert {row.case for row in by_torch} == {"gather", "gather + sums", "scatter", "sums of blocks", "sums of rows"}
+    assert all(row.gb_s and row.ratio and row.against == "copy" for row in by_torch)
+    assert {row.size for row in by_torch} == {"16 KiB", "64 KiB"}
+    assert [row.note for row in rows if row.way == "triton"] == [
+        "Triton's kernels do not run here; the log says why"
+    ] * 2
+    assert not any(row.failed for row in rows)
+
+
+@pytest.mark.parametrize(("method", "case"), [("gather", "gather"), ("scatter", "scatter")])
+def test_the_benchmark_of_kernels_notices_wrong_bytes(
+    method: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that copies nothing."""
+    monkeypatch.setattr(benchmark, "SHAPES", ((16384, 2),))
+    monkeypatch.setattr(TorchKernels, method, lambda *_: None)
+    small = Scale(total_bytes=1 << 18, chunk_bytes=1 << 17, blocks_per_chunk=2, rounds=1)
+    rows = list(benchmark.measure(Scene(find_device(emulate=True), tmp_path, small, time.monotonic())))
+    assert case in {row.case for row in rows if row.failed and row.way == "torch"}

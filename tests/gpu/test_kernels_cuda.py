@@ -1,0 +1,176 @@
+"""Proves on a GPU: Triton's kernels and torch's copy exactly what they should, touch nothing beside it and sum as the
+``xxhash`` library does, also beyond 4 GiB; they wait for nothing, and no number of blocks makes them compile again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nixl_offload.engine.kernels.base import GroupKernels, Page
+from nixl_offload.engine.kernels.select import open_kernels
+from nixl_offload.engine.kernels.torch_kernels import TorchKernels
+from tests.unit.kernels_rig import Group, check, digests, group_of, slot_of
+
+pytestmark = pytest.mark.gpu
+
+IDS, TARGETS = [7, 2, 3, 8, 0], [1, 0, 8, 5, 6]
+SHAPES = {
+    "full programs": ([8192, 16384], 0, 0),
+    "several tiles a program, the last not full": ([4096] * 3, 16, 0),
+    "the smallest tiles": ([1024, 3072, 5120], 16, 16),
+    "eight bytes at a time": ([2048, 4096], 8, 8),
+    "many layers": ([65536] * 32, 0, 0),
+    "one page": ([2 << 20], 0, 0),
+    "DeepSeek's": ([41984] * 8, 0, 0),
+    "no tiles": ([1000, 24, 8], 8, 0),
+    "no tiles, a tail of eight": ([1032], 8, 0),
+}
+BEYOND_BYTES = 9 << 29
+"""4.5 GiB: an offset of 32 bits, signed or not, would wrap around."""
+
+
+@pytest.fixture(autouse=True)
+def _settled() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+
+
+def triton_of(group: Group) -> GroupKernels:
+    kernels = open_kernels(group.tensors, group.pages)
+    assert kernels.name == "triton", "they did not pass their test; the log says why"
+    return kernels
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_triton_copies_and_sums_exactly(shape: str) -> None:
+    """As in the interpreter: blocks and rows apart, in the midst of other memory."""
+    sizes, gap, shift = SHAPES[shape]
+    group = group_of(sizes, gap=gap, shift=shift, device="cuda")
+    rows = slot_of(5, group.block_bytes, gap=gap, shift=shift, device="cuda")
+    check(triton_of(group), group, rows, IDS, TARGETS)
+
+
+@pytest.mark.parametrize("shape", ["full programs", "no tiles"])
+def test_torch_copies_and_sums_exactly(shape: str) -> None:
+    """What a device without Triton has."""
+    sizes, gap, shift = SHAPES[shape]
+    group = group_of(sizes, gap=gap, shift=shift, device="cuda")
+    rows = slot_of(5, group.block_bytes, gap=3, shift=1, device="cuda")
+    check(TorchKernels(group.tensors, group.pages), group, rows, IDS, TARGETS)
+
+
+def test_blocks_that_are_no_words_are_torch_s() -> None:
+    group = group_of([1001], device="cuda")
+    kernels = open_kernels(group.tensors, group.pages)
+    assert kernels.name == "torch"
+    check(kernels, group, slot_of(2, 1001, device="cuda"), [3, 1], [0, 2])
+
+
+@pytest.mark.parametrize("beyond", [-8, 0, 8])
+def test_rows_of_every_length(beyond: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around all ends of stripes, rounds and programs."""
+    for length in [248, 256, 320, *(1024 * n + beyond for n in (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 2048))]:
+        group = group_of([length], blocks=5, gap=16, device="cuda")
+        kernels = triton_of(group)
+        with monkeypatch.context() as patch:
+            patch.delattr(TorchKernels, "sums_of_rows")
+            found = kernels.sums_of_rows(group.tensors[0])
+        assert torch.equal(found.cpu(), digests(group.tensors[0].cpu())), length
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 257])
+def test_any_number_of_blocks(count: int) -> None:
+    group = group_of([4096, 8192], blocks=300, device="cuda")
+    ids = torch.randperm(300, generator=torch.Generator().manual_seed(count))[:count].tolist()
+    check(triton_of(group), group, slot_of(count, 12288, device="cuda"), ids, ids[::-1])
+
+
+def test_blocks_beyond_four_gigabytes() -> None:
+    """A block's number times its stride, and a row's, are more than 32 bits."""
+    page_bytes = 1 << 20
+    free_bytes, _ = torch.cuda.mem_get_info()
+    if free_bytes < 3 * BEYOND_BYTES:
+        pytest.skip(f"{free_bytes >> 30} GiB free")
+    blocks = BEYOND_BYTES // page_bytes
+    tensor = torch.empty((blocks, page_bytes), dtype=torch.uint8, device="cuda")
+    tensor.view(torch.int64).random_()
+    kernels = open_kernels([tensor], [Page(0, 0, page_bytes)])
+    assert kernels.name == "triton"
+    ids = torch.tensor([blocks - 1, 0, 2049, 4097, blocks // 2])
+    wanted = tensor[ids.cuda()].cpu()
+    far = torch.zeros((blocks, page_bytes), dtype=torch.uint8, device="cuda")
+    rows = torch.as_strided(far, (5, page_bytes), (page_bytes * (blocks - 1) // 4, 1))
+    found = kernels.gather_summed(ids.cuda(), rows)
+    assert torch.equal(rows.cpu(), wanted)
+    assert torch.equal(found.cpu(), digests(wanted))
+    assert torch.equal(kernels.sums(ids.cuda()).cpu(), digests(wanted))
+    assert torch.equal(kernels.sums_of_rows(rows).cpu(), digests(wanted))
+    targets = torch.tensor([4098, blocks - 2, 5, 2050, 3])
+    kernels.scatter(targets.cuda(), rows)
+    assert torch.equal(tensor[targets.cuda()].cpu(), wanted)
+    assert torch.equal(tensor[ids.cuda()].cpu(), wanted)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """All that kernels do is queued behind a busy stream, which is busy still when the last call returns."""
+    for sizes in ([16384] * 4, [1032]):
+        group = group_of(sizes, device="cuda")
+        kernels = triton_of(group)
+        rows = slot_of(3, group.block_bytes, device="cuda")
+        ids = torch.tensor([1, 5, 2], device="cuda")
+        _everything(kernels, ids, rows)
+        torch.cuda.synchronize()
+        busy = torch.cuda.Event()
+        torch.cuda._sleep(1_000_000_000)
+        busy.record()
+        _everything(kernels, ids, rows)
+        assert not busy.query()
+
+
+def test_work_goes_to_the_stream_that_is_current() -> None:
+    """A gather on a side stream sees what was written on that stream before it, and does not wait for another."""
+    group = group_of([8192], device="cuda")
+    kernels = triton_of(group)
+    rows = slot_of(1, 8192, device="cuda")
+    ids = torch.tensor([4], device="cuda")
+    kernels.gather_summed(ids, rows)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    other = torch.cuda.Event()
+    other.record()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        group.tensors[0].fill_(7)
+        found = kernels.gather_summed(ids, rows)
+        torch.cuda.current_stream().synchronize()
+        assert not other.query()
+        assert torch.equal(found.cpu(), digests(torch.full((1, 8192), 7, dtype=torch.uint8)))
+
+
+def test_no_number_of_blocks_compiles_anew() -> None:
+    """Nor an address: Triton has compilations of their own for some numbers, and pointers, unless it is told not to."""
+    from nixl_offload.engine.kernels import triton_code
+
+    group = group_of([8192, 4096], blocks=40, device="cuda")
+    kernels = triton_of(group)
+
+    def compilations() -> int:
+        functions: list[Any] = [triton_code.copy_tiles, triton_code.sum_rows, triton_code.fold_sums]
+        return sum(len(cache[0]) for function in functions for cache in function.device_caches.values())
+
+    before = compilations()
+    ids = torch.arange(40, device="cuda")
+    for begin, count in ((0, 1), (1, 2), (3, 16), (1, 17), (0, 32)):
+        _everything(kernels, ids[begin : begin + count], slot_of(count, 12288, shift=16 * count, device="cuda"))
+    assert compilations() == before > 0
+
+
+def _everything(kernels: GroupKernels, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    kernels.gather_summed(ids, rows)
+    kernels.gather(ids, rows)
+    kernels.sums(ids)
+    kernels.sums_of_rows(rows)
+    kernels.scatter(ids, rows)
