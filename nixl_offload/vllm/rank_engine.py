@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
-from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
+from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, Tier
 from nixl_offload.engine import ChainEngine, Engine
 from nixl_offload.engine.chain import TierEngine
 from nixl_offload.engine.choose import Choice, Shape, choose, open_file_mover
@@ -30,7 +30,7 @@ from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.streams import Device, device_of
-from nixl_offload.errors import NixlOffloadError
+from nixl_offload.errors import MoverUnavailableError, NixlOffloadError
 from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select_object import open_object_mover
@@ -84,7 +84,7 @@ def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayou
             elif isinstance(tier, FileTier) and tier.layout == "tree":
                 make_private_directory(Path(tier.path))
                 choice = choose(tier, tier.path, device, _shape(layout)) if device.is_accelerator else None
-                found.append(Reach(_file_mover(tier, tier.path, device, choice), choice))
+                found.append(_reach_files(tier, tier.path, device, choice))
             elif isinstance(tier, FileTier) and device.is_accelerator:
                 found.append(Reach(choice=_choose_for_slab(tier, device, layout)))
             else:
@@ -181,7 +181,7 @@ def open_engine(
 def _open_tier(
     config: Config,
     position: int,
-    tier: MemoryTier | FileTier | S3Tier,
+    tier: Tier,
     place: Place,
     tensors: Sequence[torch.Tensor],
     layout: KVLayout,
@@ -203,7 +203,15 @@ def _open_tier(
         )
     device = device_of(tensors[0])
     with contextlib.ExitStack() as undo:
-        link = _open_link(tier, place, reach, rank, device, undo)
+        if isinstance(tier, FileTier) and isinstance(place, SlabPlace):
+            slab = _open_slab(tier, place, rank)
+            undo.callback(slab.close)
+            reach = _reach_files(tier, place.directory, device, reach.choice)
+            undo.callback(reach.close)
+            assert reach.mover is not None
+            link: Link = SlabLink(slab, reach.mover, time.monotonic)
+        else:
+            link = _open_shared(tier, place, reach, rank)
         on_device = device.kind in link.mover.memory_kinds if reach.choice is None else reach.choice.way != "host"
         engine = Engine(
             tensors=tensors,
@@ -229,27 +237,18 @@ def _direct_min_bytes(choice: Choice | None, layout: KVLayout) -> int:
     return _shape(layout).piece_bytes if choice.way == "direct" else NEVER_DIRECT
 
 
-def _open_link(
-    tier: MemoryTier | FileTier | S3Tier,
-    place: Place,
-    reach: Reach,
-    rank: int,
-    device: Device,
-    undo: contextlib.ExitStack,
-) -> Link:
-    if isinstance(place, SlabPlace):
-        assert isinstance(tier, FileTier)
-        slab = SlabFile(
-            os.path.join(place.directory, rank_file_name(rank)),
-            rank_bytes=place.rank_bytes,
-            extent_bytes=place.extent_bytes,
-            direct_io=tier.direct_io,
-        )
-        slab.open()
-        undo.callback(slab.close)
-        mover = _file_mover(tier, place.directory, device, reach.choice)
-        undo.callback(mover.close)
-        return SlabLink(slab, mover, time.monotonic)
+def _open_slab(tier: FileTier, place: SlabPlace, rank: int) -> SlabFile:
+    slab = SlabFile(
+        os.path.join(place.directory, rank_file_name(rank)),
+        rank_bytes=place.rank_bytes,
+        extent_bytes=place.extent_bytes,
+        direct_io=tier.direct_io,
+    )
+    slab.open()
+    return slab
+
+
+def _open_shared(tier: Tier, place: Place, reach: Reach, rank: int) -> Link:
     assert reach.mover is not None
     assert isinstance(place, SharedPlace)
     if isinstance(tier, FileTier):
@@ -258,5 +257,13 @@ def _open_link(
     return ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", place.namespace, rank, reach.mover, time.monotonic)
 
 
-def _file_mover(tier: FileTier, directory: str, device: Device, choice: Choice | None) -> Mover:
-    return open_file_mover(tier.mover if choice is None else choice.mover, tier, directory, device)
+def _reach_files(tier: FileTier, directory: str, device: Device, choice: Choice | None) -> Reach:
+    """Open the mover of ``choice``. One that was remembered and does not open any more is as good as none."""
+    if choice is not None:
+        try:
+            return Reach(open_file_mover(choice.mover, tier, directory, device), choice)
+        except MoverUnavailableError as error:
+            if choice.mover == tier.mover:
+                raise
+            logger.warning("%s is passed over, though it was found best: %s", choice.mover, error)
+    return Reach(open_file_mover(tier.mover, tier, directory, device))
