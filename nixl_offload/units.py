@@ -35,6 +35,12 @@ _QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 SIZE_HELP: Final = "a number of bytes, or a number with a unit: B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB"
 DURATION_HELP: Final = "a number with a unit: ms, s, m (minutes), h, d"
 
+_NUMBER_PATTERN: Final = r"[0-9]+(\.[0-9]+)?"
+SIZE_PATTERN: Final = rf"^\s*{_NUMBER_PATTERN}\s*({'|'.join(_SIZE_UNITS)})\s*$"
+"""Of text that is a size, for readers of other languages: as ``parse_size``, which refuses parts of bytes besides."""
+DURATION_PATTERN: Final = rf"^\s*(?=[0-9.]*[1-9]){_NUMBER_PATTERN}\s*({'|'.join(_DURATION_UNITS)})\s*$"
+"""Of text that is a duration longer than nothing."""
+
 
 def parse_size(value: object) -> int:
     """Return the bytes that ``value`` means: an int is bytes, text carries a unit ("500GiB", "1.5GB").

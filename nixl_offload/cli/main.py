@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
-from nixl_offload.cli import bucket, check, gc, show
+from nixl_offload.cli import bucket, check, completion, gc, schema, show
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
 EXIT_FAILED = 1
@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_parser(commands)
     bucket.add_parser(commands)
     gc.add_parser(commands)
+    schema.add_parser(commands)
+    completion.add_parser(commands, _parser)
     return parser
 
 

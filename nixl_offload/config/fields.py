@@ -1,5 +1,7 @@
 """Kinds of values that fields of the config hold: how each is read, checked and normalised.
 
+Each type also carries what JSON Schema can say of it, for ``json_schema``: as near to the check as that language comes.
+
 Threading: pure functions, safe anywhere. A check raises ValueError that goes on after the value: "is not a size; ...".
 """
 
@@ -7,12 +9,12 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from nixl_offload.units import parse_duration, parse_size
+from nixl_offload.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
 
 LONGEST_S: Final = 36_500 * 86_400.0
 """A hundred years: more is a slip, and overflows clocks."""
@@ -91,12 +93,23 @@ def _tenant(tenant: str) -> str:
     return tenant
 
 
-SizeBytes = Annotated[int, BeforeValidator(parse_size)]
-DurationSeconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=LONGEST_S)]
-AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
-AbsoluteFile = Annotated[str, AfterValidator(_absolute_file)]
-BucketName = Annotated[str, AfterValidator(_bucket)]
-ObjectPrefix = Annotated[str, AfterValidator(_prefix)]
-EndpointUrl = Annotated[str, AfterValidator(_endpoint)]
-RegionName = Annotated[str, AfterValidator(_region)]
-TenantName = Annotated[str, AfterValidator(_tenant)]
+def _text(pattern: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": pattern})
+
+
+_SIZE_SCHEMA: Final[dict[str, Any]] = {
+    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]
+}
+_NAMES: Final = rf"{_PREFIX_PART.pattern}(/{_PREFIX_PART.pattern})*"
+
+SizeBytes = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
+DurationSeconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=LONGEST_S), _text(DURATION_PATTERN)]
+AbsolutePath = Annotated[str, AfterValidator(_absolute_path), _text("^/")]
+AbsoluteFile = Annotated[str, AfterValidator(_absolute_file), _text("^/(.*[^/])$")]
+BucketName = Annotated[str, AfterValidator(_bucket), _text(f"^{_BUCKET.pattern}$")]
+ObjectPrefix = Annotated[str, AfterValidator(_prefix), _text(rf"^(?!/*(.*/)?\.{{1,2}}(/|$))/*({_NAMES})?/*$")]
+EndpointUrl = Annotated[
+    str, AfterValidator(_endpoint), _text(rf"^[Hh][Tt][Tt][Pp][Ss]?://({_ENDPOINT_HOST.pattern})(:[0-9]{{1,5}})?/?$")
+]
+RegionName = Annotated[str, AfterValidator(_region), _text(f"^{_REGION.pattern}$")]
+TenantName = Annotated[str, AfterValidator(_tenant), _text(f"^{_TENANT.pattern}$")]

@@ -82,14 +82,15 @@ class MemoryTier(_Model):
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
     """Host memory for chunks, over all ranks and data-parallel engines of this machine. Taken at start, whole."""
     policy: PolicyName = "lru"
-    """lru, or s3fifo, which a scan of one-time prompts cannot flush."""
+    """Who makes room: ``lru``, what was used longest ago; ``s3fifo`` besides resists scans of one-time prompts."""
     promote: bool = True
     """Keep in memory what a farther tier has served."""
     unsaved: Literal["pin", "drop"] = "pin"
-    """What has not reached the next tier yet when room is needed: pin keeps it until it has, up to ``unsaved_limit``;
-    drop lets it go."""
+    """What has not reached the next tier yet when room is needed: ``pin`` keeps it until it has, up to
+    ``unsaved_limit``; ``drop`` lets it go."""
     unsaved_limit_bytes: SizeBytes | None = Field(default=None, alias="unsaved_limit", ge=8192)
-    """The most that waits, pinned, for the next tier; what comes on top may be dropped. None: a quarter of capacity."""
+    """The most that waits, pinned, for the next tier; what comes on top may be dropped. Left out: a quarter of
+    ``capacity``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tier as the YAML would say it."""
@@ -113,24 +114,25 @@ class FileTier(_Model):
     """Slab: bytes that the directory may hold, over all ranks; never exceeded. Slabs grow up to it and do not shrink.
     Tree: what ``nixl-offload gc`` brings the directory down to; servers do not enforce it, so run gc by a timer."""
     layout: Literal["slab", "tree"] = "slab"
-    """slab: one preallocated file per rank, exclusive to one engine. tree: a file per shard, for filesystems that many
-    servers share."""
+    """``slab``: one preallocated file per rank, for a local drive, exclusive to one engine. ``tree``: a file per shard,
+    for filesystems that many servers share."""
     mover: Literal["auto", "gds_mt", "gds", "posix", "kvikio"] = "auto"
-    """auto takes the best that this machine can really run and says which at start."""
+    """``auto`` compares those that really run here, takes the fastest, and says which and why at start. ``gds_mt``,
+    ``gds``: GPUDirect Storage by NIXL. ``kvikio``: by KvikIO. ``posix``: through host memory."""
     posix_api: Literal["auto", "io_uring", "aio"] = "auto"
-    """Kernel interface of the posix mover."""
+    """Kernel interface of mover ``posix``."""
     threads: int = Field(default=8, ge=1, le=256)
-    """Movers gds_mt and kvikio: reads and writes under way at once, per rank. More help many small pieces and network
-    filesystems; each is a thread."""
+    """Movers ``gds_mt`` and ``kvikio``: reads and writes under way at once, per rank. More help many small pieces and
+    network filesystems; each is a thread."""
     bounce_bytes: SizeBytes = Field(default=16 << 20, alias="bounce", ge=1 << 16)
-    """Mover kvikio: what one of its threads moves at a time. Where it cannot use cuFile, each thread holds as much
+    """Mover ``kvikio``: what one of its threads moves at a time. Where it cannot use cuFile, each thread holds as much
     page-locked host memory, which no other limit counts."""
     direct_io: bool = True
     """Bypass the page cache. Off costs host memory and copies. A filesystem without O_DIRECT turns it off."""
     policy: PolicyName = "lru"
-    """Slab only: lru, or s3fifo, which a scan of one-time prompts cannot flush. In a tree the oldest goes first."""
+    """Slab only: who makes room, as in memory. In a tree ``nixl-offload gc`` deletes the oldest first."""
     lookup: LookupOptions = LookupOptions()
-    """Tree only."""
+    """Tree only: how the directory is asked what it holds."""
     warm_start: bool = False
     """Tree only: list the directory at start, in the background, so that first requests need not look."""
 
@@ -159,39 +161,42 @@ class S3Tier(_Model):
 
     kind: Literal["s3"]
     bucket: BucketName
+    """``nixl-offload bucket init`` makes it, and its rule for the ttl."""
     prefix: ObjectPrefix = ""
     """Comes before every object name, with a slash behind it; slashes at its ends are dropped. Empty: the whole bucket
     is this tier's."""
     endpoint: EndpointUrl | None = None
-    """URL of an S3-compatible server; None means AWS."""
+    """``http(s)://host[:port]`` of an S3-compatible server. Left out: AWS."""
     region: RegionName | None = None
-    """None leaves it to the AWS chain."""
+    """Left out: as the AWS chain says."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
-    """auto: path style where an endpoint is given, else virtual."""
+    """``auto``: path style where an endpoint is given, else virtual."""
     mover: Literal["auto", "obj", "obstore", "boto3"] = "auto"
-    """obj: NIXL's object backend. obstore, boto3: our own threads over that client. auto takes the first of obj,
-    obstore, boto3 that can really write and read here, and says which at start."""
+    """``obj``: NIXL's object backend. ``obstore``, ``boto3``: our own threads over that client. ``auto`` takes the
+    first of these that can really write and read here, and says which at start."""
     ttl_s: DurationSeconds | None = Field(default=None, alias="ttl")
-    """Objects older than this count as absent; None keeps them. ``nixl-offload bucket init`` makes it a lifecycle rule,
-    which knows whole days only, so that the bucket keeps objects up to a day longer; chunks in use are refreshed before
-    they expire."""
+    """Objects older than this count as absent. Left out: none do. ``nixl-offload bucket init`` makes it a lifecycle
+    rule, which knows whole days only, so that the bucket keeps objects up to a day longer; chunks in use are refreshed
+    before they expire."""
     capacity_bytes: SizeBytes | None = Field(default=None, alias="capacity", ge=8192)
-    """What ``nixl-offload gc`` brings the prefix down to; servers do not enforce it, so run gc by a timer. None: gc
-    needs to be told."""
+    """What ``nixl-offload gc`` brings the prefix down to; servers do not enforce it, so run gc by a timer. Left out:
+    gc must be told."""
     ca_bundle: AbsoluteFile | None = None
-    """File with the certificates to trust, for https; None leaves it to the system."""
+    """File with the certificates to trust, for https. Left out: those of the system."""
     checksums: Literal["when_required", "when_supported"] = "when_required"
-    """The AWS SDK's request and response checksums. when_supported sends trailers that some servers store as data."""
+    """The AWS SDK's request and response checksums. ``when_supported`` sends trailers that some servers store as
+    data."""
     connections: int = Field(default=16, ge=1, le=1024)
     """Requests in flight, per rank."""
     request_timeout_s: DurationSeconds = Field(default=10.0, alias="request_timeout")
     """One attempt of one request; there are up to three."""
     crt_min_size_bytes: SizeBytes | None = Field(default=None, alias="crt_min_size", ge=1)
-    """Mover obj: objects from this size on go through AWS's CRT client, in parallel parts. None: never."""
+    """Mover ``obj``: objects from this size on go through AWS's CRT client, in parallel parts. Left out: none do."""
     crt_throughput_gbps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """What the CRT client aims at, in gigabits per second; it opens connections accordingly. None: its own default.
-    Only with ``crt_min_size``."""
+    """What the CRT client aims at, in gigabits per second; it opens connections accordingly. Left out: its own
+    default.     Only with ``crt_min_size``."""
     lookup: LookupOptions = LookupOptions()
+    """How the bucket is asked what it holds."""
     warm_start: bool = False
     """List the namespace at start, in the background, so that first requests need not look."""
 
@@ -227,29 +232,32 @@ class Config(_Model):
     tenant: TenantName = "default"
     """Part of the namespace: tenants never see each other's chunks."""
     chunk_tokens: int = Field(default=256, ge=1)
-    """Tokens per chunk; a multiple of vLLM's block size. Larger: fewer, faster transfers; a prompt's last, short chunk
-    is never stored."""
+    """Tokens per stored chunk; a multiple of vLLM's block size. Larger: fewer, faster transfers; a prompt's last, short
+    chunk is never stored."""
     verify: Literal["checksum", "header"] = "checksum"
-    """checksum: every byte loaded is verified. header: identity and length only; a flipped bit goes unnoticed."""
+    """``checksum``: every byte loaded is verified. ``header``: identity and length only: faster, and blind to a flipped
+    bit and to a store torn by a crash."""
     on_load_failure: Literal["recompute", "fail"] = "recompute"
-    """What vLLM does with a request whose load failed."""
+    """What vLLM does with a request whose load failed: compute what is missing, or fail the request."""
     staging_bytes: SizeBytes = Field(default=256 << 20, alias="staging", ge=1 << 20)
     """Host or device memory for packed transfers, per worker rank; a hard bound."""
     load_timeout_s: DurationSeconds = Field(default=30.0, alias="load_timeout")
     """The longest that a request waits for its load; what has not arrived by then is computed."""
     drain_timeout_s: DurationSeconds = Field(default=3.0, alias="drain_timeout")
-    """How long an engine that shuts down goes on writing what is on its way to a tier."""
+    """How long an engine that shuts down goes on writing what is on its way to a tier. vLLM itself kills an
+    engine that takes longer than its ``--shutdown-timeout``."""
     store_after: int = Field(default=1, ge=1, le=255)
     """Store a chunk when it is computed for the N-th time. 1: at once. 2 or more keeps one-time prompts out."""
     block_outermost: bool = True
     """Ask vLLM for a KV cache in which all layers of a block lie side by side (BLHNC): a block is one piece then, and
-    can go to a drive without a copy. On CUDA, where the attention backend takes it. false: never ask."""
+    can go to a drive without a copy. On CUDA, where the attention backend takes it. ``false``: never ask."""
     slow_hits: Literal["skip", "take"] = "skip"
-    """A hit that would take longer to load than to compute, by what this server has measured: skip computes it."""
+    """A hit that would take longer to load than to compute, by what this server has measured: ``skip`` computes it,
+    ``take`` loads it all the same."""
     tiers: tuple[Tier, ...] = Field(min_length=1, strict=False)
-    """Nearest the GPU first."""
+    """One or more, nearest the GPU first: ``memory``, ``file``, ``s3``, in this order, each at most once."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Passed through to vLLM's ``kv_connector_extra_config``."""
+    """Passed through to vLLM's ``kv_connector_extra_config``, such as ``offload_prompt_only: false``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as the YAML would say it, defaults filled in; ``parse_config`` of it gives an equal one."""

@@ -1,0 +1,59 @@
+"""``nixl-offload completion SHELL``: prints what makes a shell complete commands, options and files.
+
+Threading: one thread; writes nothing but its output. The script is made by shtab from the parser itself, so a command
+that is added is completed without a word here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Final, TextIO
+
+SHELLS: Final = ("bash", "zsh", "fish", "tcsh")
+_DESCRIPTION = """\
+Prints a script that makes SHELL complete the commands and options of nixl-offload, and the files that they take.
+
+    source <(nixl-offload completion bash)                       # bash: now; in ~/.bashrc: always
+    nixl-offload completion bash > ~/.local/share/bash-completion/completions/nixl-offload
+    nixl-offload completion zsh > ~/.zfunc/_nixl-offload         # zsh: with fpath+=~/.zfunc before compinit
+    nixl-offload completion fish > ~/.config/fish/completions/nixl-offload.fish
+    nixl-offload completion tcsh > ~/.nixl-offload.tcsh          # tcsh: and source it in ~/.tcshrc
+
+Print it anew after an upgrade.
+"""
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: Callable[[], argparse.ArgumentParser]
+) -> None:
+    """Add ``completion`` to the command line. ``whole`` makes the parser that is to be completed."""
+    parser = commands.add_parser(
+        "completion",
+        help="print a script that completes commands in bash, zsh, fish or tcsh",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    parser.set_defaults(run=run, whole=whole)
+
+
+def run(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Print to ``out``."""
+    import shtab
+
+    parser: argparse.ArgumentParser = arguments.whole()
+    for action in _actions(parser):
+        if action.metavar in ("FILE", "DIR"):
+            action.complete = shtab.FILE if action.metavar == "FILE" else shtab.DIRECTORY  # type: ignore[attr-defined]
+    out.write(shtab.complete(parser, arguments.shell).rstrip("\n") + "\n")
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the arguments of a parser and of all below it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _actions(below)

@@ -1,0 +1,42 @@
+"""``nixl-offload schema``: prints the config's JSON Schema, for editors and for checks without this package.
+
+Threading: one thread; reads and writes nothing but its output.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TextIO
+
+_DESCRIPTION = """\
+Prints the JSON Schema (draft 2020-12) of the config file. With it an editor completes fields, explains them, and marks
+what is wrong while it is typed. For editors that use yaml-language-server (VS Code's YAML extension, Neovim, Helix):
+
+    nixl-offload schema > kv.schema.json     # beside kv.yaml
+
+and as the first line of kv.yaml
+
+    # yaml-language-server: $schema=kv.schema.json
+
+In a pipeline any validator can refuse a bad config with it. `nixl-offload show FILE` refuses a little more (a size
+below its minimum, say), and names the line.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``schema`` to the command line."""
+    parser = commands.add_parser(
+        "schema",
+        help="print the config's JSON Schema, which lets editors complete and check it",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Print to ``out``."""
+    from nixl_offload.config.json_schema import render_json_schema
+
+    out.write(render_json_schema())
+    return 0
