@@ -145,25 +145,40 @@ class _CudaFence:
 
 
 class _CudaStream:
+    """Whoever drives it works on its device from then on."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
 
     def run(self, work: Callable[[], None]) -> None:
+        _take_thread_to(self._device)
         with torch.inference_mode(), self._stream:
             work()
 
     def wait(self, fence: Fence) -> None:
+        _take_thread_to(self._device)
         if isinstance(fence, _CudaFence):
             self._stream.wait_event(fence.event)
 
     def record(self) -> Fence:
+        _take_thread_to(self._device)
         event = torch.Event(self._device)
         event.record(self._stream)
         return _CudaFence(event)
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+def _take_thread_to(device: torch.device) -> None:
+    """Make ``device`` the calling thread's current one, for good.
+
+    A new thread's is the first GPU. Torch goes back there after each event that it records, waits for or lets go of,
+    and CUDA makes a context then: some hundred MiB of the first GPU's memory for each rank that works on another.
+    """
+    if torch.cuda.current_device() != device.index:
+        torch.cuda.set_device(device)
 
 
 def device_of(tensor: torch.Tensor) -> Device:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from nixl_offload.engine.streams import HostStreams, Stream
+from nixl_offload.engine.streams import CudaStreams, HostStreams, Stream
 from tests.unit.device_rig import ThreadedStreams
 
 
@@ -47,3 +47,52 @@ def test_an_emulated_stream() -> None:
     """As the real ones do, or the emulation would prove nothing."""
     with ThreadedStreams() as streams:
         assert _written_from_elsewhere(streams.new())[2] == 1
+
+
+class _Recorded:
+    """As much of torch.Stream and torch.Event as a stream of ours uses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> _Recorded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def record(self, stream: object) -> None:
+        return
+
+    def wait_event(self, event: object) -> None:
+        return
+
+
+@pytest.mark.parametrize("first", ["run", "wait", "record"])
+def test_a_thread_works_on_the_device_of_its_streams(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """A new thread's current device is the first GPU: from there, torch's events make CUDA a context on it, which takes
+    memory of the first GPU for every rank that works on another.
+    """
+    current = threading.local()
+    monkeypatch.setattr(torch, "Stream", _Recorded)
+    monkeypatch.setattr(torch, "Event", _Recorded)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Recorded)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "index", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "index", device.index))
+    streams = CudaStreams(torch.device("cuda", 3))
+    stream, model = streams.new(), streams.compute_fence()
+    found: list[int] = []
+
+    def drive() -> None:
+        if first == "run":
+            stream.run(lambda: found.append(torch.cuda.current_device()))
+        elif first == "wait":
+            stream.wait(model)
+        else:
+            stream.record()
+        found.append(torch.cuda.current_device())
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    thread.join()
+    assert set(found) == {3}
