@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ from nixl_offload.movers.handles import (
     fork_message,
     open_regular_file,
 )
+from nixl_offload.movers.launcher import Launcher
 from nixl_offload.movers.pinning import check_pinning
 from nixl_offload.types import PAGE_BYTES
 
@@ -116,7 +117,7 @@ class KvikioMover(Mover):
         self._close_timeout_s = close_timeout_s
         self._pid = os.getpid()
         self._kvikio: Any = None
-        self._launcher: ThreadPoolExecutor | None = None
+        self._launcher: Launcher | None = None
         self._table = HandleTable(self.name)
         self._opened: dict[FileId, Future[_OpenFile]] = {}
         self._in_cufile: dict[MemoryId, bool] = {}
@@ -358,7 +359,7 @@ class KvikioMover(Mover):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._opened, self._in_flight)))
             self._closed = True
             if self._launcher is not None:
-                self._launcher.shutdown(wait=False)
+                self._launcher.end(wait=False)
             return
         for file in list(self._table.files):
             self.close_file(file)
@@ -366,7 +367,7 @@ class KvikioMover(Mover):
             self._unregister_in_the_end(memory)
         self._closed = True
         if self._launcher is not None:
-            self._launcher.shutdown(wait=True)
+            self._launcher.end(wait=True)
 
     def _unregister_in_the_end(self, memory: MemoryId) -> None:
         try:
@@ -383,7 +384,7 @@ class KvikioMover(Mover):
             raise MoverError(f"{self.name}: this mover is closed")
         if self._kvikio is None:
             self._kvikio = _load(self.name, self._threads, self._bounce_bytes)
-            self._launcher = ThreadPoolExecutor(1, thread_name_prefix="nixl-offload-kvikio")
+            self._launcher = Launcher("nixl-offload-kvikio")
         return self._kvikio
 
     def _fork_message(self) -> str:
