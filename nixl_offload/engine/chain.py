@@ -17,6 +17,7 @@ from typing import Protocol
 
 from nixl_offload.engine.jobs import ChunkIO, JobResult, Landed, Share
 from nixl_offload.engine.moves import MoveIO, MoveResult, Moves, MovingEngine, RelayHost
+from nixl_offload.engine.tally import Standing, Tally, Work
 from nixl_offload.types import Outcome
 
 __all__ = ["ChainEngine", "MoveIO", "MoveResult", "TierEngine"]
@@ -58,6 +59,9 @@ class TierEngine(MovingEngine, Protocol):
 
     def idle(self) -> bool:
         """True if no job is live and there is nothing to tell."""
+
+    def standing(self) -> Standing:
+        """Return what waits here and how the tier stands, for metrics. Quick."""
 
     def close(self, deadline_s: float = 5.0) -> None:
         """Finish what ``deadline_s`` allows and give up the rest; every job and every host slot is told of then."""
@@ -103,6 +107,7 @@ class ChainEngine:
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
         self._results: list[JobResult] = []
+        self._tally = Tally()
         self._moves = Moves(
             self._engines, () if host is None else tuple(host.relay_offsets), memory=memory, clock=clock
         )
@@ -146,6 +151,15 @@ class ChainEngine:
         """Return the tickets that were settled since the last call, each exactly once over all calls."""
         self._poll()
         return self._moves.take()
+
+    def take_work(self) -> Work | None:
+        """Return what ``finished`` and ``settled`` have seen end since the last call, added up; None: nothing has."""
+        return self._tally.take()
+
+    def standings(self) -> tuple[Standing, ...]:
+        """Return how each tier stands on this rank, by position."""
+        missing = Standing(trouble="unavailable")
+        return tuple(missing if engine is None else engine.standing() for engine in self._engines)
 
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Stores: return as soon as their source blocks may be reused. Loads: return when they are finished.
@@ -260,6 +274,7 @@ class ChainEngine:
         """Take what the engines have to tell and let moves go on. Quick where there is nothing."""
         for tier, engine in self._live:
             for result in engine.finished():
+                self._tally.add(tier, result, is_move=result.job_id < 0)
                 if result.job_id < 0:
                     self._moves.ended(result)
                 else:

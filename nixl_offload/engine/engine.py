@@ -25,6 +25,7 @@ from nixl_offload.engine.pump import Pump
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import DeviceStagingPool, StagingPool
 from nixl_offload.engine.streams import READY, Device, device_of
+from nixl_offload.engine.tally import Equipment, Standing, Waiting
 from nixl_offload.engine.ways.context import Context
 from nixl_offload.layout import KVLayout
 
@@ -117,6 +118,7 @@ class Engine:
             clock=clock,
             complaints=RateLog(logger, clock),
         )
+        self._ports = [port for port in ports if port is not None]
         paths = ChunkPaths(context, ports, keep_alive=tuple(tensors))
         self._pump = Pump(self._table, paths, load_timeout_s=load_timeout_s, clock=clock, name="nixl-offload-pump")
         logger.info(
@@ -182,6 +184,18 @@ class Engine:
     def idle(self) -> bool:
         """True if no job is live, no host slot is being filled, and there is nothing to tell."""
         return self._table.idle()
+
+    def standing(self) -> Standing:
+        """Return what waits here, whether storage is in use and by what way it is reached, for metrics.
+
+        Where there are several links the word on trouble is the first one's that has some. It may be a moment old.
+        """
+        if not self._ports:
+            return Standing(Waiting(*self._table.waiting_bytes()))
+        trouble = next((word for port in self._ports if (word := port.link.trouble) != "none"), "")
+        ways = tuple(sorted({plan.way for port in self._ports for plan in port.plans}))
+        equipment = Equipment(self._ports[0].link.mover.name, ways)
+        return Standing(Waiting(*self._table.waiting_bytes()), trouble, equipment)
 
     def close(self, deadline_s: float = 5.0) -> None:
         """Finish what ``deadline_s`` allows; queued stores and moves become DROPPED then, all else FAILED. Idempotent.

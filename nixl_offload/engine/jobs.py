@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -60,6 +60,8 @@ class JobResult:
     """Short distinct phrases for a log line; empty if all is well."""
     shares: tuple[Share, ...] = ()
     """What each tier did of it: see ``chain.ChainEngine``."""
+    causes: tuple[tuple[Outcome, str, int], ...] = ()
+    """Of what is not OK: the outcome, why in one word, and of how many chunks; for metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ class Task:
     """A store in place whose blocks were given away under it: what it writes is worthless, so it cannot be OK."""
     outcome: Outcome | None = None
     error: str | None = None
+    cause: str = ""
+    """``error`` in one word, for metrics."""
     landed: Outcome | None = None
     """Of the host slot of a load: known once nothing moves there any more."""
 
@@ -178,6 +182,8 @@ class JobTable:
         """Jobs with host slots of which nothing was told yet; they may have ended long ago."""
         self._landed: list[Landed] = []
         self._queued_store_bytes = 0
+        self._waiting_bytes = [0, 0, 0]
+        """Of loads, stores and moves that are QUEUED."""
         self._expire_s = clock()
         self._refusal: str | None = None
         """Why every new job fails; None while the pump lives."""
@@ -206,13 +212,14 @@ class JobTable:
             full = False
             limited = job.is_store and not job.is_move
             for task in job.tasks:
+                self._waiting_bytes[_kind(job)] += task.size_bytes
                 if limited:
                     self._queued_store_bytes += task.size_bytes
                 full = full or (limited and self._queued_store_bytes > self._limit_bytes)
                 if self._refusal is not None:
-                    self._finish(task, Outcome.FAILED, self._refusal)
+                    self._finish(task, Outcome.FAILED, self._refusal, "closed")
                 elif full:
-                    self._finish(task, Outcome.DROPPED, "store queue is full")
+                    self._finish(task, Outcome.DROPPED, "store queue is full", "queue_full")
                 else:
                     self._lanes[lane].append(task)
             self._wake()
@@ -246,13 +253,17 @@ class JobTable:
             self._grant_grace(stores, grace_s, limit_s)
             late = [task for job in stores for task in job.tasks if task.stage is Stage.QUEUED]
             for task in late:
-                self._finish(task, Outcome.DROPPED, "its blocks were needed before storage had time for it")
+                self._finish(
+                    task, Outcome.DROPPED, "its blocks were needed before storage had time for it", "needed_back"
+                )
             if late:
                 self._sweep()
             if not self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)), limit_s):
                 for job in jobs:
                     for task in job.tasks:
-                        self._give_up(task, f"its blocks were needed and storage did not answer in {limit_s:g} s")
+                        self._give_up(
+                            task, f"its blocks were needed and storage did not answer in {limit_s:g} s", "no_answer"
+                        )
                 self._sweep()
                 self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)))
 
@@ -273,6 +284,12 @@ class JobTable:
         """True if no job is live, no host slot is being filled, and nothing waits to be drained."""
         with self._lock:
             return not (self._jobs or self._results or self._landing or self._landed)
+
+    def waiting_bytes(self) -> tuple[int, int, int]:
+        """Return the payload bytes that wait for their turn: of loads, of stores, and of moves."""
+        with self._lock:
+            loads, stores, moves = self._waiting_bytes
+        return loads, stores, moves
 
     # -- the pump's side --------------------------------------------------------------------------------------------
 
@@ -301,7 +318,7 @@ class JobTable:
                     why = why_not(queue[0])
                     if why is None:
                         return
-                    self._finish(queue[0], Outcome.FAILED, why)
+                    self._finish(queue[0], Outcome.FAILED, why, "out_of_use")
                 queue.popleft()
 
     def empty(self) -> bool:
@@ -317,10 +334,13 @@ class JobTable:
             self._move(task, stage)
             return True
 
-    def finish(self, task: Task, outcome: Outcome, error: str | None = None) -> None:
-        """Give a task its outcome; the first one counts, later ones are ignored."""
+    def finish(self, task: Task, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
+        """Give a task its outcome; the first one counts, later ones are ignored.
+
+        ``cause``: what ``error`` says, in one word of a small set, for metrics; ``io`` where nothing is known.
+        """
         with self._lock:
-            self._finish(task, outcome, error)
+            self._finish(task, outcome, error, cause)
 
     def land(self, task: Task, outcome: Outcome) -> None:
         """Nothing moves in the host slot of a task any more, or (TAINTED) something may for ever; the first counts."""
@@ -350,13 +370,13 @@ class JobTable:
             late = [job for job in self._jobs.values() if not job.is_store and job.submitted_s <= limit_s]
             for job in late:
                 for task in job.tasks:
-                    self._give_up(task, f"storage did not answer in {timeout_s:g} s")
+                    self._give_up(task, f"storage did not answer in {timeout_s:g} s", "timeout")
             limit_s = now_s - MOVE_QUEUE_LIMIT_S
             waited = [job for job in self._jobs.values() if job.is_move and job.submitted_s <= limit_s]
             for job in waited:
                 for task in job.tasks:
                     if task.stage in {Stage.QUEUED, Stage.SOURCE}:
-                        self._finish(task, Outcome.DROPPED, "storage had no time for a move")
+                        self._finish(task, Outcome.DROPPED, "storage had no time for a move", "no_time")
             if late or waited:
                 self._sweep()
 
@@ -368,7 +388,7 @@ class JobTable:
             self._refusal = why
             for job in list(self._jobs.values()):
                 for task in job.tasks:
-                    self._finish(task, _given_up(task), why)
+                    self._finish(task, _given_up(task), why, "closed")
             for job in list(self._landing):
                 for task in job.tasks:
                     if task.is_landing:
@@ -395,12 +415,14 @@ class JobTable:
     def _move(self, task: Task, stage: Stage) -> None:
         if stage not in TRANSITIONS[task.stage]:
             raise RuntimeError(f"chunk of job {task.job.job_id} cannot go from {task.stage.name} to {stage.name}")
-        if task.stage is Stage.QUEUED and task.job.is_store and not task.job.is_move:
-            self._queued_store_bytes -= task.size_bytes
+        if task.stage is Stage.QUEUED:
+            self._waiting_bytes[_kind(task.job)] -= task.size_bytes
+            if task.job.is_store and not task.job.is_move:
+                self._queued_store_bytes -= task.size_bytes
         task.stage = stage
         self._progress.notify_all()
 
-    def _give_up(self, task: Task, why: str) -> None:
+    def _give_up(self, task: Task, why: str, cause: str) -> None:
         """End a task early as far as that is safe. A store that has written nothing is DROPPED; one whose mover reads
         the KV blocks is disowned, for its location may be given away only when the mover has let go. A load is FAILED
         unless its KV blocks are being written.
@@ -409,10 +431,10 @@ class JobTable:
             if task.stage is Stage.SOURCE and task.in_place:
                 task.disowned = True
             elif task.stage in {Stage.QUEUED, Stage.SOURCE}:
-                self._finish(task, Outcome.DROPPED, why)
+                self._finish(task, Outcome.DROPPED, why, cause)
         elif not task.in_place and task.stage is not Stage.SCATTER:
             dropped = task.job.is_move and task.stage is Stage.QUEUED
-            self._finish(task, Outcome.DROPPED if dropped else Outcome.FAILED, why)
+            self._finish(task, Outcome.DROPPED if dropped else Outcome.FAILED, why, cause)
 
     def _sweep(self) -> None:
         """Forget what was given up while queued: behind a head that has to wait, nobody else would take it away."""
@@ -420,15 +442,15 @@ class JobTable:
             if any(task.stage is not Stage.QUEUED for task in queue):
                 self._lanes[lane] = deque(task for task in queue if task.stage is Stage.QUEUED)
 
-    def _finish(self, task: Task, outcome: Outcome, error: str | None) -> None:
+    def _finish(self, task: Task, outcome: Outcome, error: str | None, cause: str = "") -> None:
         if task.stage is Stage.DONE:
             return
         if task.disowned and outcome is Outcome.OK:
-            outcome, error = Outcome.FAILED, "its blocks were given away while they were written"
+            outcome, error, cause = Outcome.FAILED, "its blocks were given away while they were written", "needed_back"
         if task.stage is Stage.QUEUED and task.is_landing:
             self._land(task, outcome)  # it never began
         self._move(task, Stage.DONE)
-        task.outcome, task.error = outcome, error
+        task.outcome, task.error, task.cause = outcome, error, cause
         task.job.unfinished -= 1
         if not task.job.unfinished:
             self._emit(task.job)
@@ -449,7 +471,15 @@ class JobTable:
         errors = tuple(dict.fromkeys(task.error for task in job.tasks if task.error is not None))
         outcomes = tuple(task.outcome or Outcome.FAILED for task in job.tasks)
         seconds = self._clock() - job.submitted_s
-        self._results.append(JobResult(job.job_id, job.is_store, outcomes, ok_bytes, seconds, errors))
+        failed = [task for task in job.tasks if task.outcome is not Outcome.OK]
+        counts = Counter((task.outcome or Outcome.FAILED, task.cause or "io") for task in failed)
+        causes = tuple((outcome, cause, shards) for (outcome, cause), shards in counts.items())
+        self._results.append(JobResult(job.job_id, job.is_store, outcomes, ok_bytes, seconds, errors, causes=causes))
+
+
+def _kind(job: Job) -> int:
+    """Where a job's bytes are counted while they wait: loads, stores, moves."""
+    return 2 if job.is_move else int(job.is_store)
 
 
 def _given_up(task: Task) -> Outcome:

@@ -28,6 +28,7 @@ from nixl_offload.engine.pump import LEAKED, MAX_FAILED_PASSES, STUCK_POLL_S
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.streams import Device, Fence
+from nixl_offload.engine.tally import Equipment, Standing, Waiting
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.format import HEADER_BYTES, check_header, verify_blocks
 from nixl_offload.layout import KVLayout
@@ -50,6 +51,8 @@ POLL_S = 0.0002
 SLOW_POLL_S = 0.002
 SLOW_AFTER_S = 0.05
 """The pause once nothing has ended for so long: the compute stream is busy with a step, and its fence comes with it."""
+
+_EQUIPMENT = Equipment("copy", ("host",))
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +161,10 @@ class MemoryEngine:
     def idle(self) -> bool:
         """True if no job is live and ``finished`` would return nothing."""
         return self._table.idle()
+
+    def standing(self) -> Standing:
+        """Return what waits here, for metrics."""
+        return Standing(Waiting(*self._table.waiting_bytes()), "", _EQUIPMENT)
 
     def close(self, deadline_s: float = 5.0) -> None:
         """Finish what ``deadline_s`` allows; queued stores become DROPPED then, all else FAILED. Idempotent.
@@ -284,10 +291,10 @@ class MemoryEngine:
         except FormatError as error:
             words = f"corrupt: {error.reason}"
             self._log.warning(words, "A chunk in memory was refused and will be recomputed: %s", error)
-            self._table.finish(task, Outcome.CORRUPT, words)
+            self._table.finish(task, Outcome.CORRUPT, words, error.reason)
         except LayoutError as error:
             self._log.error("LayoutError", "A chunk could not be copied: %s", error)
-            self._end(task, Outcome.FAILED, str(error))
+            self._end(task, Outcome.FAILED, str(error), "layout")
         return None
 
     def _piece(self, task: Task) -> _Piece:
@@ -380,8 +387,8 @@ class MemoryEngine:
             tainted = copying and task.job.is_store
             self._end(task, Outcome.TAINTED if tainted else Outcome.FAILED, f"unexpected {type(error).__name__}")
 
-    def _end(self, task: Task, outcome: Outcome, words: str) -> None:
-        self._table.finish(task, outcome, words)
+    def _end(self, task: Task, outcome: Outcome, words: str, cause: str = "unexpected") -> None:
+        self._table.finish(task, outcome, words, cause)
         if task.is_landing:
             self._table.land(task, outcome)
 
@@ -389,7 +396,7 @@ class MemoryEngine:
         """Nobody will see the end of what is in flight."""
         for batch in self._batches:
             for piece in batch.pieces:
-                self._end(piece.task, Outcome.TAINTED if batch.is_store else Outcome.FAILED, why)
+                self._end(piece.task, Outcome.TAINTED if batch.is_store else Outcome.FAILED, why, "closed")
 
 
 def _parts(batch: _Batch) -> dict[int, list[tuple[BlockIds, Payload]]]:

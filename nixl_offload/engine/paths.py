@@ -76,19 +76,20 @@ class ChunkPaths:
             yield from self._steps(flight)
             return
         except FormatError as error:
-            outcome, words = Outcome.CORRUPT, f"corrupt: {error.reason}"
+            outcome, words, cause = Outcome.CORRUPT, f"corrupt: {error.reason}", error.reason
             context.complaints.warning(words, "A stored chunk was refused and will be recomputed: %s", error)
         except TierError as error:
-            outcome, words = Outcome.FAILED, f"storage: {error.cause}"
+            outcome, words, cause = Outcome.FAILED, f"storage: {error.cause}", error.cause
         except (MoverError, LayoutError) as error:
             outcome, words = Outcome.FAILED, str(error)
             fault = words if isinstance(error, MoverError) else None
+            cause = "layout" if fault is None else "io"
             context.complaints.error(type(error).__name__, "A chunk could not be moved: %s", error)
         yield from context.settle(flight)
         flight.abandon(fault)
         if flight.direct or flight.task.job.is_store:
             yield from context.outlast(flight)
-        context.table.finish(flight.task, outcome, words)
+        context.table.finish(flight.task, outcome, words, cause)
 
     def _steps(self, flight: Flight) -> Iterator[None]:
         """Choose the way. Raises LayoutError for numbers that do not fit: memory is touched unchecked later."""

@@ -290,12 +290,12 @@ class Pump:
         """Poll what a crashed flight has left until it is final. If that raises too, ``_step`` taints its slots."""
         while flight.poll():
             yield
-        self._table.finish(flight.task, Outcome.FAILED, f"unexpected {type(error).__name__}")
+        self._table.finish(flight.task, Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")
 
     def _crashed(self, task: Task, error: Exception, outcome: Outcome = Outcome.FAILED) -> None:
         """An exception that no path expects: a bug, ours or a mover's. The chunk fails, the pump goes on."""
         self._log_crash(error)
-        self._table.finish(task, outcome, f"unexpected {type(error).__name__}")
+        self._table.finish(task, outcome, f"unexpected {type(error).__name__}", "unexpected")
 
     def _log_crash(self, error: Exception) -> None:
         self._log.error(f"crash:{type(error).__name__}", "A chunk failed unexpectedly: %r", error, exc_info=error)

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CHORES = 1024
 """Chores that may wait; more are refused: whoever wanted them wants them again later."""
+MAX_SAMPLES = 1024
+"""Durations of HEADs that are kept until somebody takes them."""
 
 
 class Found(Enum):
@@ -182,6 +184,7 @@ class Prober:
         self._chores: deque[Chore] = deque()
         self._chores_running = 0
         self._counts = ProbeCounts()
+        self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"nixl-offload-probe-{number}", daemon=True)
@@ -265,6 +268,15 @@ class Prober:
         with self._changed:
             return replace(self._counts)
 
+    def take_seconds(self) -> list[float]:
+        """Return how long HEADs took since the last call; the latest ``MAX_SAMPLES`` of them."""
+        if not self._seconds:
+            return []
+        with self._changed:
+            seconds = list(self._seconds)
+            self._seconds.clear()
+            return seconds
+
     def close(self, timeout_s: float = 1.0) -> None:
         """Begin nothing more, and wait ``timeout_s`` at most for what is under way. Idempotent."""
         with self._changed:
@@ -319,6 +331,7 @@ class Prober:
         del self._probes[probe.key]
         self._counts.heads += 1
         self._counts.seconds += seconds
+        self._seconds.append(seconds)
         self._counts.errors += sight.found is Found.ERROR
         if not (probe.told and sight.found is Found.ERROR):
             self._events.append(sight)

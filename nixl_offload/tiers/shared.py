@@ -333,6 +333,10 @@ class SharedTier:
             counts.listed = self._listing.chunks
         return counts
 
+    def take_probe_seconds(self) -> list[float]:
+        """Return how long questions to the store took since the last call; of very many the latest."""
+        return self._prober.take_seconds()
+
     def breakers(self) -> dict[str, BreakerState]:
         """Return the state of each breaker by what it watches: ``reach``, ``load`` or ``store``."""
         return {"reach": self._reach.state, "load": self._loads.state, "store": self._stores.state}

@@ -55,6 +55,11 @@ class SlotTier:
         return len(self._index)
 
     @property
+    def capacity_bytes(self) -> int:
+        """Bytes per rank that slots can take, retired ones included."""
+        return self._allocator.rank_bytes
+
+    @property
     def retired_bytes(self) -> int:
         """Bytes per rank that ``retire`` has taken out of use for good."""
         return self._allocator.retired_bytes

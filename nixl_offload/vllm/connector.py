@@ -31,7 +31,7 @@ from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.compat import check_version, settle_extra_config
 from nixl_offload.vllm.identity import group_tokens, warn_about_hash
 from nixl_offload.vllm.idling import Idling
-from nixl_offload.vllm.manager import NixlOffloadManager
+from nixl_offload.vllm.manager import Looked, NixlOffloadManager
 from nixl_offload.vllm.messages import ChainMetadata, RankGeometry, WorkerReport
 from nixl_offload.vllm.plugin import SPEC_NAME, register
 from nixl_offload.vllm.spec import NixlOffloadSpec
@@ -41,6 +41,7 @@ from nixl_offload.vllm.worker import NixlConnectorWorker
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -78,11 +79,15 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         """As vLLM's, less what would take longer to load than to compute."""
         self._idling.stir()
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        if not found:
-            return found, is_async
         group = self._lookup_groups[0]
         chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
         status = self._req_status[request.request_id]
+        if found is not None:
+            whole_tokens = request.num_tokens // chunk_tokens * chunk_tokens
+            asked = max(found, whole_tokens - num_computed_tokens)
+            status.req_context.set_state(Looked(num_computed_tokens, asked, found))
+        if not found:
+            return found, is_async
         first, last = num_computed_tokens // chunk_tokens, -(-(num_computed_tokens + found) // chunk_tokens)
         keys = status.group_states[group].offload_keys[first:last]
         worth = self.offload_manager.worth_loading(
@@ -94,6 +99,13 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         # off, as off the end of a prompt, and with recurrent state that would cost a whole chunk.
         limit = worth + 1 if self._windows else worth
         return super().get_num_new_matched_tokens(request, num_computed_tokens, limit)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        status = self._req_status.get(request.request_id)
+        if status is not None:
+            self.offload_manager.count_lookup(status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """As vLLM's, with our moves; in a step without work leave the processor to those who are waited for."""
@@ -117,6 +129,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
             if meta.tickets or meta.completed_jobs:
                 self._idling.stir()
             lost = self.offload_manager.settle(meta.tickets, meta.loads)
+            self.offload_manager.take_work(meta.work, meta.standings)
             if lost and self.recompute:
                 self._offer_again(meta.completed_jobs, lost)
         super().update_connector_output(connector_output)

@@ -32,6 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import NOWHERE, Catalog
 from nixl_offload.config import Config
+from nixl_offload.engine import Standing, Work
 from nixl_offload.estimate import LoadOrRecompute, Part
 from nixl_offload.tiers.file import FileTier
 from nixl_offload.tiers.memory import MemoryTier
@@ -94,6 +95,17 @@ class _Worth(NamedTuple):
     first_token: int
     tokens: int
     loaded_tokens: int
+    parts: tuple[Part, ...] = ()
+    """Which tiers have them, from the beginning on; empty where it was not asked."""
+
+
+class Looked(NamedTuple):
+    """What a request asked about and found, to be counted once it is scheduled."""
+
+    first_token: int
+    asked_tokens: int
+    """Whole chunks behind what the GPU's cache has; 0: counted."""
+    found_tokens: int
 
 
 class NixlOffloadManager(OffloadingManager):
@@ -206,7 +218,7 @@ class NixlOffloadManager(OffloadingManager):
         of a KV cache group which looks no farther back; all of the others is. A request that is asked about again in
         the same words gets the same answer.
         """
-        if self._catalog is None or self._speeds is None or self._config.slow_hits == "take":
+        if self._catalog is None or self._speeds is None:
             return tokens
         asked = req_context.get_state(_Worth)
         if asked is not None and asked[:2] == (first_token, tokens):
@@ -231,9 +243,23 @@ class NixlOffloadManager(OffloadingManager):
         last = parts.pop()
         window_bytes = round(sum(self._token_bytes[at] * min(tokens, most) for at, most in windows.items()))
         parts.append(Part(last.tier, last.tokens + end - at, last.size_bytes + window_bytes))
-        choice = self._speeds.choose(parts, first_token, time.monotonic())
-        req_context.set_state(_Worth(first_token, tokens, choice.tokens))
-        return choice.tokens
+        worth = tokens
+        if self._config.slow_hits == "skip":
+            worth = self._speeds.choose(parts, first_token, time.monotonic()).tokens
+        req_context.set_state(_Worth(first_token, tokens, worth, tuple(parts)))
+        return worth
+
+    def count_lookup(self, req_context: ReqContext) -> None:
+        """Count what a request has looked up (``Looked``), once."""
+        looked = req_context.get_state(Looked)
+        if looked is None or not looked.asked_tokens:
+            return
+        req_context.set_state(Looked(0, 0, 0))
+        worth = req_context.get_state(_Worth) if looked.found_tokens else None
+        if worth is None or worth[:2] != (looked.first_token, looked.found_tokens):
+            self._telling.looked_up(looked.asked_tokens, (), 0)
+        else:
+            self._telling.looked_up(looked.asked_tokens, worth.parts, worth.loaded_tokens)
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
         """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
@@ -291,6 +317,13 @@ class NixlOffloadManager(OffloadingManager):
                 logger.debug("%s of %d chunks: %s", settled.kind, len(settled.keys), dict(outcomes))
         self._collect_events()
         return lost
+
+    def take_work(self, work: Work | None, standings: Mapping[int, tuple[Standing, ...]]) -> None:
+        """Take note, for metrics, of what the ranks have moved and of how their tiers stand."""
+        if work is not None:
+            self._telling.worked(work)
+        if standings:
+            self._telling.stand(standings)
 
     def has_pending_work(self) -> bool:
         """Keep an idle engine stepping until every rank has reported every ticket, and nothing waits to be moved."""

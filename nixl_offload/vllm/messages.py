@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from nixl_offload.engine import Standing, Work
 from nixl_offload.tiers.file import SlabPlace
 from nixl_offload.tiers.memory import MemoryPlace
 from nixl_offload.tiers.shared import SharedPlace
@@ -101,14 +102,23 @@ class WorkerReport(OffloadingWorkerMetadata):
     tickets: dict[int, TicketReport] = field(default_factory=dict)
     loads: list[LoadSample] = field(default_factory=list)
     """What the estimate of the tiers' speed lives on."""
+    work: Work | None = None
+    """What was moved and what failed, added up over the ranks; for metrics. None: nothing."""
+    standings: dict[int, tuple[Standing, ...]] = field(default_factory=dict)
+    """By rank, and there by tier: how the tiers stand. Told when it has changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another rank's report of the same step into a new one."""
         base = super().aggregate(other)
         assert isinstance(base, OffloadingWorkerMetadata)
-        merged = WorkerReport(base.completed_jobs, base.transfer_stats, dict(self.tickets), list(self.loads))
+        merged = WorkerReport(
+            base.completed_jobs, base.transfer_stats, dict(self.tickets), list(self.loads), self.work, self.standings
+        )
         if isinstance(other, WorkerReport):
             merged.loads += other.loads
+            merged.standings = {**self.standings, **other.standings}
+            if other.work is not None:
+                merged.work = other.work if self.work is None else self.work.merge(other.work)
             for number, report in other.tickets.items():
                 ours = merged.tickets.get(number)
                 merged.tickets[number] = report if ours is None else ours.merge(report)

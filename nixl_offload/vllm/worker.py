@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.config import Config
-from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO
+from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO, Standing, Work
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.errors import LayoutError, NixlOffloadError
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec, split_job
@@ -131,6 +131,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._refused: list[JobResult] = []
         self._refused_tickets: dict[int, int] = {}
         """Ticket of landings or moves that were refused -> how many chunks."""
+        self._told: tuple[Standing, ...] = ()
         self._host = open_host(config, offloading.parallel, self.layout, self._tensors)
         self._reaches = self._unless_broken(lambda: reach_tiers(config, self._tensors, self.layout)) or []
 
@@ -183,6 +184,18 @@ class NixlOffloadingWorker(OffloadingWorker):
             for result in self._engine.settled():
                 ended[result.ticket] = failures_of(result.outcomes)
         return ended
+
+    def take_work(self) -> Work | None:
+        """Return what was moved and what failed since the last call; None: nothing."""
+        return self._engine.take_work() if self._engine is not None else None
+
+    def take_standings(self) -> dict[int, tuple[Standing, ...]]:
+        """Return how this rank's tiers stand, under its number; empty while that is as it was at the last call."""
+        standings = self._engine.standings() if self._engine is not None else ()
+        if standings == self._told:
+            return {}
+        self._told = standings
+        return {self._rank: standings}
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until the source blocks of stores may be reused and loads have finished."""
@@ -361,6 +374,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                 self._report.loads.extend(self.rank_worker.samples(job, result))
         for ticket, failures in self.rank_worker.take_tickets().items():
             self._report.tickets[ticket] = TicketReport(1, failures)
+        self._report.work = self.rank_worker.take_work()
+        self._report.standings = self.rank_worker.take_standings()
         return set(), received
 
     def take_failed_requests(self) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata
+from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingHistogramMetadata
 
+from nixl_offload.engine.tally import Act, Equipment, Failure, Standing, Waiting, Work
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
+from nixl_offload.vllm.manager import Looked
+from nixl_offload.vllm.messages import WorkerReport
 from nixl_offload.vllm.metrics import DEFINITIONS
 from tests.vllm.damage import until
 from tests.vllm.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Workshop, chain_config, prompts, tier_config, tree_tier
@@ -32,6 +36,14 @@ from tests.vllm.manager_rig import tree_tier as rig_tree_tier
 PREFIX = "vllm:nixl_offload_"
 CHUNKS = 3 * MAX_BATCHED_TOKENS // CHUNK_TOKENS
 """Of a prompt."""
+
+
+WORK = Work(
+    Counts({Act("load", 0): 4096}),
+    {Act("load", 0): [0.25, 0.5]},
+    Counts({Failure("load", 0, "corrupt", "checksum"): 2}),
+)
+STANDING = Standing(Waiting(1, 2, 3), "readonly", Equipment("posix", ("host",)))
 
 
 class Exporter:
@@ -50,6 +62,8 @@ class Exporter:
     def value(self, name: str, *labels: str) -> float | None:
         definition = DEFINITIONS[name]
         suffix = "_total" if isinstance(definition, OffloadingCounterMetadata) else ""
+        if isinstance(definition, OffloadingHistogramMetadata):
+            suffix = "_sum"
         return self.registry.get_sample_value(
             name + suffix, {"engine": "0", **dict(zip(definition.labelnames, labels, strict=True))}
         )
@@ -73,6 +87,8 @@ def test_every_definition_is_accepted_with_its_labels() -> None:
     stats = OffloadingConnectorStats()
     for name, definition in DEFINITIONS.items():
         tell = stats.increase_counter if isinstance(definition, OffloadingCounterMetadata) else stats.set_gauge
+        if isinstance(definition, OffloadingHistogramMetadata):
+            tell = stats.observe_histogram
         tell(name, 3, tuple(f"a {label}" for label in definition.labelnames))
     exporter.take(stats)
     for name, definition in DEFINITIONS.items():
@@ -110,12 +126,22 @@ def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]
     assert told("chunks", "move", "ok", "file") == 2
     assert told("chunks", "move", "failed", "file") == 1
     assert told("unsaved_bytes") == 0
-    assert told("evicted_chunks", "memory") is None
+    assert told("evicted_chunks", "memory") == 0, "told before it happens, so that rate() sees the first one"
+    assert told("capacity_bytes", "memory") == 4 * SLOT
+    assert told("retired_bytes", "memory") == 0
     rig.store(4, 5, 6)
     assert told("evicted_chunks", "memory") == 2
     assert told("used_bytes", "memory") == 4 * SLOT
-    rig.manager.worth_loading(keys(6), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    looks = request()
+    looks.set_state(Looked(0, 3 * CHUNK_TOKENS, CHUNK_TOKENS))
+    rig.manager.worth_loading(keys(6), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    rig.manager.count_lookup(looks)
+    rig.manager.count_lookup(looks)
     assert told("hit_decisions", "memory", "taken") == 1
+    assert told("lookup_tokens", "memory", "hit") == CHUNK_TOKENS
+    assert told("lookup_tokens", "memory", "miss") == 2 * CHUNK_TOKENS, "which the tree was asked about"
+    assert told("lookup_tokens", "file", "hit") == 0
+    assert told("lookup_tokens", "file", "miss") == 2 * CHUNK_TOKENS
     assert rig.manager.get_stats() is None, "nothing has changed"
 
 
@@ -128,7 +154,7 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
         stats = rig.manager.get_stats()
         if stats is not None:
             exporter.take(stats)
-            seen.update(stats.data["data"])
+            seen.update(name for name, values in stats.data["data"].items() if any(values.values()))
         return seen
 
     rig.offer(1, 2, 3, 4)
@@ -137,7 +163,11 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     moves = rig.step()
     rig.report(moves[0].ticket)
     rig.report(moves[1].ticket, {0: Outcome.DROPPED})
-    rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    looks = request()
+    looks.set_state(Looked(0, CHUNK_TOKENS, CHUNK_TOKENS))
+    rig.manager.worth_loading(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    rig.manager.count_lookup(looks)
+    rig.manager.take_work(WORK, {0: (STANDING,)})
     rig.offer(*range(10, 16))
     rig.offer(*range(10, 16))
     shutil.rmtree(tmp_path / "tree")
@@ -148,8 +178,45 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
         return PREFIX + "breaker_openings" in collect()
 
     until(looked, "a shared directory that is gone is given up")
-    assert seen == set(DEFINITIONS) - {PREFIX + "late_lookups"}
+    assert set(DEFINITIONS) - seen == {PREFIX + "late_lookups", PREFIX + "retired_bytes"}
     assert rig.manager.lookup(key(99), request("looks")) is LookupResult.MISS
+
+
+def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
+    """Two ranks: bytes, samples and failures are summed in the message, what waits and what is out of use by rank; a
+    rank that says nothing new stands as it did; equipment that is no longer used is told as 0.
+    """
+    rig, exporter = open_rig(config_of(memory_tier(8), rig_tree_tier(tmp_path / "tree")), world_size=2), Exporter()
+    direct = Equipment("posix", ("direct",))
+
+    def tell(one: Standing | None, two: Standing | None) -> None:
+        reports = [
+            WorkerReport(work=WORK, standings={} if standing is None else {rank: (Standing(), standing)})
+            for rank, standing in enumerate((one, two))
+        ]
+        merged = reports[0].aggregate(reports[1])
+        assert isinstance(merged, WorkerReport)
+        rig.manager.take_work(merged.work, merged.standings)
+        stats = rig.manager.get_stats()
+        assert stats is not None
+        exporter.take(stats)
+
+    def value(name: str, *labels: str) -> float | None:
+        return exporter.value(PREFIX + name, *labels)
+
+    tell(STANDING, STANDING._replace(trouble="", equipment=direct))
+    assert value("transfer_bytes", "load", "memory") == 2 * 4096
+    assert value("transfer_seconds", "load", "memory") == 2 * 0.75
+    assert value("shard_failures", "load", "corrupt", "checksum", "memory") == 4
+    assert [value("queued_bytes", kind, "file") for kind in ("load", "store", "move")] == [2, 4, 6]
+    assert value("queued_bytes", "load", "memory") == 0
+    assert value("ranks_out_of_use", "file") == 1
+    assert value("tier_info", "file", "posix", "host") == value("tier_info", "file", "posix", "direct") == 1
+    tell(STANDING._replace(trouble="", equipment=direct), None)
+    assert value("ranks_out_of_use", "file") == 0
+    assert value("queued_bytes", "load", "file") == 2, "the second rank stands as it did"
+    assert value("tier_info", "file", "posix", "host") == 0
+    assert value("tier_info", "file", "posix", "direct") == 2
 
 
 def test_a_shared_tier_is_visible_in_metrics(workshop: Workshop) -> None:
@@ -171,7 +238,13 @@ def test_a_shared_tier_is_visible_in_metrics(workshop: Workshop) -> None:
     assert metrics[PREFIX + "known_chunks"] == 6
     assert metrics[PREFIX + "breaker_state"] == 0
     assert metrics.get(PREFIX + "probe_errors", 0) == 0
-    assert second.labelled(PREFIX + "chunks", "operation") == {"load": 6}
+    assert second.labelled(PREFIX + "chunks", "operation") == {"load": 6, "store": 0}
+    assert second.labelled(PREFIX + "lookup_tokens", "result") == {"hit": 1536, "miss": 0}
+    assert set(second.labelled(PREFIX + "transfer_bytes", "operation")) == {"load"}
+    assert second.labelled(PREFIX + "transfer_bytes", "tier")["file"] == answer.loaded_bytes
+    assert second.labelled(PREFIX + "tier_info", "way") == {"host": 1}
+    assert second.labelled(PREFIX + "queued_bytes", "operation") == {"load": 0, "store": 0, "move": 0}
+    assert metrics[PREFIX + "ranks_out_of_use"] == 0
     assert set(second.labelled(PREFIX + "known_chunks", "tier")) == {"file"}
 
 

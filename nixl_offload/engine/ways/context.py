@@ -66,14 +66,14 @@ class Context:
         """Whether the link takes a store now; if not, the chunk is FAILED."""
         if link.may_store():
             return True
-        self.table.finish(task, Outcome.FAILED, f"storage is out of use: {link.trouble}")
+        self.table.finish(task, Outcome.FAILED, f"storage is out of use: {link.trouble}", "out_of_use")
         return False
 
     def may_load(self, task: Task, link: Link) -> bool:
         """Likewise for a load."""
         if link.may_load():
             return True
-        self.table.finish(task, Outcome.FAILED, f"storage is out of use: {link.trouble}")
+        self.table.finish(task, Outcome.FAILED, f"storage is out of use: {link.trouble}", "out_of_use")
         return False
 
     def begin_write(self, flight: Flight, link: Link, plan: GroupPlan) -> Generator[None, None, Target]:
@@ -120,7 +120,9 @@ class Context:
         if flight.direct:
             self.table.advance(flight.task, Stage.IO)  # late reads of the KV blocks spoil nothing but this location
         yield from self.outlast(flight)
-        self.table.finish(flight.task, Outcome.FAILED, words or "its blocks were given away while they were written")
+        cause = "needed_back" if words is None else "io"
+        words = words or "its blocks were given away while they were written"
+        self.table.finish(flight.task, Outcome.FAILED, words, cause)
 
     def finish_read(self, flight: Flight, link: Link, target: Target) -> bool:
         """Tell the link how its part ended; False, and the chunk is FAILED, when it did not end well."""
@@ -132,7 +134,7 @@ class Context:
             return True
         flight.abandon(failure.error or "read failed")
         self.complaints.warning("read", "A chunk could not be read and will be recomputed: %s", failure.error)
-        self.table.finish(flight.task, Outcome.FAILED, failure.error)
+        self.table.finish(flight.task, Outcome.FAILED, failure.error, "missing" if failure.missing else "io")
         return False
 
     def checked_header(self, page: npt.NDArray[np.uint8], plan: GroupPlan, io: ChunkIO) -> ShardHeader:

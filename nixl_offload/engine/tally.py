@@ -1,0 +1,111 @@
+"""What a rank has moved and what failed of it, added up by tier between two reports; and how its tiers stand.
+
+Threading: ``Tally`` belongs to the engine's one caller, as ``chain.ChainEngine`` does; all else are plain values, which
+travel to the scheduler's half for metrics. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from nixl_offload.engine.jobs import JobResult
+
+Operation = Literal["store", "load", "move_in", "move_out"]
+"""store: from KV blocks to the tier. load: from the tier to KV blocks. move_in: from another tier; move_out: to one."""
+
+MAX_SAMPLES = 256
+"""Durations per tier and operation between two reports; those that come on top are not told."""
+
+
+class Act(NamedTuple):
+    """An operation of one tier. Tiers are positions in the config."""
+
+    operation: Operation
+    tier: int
+
+
+class Failure(NamedTuple):
+    """What did not end well: of which operation, as what ``types.Outcome``, and why in one word."""
+
+    operation: Operation
+    tier: int
+    outcome: str
+    cause: str
+
+
+@dataclass(slots=True)
+class Work:
+    """What was done since the last report, on one rank or several."""
+
+    payload_bytes: Counter[Act] = field(default_factory=Counter)
+    """Of shards that are OK; without headers and padding."""
+    seconds: dict[Act, list[float]] = field(default_factory=dict)
+    """From submit to the last shard, waiting included: one number for each job of which something is OK."""
+    failures: Counter[Failure] = field(default_factory=Counter)
+    """Shards."""
+
+    def __bool__(self) -> bool:
+        return bool(self.payload_bytes or self.failures)
+
+    def merge(self, other: Work) -> Work:
+        """Add two reports up, into a new one."""
+        seconds = {act: list(samples) for act, samples in self.seconds.items()}
+        for act, samples in other.seconds.items():
+            seconds.setdefault(act, []).extend(samples)
+        return Work(self.payload_bytes + other.payload_bytes, seconds, self.failures + other.failures)
+
+
+class Waiting(NamedTuple):
+    """Payload bytes that wait for their turn in one tier on one rank; what is under way is no part of it."""
+
+    load_bytes: int = 0
+    store_bytes: int = 0
+    move_bytes: int = 0
+
+
+class Equipment(NamedTuple):
+    """What one tier runs on, on one rank."""
+
+    mover: str
+    ways: tuple[str, ...]
+    """Between KV blocks and the tier, of all KV groups: ``direct``, ``device``, ``host``."""
+
+
+class Standing(NamedTuple):
+    """How one tier stands on one rank."""
+
+    waiting: Waiting = Waiting()
+    trouble: str = ""
+    """Why it is left alone now, in a word; empty while all is well."""
+    equipment: Equipment | None = None
+    """None: the tier cannot be used on this rank."""
+
+
+class Tally:
+    """Adds up. ``take`` gives everything once."""
+
+    def __init__(self) -> None:
+        self._work = Work()
+
+    def add(self, tier: int, result: JobResult, *, is_move: bool) -> None:
+        """Count a finished job of one tier's engine."""
+        operation: Operation = "store" if result.is_store else "load"
+        if is_move:
+            operation = "move_in" if result.is_store else "move_out"
+        if result.bytes_moved:
+            act = Act(operation, tier)
+            self._work.payload_bytes[act] += result.bytes_moved
+            samples = self._work.seconds.setdefault(act, [])
+            if len(samples) < MAX_SAMPLES:
+                samples.append(result.seconds)
+        for outcome, cause, shards in result.causes:
+            self._work.failures[Failure(operation, tier, outcome.value, cause)] += shards
+
+    def take(self) -> Work | None:
+        """Return what was added since the last call, None if nothing was."""
+        if not self._work:
+            return None
+        work, self._work = self._work, Work()
+        return work
