@@ -26,6 +26,8 @@ import time
 from dataclasses import dataclass
 from typing import Final, cast
 
+import torch
+
 from nixl_offload.config import FileTier
 from nixl_offload.engine.choice import cache
 from nixl_offload.engine.choice.base import MARGIN, Candidate, Choice, Shape, best_of, ways_of
@@ -36,7 +38,6 @@ from nixl_offload.engine.choice.runner import words
 from nixl_offload.engine.choice.trial import hold_trial
 from nixl_offload.engine.cores import unbound
 from nixl_offload.engine.image import Way
-from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverUnavailableError, TierError
 from nixl_offload.movers.base import MemoryRegion, Mover
@@ -52,6 +53,9 @@ BUDGET_S: Final = 2.0
 LOCK_WAIT_S: Final = 10.0
 """For the rank that measures; one that has waited so long takes what would be taken unmeasured."""
 _LOCK_POLL_S: Final = 0.05
+_KEPT: Final[list[torch.Tensor]] = []
+"""Some pages of device memory for each mover that failed to open; not ``pump.LEAKED``, for which shutdown leaves host
+memory as it is."""
 
 
 @unbound()
@@ -122,8 +126,9 @@ def open_file_mover(name: str, tier: FileTier, directory: str, device: Device) -
     if device.is_accelerator and name not in ("posix", "copy"):
         memory = aligned_tensor(SCRATCH_BYTES, device.torch_device)
         scratch = MemoryRegion(memory.data_ptr(), SCRATCH_BYTES, device.kind, device.number)
+    safe = False
     try:
-        return open_mover(
+        opened = open_mover(
             cast(MoverChoice, name),
             device.kind,
             directory,
@@ -131,11 +136,12 @@ def open_file_mover(name: str, tier: FileTier, directory: str, device: Device) -
             threads=tier.threads,
             bounce_bytes=tier.bounce_bytes,
             scratch=scratch,
-        ).mover
-    except Exception:
-        if scratch is not None:
-            LEAKED.append(memory)  # late I/O must not find it in other hands
-        raise
+        )
+        safe = all(probe.ok for probe in opened.report)
+    finally:
+        if scratch is not None and not safe:
+            _KEPT.append(memory)  # late I/O of a mover that was passed over must not find it in other hands
+    return opened.mover
 
 
 def _remembered_or_measured(question: _Question, budget_s: float, lock_wait_s: float) -> Choice:

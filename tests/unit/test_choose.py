@@ -37,6 +37,7 @@ from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
 from nixl_offload.movers.limits import LimitedMover
+from nixl_offload.movers.select import OpenedMover, Probe
 from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers.directory import TierDirectory
 from nixl_offload.types import PAGE_BYTES
@@ -358,6 +359,19 @@ def test_one_that_cannot_be_opened(tmp_path: Path) -> None:
     assert (found["posix"].ok, found["posix"].reason) == (False, "ZeroDivisionError('in a library')")
     assert (found["copy"].ok, found["copy"].measured) == (True, False)
     assert verdict.finished
+
+
+def test_memory_of_a_mover_that_was_passed_over_is_never_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What did not answer may answer late, into memory that the model has by then."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(choose_module, "_KEPT", kept)
+    report = [Probe("kvikio", True, "round trip ok")]
+    monkeypatch.setattr(choose_module, "open_mover", lambda *_, **__: OpenedMover(CopyMover(), tuple(report)))
+    choose_module.open_file_mover("auto", tier_at(tmp_path), str(tmp_path), DEVICE).close()
+    assert not kept
+    report.insert(0, Probe("gds_mt", False, "a page did not move within 10 s"))
+    choose_module.open_file_mover("auto", tier_at(tmp_path), str(tmp_path), DEVICE).close()
+    assert len(kept) == 1
 
 
 def test_memory_that_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
