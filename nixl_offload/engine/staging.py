@@ -134,12 +134,15 @@ class DeviceStagingPool(SlotPool[DeviceSlot]):
         A warning says so when they are others than asked for.
 
         Waits until the device has done what the caller queued, for movers follow no stream. Raises MoverError when
-        there is no room.
+        ``MIN_SLOTS`` are more than the device can spare: a model that finds no memory any more ends the engine, and
+        chunks can go through host memory.
         """
         slot_bytes = align_up(slot_bytes)
         wanted = budget_bytes // slot_bytes
         free_bytes = _free_bytes(device)
-        spared = wanted if free_bytes is None else int(free_bytes * DEVICE_SHARE) // slot_bytes
+        spared = max(wanted, MIN_SLOTS) if free_bytes is None else int(free_bytes * DEVICE_SHARE) // slot_bytes
+        if spared < MIN_SLOTS:
+            raise MoverError(_no_room(device, slot_bytes))
         slots_total = max(MIN_SLOTS, min(wanted, spared))
         while (memory := _allocate_on(device, slots_total * slot_bytes)) is None:
             if slots_total == MIN_SLOTS:
@@ -197,7 +200,7 @@ def _free_bytes(device: Device) -> int | None:
 
 def _no_room(device: Device, slot_bytes: int) -> str:
     free_bytes = _free_bytes(device)
-    free = "" if free_bytes is None else f"; {format_size(free_bytes)} are free"
+    free = "" if free_bytes is None else f"; {format_size(free_bytes)} are free, {DEVICE_SHARE:.0%} of it may be taken"
     return (
         f"{device.torch_device} has no room for {MIN_SLOTS} staging slots of {format_size(slot_bytes)}{free}: lower "
         "gpu_memory_utilization or blocks_per_chunk, or let the tier stage in host memory"

@@ -138,13 +138,16 @@ def test_a_device_without_room_for_two_slots_says_what_can_be_done(monkeypatch: 
 def test_staging_takes_no_more_than_its_share_of_a_devices_free_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CUDA graphs are captured later; but two slots it takes, or the tier would not work at all."""
+    """What the model may still want is not ours; where two slots are too much, chunks go through host memory."""
     free_bytes = 32 << 20
     monkeypatch.setattr(staging, "_free_bytes", lambda _: free_bytes)
     assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE).slots_total == 8
     assert "32MiB were free" in caplog.text
-    free_bytes = 1 << 20
+    free_bytes = 8 << 20
     assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE).slots_total == 2
+    free_bytes = (8 << 20) - 1
+    with pytest.raises(MoverError, match=r"no room for 2 staging slots of 1MiB.*25% of it may be taken.*host memory"):
+        DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE)
 
 
 def test_a_budget_too_small_for_two_slots_on_a_device_is_exceeded_and_said(caplog: pytest.LogCaptureFixture) -> None:
