@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.engine.jobs import ChunkIO, Job, JobTable, Lane, Stage
+from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Key, Location, Outcome
 
 GRACE_S = 0.05
@@ -31,7 +32,7 @@ class Step:
         return self._over.is_set()
 
 
-def _table(step: Step) -> JobTable:
+def _table(step: Fence) -> JobTable:
     table = JobTable(store_queue_limit_bytes=1 << 20, clock=time.monotonic)
     io = ChunkIO(Key(bytes(36)), Location(0, 0, 4096), 0, np.zeros(1, dtype=np.int32), 0)
     table.add(Job(1, True, step, time.monotonic()), [(io, 4096)], Lane.STORE)
@@ -82,3 +83,19 @@ def test_a_step_that_never_ends_holds_nobody_for_ever() -> None:
     (result,) = table.drain()
     assert result.outcomes == (Outcome.DROPPED,)
     assert took_s < 15.0
+
+
+class Broken:
+    """The fence of a device that is out of order."""
+
+    def done(self) -> bool:
+        """See Fence."""
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_device_out_of_order_drops_the_store_and_raises_nothing() -> None:
+    """What ``wait`` raises ends the engine; whoever uses the device next will say so, if it is so."""
+    table = _table(Broken())
+    table.wait_source_free([1], GRACE_S, 30.0)
+    (result,) = table.drain()
+    assert result.outcomes == (Outcome.DROPPED,)
