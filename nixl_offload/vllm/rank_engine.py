@@ -29,6 +29,8 @@ from nixl_offload.engine.links.objects import ObjectLink
 from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.packer import pages_of
+from nixl_offload.engine.queued import DeviceGroups
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import MoverUnavailableError, NixlOffloadError
 from nixl_offload.layout import KVLayout
@@ -71,12 +73,16 @@ class Reach:
 
 @unbound()
 def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[Reach]:
-    """Reach shared tiers, and compare ways between device memory and files: at start, for it may take seconds.
+    """Reach shared tiers, compare ways between device memory and files, and have kernels compiled: at start, for it may
+    take seconds.
 
     Raises NixlOffloadError when this rank cannot reach its storage at all. A server that is down is no such case.
     """
     found: list[Reach] = []
     device = device_of(tensors[0])
+    if device.is_accelerator:
+        # For what Triton compiles then, and keeps: with the first job, seconds of a step would go into it.
+        DeviceGroups(tensors, pages_of(layout), device)
     try:
         for tier in config.tiers:
             if isinstance(tier, S3Tier):

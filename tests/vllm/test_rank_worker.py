@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.config import (
 from nixl_offload.catalog import NOWHERE
 from nixl_offload.config import parse_config
 from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.streams import Device
 from nixl_offload.errors import LayoutError
 from nixl_offload.tiers.file import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
@@ -37,6 +38,7 @@ from nixl_offload.vllm import rank_engine
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.messages import ChunkSpec, MoveSpec
 from nixl_offload.vllm.worker import NixlOffloadingWorker, RankResult
+from tests.unit.device_rig import ThreadedStreams, emulated
 
 LAYERS = 3
 BLOCKS = 64
@@ -333,3 +335,19 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
     (item,) = rig.results()
     assert set(item.result.outcomes) == {Outcome.OK}
     rig.worker.shutdown()
+
+
+def test_kernels_are_compiled_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes seconds for the first of each: not in the step that brings the first job."""
+    made: list[tuple[int, list[int]]] = []
+
+    def groups(tensors: list[torch.Tensor], pages: list[list[Any]], device: Device) -> None:
+        made.append((len(tensors), [len(group) for group in pages]))
+
+    monkeypatch.setattr(rank_engine, "DeviceGroups", groups)
+    Rig(tmp_path / "host").worker.shutdown()
+    assert not made, "there is nothing to compile for host memory"
+    with ThreadedStreams() as streams:
+        monkeypatch.setattr(rank_engine, "device_of", lambda _: emulated(streams))
+        Rig(tmp_path / "device").worker.shutdown()
+    assert made == [(LAYERS, [LAYERS])]
