@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, cast
 
 import torch
@@ -107,15 +107,20 @@ class _Question:
     device: Device
     shape: Shape
     ways: tuple[tuple[str, Way], ...]
+    refusals: dict[str, MoverUnavailableError] = field(default_factory=dict)
+    """Of movers that did not open: they are not tried again, for storage that hangs takes a minute to say so."""
 
     def open(self, name: str) -> Mover:
         """Open a mover as the engine will. Raises NixlOffloadError, and what third parties raise."""
+        if name in self.refusals:
+            raise self.refusals[name]
         try:
             return open_file_mover(name, self.tier, self.directory, self.device)
         except MoverUnavailableError as error:
             # What cannot be moved where is said once, around the reasons of all.
             reason = str(error).partition(f" to files in {self.directory}: ")[2]
-            raise MoverUnavailableError(reason or str(error)) from error
+            self.refusals[name] = MoverUnavailableError(reason or str(error))
+            raise self.refusals[name] from error
 
 
 def open_file_mover(name: str, tier: FileTier, directory: str, device: Device) -> Mover:

@@ -32,8 +32,9 @@ MoverChoice = Literal["auto", "gds_mt", "gds", "kvikio", "posix", "copy"]
 PosixApi = Literal["auto", "io_uring", "aio"]
 
 SCRATCH_BYTES = 4 * PAGE_BYTES
-_PROBE_TIMEOUT_S = 60.0
-"""Long, because a busy disk may keep a write for many seconds, and at start nobody is kept waiting but the operator."""
+_PROBE_TIMEOUT_S = 20.0
+"""Long, because a busy disk may keep a write for many seconds. But five movers may be tried, and closing one that hangs
+takes half a minute more: vLLM gives its engine ten minutes to start (VLLM_ENGINE_READY_TIMEOUT_S)."""
 
 _POSIX = {"io_uring": "posix_uring", "aio": "posix_aio"}
 _HELP = {

@@ -238,6 +238,20 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         chosen(tmp_path / "gone")
 
 
+def test_what_did_not_open_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that hangs takes a minute to say so for each mover, and vLLM's engine has ten to start."""
+    names: list[str] = []
+
+    def refused(name: str, *_: object, **__: object) -> OpenedMover:
+        names.append(name)
+        raise MoverUnavailableError("a page did not move within 20 s")
+
+    monkeypatch.setattr(choose_module, "open_mover", refused)
+    with pytest.raises(MoverUnavailableError, match=r"gds_mt: a page did not move.*copy: a page did not move"):
+        chosen(tmp_path)
+    assert names == ["gds_mt", "kvikio", "posix", "copy"]
+
+
 # Measuring
 
 
