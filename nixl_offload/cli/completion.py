@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
     parser: argparse.ArgumentParser = arguments.whole()
     for action in _actions(parser):
-        if action.metavar in ("FILE", "DIR"):
-            action.complete = shtab.FILE if action.metavar == "FILE" else shtab.DIRECTORY  # type: ignore[attr-defined]
+        if action.metavar in ("CONFIG", "DIR", "FILE", "LIST"):
+            action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
     out.write(shtab.complete(parser, arguments.shell).rstrip("\n") + "\n")
     return 0
 
