@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, TextIO
 
 SHELLS: Final = ("bash", "zsh", "fish", "tcsh")
+_FILES: Final = ("CONFIG", "CONFIG_JSON", "FILE", "FILE.png", "LIST", "PATH")
 _DESCRIPTION = """\
 Prints a script that makes SHELL complete the commands and options of nixl-offload, and the files that they take.
 
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
     parser: argparse.ArgumentParser = arguments.whole()
     for action in _actions(parser):
-        if action.metavar in ("CONFIG", "DIR", "FILE", "LIST"):
+        if action.metavar in _FILES or action.metavar == "DIR":
             action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
     out.write(shtab.complete(parser, arguments.shell).rstrip("\n") + "\n")
     return 0
