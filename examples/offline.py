@@ -1,4 +1,4 @@
-"""The connector in a plain ``vllm.LLM``: the second answer is served from files.
+"""The connector in a plain ``vllm.LLM``: the second answer is served from what the tiers hold.
 
     .venv/bin/python -m examples.offline MODEL configs/local-nvme.yaml
 
@@ -25,12 +25,12 @@ def main() -> None:
 
     llm = LLM(model=arguments.model, kv_transfer_config=transfer)
     document = "The quick brown fox jumps over the lazy dog. " * 100
-    for title in ("computed, or loaded if an earlier run stored it", "loaded from files"):
+    for title in ("computed, or loaded if an earlier run stored it", "loaded"):
         started_s = time.perf_counter()
         answer = llm.generate(document + "What jumps?", SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)[0]
         print(f"{title}: {time.perf_counter() - started_s:.2f} s, {answer.num_cached_tokens} cached tokens")
         print(repr(answer.outputs[0].text))
-        # Forget the blocks on the GPU, so that only the files can have them.
+        # Forget the blocks on the GPU, so that only the tiers can have them.
         llm.reset_prefix_cache()
 
 

@@ -336,6 +336,25 @@ def test_the_check_before_the_server_warns_and_lets_it_start(
     assert ("exit code 1; vLLM is started" in done.stdout) == (check_code == 1)
 
 
+# ---- what is said of them
+
+
+@pytest.mark.parametrize("readme", sorted((ROOT / "examples").rglob("README.md")), ids=lambda p: p.parent.name)
+def test_readmes_name_what_is_there(readme: Path) -> None:
+    """Links and paths of files and overlays; and each file of examples/docker and each overlay is told of."""
+    text = readme.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (readme.parent / link).exists(), link
+    for path in re.findall(r"(?:examples|docs|configs)/[\w./-]*\w", text):
+        assert any((base / path).exists() for base in (ROOT, readme.parent)), path
+    if readme.parent == DOCKER:
+        for file in DOCKER.iterdir():
+            assert f"`{file.name}`" in text or file == readme, file
+    if readme.parent == KUBERNETES:
+        for name, path in OVERLAYS.items():
+            assert f"| `{path.relative_to(KUBERNETES)}` |" in text, name
+
+
 # ---- Docker
 
 
