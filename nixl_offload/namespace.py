@@ -92,7 +92,7 @@ class Namespace:
         """Return the 32 bytes that the shard headers of ``rank`` carry. Raises NamespaceError (impossible rank)."""
         if not 0 <= rank < self.fields.world_size:
             raise NamespaceError(f"rank {rank} is outside the world of {self.fields.world_size} ranks")
-        return hashlib.sha256(_RANK_DOMAIN + self.digest + rank.to_bytes(4, "big")).digest()
+        return rank_digest(self.digest, rank)
 
     def manifest(self) -> dict[str, Any]:
         """Return digest and fields as plain data for a human to read next to the chunks; never read back as truth."""
@@ -123,13 +123,23 @@ def manifest_fits(manifest: object, name: str) -> bool:
 
     Its fields make the fingerprint, so that nobody can pass a namespace off as another tenant's.
     """
+    digest = manifest_digest(manifest)
+    return digest is not None and digest.hex()[:_SHORT_NAME_CHARS] == name
+
+
+def manifest_digest(manifest: object) -> bytes | None:
+    """Return the fingerprint that the fields of plain data make, which may be anything; None where they make none."""
     if not isinstance(manifest, dict) or not isinstance(manifest.get("fields"), dict):
-        return False
+        return None
     try:
-        digest = _fingerprint(manifest["fields"])
+        return _fingerprint(manifest["fields"])
     except (TypeError, ValueError, RecursionError):
-        return False
-    return digest.hex()[:_SHORT_NAME_CHARS] == name
+        return None
+
+
+def rank_digest(digest: bytes, rank: int) -> bytes:
+    """Return the 32 bytes that the headers of ``rank`` carry in the namespace with this ``digest``."""
+    return hashlib.sha256(_RANK_DOMAIN + digest + rank.to_bytes(4, "big")).digest()
 
 
 def digest_names(names: Sequence[str]) -> str:

@@ -103,8 +103,12 @@ def take_census(store: Store, *, namespace: str | None, tenant: str | None, repo
                 report("counted", listed)
             yield info
 
-    for name in [namespace] if namespace else _namespaces(store, census):
-        of_tenant, model = _read_manifest(store, name)
+    def foreign(info: ObjectInfo) -> None:
+        census.foreign_objects += 1
+
+    for name in [namespace] if namespace else list_namespaces(store, foreign):
+        fields = (read_manifest(store, name) or {}).get("fields", {})
+        of_tenant, model = shown(fields.get("tenant")), shown(fields.get("model"))
         if tenant is not None and of_tenant != tenant:
             continue
         entry = NamespaceCensus(name, of_tenant, model)
@@ -196,8 +200,8 @@ class _Batches:
                 self._outcome.fail(exc, 1)
 
 
-def _namespaces(store: Store, census: Census) -> Iterator[str]:
-    """Yield each namespace once, listing no more of it than a page; count what lies beside them as foreign."""
+def list_namespaces(store: Store, foreign: Callable[[ObjectInfo], None]) -> Iterator[str]:
+    """Yield each namespace once, listing no more of it than a page; what lies beside them is told to ``foreign``."""
     after = ""
     while True:
         found = None
@@ -205,7 +209,7 @@ def _namespaces(store: Store, census: Census) -> Iterator[str]:
             found = _namespace_of(info.name)
             if found:
                 break
-            census.foreign_objects += 1
+            foreign(info)
         if not found:
             return
         yield found
@@ -217,30 +221,27 @@ def _namespace_of(name: str) -> str | None:
     return parse_manifest_name(manifest_name(first)) if slash else None
 
 
-def _read_manifest(store: Store, namespace: str) -> tuple[str | None, str | None]:
-    """Return tenant and model, None where nobody can tell. Anybody may have written what is read here."""
+def read_manifest(store: Store, namespace: str) -> dict[str, Any] | None:
+    """Return the manifest, None where there is none that fits the namespace. Anybody may have written what is read."""
     name = manifest_name(namespace)
     info = store.head(name)
     if info is None or info.size_bytes > _MANIFEST_MAX_BYTES:
-        return None, None
+        return None
     content = bytearray(info.size_bytes)
     try:
         store.read_into(name, 0, memoryview(content))
         manifest: Any = json.loads(content)
     except StoreError as exc:
         if exc.cause in ("missing", "short"):  # deleted or replaced this moment
-            return None, None
+            return None
         raise
     except (ValueError, RecursionError):
-        return None, None
-    if not manifest_fits(manifest, namespace):
-        return None, None
-    fields = manifest["fields"]
-    return _shown(fields.get("tenant")), _shown(fields.get("model"))
+        return None
+    return manifest if manifest_fits(manifest, namespace) else None
 
 
-def _shown(value: object) -> str | None:
-    """Make text safe for a terminal."""
+def shown(value: object, limit: int = _SHOWN_CHARS) -> str | None:
+    """Return text that is safe for a terminal, None for what is no text."""
     if not isinstance(value, str):
         return None
-    return "".join(char if char.isprintable() else "?" for char in value[:_SHOWN_CHARS])
+    return "".join(char if char.isprintable() else "?" for char in value[:limit])

@@ -1,6 +1,6 @@
 """``nixl-offload gc FILE``: brings a bucket or a shared directory down to a size and an age, oldest first.
 
-Threading: one thread. ``cli.collect`` does the work, ``tiers.sweep`` decides.
+Threading: one thread. ``cli.collect`` does the work, ``tiers.sweep`` decides; ``cli.gc_slab`` is for slabs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Final, TextIO
 
 from nixl_offload.cli.collect import Outcome, collect, remove_stale_drafts, take_census
 from nixl_offload.cli.gc_report import GcReport
-from nixl_offload.cli.shared import open_existing, shared_tier
+from nixl_offload.cli.gc_slab import run_on_slab
+from nixl_offload.cli.shared import collected_tier, open_existing
 from nixl_offload.cli.terminal import Progress, duration_argument, size_argument
 from nixl_offload.config import FileTier, S3Tier, load_config
 from nixl_offload.errors import ConfigError
@@ -37,6 +38,13 @@ the clock of this machine, and nothing that is not named like a chunk of ours. A
 A namespace that has been empty for a day loses its manifest; a tree, what writers that died an hour ago left.
 Memory does not grow with the number of objects; the listing is read twice.
 
+A slab (layout: slab) keeps to its capacity by itself, but whole namespaces of models that are no longer served may lie
+there. gc lists them with their last use, and removes those chosen while no engine has the directory open:
+
+    nixl-offload gc kv.yaml                              # a slab, if FILE has nothing shared; else say --tier file
+    nixl-offload gc kv.yaml --older-than 30d --delete    # not opened by an engine for so long
+    nixl-offload gc kv.yaml --namespace 0f3a... --delete
+
 Exit code 0: done, a look included. 1: the storage failed, or not all could be deleted; run again. 2: FILE or the
 options are wrong. 130: interrupted; what is deleted is deleted, run again to go on.
 """
@@ -46,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add ``gc`` to the command line."""
     parser = commands.add_parser(
         "gc",
-        help="delete the oldest chunks of a bucket or shared directory",
+        help="delete the oldest chunks of a bucket or shared directory, unused namespaces of a slab",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -61,7 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--older-than",
         metavar="DURATION",
         type=duration_argument,
-        help="delete what is older, such as 7d; default: the ttl",
+        help="delete what is older, such as 7d; default: the ttl. Slab: not opened for so long",
     )
     parser.add_argument("--namespace", metavar="NAME", help="look at one namespace only; SIZE counts for it alone")
     parser.add_argument("--tenant", help="look at the namespaces of one tenant only; SIZE counts for them together")
@@ -75,7 +83,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError (nothing was deleted yet), KeyboardInterrupt."""
-    tier = shared_tier(load_config(arguments.file), arguments.file, arguments.tier)
+    _check_namespace(arguments)
+    tier = collected_tier(load_config(arguments.file), arguments.file, arguments.tier)
+    if isinstance(tier, FileTier) and tier.layout == "slab":
+        return run_on_slab(arguments, tier, out)
     max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
     ttl_s = tier.ttl_s if isinstance(tier, S3Tier) else None
     older_than_s = ttl_s if arguments.older_than is None else arguments.older_than
@@ -117,9 +128,12 @@ def _now_s() -> float:
     return time.time()
 
 
-def _check(arguments: argparse.Namespace, max_bytes: int | None, older_than_s: float | None) -> None:
+def _check_namespace(arguments: argparse.Namespace) -> None:
     if arguments.namespace is not None and not _NAMESPACE.fullmatch(arguments.namespace):
         raise ConfigError(f"--namespace: {arguments.namespace!r} is not one; allowed: 32 hex digits, as gc prints them")
+
+
+def _check(arguments: argparse.Namespace, max_bytes: int | None, older_than_s: float | None) -> None:
     if arguments.delete and max_bytes is None and older_than_s is None:
         raise ConfigError(
             f"--delete: down to what? Say --max-size or --older-than, or capacity or ttl in {arguments.file}"

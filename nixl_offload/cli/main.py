@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
-from nixl_offload.cli import bucket, check, completion, gc, schema, show
+from nixl_offload.cli import bucket, check, completion, gc, ls, schema, show, stat, verify
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
 EXIT_FAILED = 1
@@ -72,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_parser(commands)
     check.add_parser(commands)
     bucket.add_parser(commands)
+    ls.add_parser(commands)
+    stat.add_parser(commands)
+    verify.add_parser(commands)
     gc.add_parser(commands)
     schema.add_parser(commands)
     completion.add_parser(commands, _parser)

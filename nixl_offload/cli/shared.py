@@ -1,4 +1,4 @@
-"""From a config file to the shared tier in it, for commands that look after buckets and trees.
+"""From a config file to the tiers in it, for commands that look at them or after them.
 
 Threading: one thread.
 """
@@ -6,38 +6,67 @@ Threading: one thread.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import TypeGuard
+from typing import Final, TypeGuard
 
+from nixl_offload.cli.inventory import Inventory
+from nixl_offload.cli.inventory_shared import SharedInventory
+from nixl_offload.cli.inventory_slab import SlabInventory
 from nixl_offload.config import Config, FileTier, S3Tier, Tier
 from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 
+NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
+MEMORY_TOLD: Final = (
+    "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "
+    "it holds"
+)
 
-def shared_tier(config: Config, file: str, kind: str | None = None) -> S3Tier | FileTier:
-    """Return the tier that many servers share: a bucket or a tree; the one of ``kind`` where that is given.
 
-    Raises ConfigError when there is none, or when there are several and ``kind`` does not say which.
+def stored_tiers(config: Config, file: str, kind: str | None = None) -> list[FileTier | S3Tier]:
+    """Return the tiers that outlive a server: all of them, or those of ``kind``. Raises ConfigError: there is none."""
+    stored = [tier for tier in config.tiers if isinstance(tier, FileTier | S3Tier)]
+    found = [tier for tier in stored if kind in (None, tier.kind)]
+    if found:
+        return found
+    if not stored:
+        raise ConfigError(f"{file}: tiers: only memory, which cannot be looked at from outside the server")
+    raise ConfigError(
+        f"--tier: {kind!r} is not among the tiers of {file}; allowed: {', '.join(t.kind for t in stored)}"
+    )
+
+
+def open_inventory(tier: FileTier | S3Tier) -> Inventory:
+    """Return what looks at the tier; the caller closes it. Raises StoreError, NotSupportedError."""
+    if isinstance(tier, FileTier) and tier.layout == "slab":
+        return SlabInventory(tier)
+    return SharedInventory(open_existing(tier), kind=tier.kind, capacity_bytes=tier.capacity_bytes)
+
+
+def check_namespace(text: str | None) -> None:
+    """Raise ConfigError for what is no name of a namespace."""
+    if text is not None and not NAMESPACE_NAME.fullmatch(text):
+        raise ConfigError(f"--namespace: {text!r} is not one; allowed: 32 hex digits, as ls and gc print them")
+
+
+def collected_tier(config: Config, file: str, kind: str | None = None) -> S3Tier | FileTier:
+    """Return the tier that ``gc`` looks after: the one that many servers share, or the one of ``kind``.
+
+    A slab is meant where nothing is shared, or where ``kind`` says so. Raises ConfigError when there is no tier to look
+    after, or when several are shared and ``kind`` does not say which.
     """
-    shared = {tier.kind: tier for tier in config.tiers if _is_shared(tier)}
+    shared = [tier for tier in config.tiers if _is_shared(tier)]
     if kind is None and len(shared) > 1:
+        kinds = [tier.kind for tier in shared]
         raise ConfigError(
-            f"{file}: tiers: {' and '.join(shared)} are both shared, and gc looks after one at a time; say --tier "
-            f"{' or --tier '.join(shared)}"
+            f"{file}: tiers: {' and '.join(kinds)} are both shared, and gc looks after one at a time; say --tier "
+            f"{' or --tier '.join(kinds)}"
         )
-    wanted = next(iter(shared), None) if kind is None else kind
-    if wanted in shared:
-        return shared[wanted]
-    for position, tier in enumerate(config.tiers):
-        if isinstance(tier, FileTier) and kind in (None, tier.kind):
-            raise ConfigError(
-                f"{file}: tiers[{position}]: a slab keeps to its capacity by itself, nothing is to be collected there; "
-                "gc is for kind: s3, and for kind: file with layout: tree"
-            )
-    if shared:
-        raise ConfigError(f"--tier: {kind!r} is not among the tiers of {file}; allowed: {', '.join(shared)}")
-    raise ConfigError(f"{file}: tiers: none of them is shared; gc is for kind: s3, and for layout: tree")
+    if kind is None and shared:
+        return shared[0]
+    return stored_tiers(config, file, kind)[0]
 
 
 def _is_shared(tier: Tier) -> TypeGuard[S3Tier | FileTier]:

@@ -19,6 +19,9 @@ from nixl_offload.errors import TierError
 from nixl_offload.tiers.oserrors import tier_error
 
 _HINT_MAX_BYTES = 4096
+_LOOK_PATIENCE_S = 0.1
+"""Whoever looks who holds a lock takes it for microseconds: an engine that starts just then tries again for so long."""
+_LOOK_PAUSE_S = 0.01
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
@@ -33,6 +36,7 @@ class DirectoryLock:
 
     def acquire(self, *, shared: bool = False) -> None:
         """Take the lock at once. Raises TierError: ``locked`` (says by whom), or why the file cannot be opened."""
+        patient_until_s = time.monotonic() + _LOOK_PATIENCE_S
         while not self.is_held():
             self.release()
             try:
@@ -41,8 +45,11 @@ class DirectoryLock:
                 fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 status = os.fstat(self._fd)
             except BlockingIOError as error:
-                holder = self._holder()
+                holder = _holder(self._fd)
                 self.release()
+                if time.monotonic() < patient_until_s:
+                    time.sleep(_LOOK_PAUSE_S)
+                    continue
                 raise TierError(
                     f"{self.path.parent} is in use by another engine ({holder}). "
                     "Stop that engine, or give this one a path of its own.",
@@ -79,12 +86,32 @@ class DirectoryLock:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, hint.encode(), 0)
 
-    def _holder(self) -> str:
-        try:
-            hint = json.loads(os.pread(self._fd, _HINT_MAX_BYTES, 0))
-            return f"pid {int(hint['pid'])} on {str(hint['host'])[:64]!r} since {str(hint['since'])[:32]}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "which one is not known"
+
+def holder_of(path: Path) -> str | None:
+    """Say who holds the lock ``path`` alone, None when nobody does. Changes nothing; raises TierError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise tier_error(error, f"cannot look at the lock {path}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(fd)
+    except OSError as error:
+        raise tier_error(error, f"cannot look at the lock {path}") from error
+    finally:
+        os.close(fd)
+    return None
+
+
+def _holder(fd: int) -> str:
+    try:
+        hint = json.loads(os.pread(fd, _HINT_MAX_BYTES, 0))
+        return f"pid {int(hint['pid'])} on {str(hint['host'])[:64]!r} since {str(hint['since'])[:32]}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "which one is not known"
 
 
 def _forget_after_fork() -> None:

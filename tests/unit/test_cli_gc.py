@@ -22,6 +22,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers.naming import manifest_name, shard_name
 from tests.unit.gc_rig import RANKS, key, namespace_of, put, put_chunk, put_manifest
+from tests.unit.stored_rig import StoredSlab, stored_namespace
 
 BLUE = namespace_of("blue", "org/blue")
 RED = namespace_of("red", "org/red")
@@ -377,14 +378,82 @@ def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "typo").exists()
 
 
-def test_slabs_keep_to_their_capacity_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "kv.yaml"
-    file.write_text(f"tiers: [{{kind: file, path: {tmp_path}, capacity: 1GiB}}]\n")
-    assert main(["gc", str(file), "--delete"]) == 2
-    assert capsys.readouterr().err == (
-        f"nixl-offload: {file}: tiers[0]: a slab keeps to its capacity by itself, nothing is to be collected there; "
-        "gc is for kind: s3, and for kind: file with layout: tree\n"
+@pytest.fixture
+def slab(tmp_path: Path) -> Iterator[StoredSlab]:
+    """A slab's directory with a namespace that a server has just opened, and one that was opened 40 days ago."""
+    for namespace, age_s in ((stored_namespace("red", "org/red"), 40 * 24 * HOUR_S), (stored_namespace(), 0.0)):
+        slab = StoredSlab(tmp_path, namespace)
+        slab.open()
+        slab.store(range(2))
+        slab.close()
+        used_s = time.time() - age_s
+        os.utime(slab.root / namespace.name / "manifest.json", (used_s, used_s))
+    yield slab
+    slab.close()
+
+
+def test_slabs_keep_to_their_capacity_themselves(
+    slab: StoredSlab, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for arguments, words in (
+        (["--max-size", "1GiB"], "--max-size: has no meaning for a slab, which keeps to its capacity by itself; "),
+        (["--delete"], "--delete: which namespaces? A slab keeps to its capacity by itself; "),
+        (["--namespace", "x", "--delete"], "--namespace: 'x' is not one"),
+    ):
+        assert main(["gc", str(slab.file), *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_namespaces_of_a_slab_are_listed_and_removed_whole(
+    slab: StoredSlab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    red = stored_namespace("red", "org/red")
+    assert main(["gc", str(slab.file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{slab.root}: 2 namespaces, .*iB on disk", lines[0])
+    assert lines[1] == "No engine has the directory open."
+    assert re.fullmatch(rf"  {red.name}  tenant red, model org/red, .*iB, last opened 20.*Z: stays", lines[2]), (
+        "the least recently used comes first"
     )
+    assert lines[4].startswith("Nothing was deleted; a slab keeps to its capacity by itself; --namespace, --tenant or")
+    assert main(["gc", str(slab.file), "--older-than", "30d"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(": to delete") == 1
+    assert "Limit: last opened more than 30d ago.\nNothing was deleted; --delete does it." in shown
+    assert (slab.root / red.name).exists()
+    assert main(["gc", str(slab.file), "--older-than", "30d", "--delete", "--json"]) == 0
+    found = outcome(capsys)
+    assert [(n["name"], n["deleted"]) for n in found["namespaces"] if n["chosen"]] == [(red.name, True)]
+    assert sorted(path.name for path in slab.root.iterdir()) == sorted([slab.namespace.name, "lock"])
+    assert main(["gc", str(slab.file), "--tenant", "blue", "--delete"]) == 0
+    assert "Deleted: 1 namespace, " in capsys.readouterr().out
+    assert [path.name for path in slab.root.iterdir()] == ["lock"]
+
+
+def test_nothing_is_removed_from_a_slab_that_an_engine_has_open(
+    slab: StoredSlab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even what that engine does not use: it counts on what is there. It is told who must stop."""
+    red = stored_namespace("red", "org/red")
+    slab.open()
+    assert main(["gc", str(slab.file), "--namespace", red.name, "--delete"]) == 1
+    captured = capsys.readouterr()
+    assert f"Open now: pid {os.getpid()} on " in captured.out
+    assert re.search(rf"an engine has the directory open \(pid {os.getpid()} on .*\); stop it, then run", captured.err)
+    assert (slab.root / red.name / "index.sqlite").exists()
+
+
+def test_what_no_manifest_recognises_stays(slab: StoredSlab, capsys: pytest.CaptureFixture[str]) -> None:
+    """The directory is named like a namespace, and may be anybody's."""
+    stranger = slab.root / ("ab" * 16)
+    stranger.mkdir()
+    (stranger / "thesis.tex").write_text("precious")
+    blue = slab.root / slab.namespace.name / "manifest.json"
+    blue.write_text(blue.read_text().replace("org/blue", "org/none"))
+    assert main(["gc", str(slab.file), "--older-than", "0s", "--delete"]) == 0
+    assert (stranger / "thesis.tex").read_text() == "precious"
+    assert blue.exists()
+    assert "Deleted: 1 namespace" in capsys.readouterr().out
 
 
 def test_of_two_shared_tiers_one_is_named(tree: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,7 +489,7 @@ def test_the_only_shared_tier_need_not_be_named(
 
 
 def test_a_slab_before_a_bucket_is_not_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A slab is not shared, so the bucket behind it is the only one; who names the slab is told why not."""
+    """A slab is not shared, so the bucket behind it is the only one; who names the slab is told what it takes."""
     file = tmp_path / "kv.yaml"
     slab, bucket = f"{{kind: file, path: {tmp_path}, capacity: 1GiB}}", "{kind: s3, bucket: kv-cache}"
     file.write_text(f"tiers: [{slab}, {bucket}]\n")
@@ -428,7 +497,7 @@ def test_a_slab_before_a_bucket_is_not_meant(tmp_path: Path, capsys: pytest.Capt
         assert main(["gc", str(file), "--delete", *arguments]) == 2
         assert "--delete: down to what?" in capsys.readouterr().err
     assert main(["gc", str(file), "--delete", "--tier", "file"]) == 2
-    assert "tiers[0]: a slab keeps to its capacity by itself" in capsys.readouterr().err
+    assert "--delete: which namespaces? A slab keeps to its capacity by itself" in capsys.readouterr().err
 
 
 def test_a_tier_that_is_not_there_is_told(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:

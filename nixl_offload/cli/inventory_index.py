@@ -1,0 +1,165 @@
+"""A slab's durable index, read from outside: beside the engine that writes it, after it ended, after it was killed.
+
+Threading: every call opens a connection of its own and closes it. Nothing is created or changed on disk, not even the
+log's shared memory, so that anybody who may read the files may look; ``drop_rows`` alone writes, and is for the holder
+of the directory's lock.
+
+An index in use has its log's two side files beside it. Then it is opened with ``readonly_shm``: beside a running engine
+its log is respected, and of one that was killed the log is read into this process. Without them the file itself is all
+there is, and nothing may make the side files anew: ``immutable``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from nixl_offload.errors import TierError
+from nixl_offload.index.database import is_damage, translate
+from nixl_offload.types import Key
+
+_ROWS_PER_READ: Final = 10_000
+_ATTEMPTS: Final = 5
+_PAUSE_S: Final = 0.1
+_T = TypeVar("_T")
+
+
+class IndexRow(NamedTuple):
+    """A chunk's place. ``seq`` grows with every put."""
+
+    seq: int
+    key: Key
+    offset: int
+    slot_bytes: int
+
+
+class IndexReader:
+    """The index at ``path``. Methods raise TierError: ``missing``, or why it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def count(self) -> tuple[int, int]:
+        """Return how many rows there are, and the sum of their slots' bytes on one rank."""
+        ((rows, size_bytes),) = self._query("SELECT count(*), coalesce(sum(slot_bytes), 0) FROM slot")
+        return rows, size_bytes
+
+    def ends(self, limit: int = 8) -> tuple[list[IndexRow], list[IndexRow]]:
+        """Return the rows put first and, newest first, those put last."""
+        select = "SELECT seq, key, offset, slot_bytes FROM slot ORDER BY seq"
+        return self._rows(f"{select} LIMIT ?", limit), self._rows(f"{select} DESC LIMIT ?", limit)
+
+    def rows(self, after: int) -> Iterator[IndexRow]:
+        """Yield all rows behind ``after``, the first put first; what is put meanwhile may be among them or not."""
+        while True:
+            some = self._query(
+                "SELECT seq, key, offset, slot_bytes FROM slot WHERE seq > ? ORDER BY seq LIMIT ?",
+                after,
+                _ROWS_PER_READ,
+            )
+            if not some:
+                return
+            after = some[-1][0]
+            yield from _sound(some)
+
+    def find(self, digits: str, limit: int) -> list[IndexRow]:
+        """Return rows whose keys begin with these hex digits."""
+        even = bytes.fromhex(digits[: len(digits) // 2 * 2])
+        found = self._rows(
+            "SELECT seq, key, offset, slot_bytes FROM slot WHERE key >= ? AND key < ? ORDER BY key LIMIT ?",
+            even,
+            even + b"\xff" * (65 - len(even)),
+            limit * (16 if len(digits) % 2 else 1),
+        )
+        return [row for row in found if row.key.hex().startswith(digits)][:limit]
+
+    def get(self, key: Key) -> IndexRow | None:
+        """Return the row of ``key``."""
+        return next(iter(self._rows("SELECT seq, key, offset, slot_bytes FROM slot WHERE key = ?", key)), None)
+
+    def at(self, offset: int) -> IndexRow | None:
+        """Return the row that names the slot at ``offset``."""
+        return next(iter(self._rows("SELECT seq, key, offset, slot_bytes FROM slot WHERE offset = ?", offset)), None)
+
+    def _rows(self, statement: str, *values: object) -> list[IndexRow]:
+        return list(_sound(self._query(statement, *values)))
+
+    def _query(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        """Ask once more when an engine starts, ends, or makes the index anew between the look and the question."""
+        for attempt in range(_ATTEMPTS):
+            before = self._identity()
+            try:
+                with contextlib.closing(self._connect()) as connection:
+                    found: list[tuple[Any, ...]] = connection.execute(statement, values).fetchall()
+                if self._identity() == before:
+                    return found
+            except (sqlite3.Error, UnicodeError) as error:
+                if attempt == _ATTEMPTS - 1:
+                    why = translate(error, str(self.path))
+                    if is_damage(error):
+                        raise TierError(f"index {self.path} is damaged: {error}", cause="io") from error
+                    raise why from error
+            time.sleep(_PAUSE_S)
+        raise TierError(f"index {self.path}: it is being made anew all the time", cause="io")
+
+    def _identity(self) -> tuple[int, ...]:
+        """Tell by which rules the file is read, and which file it is; its times too where nobody guards the reading."""
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise translate(error, str(self.path)) from error
+        logged = self._has_log()
+        return (logged, status.st_dev, status.st_ino) if logged else (logged, status.st_mtime_ns, status.st_size)
+
+    def _has_log(self) -> bool:
+        return os.path.exists(f"{self.path}-shm") and os.path.exists(f"{self.path}-wal")
+
+    def _connect(self) -> sqlite3.Connection:
+        name = os.path.abspath(self.path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+        how = "readonly_shm=1" if self._has_log() else "immutable=1"
+        connection = sqlite3.connect(f"file:{name}?mode=ro&{how}", uri=True, timeout=1.0, isolation_level=None)
+        connection.text_factory = bytes
+        return connection
+
+
+def drop_rows(path: Path, rows: Sequence[IndexRow]) -> list[IndexRow]:
+    """Delete rows that are still as they were, and return them. The caller holds the directory's lock.
+
+    Raises TierError; then none is deleted.
+    """
+
+    def drop(connection: sqlite3.Connection) -> list[IndexRow]:
+        connection.execute("BEGIN IMMEDIATE")
+        dropped = [
+            row
+            for row in rows
+            if connection.execute("DELETE FROM slot WHERE seq = ? AND key = ? AND offset = ?", row[:3]).rowcount
+        ]
+        connection.execute("COMMIT")
+        return dropped
+
+    return _writing(path, drop)
+
+
+def _writing(path: Path, act: Callable[[sqlite3.Connection], _T]) -> _T:
+    name = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"file:{name}?mode=rw", uri=True, timeout=5.0, isolation_level=None)
+        ) as connection:
+            return act(connection)
+    except sqlite3.Error as error:
+        raise translate(error, str(path)) from error
+
+
+def _sound(rows: Sequence[tuple[Any, ...]]) -> Iterator[IndexRow]:
+    """Leave out rows whose values are of other types than were written: a damaged page may hold anything."""
+    for seq, key, offset, slot_bytes in rows:
+        typed = type(key) is bytes and type(offset) is int and type(slot_bytes) is int
+        if typed and len(key) > 4 and offset >= 0 and slot_bytes > 0:
+            yield IndexRow(seq, Key(key), offset, slot_bytes)

@@ -1,0 +1,253 @@
+"""``nixl-offload ls``: what is told of slabs, trees and memory, beside a server and without; looking changes none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nixl_offload.cli.inventory_index import IndexReader
+from nixl_offload.cli.inventory_slab import SlabInventory
+from nixl_offload.cli.ls_report import about_age
+from nixl_offload.index.database import Database
+from nixl_offload.stores.tree import TreeStore
+from nixl_offload.tiers.lock import DirectoryLock, holder_of
+from nixl_offload.types import Key
+from tests.unit.gc_rig import key, put, put_chunk, put_manifest
+from tests.unit.stored_rig import SLOT_BYTES, Cli, StoredSlab, snapshot, stored_namespace
+
+CHUNKS = 6
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Iterator[StoredSlab]:
+    slab = StoredSlab(tmp_path)
+    slab.open()
+    slab.store(range(CHUNKS))
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+def test_a_slab_as_people_read_it(slab: StoredSlab, cli: Cli) -> None:
+    before = snapshot(slab.root)
+    assert cli("ls", slab.file) == 0
+    assert snapshot(slab.root) == before
+    lines = cli.out.splitlines()
+    size = f"{2 * CHUNKS * SLOT_BYTES / 1024:.0f}KiB"
+    share = r"[0-9.]+[KM]iB on disk; [0-9.]+% of the capacity, 64\.0MiB"
+    assert re.fullmatch(rf"{slab.root} \(slab\): 6 chunks in 1 namespace, {size}; {share}", lines[0])
+    assert lines[1:4] == [
+        "",
+        f"namespace {slab.namespace.name}: tenant blue, model org/blue",
+        "    vllm 0.33, cpu, bfloat16, LBHNC, tp 2, 64 tokens a chunk, 2 ranks",
+    ]
+    assert re.fullmatch(rf"    6 chunks in 12 shards, {size}; written 20.*Z to 20.*Z", lines[4])
+    assert re.fullmatch(r"    last opened 20.*Z; its directory is open now: pid \d+ on '.*' since 20.*", lines[5])
+    slab.close()
+    before = snapshot(slab.root)
+    assert cli("ls", slab.file) == 0
+    assert snapshot(slab.root) == before
+    assert cli.out.splitlines()[5].endswith("; no engine has its directory open")
+
+
+def test_a_slab_as_programs_read_it(slab: StoredSlab, cli: Cli) -> None:
+    assert cli("ls", slab.file, "--json") == 0
+    (tier,) = cli.json["tiers"]
+    (namespace,) = tier.pop("namespaces")
+    assert tier.pop("used_share") == tier["used_bytes"] / (64 << 20)
+    assert tier.pop("used_bytes") > 12 * SLOT_BYTES
+    assert tier == {
+        "kind": "file",
+        "layout": "slab",
+        "where": str(slab.root),
+        "capacity_bytes": 64 << 20,
+        "foreign_objects": 0,
+    }
+    now_s = time.time()
+    for name in ("oldest_s", "newest_s", "last_opened_s"):
+        assert now_s - 60 < namespace.pop(name) <= now_s + 1
+    assert namespace.pop("made_for")["world_size"] == 2
+    assert namespace == {
+        "name": slab.namespace.name,
+        "part": None,
+        "tenant": "blue",
+        "model": "org/blue",
+        "chunk_tokens": 64,
+        "chunks": CHUNKS,
+        "shards": 2 * CHUNKS,
+        "bytes": 2 * CHUNKS * SLOT_BYTES,
+        "open_now": True,
+        "trouble": None,
+    }
+
+
+def test_keys_are_comments_and_columns_and_lines_of_json(slab: StoredSlab, cli: Cli) -> None:
+    """A slot whose header is another chunk's has no age: the index is believed only as far as the header agrees."""
+    slab.damage(5, 0, 0, slab.shard(4, 0))
+    assert cli("ls", slab.file, "--keys") == 0
+    heading, columns, *rows = cli.out.splitlines()
+    assert heading == f"# {slab.root}, namespace {slab.namespace.name}: tenant blue, model org/blue"
+    assert columns == "# key  group  rank  size  age  place"
+    assert len(rows) == 2 * CHUNKS
+    assert re.fullmatch(rf"{key(0).hex()}  0  1  24\.0KiB  \d+s  {re.escape(slab.place(0, 1))}", rows[1])
+    assert rows[-1].split()[4:5] == ["?"]
+    assert cli("ls", slab.file, "--keys", "--json") == 0
+    assert [line["key"] for line in cli.lines] == [key(number).hex() for number in range(CHUNKS)]
+    assert cli.lines[0]["shards"][1] == {"rank": 1, "bytes": SLOT_BYTES, "place": slab.place(0, 1)}
+    assert cli.lines[5]["written_s"] is None
+
+
+def test_tiers_in_their_order_memory_told_in_a_line(slab: StoredSlab, tmp_path: Path, cli: Cli) -> None:
+    store = TreeStore(str(tmp_path / "tree"))
+    slab.fill(store, range(3))
+    red = stored_namespace("red", "org/red")
+    put_manifest(store, red)
+    put_chunk(store, red, 7, 5000)
+    put(store, "notes.txt")
+    tree = {"kind": "file", "layout": "tree", "path": str(tmp_path / "tree"), "capacity": "1MiB"}
+    slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "memory", "capacity": "1GiB"}, tree]}))
+    assert cli("ls", slab.file) == 0
+    lines = cli.out.splitlines()
+    assert lines[0].startswith("Memory tier: lives in the server's processes and cannot be looked at from outside")
+    size = f"{(6 * SLOT_BYTES + 10_000) / 1024:.0f}KiB"
+    assert lines[2] == (
+        f"{tmp_path}/tree (tree): 4 chunks in 2 namespaces, {size}; "
+        f"{(6 * SLOT_BYTES + 10_000) / 2**20:.1%} of the capacity, 1.00MiB"
+    )
+    assert lines[3] == "1 foreign object beside them, never touched"
+    assert "engine" not in cli.out, "a tree has no lock"
+    assert cli("ls", slab.file, "--json", "--tenant", "red") == 0
+    memory, found = cli.json["tiers"]
+    assert memory["kind"] == "memory"
+    assert memory["capacity_bytes"] == 1 << 30
+    assert [entry["tenant"] for entry in found["namespaces"]] == ["red"]
+    assert found["used_bytes"] is None, "what one tenant holds is not what fills the tier"
+    assert cli("ls", slab.file, "--keys", "--namespace", red.name) == 0
+    assert [line.split()[0] for line in cli.out.splitlines() if line[0] != "#"] == [key(7).hex()] * 2
+
+
+def test_two_namespaces_data_parallel_parts_and_strangers(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
+    """What is in the way is counted and left; a namespace without manifest or index is told as far as it goes."""
+    slab.close()
+    part = slab.root / "dp-1"
+    part.mkdir()
+    shutil.copytree(slab.root / slab.namespace.name, part / slab.namespace.name)
+    unknown = slab.root / ("ab" * 16)
+    unknown.mkdir()
+    (unknown / "manifest.json").write_text('{"namespace": "\x1b[2Jab", "fields": {}}')
+    (slab.root / "notes.txt").write_text("not ours")
+    os.symlink(tmp_path, slab.root / ("cd" * 16))
+    lock = DirectoryLock(part / "lock")
+    lock.acquire()
+    try:
+        assert cli("ls", slab.file, "--json") == 0
+    finally:
+        lock.release()
+    (tier,) = cli.json["tiers"]
+    found = {(entry["part"], entry["name"]): entry for entry in tier["namespaces"]}
+    assert {place: (entry["chunks"], entry["open_now"]) for place, entry in found.items()} == {
+        (None, slab.namespace.name): (CHUNKS, False),
+        ("dp-1", slab.namespace.name): (CHUNKS, True),
+        (None, "ab" * 16): (0, False),
+    }
+    assert found[None, "ab" * 16]["trouble"] == "no index: its chunks are not known"
+    assert tier["foreign_objects"] == 2
+    assert cli("ls", slab.file) == 0
+    assert "no manifest that fits: nobody can tell whose it is" in cli.out
+    assert "\x1b" not in cli.out
+
+
+def test_looking_keeps_no_engine_from_starting(slab: StoredSlab) -> None:
+    """A look holds the lock for a moment; an engine that starts just then is patient."""
+    slab.close()
+    for _ in range(50):
+        assert holder_of(slab.root / "lock") is None
+    slab.open()
+    assert "pid" in str(holder_of(slab.root / "lock"))
+    assert holder_of(slab.root / "nothing") is None
+
+
+def test_an_index_of_a_killed_engine_is_read_with_its_log_and_left_as_it_is(tmp_path: Path) -> None:
+    """The rows lie in the log alone when the writer is killed; the side files stay as they are."""
+    path = tmp_path / "index.sqlite"
+    script = (
+        "import os, sys\n"
+        "from nixl_offload.index.database import Database\n"
+        "database = Database(sys.argv[1], {'extent_bytes': '1'})\n"
+        "database.connect()\n"
+        "database.write([(b'k' * 31 + bytes([n]) + bytes(4), n * 4096, 4096) for n in range(100)])\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(path)], check=False).returncode == -9
+    before = snapshot(tmp_path)
+    assert set(before) == {"index.sqlite", "index.sqlite-shm", "index.sqlite-wal"}
+    reader = IndexReader(path)
+    assert reader.count() == (100, 409_600)
+    assert [row.offset for row in reader.rows(90)] == [n * 4096 for n in range(90, 100)]
+    assert len(reader.find(b"k".hex() * 8, 500)) == 100
+    assert [row.offset for row in reader.find(b"k".hex() * 31 + "0", 500)] == [n * 4096 for n in range(16)]
+    assert snapshot(tmp_path) == before
+
+
+def test_a_hundred_thousand_chunks_take_seconds(tmp_path: Path, cli: Cli) -> None:
+    """Rows of a real index, written by the class that engines write with."""
+    slab = StoredSlab(tmp_path)
+    tier = slab.open()
+    geometry = {"extent_bytes": str(tier.place.extent_bytes), "world_size": "2"}
+    slab.close()
+    database = Database(str(slab.root / slab.namespace.name / "index.sqlite"), geometry)
+    database.connect()
+    for first in range(0, 100_000, 1000):
+        batch = [
+            (Key(n.to_bytes(32, "big") + bytes(4)), n * SLOT_BYTES, SLOT_BYTES) for n in range(first, first + 1000)
+        ]
+        database.write(batch)
+    database.disconnect()
+    began_s = time.monotonic()
+    assert cli("ls", slab.file) == 0
+    assert "100,000 chunks in 200,000 shards" in cli.out
+    assert time.monotonic() - began_s < 5
+    (held,) = SlabInventory(slab.config).namespaces()
+    assert sum(1 for _ in SlabInventory(slab.config).chunks(held)) == 100_000
+    assert time.monotonic() - began_s < 15
+
+
+def test_nothing_there_and_nothing_right(tmp_path: Path, cli: Cli) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text(yaml.safe_dump({"tiers": [{"kind": "file", "path": f"{tmp_path}/kv", "capacity": "1GiB"}]}))
+    assert cli("ls", file) == 1
+    assert "there is no such directory; is the filesystem mounted?" in cli.err
+    (tmp_path / "kv").mkdir()
+    assert cli("ls", file) == 0
+    assert cli.out.startswith(f"{tmp_path}/kv (slab): 0 chunks in 0 namespaces, 0B")
+    assert cli("ls", file, "--json") == 0
+    assert json.loads(cli.out)["tiers"][0]["namespaces"] == []
+    assert cli("ls", file, "--namespace", "x") == 2
+    assert cli("ls", file, "--tier", "s3") == 2
+    assert "--tier: 's3' is not among the tiers" in cli.err
+
+
+def test_a_damaged_index_is_told(slab: StoredSlab, cli: Cli) -> None:
+    slab.close()
+    (slab.root / slab.namespace.name / "index.sqlite").write_bytes(b"no database" * 1000)
+    assert cli("ls", slab.file) == 0
+    assert "is damaged: file is not a database" in cli.out
+
+
+def test_ages_for_people() -> None:
+    seconds = (-5, 3, 119, 600, 7199, 7300, 200_000)
+    assert [about_age(s) for s in seconds] == ["0s", "3s", "119s", "10m", "120m", "2h", "2d"]

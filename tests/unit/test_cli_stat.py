@@ -1,0 +1,196 @@
+"""``nixl-offload stat``: how a chunk is named, what its headers say, and how each wrong field is explained."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from nixl_offload.cli.stat_header import block_checksums_of, explain
+from nixl_offload.format import HEADER_BYTES, Expected, decode_header, encode_header, make_header
+from nixl_offload.stores.tree import TreeStore
+from tests.unit.gc_rig import key
+from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot
+
+CHUNKS = 4
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Iterator[StoredSlab]:
+    slab = StoredSlab(tmp_path)
+    slab.open()
+    slab.store(range(CHUNKS))
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+def tree(slab: StoredSlab, tmp_path: Path) -> Path:
+    """A shared directory with the same chunks; the config names it alone."""
+    root = tmp_path / "tree"
+    slab.fill(TreeStore(str(root)), range(CHUNKS))
+    tier = {"kind": "file", "layout": "tree", "path": str(root), "capacity": "1GiB"}
+    slab.file.write_text(yaml.safe_dump({"tiers": [tier]}))
+    return root
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+def test_a_chunk_of_a_slab_as_people_read_it(slab: StoredSlab, cli: Cli) -> None:
+    before = snapshot(slab.root)
+    assert cli("stat", slab.file, key(1).hex()[:8], "--verify") == 0
+    assert snapshot(slab.root) == before
+    first, second = cli.out.strip().split("\n\n")
+    lines = first.splitlines()
+    assert lines[0] == slab.place(1)
+    told = {line[4:22].strip(): line[22:] for line in lines[1:]}
+    header = decode_header(slab.shard(1, 0)[:HEADER_BYTES])
+    assert told.pop("created").startswith(f"{header.created_s}   (20")
+    assert told.pop("header checksum") == slab.shard(1, 0)[4088:4096][::-1].hex()
+    assert told == {
+        "tier": f"file, {slab.root}",
+        "namespace": f"{slab.namespace.name}: tenant blue, model org/blue",
+        "rank": "0",
+        "size": "24,576 bytes (24.0KiB)",
+        "magic": "NIXLOFF1",
+        "version": "1",
+        "header bytes": "4096",
+        "algorithm": "1   (XXH3-64)",
+        "flags": "0",
+        "namespace digest": f"{slab.namespace.rank_digest(0).hex()}   (that of rank 0)",
+        "group": "0",
+        "blocks": "4",
+        "first valid block": "0",
+        "block bytes": str(BLOCK_BYTES),
+        "payload bytes": str(4 * BLOCK_BYTES),
+        "key": key(1).hex(),
+        "block checksums": "4; --blocks lists them",
+        "payload": "every block verifies",
+    }
+    assert second.splitlines()[0] == slab.place(1, 1)
+
+
+def test_ways_to_name_a_chunk(slab: StoredSlab, tree: Path, cli: Cli, tmp_path: Path) -> None:
+    name = slab.name(2, 1)
+    slab_file = tmp_path / "slab.yaml"
+    slab_file.write_text(yaml.safe_dump({"tiers": [{"kind": "file", "path": str(slab.root), "capacity": "64MiB"}]}))
+    for file, text, shards in (
+        (slab.file, key(2).hex(), 2),
+        (slab.file, key(2).hex()[:7].upper(), 2),
+        (slab.file, name, 1),
+        (slab.file, f"{tree}/{name}", 1),
+        (slab_file, slab.place(2, 1), 1),
+        (slab_file, f"0x{key(2).hex()[:9]}", 2),
+    ):
+        assert cli("stat", file, text, "--json") == 0, text
+        found = cli.json["shards"]
+        assert len(found) == shards
+        assert {shard["fields"]["key"]["value"] for shard in found} == {key(2).hex()}
+    for file, text in ((slab.file, f"/elsewhere/{name}"), (slab_file, name), (slab_file, f"{slab.slab()}@4096")):
+        assert cli("stat", file, text) == 1
+        assert "is not in" in cli.err
+    for text in ("abc", "rank-0.slab", "\x1b[2J", ""):
+        assert cli("stat", slab.file, text) == 2
+        assert "KEY: allowed: a key in hex" in cli.err
+    assert cli("stat", slab.file, key(2).hex(), "--namespace", "0" * 32) == 1
+
+
+def test_a_beginning_of_several_keys_is_refused(slab: StoredSlab, tree: Path, cli: Cli) -> None:
+    twin = key(2).hex()[:10] + "00" * 31
+    directory = (tree / slab.name(2)).parent
+    (directory / f"{twin}.0000").write_bytes(slab.shard(2, 0))
+    assert cli("stat", slab.file, key(2).hex()[:6]) == 2
+    assert f"several begin so: {min(twin, key(2).hex())}, {max(twin, key(2).hex())}" in cli.err
+    assert cli("stat", slab.file, key(2).hex()) == 0
+
+
+def test_blocks_are_listed_and_the_bad_one_is_found(slab: StoredSlab, tree: Path, cli: Cli) -> None:
+    flip(tree / slab.name(0), 4096 + 2 * BLOCK_BYTES)
+    assert cli("stat", slab.file, slab.name(0), "--blocks") == 0, "the payload was not looked at"
+    header = decode_header(slab.shard(0, 0)[:HEADER_BYTES])
+    assert f"    block 3           {header.checksums[3]:016x}\n" in cli.out
+    assert cli("stat", slab.file, key(0).hex(), "--verify", "--json") == 1
+    first, second = cli.json["shards"]
+    assert (first["verified"], second["verified"]) == (False, True)
+    assert first["wrong"] == ["payload: block 2 of 4: the checksum is not the header's"]
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "field", "words"),
+    [
+        (0, b"#!/bin/sh", "magic", "not a shard of ours"),
+        (0, bytes(4096), "magic", "the page is zero: never written, a hole in the file"),
+        (8, b"\x09\x00", "version", "this reader knows 1"),
+        (10, b"\x00\x20", "header bytes", "expected 4096"),
+        (12, b"\x02\x00", "algorithm", "this reader knows 1, XXH3-64"),
+        (14, b"\x01\x00", "flags", "this reader knows none"),
+        (16, b"stranger", "namespace digest", "another namespace's; expected "),
+        (48, b"\x05\x00", "group", "not the group in the key"),
+        (52, b"\x08\x00", "blocks", "chunks of the namespace have 4"),
+        (52, b"\xff\xff", "blocks", "1 to 487 are possible"),
+        (54, b"\x04\x00", "first valid block", "no block would be there"),
+        (56, bytes(8), "block bytes", "a block has bytes"),
+        (64, b"\x01", "payload bytes", "4 blocks of 4608 bytes are 18432"),
+        (80, b"\x41\x00", "key", "a length of 65 bytes; 1 to 64 are possible"),
+        (90, b"other", "key", "another chunk's: a swapped file"),
+        (4000, b"x", "header checksum", "at least one of its bytes is not what was written"),
+    ],
+)
+def test_a_wrong_field_is_explained(
+    at: int, data: bytes, field: str, words: str, slab: StoredSlab, tree: Path, cli: Cli
+) -> None:
+    flip(tree / slab.name(0), at, data)
+    assert cli("stat", slab.file, slab.name(0), "--json") == 1
+    (shard,) = cli.json["shards"]
+    assert words in shard["fields"][field]["wrong"]
+    assert any(line.startswith(f"{field}: ") for line in shard["wrong"])
+    assert cli("stat", slab.file, slab.name(0)) == 1
+    assert "WRONG" in cli.out
+    assert "\x1b" not in cli.out
+
+
+def test_swapped_ranks_and_short_files(slab: StoredSlab, tree: Path, cli: Cli) -> None:
+    (tree / slab.name(0)).write_bytes((tree / slab.name(0, 1)).read_bytes())
+    assert cli("stat", slab.file, slab.name(0)) == 1
+    assert "WRONG: that of rank 1, expected that of rank 0" in cli.out
+    with (tree / slab.name(1)).open("r+b") as file:
+        file.truncate(8192)
+    assert cli("stat", slab.file, slab.name(1)) == 1
+    assert f"with header and padding {SLOT_BYTES} bytes, there are 8192" in cli.out
+    (tree / slab.name(2)).write_bytes(b"short")
+    assert cli("stat", slab.file, slab.name(2)) == 1
+    assert "4096 bytes asked for at offset 0, there are 5" in cli.out
+
+
+def test_the_table_of_fields_is_that_of_the_format() -> None:
+    """What ``explain`` reads at its offsets is what ``encode_header`` wrote, for values that differ in every field."""
+    expect = Expected(bytes(range(32)), bytes(range(100, 136)), 0x01020304, 9, 0x1122)
+    header = make_header(expect, np.arange(1, 8, dtype=np.uint64), first_valid_block=2, created_s=1_700_000_000)
+    page = memoryview(bytes(encode_header(header)))
+    values = {field.name: field.value for field in explain(page, None, None, None)}
+    (own,) = struct.unpack_from("<Q", page, 4088)
+    assert values == {
+        "magic": "NIXLOFF1",
+        "version": 1,
+        "header bytes": 4096,
+        "algorithm": 1,
+        "flags": 0,
+        "namespace digest": expect.namespace.hex(),
+        "group": expect.group,
+        "blocks": 9,
+        "first valid block": 2,
+        "block bytes": 0x1122,
+        "payload bytes": 9 * 0x1122,
+        "created": 1_700_000_000,
+        "key": expect.key.hex(),
+        "header checksum": f"{own:016x}",
+    }
+    assert not any(field.wrong for field in explain(page, None, None, None))
+    assert block_checksums_of(page) == list(header.checksums)

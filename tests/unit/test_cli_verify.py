@@ -1,0 +1,440 @@
+"""``nixl-offload verify``: every kind of damage is told and nothing else, beside a running server and without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nixl_offload.cli import verify_judge, verify_run
+from nixl_offload.cli.inventory_slab import SlabInventory
+from nixl_offload.cli.verify_delete import delete_bad
+from nixl_offload.cli.verify_judge import BAD, Verdict
+from nixl_offload.cli.verify_report import bar_text
+from nixl_offload.cli.verify_state import State, TierProgress
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.tree import TreeStore
+from tests.unit.gc_rig import key
+from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot, stored_namespace
+
+CHUNKS = 24
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(verify_judge, "_PAUSES_BESIDE_AN_ENGINE_S", (0.15, 0.05))
+    return tmp_path / "cache" / "nixl-offload"
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Iterator[StoredSlab]:
+    """A server that has stored chunks and runs on."""
+    slab = StoredSlab(tmp_path)
+    slab.open()
+    slab.store(range(CHUNKS))
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+class Tree:
+    """The same chunks in a shared directory."""
+
+    def __init__(self, slab: StoredSlab, directory: Path) -> None:
+        self.root = directory / "tree"
+        self.store = TreeStore(str(self.root))
+        slab.fill(self.store, range(CHUNKS))
+        self.file = directory / "tree.yaml"
+        tier = {"kind": "file", "layout": "tree", "path": str(self.root), "capacity": "1GiB"}
+        self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
+        self.slab = slab
+
+    def path(self, number: int, rank: int = 0) -> Path:
+        return self.root / self.slab.name(number, rank)
+
+    def age(self, age_s: float) -> None:
+        for path in self.root.rglob("*.000?"):
+            os.utime(path, (time.time() - age_s, time.time() - age_s))
+
+
+@pytest.fixture
+def tree(slab: StoredSlab, tmp_path: Path) -> Iterator[Tree]:
+    tree = Tree(slab, tmp_path)
+    tree.age(3600)
+    yield tree
+    tree.store.close()
+
+
+def bad(cli: Cli) -> dict[str, list[tuple[int, str]]]:
+    """Key -> (rank, reason) of what was told as bad."""
+    return {
+        line["key"]: [(problem["rank"], problem["reason"]) for problem in line["problems"]]
+        for line in cli.lines[:-1]
+        if line["verdict"] == "bad"
+    }
+
+
+def test_all_is_good_beside_a_server_and_nothing_is_touched(slab: StoredSlab, cli: Cli, cache: Path) -> None:
+    before = snapshot(slab.root)
+    assert cli("verify", slab.file) == 0
+    size = f"{2 * CHUNKS * SLOT_BYTES / 1024**2:.2f}MiB"
+    assert re.fullmatch(rf"{slab.root}: {CHUNKS} chunks, {size} checked, [0-9.]+[KMG]iB/s", cli.out.splitlines()[0])
+    assert cli.out.splitlines()[1:] == [f"  {CHUNKS} good", "  0 bad"]
+    assert snapshot(slab.root) == before
+    slab.close()
+    before = snapshot(slab.root)
+    assert cli("verify", slab.file) == 0
+    assert snapshot(slab.root) == before, "no side file of the index is made where no server runs"
+    assert list(cache.glob("*")) == [], "a run that ended leaves nothing to resume"
+
+
+def test_every_kind_of_damage_to_a_slab_is_told(slab: StoredSlab, cli: Cli) -> None:
+    slab.damage(0, 0, 4096 + 2 * BLOCK_BYTES + 7)
+    slab.damage(1, 1, 60)
+    slab.damage(2, 0, 0, bytes(SLOT_BYTES))
+    slab.damage(3, 1, 8, b"\x07\x00")
+    slab.damage(4, 0, 0, slab.shard(4, 1))
+    slab.damage(5, 1, 0, slab.shard(6, 1))
+    slab.damage(7, 0, 4096 + 4 * BLOCK_BYTES, b"padding")
+    slab.damage(8, 0, 0, b"#!/bin/sh\n")
+    assert cli("verify", slab.file, "--json") == 1
+    assert bad(cli) == {
+        key(0).hex(): [(0, "checksum")],
+        key(1).hex(): [(1, "header_checksum")],
+        key(2).hex(): [(0, "magic")],
+        key(3).hex(): [(1, "version")],
+        key(4).hex(): [(0, "namespace")],
+        key(5).hex(): [(1, "other")],
+        key(8).hex(): [(0, "magic")],
+    }, "padding is never read, so it cannot be damaged"
+    assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == CHUNKS - 7
+    assert cli("verify", slab.file) == 1
+    text = cli.out
+    assert f"BAD {key(0).hex()} in {slab.root}, namespace {slab.namespace.name}\n" in text
+    assert f"    rank 0: {slab.place(0)}: block 2 of 4: the checksum is not the header's; written 20" in text
+    assert text.endswith(f"  {CHUNKS - 7} good\n  7 bad\n")
+
+
+def test_a_slab_that_is_cut_off_or_gone_or_sparse(slab: StoredSlab, cli: Cli) -> None:
+    slab.close()
+    with slab.slab(1).open("r+b") as file:
+        file.truncate(slab.offsets[key(20)] + 8192)
+    assert cli("verify", slab.file, "--json") == 1
+    found = bad(cli)
+    assert found[key(20).hex()] == [(1, "length")], "its header is whole, its payload is not there"
+    assert found[key(23).hex()] == [(1, "length")]
+    with slab.slab(1).open("r+b") as file:
+        file.truncate(slab.offsets[key(23)] + SLOT_BYTES)
+    assert cli("verify", slab.file, "--json") == 1
+    assert bad(cli)[key(20).hex()] == [(1, "checksum")], "a hole reads as zeros"
+    assert bad(cli)[key(23).hex()] == [(1, "magic")]
+    slab.slab(1).unlink()
+    assert cli("verify", slab.file, "--json") == 1
+    assert bad(cli)[key(0).hex()] == [(1, "missing")]
+
+
+def test_a_slot_that_a_server_gives_to_another_chunk_is_not_bad(
+    slab: StoredSlab, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server evicts and overwrites between the look at the index and that at the slot; its index follows later."""
+    tier = slab.tier
+    assert tier is not None
+    real, done = SlabInventory.read_into, []
+
+    def read_into(inventory: SlabInventory, shard: Any, offset: int, memory: memoryview) -> None:
+        if shard.offset == slab.offsets[key(3)] and not done:
+            done.append(True)
+            slab.damage(3, 0, 0, slab.shard(9, 0))
+            slab.damage(3, 0, 9000, b"half of something new")
+            tier._durable.delete(key(3))
+        real(inventory, shard, offset, memory)
+
+    monkeypatch.setattr(SlabInventory, "read_into", read_into)
+    assert cli("verify", slab.file, "--json") == 0
+    (line,) = cli.lines[:-1]
+    assert (line["verdict"], line["key"]) == ("changed", key(3).hex())
+
+
+def test_a_slot_that_is_whole_at_the_second_look_is_good(
+    slab: StoredSlab, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, real, reads = slab.shard(3, 0), SlabInventory.look_again, []
+    slab.damage(3, 0, 5000)
+
+    def look_again(inventory: SlabInventory, held: Any, chunk: Any) -> Any:
+        reads.append(chunk.key)
+        slab.damage(3, 0, 0, whole)
+        return real(inventory, held, chunk)
+
+    monkeypatch.setattr(SlabInventory, "look_again", look_again)
+    assert cli("verify", slab.file) == 0
+    assert reads == [key(3)]
+
+
+def test_an_index_that_lags_behind_is_harmless(slab: StoredSlab, cli: Cli) -> None:
+    """After a crash a row may name a slot that holds another whole chunk: a load finds out, nothing is damaged."""
+    slab.close()
+    for rank in (0, 1):
+        slab.damage(3, rank, 0, slab.shard(9, rank))
+    assert cli("verify", slab.file) == 0
+    assert "  1 forgotten (the slot holds another chunk by now; harmless)" in cli.out
+    assert cli("verify", slab.file, "--delete-bad") == 0
+    assert cli("verify", slab.file) == 0
+    assert f"  {CHUNKS - 1} good\n  0 bad\n" in cli.out
+
+
+def test_bad_chunks_of_a_slab_are_deleted_only_when_no_server_runs(slab: StoredSlab, cli: Cli) -> None:
+    slab.damage(0, 1, 5000)
+    slab.damage(1, 0, 5000)
+    before = snapshot(slab.root)
+    assert cli("verify", slab.file, "--delete-bad") == 1
+    assert cli.out.count("left: an engine has the directory open") == 2
+    assert "  0 deleted, 2 bad ones left" in cli.out
+    assert snapshot(slab.root) == before
+    slab.close()
+    assert cli("verify", slab.file, "--delete-bad") == 1
+    assert "  2 deleted, 0 bad ones left" in cli.out
+    assert slab.shard(0, 0)[:4096] == bytes(4096), "the sound shard of the other rank goes, too"
+    assert cli("verify", slab.file) == 0
+    assert f"  {CHUNKS - 2} good" in cli.out
+    tier = slab.open()
+    assert len(tier) == CHUNKS - 2, "the next server starts with what is good"
+
+
+def test_a_chunk_put_anew_since_it_was_judged_stays(slab: StoredSlab, tmp_path: Path) -> None:
+    inventory = SlabInventory(slab.config)
+    (held,) = inventory.namespaces()
+    first = next(inventory.chunks(held))
+    tier = slab.tier
+    assert tier is not None
+    location = tier.pin(first.key)
+    assert location is not None
+    tier._durable.put(first.key, location)
+    slab.close()
+    (deleted,) = delete_bad(inventory, held, [Verdict(BAD, first)])
+    assert (deleted.done, deleted.words) == (False, "changed meanwhile, left")
+
+
+def test_every_kind_of_damage_to_a_tree_is_told_and_deleted(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
+    flip(tree.path(0), 4096 + 3 * BLOCK_BYTES)
+    os.truncate(tree.path(1, 1), 8192)
+    os.truncate(tree.path(2), SLOT_BYTES + 4096)
+    a, b = tree.path(3).read_bytes(), tree.path(4).read_bytes()
+    tree.path(3).write_bytes(b)
+    tree.path(4).write_bytes(a)
+    tree.path(5).write_bytes(b"")
+    tree.path(6).write_bytes(bytes(SLOT_BYTES))
+    tree.path(7, 1).unlink()
+    tree.path(8).write_bytes(tree.path(8, 1).read_bytes())
+    stranger = tree.path(9).with_name(f"{key(9).hex()}.0007")
+    stranger.write_bytes(tree.path(9).read_bytes())
+    (tree.root / "notes.txt").write_text("not ours")
+    tree.path(10).with_suffix(".bak").write_text("not ours either")
+    tree.age(3600)
+    assert cli("verify", tree.file, "--json") == 1
+    expected = {
+        key(0).hex(): [(0, "checksum")],
+        key(1).hex(): [(1, "length")],
+        key(2).hex(): [(0, "length")],
+        key(3).hex(): [(0, "other")],
+        key(4).hex(): [(0, "other")],
+        key(5).hex(): [(0, "length")],
+        key(6).hex(): [(0, "magic")],
+        key(7).hex(): [(1, "missing")],
+        key(8).hex(): [(0, "namespace")],
+        key(9).hex(): [(7, "rank")],
+    }
+    assert bad(cli) == expected
+    assert cli("verify", tree.file, "--delete-bad") == 1
+    assert "rank 1: the shard of rank 1 is not there: the chunk is incomplete, and cannot be loaded" in cli.out
+    assert "  10 deleted, 0 bad ones left" in cli.out
+    left = {path.name for path in tree.root.rglob("*") if path.is_file()}
+    assert {"notes.txt", tree.path(10).with_suffix(".bak").name, "manifest.json"} < left
+    assert not any(name.startswith(digits) for digits in expected for name in left), "all shards of a bad chunk go"
+    assert cli("verify", tree.file) == 0
+
+
+def test_shards_in_a_foreign_namespace_are_bad(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
+    """Somebody copied a namespace to another's name."""
+    red = stored_namespace("red", "org/red")
+    tree.store.write(f"{red.name}/manifest.json", memoryview(json.dumps(red.manifest()).encode()))
+    name = slab.name(0).replace(slab.namespace.name, red.name)
+    for rank in ("0", "1"):
+        tree.store.write(name[:-1] + rank, memoryview(slab.shard(0, int(rank))))
+    assert cli("verify", tree.file, "--namespace", red.name, "--json") == 1
+    assert bad(cli) == {key(0).hex(): [(0, "namespace"), (1, "namespace")]}
+    assert cli("verify", tree.file, "--namespace", slab.namespace.name) == 0
+
+
+def test_a_chunk_whose_ranks_still_write_is_not_bad(tree: Tree, cli: Cli) -> None:
+    tree.path(7, 1).unlink()
+    os.utime(tree.path(7, 0))
+    assert cli("verify", tree.file, "--delete-bad") == 0
+    assert "  1 not finished (still being written)" in cli.out
+    assert tree.path(7, 0).exists()
+
+
+def test_without_a_manifest_nothing_is_said_of_identity(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
+    (tree.root / slab.namespace.name / "manifest.json").unlink()
+    flip(tree.path(3), 6000)
+    assert cli("verify", tree.file, "--json") == 1
+    assert bad(cli) == {key(3).hex(): [(0, "checksum")]}
+
+
+def test_a_bad_file_that_a_server_has_mended_stays(tree: Tree, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the verdict and the deletion a server stores the chunk anew."""
+    whole = tree.path(0).read_bytes()
+    flip(tree.path(0), 6000)
+    real = verify_run.delete_bad
+
+    def mended(inventory: Any, held: Any, verdicts: Any) -> Any:
+        tree.path(0).write_bytes(whole)
+        return real(inventory, held, verdicts)
+
+    monkeypatch.setattr(verify_run, "delete_bad", mended)
+    assert cli("verify", tree.file, "--delete-bad") == 1
+    assert "changed meanwhile, left" in cli.out
+    assert tree.path(0).read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["slab", "tree"])
+def test_an_interrupted_run_goes_on_where_it_was(
+    kind: str, slab: StoredSlab, tree: Tree, cli: Cli, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read twice but what was in flight, and the totals are those of both runs."""
+    file = slab.file if kind == "slab" else tree.file
+    flip(tree.path(0), 6000)
+    slab.damage(0, 0, 6000)
+    real, settled = TierProgress.add, []
+
+    def add(progress: TierProgress, verdict: str, size_bytes: int) -> None:
+        if len(settled) == 10:
+            raise KeyboardInterrupt
+        settled.append(verdict)
+        real(progress, verdict, size_bytes)
+
+    monkeypatch.setattr(TierProgress, "add", add)
+    assert cli("verify", file) == 130
+    assert "10 chunks," in cli.out
+    assert cli.out.splitlines()[0 if settled.count("bad") == 0 else 2].endswith("; not finished")
+    assert cli.err.splitlines() == [
+        "nixl-offload: not finished; --resume goes on from here",
+        "nixl-offload: interrupted",
+    ]
+    (path,) = cache.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    monkeypatch.setattr(TierProgress, "add", real)
+    assert cli("verify", file, "--resume", "--delete-bad", "--namespace", "0" * 32) == 0
+    assert "there is no interrupted run" in cli.err, "another selection is another run"
+    assert cli("verify", file, "--resume", "--json") == 1
+    assert "going on where the last run was" in cli.err
+    (found,) = cli.lines[-1]["tiers"]
+    assert found["chunks"] == {**dict.fromkeys(verify_judge.VERDICTS, 0), "good": CHUNKS - 1, "bad": 1}
+    assert found["bytes_read"] == (CHUNKS - 10) * 2 * SLOT_BYTES + (settled.count("bad") == 0) * 2 * SLOT_BYTES
+    assert list(cache.iterdir()) == []
+
+
+def test_a_signal_ends_a_run_in_another_process(slab: StoredSlab, tmp_path: Path, cache: Path) -> None:
+    """SIGINT at a real command line, slowed down so that it is in the middle."""
+    command = [sys.executable, "-m", "nixl_offload.cli.main", "verify", str(slab.file), "--rate", "100kB/s"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        time.sleep(2.0)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=20.0)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 130, err
+    assert "not finished; --resume goes on from here" in err
+    assert "Traceback" not in err
+    assert "; not finished" in out
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_state_file_of_any_content_means_from_the_start(slab: StoredSlab, cli: Cli, cache: Path) -> None:
+    state = State({"tiers": [str(slab.root)], "namespace": None, "delete_bad": False})
+    cache.mkdir(parents=True)
+    for content in (b"", b"[]", b'{"version": 1, "tiers": {"x": {}}}', b"\xff" * 10, b'{"version": 1, "tiers": 3}'):
+        state.path.write_bytes(content)
+        assert cli("verify", slab.file, "--resume") == 0
+        assert "there is no interrupted run; from the start" in cli.err
+        assert f"  {CHUNKS} good" in cli.out
+        assert not state.path.exists()
+
+
+def test_storage_that_fails_is_exit_code_1_and_can_be_resumed(
+    tree: Tree, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One chunk that cannot be read is told, and never deleted; three in a row end the run."""
+    real = TreeStore.read_into
+    failing = {tree.slab.name(5, 0)}
+
+    def read_into(store: TreeStore, name: str, offset: int, memory: memoryview) -> None:
+        if name in failing:
+            raise StoreError(f"{store.where}: cannot read {name}: Input/output error", cause="io")
+        real(store, name, offset, memory)
+
+    monkeypatch.setattr(TreeStore, "read_into", read_into)
+    assert cli("verify", tree.file, "--delete-bad") == 1
+    assert f"NOT READABLE {key(5).hex()}" in cli.out
+    assert tree.path(5).exists()
+    failing.update(tree.slab.name(number, 1) for number in range(CHUNKS))
+    assert cli("verify", tree.file) == 1
+    assert "gave up after several in a row" in cli.err
+    monkeypatch.undo()
+    assert cli("verify", tree.file) == 0
+
+
+def test_a_limit_on_the_rate_is_kept(slab: StoredSlab, cli: Cli) -> None:
+    began_s = time.monotonic()
+    assert cli("verify", slab.file, "--rate", "2MiB/s") == 0
+    least_s = (CHUNKS - verify_run.THREADS) * 2 * SLOT_BYTES / (2 << 20)
+    assert time.monotonic() - began_s >= 0.9 * least_s
+
+
+def test_an_index_that_is_gone_is_no_success(slab: StoredSlab, cli: Cli) -> None:
+    slab.close()
+    (slab.root / slab.namespace.name / "index.sqlite").unlink()
+    assert cli("verify", slab.file) == 1
+    assert "1 namespace whose chunks cannot be listed; nixl-offload ls says why" in cli.out
+
+
+def test_the_bar_says_how_far_and_how_long() -> None:
+    progress = TierProgress()
+    for _ in range(3):
+        progress.add("good", 1 << 30)
+    progress.add("bad", 1 << 30)
+    assert bar_text(progress, 2 << 30, 16 << 30, 4.0) == (
+        "[#####...............] 4.00GiB of 16.0GiB, 4 chunks, 1 bad, 512MiB/s, 24s left"
+    )
+
+
+def test_wrong_options_are_exit_code_2(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
+    assert cli("verify", slab.file, "--namespace", "xyz") == 2
+    assert cli("verify", slab.file, "--tier", "s3") == 2
+    for rate in ("fast", "0"):
+        with pytest.raises(SystemExit) as caught:
+            cli("verify", slab.file, "--rate", rate)
+        assert caught.value.code == 2
+    memory = tmp_path / "memory.yaml"
+    memory.write_text("tiers: [{kind: memory, capacity: 1GiB}]\n")
+    assert cli("verify", memory) == 2
+    assert "only memory, which cannot be looked at from outside the server" in cli.err
