@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
-from nixl_offload.cli import bucket, check, completion, gc, ls, schema, show, stat, verify
+from nixl_offload.cli import bench, bucket, check, completion, gc, ls, schema, show, stat, verify, warm
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
 EXIT_FAILED = 1
@@ -20,10 +20,8 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _DESCRIPTION = """\
-Keeps vLLM's KV cache on local files, in a bucket or in a shared directory, so that a prompt once seen is loaded instead
-of computed again.
-
-Start with a config file, say kv.yaml:
+Keeps vLLM's KV cache in host memory, on local files, in a bucket or in a shared directory, so that a prompt once seen
+is loaded instead of computed again. Start with a config file, say kv.yaml:
 
     chunk_tokens: 256
     tiers:
@@ -31,16 +29,23 @@ Start with a config file, say kv.yaml:
 
 then
 
-    nixl-offload show kv.yaml            # checks it, prints what to pass to vLLM
-    nixl-offload check kv.yaml           # tries it here: is GPUDirect Storage real, which movers start
+    nixl-offload show kv.yaml            # is the file right? prints it with all defaults, and what to pass to vLLM
+    nixl-offload check kv.yaml           # does each tier work on this machine? what is wrong, and what mends it
     vllm serve MODEL --kv-transfer-config "$(nixl-offload show --kv-transfer-config kv.yaml)"
+
+Later, beside the running server or without one:
+
+    nixl-offload ls kv.yaml              # what is stored, by model and tenant
+    nixl-offload verify kv.yaml          # reads and checks all of it
+    nixl-offload bench kv.yaml           # how fast each tier is with a model's shapes
 
 With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the file, many servers share one cache:
 
     nixl-offload bucket init kv.yaml     # once: shows what the bucket lacks, asks, applies it
     nixl-offload gc kv.yaml --delete     # every hour: brings the bucket down to its capacity, oldest first
 
-Exit codes: 0 done, 1 failed (storage), 2 wrong usage or config, 130 interrupted.
+`nixl-offload COMMAND --help` says more, with examples. Exit codes: 0 done, 1 something is wrong or the storage failed,
+2 wrong usage or config, 130 interrupted.
 """
 
 
@@ -76,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     stat.add_parser(commands)
     verify.add_parser(commands)
     gc.add_parser(commands)
+    warm.add_parser(commands)
+    bench.add_parser(commands)
     schema.add_parser(commands)
     completion.add_parser(commands, _parser)
     return parser

@@ -36,7 +36,7 @@ nearer tier, so that a new server finds them close by, and checks every byte on 
     nixl-offload warm kv.yaml --namespace 0f3a...             # where the bucket holds several; gc lists them
     nixl-offload warm kv.yaml --from /mnt/shared/kv           # from a shared directory that FILE does not name
     nixl-offload warm kv.yaml --max-size 200GiB --rate 500MB/s
-    nixl-offload ls kv.yaml --keys | nixl-offload warm kv.yaml --keys -
+    nixl-offload ls kv.yaml --tier s3 --keys --json | grep ... | nixl-offload warm kv.yaml --keys -
 
 Into a directory with layout: tree it copies beside running servers. A slab belongs to one engine at a time: stop the
 server first; all ranks' slabs of this machine are filled. Memory cannot be warmed from outside: what a server loads
@@ -64,7 +64,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--to", dest="target", metavar="TIER", choices=("memory", "file"), help="default: file")
     parser.add_argument("--namespace", metavar="NAME", help="which namespace; needed where the source holds several")
-    parser.add_argument("--keys", metavar="LIST", help="copy these: a file (or -) with one key in hex per line")
+    parser.add_argument(
+        "--keys", metavar="LIST", help="copy these: a file (or -), a key in hex per line, or what ls --keys prints"
+    )
     parser.add_argument(
         "--max-size",
         metavar="SIZE",

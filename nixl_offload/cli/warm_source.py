@@ -6,6 +6,7 @@ Threading: one thread; the store is the caller's. Memory: some 200 bytes for eac
 from __future__ import annotations
 
 import heapq
+import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -120,7 +121,8 @@ def newest_first(
 def listed_keys(file: str, namespace: Namespace) -> Selection:
     """Read keys in hex, one per line, from a file or (``-``) standard input, and return them in their order.
 
-    Raises ConfigError for a line that is none.
+    What ``ls --keys`` prints is such a list: what follows a key on its line is not looked at. So are lines of its JSON,
+    of which those of other namespaces are passed over. Raises ConfigError for a line that is neither.
     """
     try:
         if file == "-":
@@ -134,12 +136,17 @@ def listed_keys(file: str, namespace: Namespace) -> Selection:
     sizes, selection = slot_sizes(namespace), Selection([])
     keys: dict[Key, None] = {}
     for number, line in enumerate(lines, 1):
-        text = line.strip()
+        text = (line.split() or [""])[0]
         if not text or text.startswith("#"):
             continue
         try:
+            if text.startswith("{"):
+                told = json.loads(line)
+                if told["namespace"].rpartition("/")[2] != namespace.name:
+                    continue
+                text = told["key"]
             key = Key(bytes.fromhex(text))
-        except ValueError:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             key = Key(b"")
         if not 4 < len(key) <= MAX_KEY_BYTES:
             raise ConfigError(f"--keys: {file}, line {number}: {shown(text)!r} is not a key; allowed: its hex digits")

@@ -282,7 +282,20 @@ def test_lists_of_keys(rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     code, report, _ = rig.warm("--keys", "-")
     assert (code, report["copied"], report["present"], report["left_out"]["unknown"]) == (0, 1, 1, 1)
     assert rig.found() == {1, 2, 4}
-    for content, words in (("zz\x1b", "line 1: 'zz?' is not a key"), (None, "cannot be read"), ("ab\n", "line 1")):
+    listed = [(0, BLUE), (3, RED)]
+    lines = [json.dumps({"key": key(number).hex(), "namespace": space.name}) for number, space in listed]
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("\n".join([*lines, f"{key(5).hex()}  0  1  40.0KiB  3h  somewhere\n"]))
+    )
+    code, report, _ = rig.warm("--keys", "-")
+    assert (code, report["copied"], report["total"]) == (0, 2, 2)
+    assert rig.found() == {0, 1, 2, 4, 5}
+    for content, words in (
+        ("zz\x1b", "line 1: 'zz?' is not a key"),
+        (None, "cannot be read"),
+        ("ab\n", "line 1"),
+        ("{}", "line 1: '{}'"),
+    ):
         (tmp_path / "bad").unlink(missing_ok=True)
         if content is not None:
             (tmp_path / "bad").write_text(content)
