@@ -82,7 +82,7 @@ def _look(inventory: SlabInventory, arguments: argparse.Namespace) -> list[_Name
         chosen &= arguments.namespace in (None, held.name) and arguments.tenant in (None, held.tenant)
         if arguments.older_than is not None and held.used_s is not None:
             chosen &= held.used_s < time.time() - arguments.older_than
-        found.append(_Namespace(held, foreign.tree_bytes(inventory.base / held.path), chosen))
+        found.append(_Namespace(held, inventory.bytes_of(held), chosen))
     return found
 
 

@@ -57,7 +57,7 @@ class SlabInventory(Inventory):
             root = self.base / part
             holder = shown_holder(self.base) or (shown_holder(root) if part else None)
             for path in _children(root):
-                if not _NAMESPACE_NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+                if not _NAMESPACE_NAME.fullmatch(path.name) or os.path.islink(path) or not os.path.isdir(path):
                     known = path.name == "lock" or path.name.startswith(foreign.MOVER_CHOICE_PREFIX)
                     self.foreign += not known and not (not part and _DP_NAME.fullmatch(path.name))
                     continue
@@ -149,10 +149,11 @@ class SlabInventory(Inventory):
 
     def used_bytes(self) -> int | None:
         """See Inventory. All that lies on the disk under the directory, for that is what the capacity bounds."""
-        try:
-            return foreign.tree_bytes(self.base)
-        except OSError as error:
-            raise TierError(f"{self.base}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
+        return _bytes_under(self.base)
+
+    def bytes_of(self, held: Held) -> int:
+        """Return what a namespace takes on the disk. Raises TierError."""
+        return _bytes_under(self.base / held.path)
 
     def close(self) -> None:
         """See Inventory. Nothing stays open."""
@@ -195,6 +196,13 @@ class SlabInventory(Inventory):
 def shown_holder(root: Path) -> str | None:
     """Say which engine has the directory ``root`` to itself, safe to print; None: none."""
     return shown(holder_of(root / "lock"), limit=200)
+
+
+def _bytes_under(directory: Path) -> int:
+    try:
+        return foreign.tree_bytes(directory)
+    except OSError as error:
+        raise TierError(f"{directory}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
 
 
 def _children(directory: Path) -> list[Path]:

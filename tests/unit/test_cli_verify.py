@@ -25,6 +25,7 @@ from nixl_offload.cli.verify_report import bar_text
 from nixl_offload.cli.verify_state import State, TierProgress
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.tree import TreeStore
+from tests.unit.engine_rig import until
 from tests.unit.gc_rig import key
 from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot, stored_namespace
 
@@ -354,9 +355,11 @@ def test_an_interrupted_run_goes_on_where_it_was(
 def test_a_signal_ends_a_run_in_another_process(slab: StoredSlab, tmp_path: Path, cache: Path) -> None:
     """SIGINT at a real command line, slowed down so that it is in the middle."""
     command = [sys.executable, "-m", "nixl_offload.cli.main", "verify", str(slab.file), "--rate", "100kB/s"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        time.sleep(2.0)
+        # Its readers are threads, and there are none before.
+        until(lambda: len(os.listdir(f"/proc/{child.pid}/task")) > verify_run.THREADS // 2)
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=20.0)
     finally:
