@@ -1,7 +1,8 @@
-"""``nixl-offload check [FILE]``: whether GPUDirect Storage is real here, which movers start, what ``auto`` measured.
+"""``nixl-offload check [FILE]``: proves each tier on this machine and says what is right, what is wrong, what mends it.
 
-Threading: one thread. ``cli.check_tier`` looks, ``cli.check_report`` tells; both are imported late, for they bring
-numpy along.
+Threading: one thread, a process for movers (``check_child``), a daemon thread per directory. A module per section:
+``check_machine`` the environment, ``check_hashes``, ``check_memory``, ``check_file``, ``check_s3``, ``check_model``;
+they return lines (``check_lines``), ``check_report`` prints them. All are imported late: some bring numpy along.
 """
 
 from __future__ import annotations
@@ -9,25 +10,40 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import TextIO
+import sys
+from typing import TYPE_CHECKING, Final, TextIO
 
-from nixl_offload.config import FileTier, load_config
+from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, load_config
 from nixl_offload.errors import ConfigError
 
+if TYPE_CHECKING:
+    from nixl_offload.cli.check_child import Trials
+    from nixl_offload.cli.check_lines import Line, Section
+    from nixl_offload.cli.check_report import Doing
+    from nixl_offload.model_shape import ModelShape
+
+_PIECE_BYTES: Final = 2 << 20
 _DESCRIPTION = """\
-Looks at every file tier of FILE, or at one directory: whether cuFile would move bytes straight between the drive and
-the GPU there or copy them through host memory, and why, with what would mend it; which movers start, each tried on a
-page of a scratch file, and why the others do not; what `mover: auto` has measured and chosen.
+Tries every tier of FILE on this machine, from the libraries down to the bytes, and says of each thing whether it is
+right, what follows if not, and the command or the line of FILE that mends it:
 
     nixl-offload check kv.yaml
-    nixl-offload check --path /mnt/nvme/kv
-    nixl-offload check kv.yaml --json
+    nixl-offload check kv.yaml --vllm-args "--prefix-caching-hash-algo xxhash --block-size 16"
+    nixl-offload check kv.yaml --model /models/llama/config.json --tp 2 --prefill 8000
+    nixl-offload check --path /mnt/nvme/kv             # one directory, without a config
+    nixl-offload check kv.yaml --json --no-io          # for a program, without measuring
 
-Run it where the server runs: as the same user, in the same container, with the same environment.
+Run it where the server runs: as the same user, in the same container, with the same environment. It may run beside
+servers and before the first one: it takes no lock, makes no directory, and removes each scratch file and object that
+it writes (some pages; up to 32 MiB per tier for the speeds, a fraction of a second).
 
-Exit code 0: every tier has a mover that starts. That GPUDirect Storage is not real is told, and is no failure: it
-costs speed. 1: a tier will not work (no mover that FILE allows starts, the directory is missing or cannot be written,
-or `staging` cannot be registered). 2: FILE or the options are wrong. 130: interrupted.
+    ok        as it should be
+    warning   works, but slower, smaller or riskier than it could be
+    wrong     something will not work; the mend stands below it
+    unknown   could not be found out from here
+
+Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2: FILE or the options are wrong.
+130: interrupted.
 """
 
 
@@ -35,12 +51,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add ``check`` to the command line."""
     parser = commands.add_parser(
         "check",
-        help="say whether GPUDirect Storage is real and which movers start",
+        help="try every tier here; say what is wrong and what mends it",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="FILE", nargs="?", help="the YAML config")
     parser.add_argument("--path", metavar="DIR", help="look at this directory, without a config")
+    parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
+    parser.add_argument(
+        "--vllm-args", metavar="ARGS", help="the server's own arguments in quotes: will a restart find what was stored?"
+    )
+    parser.add_argument("--model", metavar="CONFIG_JSON", help="the model's config.json: chunks and loads of its KV")
+    parser.add_argument("--tp", metavar="N", type=int, default=1, help="with --model: tensor parallel size; default 1")
+    parser.add_argument("--kv-dtype", metavar="X", default="auto", help="with --model: as vLLM's --kv-cache-dtype")
+    parser.add_argument(
+        "--prefill", metavar="TOKENS_PER_S", type=float, help="with --model: how fast the server computes prompts"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -49,19 +75,123 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError when FILE or the options are wrong."""
     if (arguments.file is None) == (arguments.path is None):
         raise ConfigError("check: say a config file, or --path DIR")
-    staging_bytes = None
     if arguments.path is not None:
-        tiers = [FileTier(kind="file", path=os.path.abspath(arguments.path), capacity=8192)]
+        tier = FileTier(kind="file", path=os.path.abspath(arguments.path), capacity=8192)
+        config, file = Config(tiers=(tier,)), "kv.yaml"
     else:
-        config = load_config(arguments.file)
-        tiers = [tier for tier in config.tiers if isinstance(tier, FileTier)]
-        staging_bytes = config.staging_bytes
-    from nixl_offload.cli.check_report import CheckReport
-    from nixl_offload.cli.check_tier import look_at
+        config, file = load_config(arguments.file), arguments.file
+    from nixl_offload.cli.check_child import Trials
+    from nixl_offload.cli.check_hashes import read_server_arguments
+    from nixl_offload.cli.check_report import CheckReport, Doing
 
-    report = CheckReport(tuple(look_at(tier, staging_bytes) for tier in tiers))
+    read_server_arguments(arguments.vllm_args)  # what is wrong with it shows before anything is tried
+    shape = _read_model(arguments)
+    doing = Doing(sys.stderr)
+    try:
+        with Trials() as trials:
+            report = CheckReport(tuple(_sections(arguments, config, file, shape, trials, doing)))
+    finally:
+        doing.clear()
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2), file=out)
     else:
         report.print_to(out)
     return 0 if report.works else 1
+
+
+def _read_model(arguments: argparse.Namespace) -> ModelShape | None:
+    if arguments.prefill is not None and not arguments.prefill > 0:
+        raise ConfigError("--prefill: not a speed; allowed: tokens per second, more than 0")
+    if arguments.model is None:
+        if arguments.prefill is not None:
+            raise ConfigError("--prefill: of which model? Say --model, its config.json")
+        return None
+    from nixl_offload.model_shape import read_model_shape
+
+    return read_model_shape(arguments.model, kv_dtype=arguments.kv_dtype, tp=arguments.tp)
+
+
+def _sections(
+    arguments: argparse.Namespace, config: Config, file: str, shape: ModelShape | None, trials: Trials, doing: Doing
+) -> list[Section]:
+    from nixl_offload.cli import check_machine
+    from nixl_offload.cli.check_file import file_section
+    from nixl_offload.cli.check_lines import Section
+    from nixl_offload.movers.gds_routes import find_driver
+
+    driver = find_driver("/").fact
+    gpu = bool(driver.ok)
+    # NIXL takes seconds to start: it does so while we look at the rest.
+    plugins = check_machine.begin_plugins(trials, config.tiers)
+    piece_bytes = _PIECE_BYTES if shape is None else shape.chunk_bytes(config.chunk_tokens)
+    sections = []
+    for tier in config.tiers:
+        if isinstance(tier, MemoryTier):
+            sections.append(_memory(tier, config, trials, doing, gpu=gpu))
+        elif isinstance(tier, FileTier):
+            capacity = tier.capacity_bytes if arguments.path is None else None
+            sections.append(
+                file_section(
+                    tier, trials, doing, capacity_bytes=capacity, io=not arguments.no_io, piece_bytes=piece_bytes
+                )
+            )
+            sections[-1].add(_pinning(config, gpu=gpu))
+        elif isinstance(tier, S3Tier):
+            from nixl_offload.cli.check_s3 import s3_section
+
+            sections.append(
+                s3_section(tier, trials, doing, config_file=file, io=not arguments.no_io, piece_bytes=piece_bytes)
+            )
+    doing("looking at libraries and plugins")
+    environment = Section("environment", "Environment")
+    environment.add([check_machine.hardware_line(gpu=gpu, words=driver.words)])
+    environment.add(check_machine.library_lines(config.tiers, gpu=gpu))
+    environment.add(check_machine.plugin_lines(trials, plugins, config.tiers, gpu=gpu))
+    hashes = _hashes(arguments, config) if arguments.path is None else []
+    if shape is None:
+        return [environment, *hashes, *sections]
+    from nixl_offload.cli.check_model import model_section
+
+    with_capacity = arguments.path is None
+    model = model_section(shape, config, sections, with_capacity=with_capacity, prefill_tokens_s=arguments.prefill)
+    return [environment, *hashes, *sections, model]
+
+
+def _hashes(arguments: argparse.Namespace, config: Config) -> list[Section]:
+    from nixl_offload.cli.check_hashes import hash_lines, read_server_arguments
+    from nixl_offload.cli.check_lines import Section
+
+    section = Section("hashes", "Block hashes")
+    section.add(hash_lines(config, read_server_arguments(arguments.vllm_args), os.environ))
+    return [section]
+
+
+def _memory(tier: MemoryTier, config: Config, trials: Trials, doing: Doing, *, gpu: bool) -> Section:
+    from nixl_offload.cli.check_lines import Section
+    from nixl_offload.cli.check_memory import memory_lines
+    from nixl_offload.units import format_size
+
+    doing("reckoning what memory there is", long="the engine brings torch along")
+    section = Section("memory", f"Memory tier of {format_size(tier.capacity_bytes)}")
+    room = trials.run("memory")
+    section.facts = {"capacity_bytes": tier.capacity_bytes, "room": room}
+    section.add(memory_lines(tier, room, gpu=gpu, staging_bytes=config.staging_bytes))
+    return section
+
+
+def _pinning(config: Config, *, gpu: bool) -> list[Line]:
+    """Say whether ``staging`` can be registered with cuFile: NIXL would only warn, and bounce."""
+    if not gpu:
+        return []
+    from nixl_offload.cli.check_lines import ok, wrong
+    from nixl_offload.errors import MoverError
+    from nixl_offload.movers.base import MemoryKind, MemoryRegion
+    from nixl_offload.movers.pinning import check_pinning
+    from nixl_offload.units import format_size
+
+    name = f"staging of {format_size(config.staging_bytes)}"
+    try:
+        check_pinning(name, MemoryRegion(0, config.staging_bytes, MemoryKind.VRAM), 0)
+    except MoverError as error:
+        return [wrong("staging", str(error), "staging: 64MiB")]
+    return [ok("staging", f"{name} can be registered with cuFile")]

@@ -1,4 +1,4 @@
-"""What ``nixl-offload check`` found: as text for people, in colours on a terminal, and as JSON.
+"""What ``nixl-offload check`` found: as text for people, in colours on a terminal, and as JSON; and its progress.
 
 Threading: pure but for printing.
 """
@@ -6,137 +6,83 @@ Threading: pure but for printing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TextIO
+from typing import Any, Final, TextIO
 
-from nixl_offload.cli.terminal import moment
-from nixl_offload.movers.gds import GdsReport
-from nixl_offload.movers.select import Probe
+from nixl_offload.cli.check_lines import STATES, Line, Section
 
-_MARKS: Final = {True: "ok", False: "not", None: "unknown"}
-_STYLES: Final = {"ok": "green", "not": "red", "unknown": "yellow"}
-
-Row = tuple[str, str, str]
-"""Mark, name, words."""
-
-
-class Measured(NamedTuple):
-    """A choice that lies beside the data."""
-
-    path: str
-    mover: str
-    way: str
-    reason: str
-    measured_at_s: float
-    current: bool
-    """Young enough to be used by the next start of the same machine and setting."""
-    candidates: tuple[tuple[str, str, bool, str, float, float], ...]
-    """Mover, way, whether it ran, why not, bytes per second read and written."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        names = ("mover", "way", "ok", "reason", "read_bytes_s", "write_bytes_s")
-        return {
-            **{name: value for name, value in self._asdict().items() if name != "candidates"},
-            "candidates": [dict(zip(names, candidate, strict=True)) for candidate in self.candidates],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    """All that there is to tell about one tier."""
-
-    path: str
-    mover: str
-    """What the config says."""
-    gds: GdsReport
-    movers: tuple[Probe, ...]
-    allowed: tuple[str, ...]
-    """Movers that the config lets this machine take."""
-    measured: tuple[Measured, ...]
-    problems: tuple[str, ...]
-    """Why it will not work; empty when it will."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {
-            "path": self.path,
-            "mover": self.mover,
-            "works": not self.problems,
-            "problems": list(self.problems),
-            "gds": {
-                "real": self.gds.real,
-                "verdict": self.gds.verdict,
-                "facts": [fact._asdict() for fact in self.gds.facts],
-            },
-            "movers": [{**probe._asdict(), "allowed": probe.name in self.allowed} for probe in self.movers],
-            "measured": [measured.to_dict() for measured in self.measured],
-        }
-
-    def fact_rows(self) -> list[Row]:
-        """Return what decides about GPUDirect Storage."""
-        rows = []
-        for fact in self.gds.facts:
-            rows.append((_MARKS[fact.ok], fact.name, fact.words))
-            if fact.mend and not fact.ok:
-                rows.append(("", "", f"to mend: {fact.mend}"))
-        return rows
-
-    def mover_rows(self) -> list[Row]:
-        """Return which movers start."""
-        other = "" if self.mover == "auto" else f" (`mover: {self.mover}` does not allow it)"
-        return [
-            (_MARKS[probe.ok], probe.name, probe.reason + ("" if probe.name in self.allowed else other))
-            for probe in self.movers
-        ]
+_STYLES: Final = {"ok": "green", "warning": "yellow", "wrong": "red", "unknown": "magenta"}
+_STATE_WIDTH: Final = max(map(len, STATES))
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """All tiers."""
+    """All that there is to tell."""
 
-    tiers: tuple[TierReport, ...]
+    sections: tuple[Section, ...]
 
     @property
     def works(self) -> bool:
-        """Whether every tier will."""
-        return not any(tier.problems for tier in self.tiers)
+        """Whether nothing is wrong."""
+        return not any(section.worst() == "wrong" for section in self.sections)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it all as plain data. Times are seconds since the epoch."""
-        return {"works": self.works, "tiers": [tier.to_dict() for tier in self.tiers]}
+        """Return it all as plain data; the keys are stable. Times are seconds, sizes bytes, speeds bytes per second."""
+        return {
+            "works": self.works,
+            "counts": self._counts(),
+            "sections": [section.to_dict() for section in self.sections],
+        }
 
     def print_to(self, out: TextIO) -> None:
-        """Print it."""
+        """Print it, and below it what is wrong once more, so that nobody has to scroll."""
         page = _Page(out)
-        if not self.tiers:
-            page.line("No tier with kind: file; nothing to check.")
-        for number, tier in enumerate(self.tiers):
+        for number, section in enumerate(self.sections):
             if number:
                 page.line("")
-            page.line(f"{tier.path}, mover: {tier.mover}", bold=True)
-            page.line("")
-            page.line(tier.gds.verdict)
-            page.rows(tier.fact_rows())
-            if tier.movers:
-                page.line("")
-                page.line("Movers:")
-                page.rows(tier.mover_rows())
-            page.line("")
-            for measured in tier.measured:
-                age = "" if measured.current else ", too old to be used"
-                chosen = f"{measured.mover} ({measured.way})"
-                page.line(f"Measured {moment(measured.measured_at_s)}{age}; chosen: {chosen}, {measured.reason}")
-                page.rows([_speeds(candidate) for candidate in measured.candidates])
-            if not tier.measured:
-                page.line("Speeds: not measured yet; with `mover: auto` and a GPU the first start does it.")
-            for problem in tier.problems:
-                page.rows([("not", "will not work", problem)])
+            page.line(section.title, bold=True)
+            page.rows(section.lines)
+        page.line("")
+        counts = self._counts()
+        told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+        if self.works:
+            page.line(f"Nothing is wrong: {told}.", bold=True)
+            return
+        page.line(f"{'One thing is' if counts['wrong'] == 1 else 'Some things are'} wrong: {told}.", bold=True)
+        for section in self.sections:
+            for line in section.lines:
+                if line.state == "wrong":
+                    page.line(f"  {section.title}: {line.name}: {line.words}")
+                    page.line(f"    to mend: {line.mend}")
+
+    def _counts(self) -> dict[str, int]:
+        states = [line.state for section in self.sections for line in section.lines]
+        return {state: states.count(state) for state in STATES}
 
 
-def _speeds(candidate: tuple[str, str, bool, str, float, float]) -> Row:
-    mover, way, ok, reason, read_bytes_s, write_bytes_s = candidate
-    speeds = f"read {read_bytes_s / 1e6:,.0f} MB/s, write {write_bytes_s / 1e6:,.0f} MB/s"
-    return (_MARKS[ok], f"{mover} {way}", speeds if ok and read_bytes_s else reason)
+class Doing:
+    """Says on a terminal what is being done, on one line that is written over; in a log only what takes long."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._shown = False
+
+    def __call__(self, what: str, *, long: str = "") -> None:
+        """Show ``what``; ``long`` says why it will take seconds, and where that makes a line in a log."""
+        text = f"{what} ({long})" if long else what
+        if self._terminal:
+            self._stream.write(f"\r\x1b[K{_printable(text)} ...")
+            self._shown = True
+        elif long:
+            self._stream.write(f"nixl-offload: {_printable(text)}\n")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Leave no half line behind."""
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._shown = False
 
 
 class _Page:
@@ -152,19 +98,20 @@ class _Page:
 
     def line(self, text: str, *, bold: bool = False) -> None:
         """Print one line."""
+        text = _printable(text)
         if self._console is None:
             print(text, file=self._out)
         else:
             self._console.print(text, style="bold" if bold else None)
 
-    def rows(self, rows: list[Row]) -> None:
-        """Print mark, name and words below each other."""
-        if not rows:
-            return
+    def rows(self, lines: list[Line]) -> None:
+        """Print state, name and words below each other, and each mend below its line."""
         if self._console is None:
-            width = max(len(name) for _, name, _ in rows)
-            for mark, name, words in rows:
-                print(f"  {mark:<7}  {name:<{width}}  {words}".rstrip(), file=self._out)
+            width = max((len(line.name) for line in lines), default=0)
+            for line in lines:
+                print(f"  {line.state:<{_STATE_WIDTH}}  {line.name:<{width}}  {_printable(line.words)}", file=self._out)
+                if line.mend:
+                    print(f"  {'':<{_STATE_WIDTH}}  {'':<{width}}  to mend: {_printable(line.mend)}", file=self._out)
             return
         from rich.table import Table
         from rich.text import Text
@@ -172,7 +119,15 @@ class _Page:
         grid = Table.grid(padding=(0, 2, 0, 0))
         for overflow in ("ignore", "ignore", "fold"):
             grid.add_column(no_wrap=overflow == "ignore", overflow=overflow)
-        for mark, name, words in rows:
-            # The drive's and the loader's words may hold what looks like markup: Text takes them as they are.
-            grid.add_row(Text(f"  {mark:<7}", _STYLES.get(mark, "")), Text(name), Text(words))
+        for line in lines:
+            # A server's and the loader's words may hold what looks like markup: Text takes them as they are.
+            state = Text(f"  {line.state}", _STYLES[line.state])
+            grid.add_row(state, Text(line.name), Text(_printable(line.words)))
+            if line.mend:
+                grid.add_row("", "", Text(f"to mend: {_printable(line.mend)}", "bold"))
         self._console.print(grid)
+
+
+def _printable(text: str) -> str:
+    """Paths, and what servers say, may hold what moves a terminal's cursor."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

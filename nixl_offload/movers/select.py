@@ -199,17 +199,17 @@ def move_page(mover: Mover, submit: Callable[[], Transfer], timeout_s: float) ->
         raise MoverError(transfer.error or "failed")
 
 
-def scratch_memory(kind: MemoryKind) -> tuple[MemoryRegion, object]:
-    """Memory to probe with, and what keeps it alive."""
+def scratch_memory(kind: MemoryKind, length_bytes: int = SCRATCH_BYTES) -> tuple[MemoryRegion, object]:
+    """Memory to probe with, page-aligned, and what keeps it alive. Raises MoverError."""
     if kind is MemoryKind.DRAM:
-        pages = mmap.mmap(-1, SCRATCH_BYTES)
-        return MemoryRegion(ctypes.addressof(ctypes.c_char.from_buffer(pages)), SCRATCH_BYTES), pages
+        pages = mmap.mmap(-1, length_bytes)
+        return MemoryRegion(ctypes.addressof(ctypes.c_char.from_buffer(pages)), length_bytes), pages
     try:
         import torch
     except ImportError as error:
         raise MoverError("no torch to take device memory from") from error
     if not torch.cuda.is_available():
         raise MoverError("no CUDA device")
-    tensor = torch.empty(SCRATCH_BYTES + PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, device="cuda")
     address = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
-    return MemoryRegion(address, SCRATCH_BYTES, kind, tensor.device.index), tensor
+    return MemoryRegion(address, length_bytes, kind, tensor.device.index), tensor

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from contextlib import closing
+from typing import Any, Final, NamedTuple
 
 import boto3
 from botocore.config import Config
@@ -95,6 +96,48 @@ def error_code(error: StoreError) -> str:
     """Return S3's own word for what went wrong, empty where the error is not an answer of S3."""
     cause = error.__cause__
     return str(cause.response.get("Error", {}).get("Code", "")) if isinstance(cause, ClientError) else ""
+
+
+class ClientFacts(NamedTuple):
+    """What boto3 makes of a tier and of the AWS chain. Holds no credentials."""
+
+    endpoint: str
+    region: str | None
+    credentials: str | None
+    """botocore's name of the link of the chain that has some: ``env``, ``iam-role`` ...; None where none has."""
+
+
+def client_facts(tier: S3Tier) -> ClientFacts:
+    """Return what a client would use. Asks for credentials where the chain leads, which may take seconds.
+
+    Raises StoreError.
+    """
+    try:
+        with closing(make_client(tier)) as client:
+            endpoint, region = str(client.meta.endpoint_url), client.meta.region_name
+        credentials = boto3.session.Session().get_credentials()
+    except StoreError:
+        raise
+    except Exception as error:  # A foreign library's edge.
+        raise translated(error, "look for credentials", S3Address.of(tier)) from error
+    return ClientFacts(endpoint, region, None if credentials is None else str(credentials.method))
+
+
+def bucket_region(tier: S3Tier) -> str | None:
+    """Return the region in which the bucket is, whichever the tier says: boto3 goes where it is sent.
+
+    None where the server's answer names none. Raises StoreError.
+    """
+    address = S3Address.of(tier)
+    try:
+        with closing(make_client(tier)) as client:
+            found = client.get_bucket_location(Bucket=address.bucket).get("LocationConstraint")
+    except StoreError:
+        raise
+    except Exception as error:  # A foreign library's edge.
+        raise translated(error, "ask where the bucket is", address) from error
+    # S3 has no word for its first region, and an old one for its second.
+    return "us-east-1" if found is None else "eu-west-1" if found == "EU" else str(found)
 
 
 class _BrokenBodyError(StoreError):

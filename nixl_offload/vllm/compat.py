@@ -12,16 +12,13 @@ What differs, as far as it concerns us (``docs/decisions/0007-vllm-versions.md``
 
 from __future__ import annotations
 
-import re
 from collections.abc import MutableMapping
 from typing import Any
 
 import vllm
 
 from nixl_offload.errors import NotSupportedError
-
-SUPPORTED = ((0, 32), (0, 33))
-"""Minor versions that the tests have run against."""
+from nixl_offload.vllm.versions import SUPPORTED, minor_version, supported_range
 
 
 def check_version(version: str | None = None) -> tuple[int, int]:
@@ -31,12 +28,10 @@ def check_version(version: str | None = None) -> tuple[int, int]:
     a failed load ends as a recompute or as a dead engine, so guessing is not an option.
     """
     text = vllm.__version__ if version is None else version
-    match = re.match(r"(\d+)\.(\d+)", text)
-    found = (int(match[1]), int(match[2])) if match else None
+    found = minor_version(text)
     if found not in SUPPORTED:
-        low, high = (".".join(map(str, item)) for item in (SUPPORTED[0], SUPPORTED[-1]))
         raise NotSupportedError(
-            f"nixl-offload supports vLLM {low} to {high}, and this is vLLM {text}; "
+            f"nixl-offload supports vLLM {supported_range()}, and this is vLLM {text}; "
             f"install one of those, or a nixl-offload that names {text} in its release notes"
         )
     return found

@@ -15,6 +15,7 @@ end of the ``with``) resets every connection, held ones too, and joins the threa
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import re
 import socket
 import threading
@@ -23,6 +24,7 @@ import zlib
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
@@ -30,7 +32,20 @@ from examples.s3_server import free_port
 
 from .http1 import CHUNKED, UNTIL_EOF, Head, Wire, operation_of
 
-__all__ = ["Answer", "Cut", "Delay", "Fault", "FaultProxy", "Flip", "Hold", "Request", "Reset", "Rule", "Stall"]
+__all__ = [
+    "Answer",
+    "Cut",
+    "Delay",
+    "Fault",
+    "FaultProxy",
+    "Flip",
+    "Hold",
+    "Redate",
+    "Request",
+    "Reset",
+    "Rule",
+    "Stall",
+]
 
 T = TypeVar("T")
 _WAIT_S: Final = 10.0
@@ -53,10 +68,22 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer instead of the server, which hears nothing. For example (500, "InternalError"), (403, "AccessDenied")."""
+    """Answer instead of the server, which hears nothing. For example (500, "InternalError"), (403, "AccessDenied").
+
+    ``headers`` are lines, ``more`` is XML beside the code.
+    """
 
     status: int = 503
     code: str = "SlowDown"
+    headers: tuple[str, ...] = ()
+    more: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Redate:
+    """Shift the answer's ``Date``, as a server does whose clock is ``seconds`` ahead."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +123,7 @@ class Stall:
     at: int | float = 0.5
 
 
-Fault = Delay | Hold | Answer | Reset | Cut | Flip | Stall
+Fault = Delay | Hold | Answer | Redate | Reset | Cut | Flip | Stall
 
 
 @dataclass(slots=True)
@@ -130,11 +157,13 @@ class Rule:
         times: int | None,
         probability: float,
         seed: int,
+        unless: str = "",
     ) -> None:
         self.fault = fault
         self._proxy = proxy
         self._operations = None if operation is None else frozenset(operation.split("|"))
         self._key = re.compile(key)
+        self._unless = re.compile(unless) if unless else None
         self._nth, self._times = nth, times
         self._probability, self._seed = probability, seed
         self._seen: Counter[str] = Counter()
@@ -169,8 +198,10 @@ class Rule:
     ) -> None:
         self.release()
 
-    def _takes(self, request: Request) -> bool:
+    def _takes(self, request: Request, head: str) -> bool:
         """Decide on a request, and count it. Called under the proxy's lock."""
+        if self._unless is not None and self._unless.search(head):
+            return False
         if self._operations is not None and request.operation not in self._operations:
             return False
         if not self._key.search(request.key):
@@ -228,6 +259,7 @@ class FaultProxy:
         times: int | None = None,
         probability: float = 1.0,
         seed: int = 0,
+        unless: str = "",
     ) -> Rule:
         """Break requests from now on.
 
@@ -242,8 +274,9 @@ class FaultProxy:
             probability: Share of requests. Which ones depends on ``seed``, on what they ask and how often that was
                 asked, not on the order in which they arrive.
             seed: Of the choice above.
+            unless: Regular expression; where it is found in a request's head, that is spared.
         """
-        rule = Rule(self, fault, operation, key, nth, times, probability, seed)
+        rule = Rule(self, fault, operation, key, nth, times, probability, seed, unless)
         with self._changed:
             self._rules.append(rule)
         return rule
@@ -377,12 +410,13 @@ class FaultProxy:
     def _admit(self, head: Head) -> tuple[Request, list[Rule]]:
         operation, key = operation_of(head)
         request = Request(operation, key, head.first[1], time.monotonic())
+        text = head.raw.decode("latin-1")
         with self._changed:
             self._requests.append(request)
             rules: list[Rule] = []
             for rule in self._rules:
                 broken = any(not isinstance(taken.fault, Delay) for taken in rules)
-                if (isinstance(rule.fault, Delay) or not broken) and rule._takes(request):
+                if (isinstance(rule.fault, Delay) or not broken) and rule._takes(request, text):
                     rules.append(rule)
             request.faults = [rule.fault for rule in rules]
             self._changed.notify_all()
@@ -444,12 +478,14 @@ class _Exchange:
         if not expects:
             async for _ in self._client.body(head.request_framing()):
                 pass
-        body = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>by rule</Message></Error>".encode()
+        error = f"<Error><Code>{fault.code}</Code><Message>by rule</Message>{fault.more}</Error>"
+        body = f"<?xml version='1.0'?>{error}".encode()
         request.status = fault.status
         lines = [
             f"HTTP/1.1 {fault.status} {fault.code}",
             "Content-Type: application/xml",
             f"Content-Length: {len(body)}",
+            *fault.headers,
         ]
         lines += ["Connection: close"] if expects else []
         await self._client.send("\r\n".join([*lines, "", ""]).encode() + (b"" if head.first[0] == "HEAD" else body))
@@ -487,6 +523,8 @@ class _Exchange:
         framing = answer.answer_framing(method)
         fault = rule.fault if rule else None
         request.status = answer.status
+        if isinstance(fault, Redate):
+            answer = Head.parse(_redated(answer, fault.seconds))
         on_body = isinstance(fault, Cut | Stall) or fault == Reset("body")
         on_body = on_body or (isinstance(fault, Flip) and fault.side == "answer")
         if rule is not None and on_body:
@@ -547,6 +585,13 @@ async def _pause(at: str, rules: list[Rule]) -> None:
             await asyncio.sleep(rule.fault.seconds)
         elif isinstance(rule.fault, Hold) and rule.fault.at == at:
             await rule._released.wait()
+
+
+def _redated(head: Head, seconds: float) -> bytes:
+    """Return the head's bytes with its date shifted."""
+    date = email.utils.parsedate_to_datetime(head.headers["date"]) + timedelta(seconds=seconds)
+    lines = [line for line in head.raw[:-4].split(b"\r\n") if not line.lower().startswith(b"date:")]
+    return b"\r\n".join([*lines, f"Date: {email.utils.format_datetime(date, usegmt=True)}".encode(), b"", b""])
 
 
 async def _drained() -> None:
