@@ -34,6 +34,8 @@ from tests.vllm.spawning import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 _REQUEST_BYTES = 1 << 18
+MAIN_MODULE = "NIXL_OFFLOAD_TEST_MAIN"
+"""Environment variable: the module whose ``main`` a forked process runs, if it is not the engine over pipes."""
 _IMPORTS = (
     "vllm",
     "vllm.entrypoints.llm",
@@ -207,9 +209,7 @@ def _become_engine(environment: dict[str, str], descriptors: list[int], *, spawn
         _save_work()
         if spawns:
             fork_server()
-        from examples.demo import engine_process
-
-        code = engine_process.main()
+        code = importlib.import_module(environment.get(MAIN_MODULE, "examples.demo.engine_process")).main()
     except BaseException:  # noqa: BLE001 - the fork must never return into the zygote's loop
         traceback.print_exc()
     finally:
