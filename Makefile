@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-compile
+THIRDS := install-cpu-0 install-cpu-1 install-cpu-2
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
@@ -31,7 +32,8 @@ demo: $(STAMP) ## Serve long prompts, restart the engine, serve them again from 
 demo-s3: $(STAMP) ## Two engines, one bucket: the second serves what the first computed (ARGS=--json)
 	@$(BIN)/python -m examples.demo_s3 $(ARGS)
 
-test: lint ## Everything: lint, types, import floors, all tests (ARGS goes to pytest, WORKERS=n runs n tests at a time)
+test: $(STAMP) ## Everything: lint, types, import floors, all tests (ARGS goes to pytest, WORKERS=n runs n tests at a time)
+	@$(MAKE) -j2 lint $(VENV)/.compiled
 	@echo "== tests, $(WORKERS) at a time"
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -79,16 +81,26 @@ $(STAMP): constraints.txt constraints-gpu.txt pyproject.toml
 	@echo "== nixl-offload" && $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: install-cpu install-gpu
+# Lets Python compile what tests import, once and beside lint: every worker would do it, and all at the same time.
+$(VENV)/.compiled: $(STAMP)
+	@$(BIN)/python -c "from tests.vllm import zygote; zygote.import_all()" >$(VENV)/compiled.log 2>&1 || true
+	@touch $@
 
-# The pins are complete, so nothing is resolved; what is never imported is never compiled (--no-compile).
-# CPU torch is on PyTorch's own index where no mirror has it.
+.PHONY: install-cpu install-cpu-torch $(THIRDS) install-gpu
+
+# The pins are complete, so nothing is resolved; what is never imported is never compiled (--no-compile). Most of the
+# time goes into unpacking, on one core for each pip: so two run at a time, each with packages of its own.
 install-cpu:
-	@echo "== torch for CPU"
+	@echo "== torch and vLLM for CPU, NIXL, KvikIO, S3 clients and tools (a minute or two)"
+	@$(MAKE) -j2 install-cpu-torch $(THIRDS)
+
+# It is on PyTorch's own index where no mirror has it.
+install-cpu-torch:
 	@torch="$$(grep '^torch==' constraints.txt)"; \
 	  $(INSTALL) --no-deps "$$torch" 2>/dev/null || $(INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch"
-	@echo "== vLLM for CPU, NIXL, KvikIO, S3 clients and tools (a minute or two)"
-	@$(INSTALL) --no-deps -r constraints.txt
+
+$(THIRDS): install-cpu-%:
+	@$(INSTALL) --no-deps -r <(grep -E '^[A-Za-z]' constraints.txt | grep -v '^torch==' | awk 'NR % 3 == $*')
 
 install-gpu:
 	@echo "== vLLM for CUDA (several GB)"

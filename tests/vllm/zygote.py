@@ -169,11 +169,16 @@ class ForkedEngine(Engine):
         return cast("subprocess.Popen[bytes]", self._zygote.fork(log_file, environment, spawns=spawns))
 
 
-def serve(requests: socket.socket) -> None:
-    """The far end: import, then fork and reap on request until the socket ends."""
+def import_all() -> None:
+    """Import what engines import."""
     for name in _IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def serve(requests: socket.socket) -> None:
+    """The far end: import, then fork and reap on request until the socket ends."""
+    import_all()
     gc.collect()
     gc.freeze()  # a child's collections need not copy the pages that all share
     while True:
