@@ -101,6 +101,9 @@ def transfer_config(config: Mapping[str, Any] | str) -> dict[str, Any]:
 class Engine:
     """A running engine. Every call raises EngineError when the engine fails, dies or misses the deadline."""
 
+    answer_tokens = 16
+    """Length of answers, unless a call says otherwise."""
+
     def __init__(
         self,
         model: Path,
@@ -135,16 +138,19 @@ class Engine:
         self,
         prompts: list[list[int]],
         *,
-        max_tokens: int = 16,
+        max_tokens: int | None = None,
         together: bool = False,
         timeout_s: float = 120.0,
         transfer_params: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
-        """Answer prompts greedily, one after the other or as one batch. ``transfer_params``: hints of each request."""
+        """Answer prompts greedily, one after the other or as one batch. ``transfer_params``: hints of each request.
+
+        ``max_tokens`` defaults to ``answer_tokens``.
+        """
         reply = self.call(
             "generate",
             prompts=prompts,
-            max_tokens=max_tokens,
+            max_tokens=self.answer_tokens if max_tokens is None else max_tokens,
             together=together,
             timeout_s=timeout_s,
             transfer_params=transfer_params,

@@ -28,8 +28,6 @@ from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Worksh
 CHUNK_BYTES = CHUNK_TOKENS * 2 * TINY.layers * TINY.kv_heads * TINY.head_size * 4
 PROMPT_CHUNKS = 4
 FULL_TOKENS = PROMPT_CHUNKS * CHUNK_TOKENS
-ANSWER_TOKENS = 4
-"""So many show any damaged block: ``test_model_depends_on_kv.py`` proves it."""
 ENGINE_OPTIONS: dict[str, Any] = {"max_num_batched_tokens": CHUNK_TOKENS}
 
 Prompt = list[int]
@@ -43,23 +41,22 @@ def chunk_prompts(count: int, *, seed: int) -> list[Prompt]:
 class Reference:
     """A running vLLM without a connector; each prompt is computed once, from nothing."""
 
-    def __init__(self, workshop: Workshop, *, max_tokens: int = ANSWER_TOKENS) -> None:
+    def __init__(self, workshop: Workshop) -> None:
         self._engine = workshop.start_engine(**ENGINE_OPTIONS)
-        self._max_tokens = max_tokens
         self._known: dict[tuple[int, ...], Answer] = {}
 
     def answers(self, prompts: list[Prompt]) -> list[Answer]:
         """What the prompts are to be answered with."""
         new = [prompt for prompt in prompts if tuple(prompt) not in self._known]
         if new:
-            for prompt, answer in zip(new, self._engine.generate(new, max_tokens=self._max_tokens), strict=True):
+            for prompt, answer in zip(new, self._engine.generate(new), strict=True):
                 self._known[tuple(prompt)] = answer
         return [self._known[tuple(prompt)] for prompt in prompts]
 
     def check(self, engine: Engine, prompts: list[Prompt]) -> list[Answer]:
         """Let ``engine`` answer, without what the GPU remembers; assert that tokens and logprobs are right."""
         assert engine.reset_prefix_cache()
-        answers = engine.generate(prompts, max_tokens=self._max_tokens)
+        answers = engine.generate(prompts)
         for answer, right in zip(answers, self.answers(prompts), strict=True):
             assert answer.tokens == right.tokens
             assert answer.logprobs == right.logprobs

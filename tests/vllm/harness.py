@@ -29,6 +29,7 @@ from examples.demo.model import TINY, TINY_HYBRID, ModelShape, random_prompts, w
 from tests.vllm.zygote import ForkedEngine, Zygote
 
 __all__ = [
+    "ANSWER_TOKENS",
     "BLOCK_TOKENS",
     "CHUNK_TOKENS",
     "MAX_BATCHED_TOKENS",
@@ -48,6 +49,8 @@ __all__ = [
     "tree_tier",
 ]
 
+ANSWER_TOKENS = 4
+"""So many show any damaged block: ``test_model_depends_on_kv.py``. Each takes as long as 100 tokens of a prompt."""
 BLOCK_TOKENS = 64
 CHUNK_TOKENS = 256
 MAX_BATCHED_TOKENS = 512
@@ -105,6 +108,7 @@ class Workshop:
             },
             **options,
         )
+        engine.answer_tokens = ANSWER_TOKENS
         self._engines.append(engine)
         return engine
 

@@ -130,17 +130,15 @@ def said(engine: Engine) -> str:
     return "\n".join(["", *[line for line in lines if any(word in line for word in ours)][-25:]])
 
 
-def until_stored(
-    engine: Engine, medium: Medium, prompts: list[Prompt], shards: int, *, max_tokens: int
-) -> list[Answer]:
+def until_stored(engine: Engine, medium: Medium, prompts: list[Prompt], shards: int) -> list[Answer]:
     """Ask until so many shards rest on the medium: a busy machine may shed a store. Returns the first answers."""
-    first = engine.generate(prompts, max_tokens=max_tokens)
+    first = engine.generate(prompts)
     assert engine.settle()
     deadline = time.monotonic() + RECOVERY_DEADLINE_S
     while len(medium.shards()) < shards:
         assert time.monotonic() < deadline, f"{len(medium.shards())} of {shards} shards are stored{said(engine)}"
         assert engine.reset_prefix_cache()
-        engine.generate(prompts, max_tokens=max_tokens)
+        engine.generate(prompts)
         assert engine.settle()
     return first
 

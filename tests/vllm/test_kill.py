@@ -100,5 +100,5 @@ def test_ten_kills_during_stores(workshop: Workshop) -> None:
 def _serve_for_ever(engine: Engine, prompts: list[list[int]]) -> NoReturn:
     """Answer, and finish what is stored, until the engine is gone."""
     while True:
-        engine.generate(prompts)
+        engine.generate(prompts, max_tokens=16)
         engine.settle()

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.damage import ANSWER_TOKENS
 from tests.vllm.harness import (
     BLOCK_TOKENS,
     TAIL_TOKENS,
@@ -74,15 +73,15 @@ def test_poisoned_blocks_change_tokens_and_logprobs(served: tuple[ModelShape, En
 def test_a_single_poisoned_block_is_noticed(served: tuple[ModelShape, Engine]) -> None:
     """Each cached block that the rest of the prompt attends to, one of 24 and however far away, shows when damaged.
 
-    It shows in an answer as short as those that the tests of damage compare.
+    It shows in an answer as short as other tests compare.
     """
     shape, engine = served
     asked = prompts(1, seed=13)
-    blocks, [cold] = _answers_and_blocks(engine, asked, max_tokens=ANSWER_TOKENS)
+    blocks, [cold] = _answers_and_blocks(engine, asked)
     noticed = 0
     for block in blocks:
         _poison(engine, [block])
-        [damaged] = engine.generate(asked, max_tokens=ANSWER_TOKENS)
+        [damaged] = engine.generate(asked)
         noticed += not damaged.same_as(cold)
         _poison(engine, [block])
     cached_blocks = (len(asked[0]) - TAIL_TOKENS) // BLOCK_TOKENS
@@ -90,12 +89,10 @@ def test_a_single_poisoned_block_is_noticed(served: tuple[ModelShape, Engine]) -
     assert noticed == cached_blocks + window_blocks
 
 
-def _answers_and_blocks(
-    engine: Engine, asked: list[list[int]], *, max_tokens: int = 16
-) -> tuple[list[int], list[Answer]]:
+def _answers_and_blocks(engine: Engine, asked: list[list[int]]) -> tuple[list[int], list[Answer]]:
     assert engine.reset_prefix_cache()
     engine.worker("clear_kv")
-    answers = engine.generate(asked, max_tokens=max_tokens)
+    answers = engine.generate(asked)
     blocks: list[int] = engine.worker("written_blocks")[0]
     return blocks, answers
 

@@ -36,7 +36,6 @@ OTHERS = chunk_prompts(1, seed=202)
 FORK_TOKENS = 2 * CHUNK_TOKENS
 FORK = PROMPTS[0][:FORK_TOKENS] + OTHERS[0][FORK_TOKENS:]
 FRESH = chunk_prompts(1, seed=203)
-ANSWER_TOKENS = 4
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
@@ -85,9 +84,9 @@ def right(workshop: Workshop) -> dict[ModelShape, list[Answer]]:
     answers = {}
     for shape in (TINY, TINY_HYBRID):
         with workshop.start_engine(shape, **ENGINE_OPTIONS) as engine:
-            answers[shape] = engine.generate([*PROMPTS, *OTHERS], max_tokens=ANSWER_TOKENS)
+            answers[shape] = engine.generate([*PROMPTS, *OTHERS])
             assert engine.reset_prefix_cache()
-            answers[shape] += engine.generate([FORK], max_tokens=ANSWER_TOKENS)
+            answers[shape] += engine.generate([FORK])
     return answers
 
 
@@ -104,7 +103,7 @@ def _load(engine: Engine, asked: list[Prompt], expected: list[Answer]) -> list[A
     """
     deadline = time.monotonic() + RECOVERY_DEADLINE_S
     while True:
-        answers = engine.generate(asked, max_tokens=ANSWER_TOKENS)
+        answers = engine.generate(asked)
         _assert_same(answers, expected)
         if [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(answers):
             return answers
@@ -125,7 +124,7 @@ def test_two_engines(
     """The second's hit tokens are the first's stored tokens; then the other way round; then each takes what it can."""
     pair = pair_on(name, shape)
     medium, first, second, count = pair.medium, pair.first, pair.second, len(PROMPTS)
-    answers = until_stored(first, medium, PROMPTS, count * FULL_TOKENS // CHUNK_TOKENS, max_tokens=ANSWER_TOKENS)
+    answers = until_stored(first, medium, PROMPTS, count * FULL_TOKENS // CHUNK_TOKENS)
     assert hits(answers) == 0
     _assert_same(answers, right[shape][:count])
     answers = _load(second, PROMPTS, right[shape][:count])
@@ -135,14 +134,14 @@ def test_two_engines(
         assert hits(answers) * token_bytes(shape) == first.stored_bytes()
         assert len(medium.shards()) * CHUNK_TOKENS == hits(answers)
 
-    _assert_same(second.generate(OTHERS, max_tokens=ANSWER_TOKENS), right[shape][count:-1])
+    _assert_same(second.generate(OTHERS), right[shape][count:-1])
     assert second.settle()
     _load(first, OTHERS, right[shape][count:-1])
 
     # A prompt that forks off a stored one takes the common beginning. Of a sliding-window group vLLM stores just the
     # last window, so there a prefix that ends earlier is a miss.
     assert second.reset_prefix_cache()
-    [answer] = second.generate([FORK], max_tokens=ANSWER_TOKENS)
+    [answer] = second.generate([FORK])
     assert answer.external_hit_tokens == (FORK_TOKENS if shape.sliding_window is None else 0), said(second)
     _assert_same([answer], right[shape][-1:])
     assert second.settle()
@@ -160,9 +159,7 @@ def test_two_ranks(server: RcloneServer, workshop: Workshop) -> None:
     engines: list[Engine] = []
     side_by_side(*[lambda: engines.append(_start(workshop, medium, **TWO_RANKS))] * 2)
     first, second = engines
-    expected = until_stored(
-        first, medium, PROMPTS, 2 * len(PROMPTS) * FULL_TOKENS // CHUNK_TOKENS, max_tokens=ANSWER_TOKENS
-    )
+    expected = until_stored(first, medium, PROMPTS, 2 * len(PROMPTS) * FULL_TOKENS // CHUNK_TOKENS)
     stored_bytes = first.stored_bytes()
     assert {name.rank for name in map(parse_shard_name, medium.shards()) if name} == {0, 1}
 
@@ -172,14 +169,14 @@ def test_two_ranks(server: RcloneServer, workshop: Workshop) -> None:
         gone = next(name for name in medium.shards() if name.endswith(f".{rank:04x}"))
         medium.delete(gone)
         assert second.reset_prefix_cache()
-        _assert_same(second.generate(PROMPTS, max_tokens=ANSWER_TOKENS), expected)
+        _assert_same(second.generate(PROMPTS), expected)
         assert second.settle()
         assert second.reset_prefix_cache()
         _load(second, PROMPTS, expected)
         assert gone in medium.shards()
     side_by_side(first.stop, second.stop)
     with _start(workshop, medium) as alone:
-        assert hits(alone.generate(PROMPTS, max_tokens=ANSWER_TOKENS)) == 0
+        assert hits(alone.generate(PROMPTS)) == 0
 
 
 DIFFERENT: dict[str, dict[str, Any]] = {
@@ -197,7 +194,7 @@ def common(server: RcloneServer, workshop: Workshop) -> Medium:
     """A bucket in which an engine with nothing special has stored ``PROMPTS``."""
     medium = bucket(server, "obstore", prefix="common")
     with _start(workshop, medium) as engine:
-        engine.generate(PROMPTS, max_tokens=ANSWER_TOKENS)
+        engine.generate(PROMPTS)
         assert engine.settle()
     assert medium.shards()
     return medium
@@ -209,11 +206,11 @@ def test_no_hit_across(what: str, common: Medium, workshop: Workshop) -> None:
     before = common.snapshot()
     spaces = common.namespaces()
     with _start(workshop, common, **DIFFERENT[what]) as engine:
-        cold = engine.generate(PROMPTS[:1], max_tokens=ANSWER_TOKENS)
+        cold = engine.generate(PROMPTS[:1])
         assert hits(cold) == 0
         assert engine.settle()
         assert engine.reset_prefix_cache()
-        again = engine.generate(PROMPTS[:1], max_tokens=ANSWER_TOKENS)
+        again = engine.generate(PROMPTS[:1])
         assert hits(again) == FULL_TOKENS
         _assert_same(again, cold)
     after = common.snapshot()
@@ -228,14 +225,14 @@ def test_a_reset_counts_for_one_engine(name: str, pair_on: Callable[[str, ModelS
     """After ``reset_prefix_cache`` nothing stored before is served to this engine; other engines lose nothing."""
     pair = pair_on(name, TINY)
     medium, one, other = pair.medium, pair.first, pair.second
-    expected = one.generate(FRESH, max_tokens=ANSWER_TOKENS)
+    expected = one.generate(FRESH)
     assert one.settle()
     _load(other, FRESH, expected)
     before = medium.snapshot()
 
     assert one.reset_prefix_cache(connector=True)
     assert medium.snapshot() == before
-    answers = one.generate(FRESH, max_tokens=ANSWER_TOKENS)
+    answers = one.generate(FRESH)
     assert hits(answers) == 0
     _assert_same(answers, expected)
 
