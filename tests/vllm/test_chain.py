@@ -29,14 +29,14 @@ from tests.vllm.harness import (
     prompts,
 )
 
-PROMPTS = prompts(6, seed=801)
-FULL_TOKENS = 3 * MAX_BATCHED_TOKENS
+PROMPTS = prompts(6, steps=2, seed=801)
+FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
 """Of each prompt. Its tail is computed."""
 CHUNKS = FULL_TOKENS // CHUNK_TOKENS
 SOURCES = "vllm:prompt_tokens_cached_by_source"
 CHUNK_METRIC = "vllm:nixl_offload_chunks"
 SMALL = {"kind": "memory", "capacity": "8MiB"}
-"""Room for 7 chunks of TINY; ``PROMPTS`` have 36."""
+"""Room for 7 chunks of TINY; ``PROMPTS`` have 24."""
 
 
 def files(path: Path, capacity: str = "256MiB") -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_memory_alone(shape: ModelShape, expected: list[Answer], workshop: Works
 
 def test_written_through_at_shutdown(workshop: Workshop) -> None:
     """An engine that is stopped at once, without a step more, has brought to files what was on its way there."""
-    [asked] = prompts(1, seed=802)
+    [asked] = prompts(1, steps=2, seed=802)
     config = chain_config({"kind": "memory", "capacity": "64MiB"}, files(workshop.scratch / "drained"))
     with workshop.start_engine(TINY, config) as engine:
         [right] = engine.generate([asked])
@@ -157,7 +157,7 @@ def test_written_through_at_shutdown(workshop: Workshop) -> None:
 
 def test_hints_of_a_request(workshop: Workshop) -> None:
     """``kv_load_tiers`` says which tiers may serve a request, ``max_offload_tokens`` how much of it is stored."""
-    first, second = prompts(2, seed=803)
+    first, second = prompts(2, steps=2, seed=803)
     config = chain_config({"kind": "memory", "capacity": "64MiB"}, files(workshop.scratch / "hints"))
     with workshop.start_engine(TINY, config) as engine:
         [right] = engine.generate([first])
@@ -184,7 +184,7 @@ def test_hints_of_a_request(workshop: Workshop) -> None:
 
 def test_stored_when_asked_for_again(workshop: Workshop) -> None:
     """With ``store_after: 2`` a prompt that comes once leaves nothing; one that comes twice is stored."""
-    once, twice = prompts(2, seed=804)
+    once, twice = prompts(2, steps=2, seed=804)
     with workshop.start_engine(TINY, chain_config({"kind": "memory", "capacity": "64MiB"}, store_after=2)) as engine:
         engine.generate([once, twice])
         assert engine.settle()
@@ -207,7 +207,7 @@ def server() -> Iterator[RcloneServer]:
 
 def test_three_tiers(workshop: Workshop, server: RcloneServer) -> None:
     """A chunk goes to memory, and from there to files and to the bucket; each of the three alone serves it."""
-    asked = prompts(2, seed=805)
+    asked = prompts(2, steps=2, seed=805)
     path = workshop.scratch / "three"
     bucket = server.tier("three")
     environment = server.environment
@@ -234,7 +234,7 @@ def test_three_tiers(workshop: Workshop, server: RcloneServer) -> None:
 
 def test_files_pass_on_to_a_bucket(workshop: Workshop, server: RcloneServer) -> None:
     """Without memory between them: what is stored in files goes on to the bucket, and another engine finds it there."""
-    asked = prompts(2, seed=806)
+    asked = prompts(2, steps=2, seed=806)
     bucket = server.tier("relay")
     config = chain_config(files(workshop.scratch / "relay"), bucket)
     with workshop.start_engine(TINY, config, environment=server.environment) as engine:

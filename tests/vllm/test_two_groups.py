@@ -13,7 +13,7 @@ import pytest
 
 from tests.vllm.harness import TINY_HYBRID, Answer, Engine, Workshop, close, file_tier, prompts
 
-PROMPTS = prompts(3, seed=81)
+PROMPTS = prompts(3, steps=2, seed=81)
 
 
 @pytest.fixture(scope="module")
