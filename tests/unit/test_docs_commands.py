@@ -176,7 +176,8 @@ def _mentions() -> Iterator[tuple[str, list[str]]]:
         found = re.findall(r"`(nixl-offload [^`\n]+)`", _FENCE.sub("", text))
         for block in BLOCKS:
             if block.page == page and block.is_shell:
-                found += re.findall(r"\bnixl-offload [^|;)>\n]+", block.text)
+                typed = re.findall(r"^\$ .*", block.text, re.MULTILINE) if block.language == "console" else [block.text]
+                found += re.findall(r"\bnixl-offload [^|;)>\n]+", "\n".join(typed))
         for line in found:
             yield f"{page.name}: {line}", shlex.split(re.sub(r"[\"']|\s#.*", "", line))[1:]
 
