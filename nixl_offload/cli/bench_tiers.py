@@ -21,16 +21,14 @@ from nixl_offload.cli.bench_memory import KVCache
 from nixl_offload.cli.terminal import plural
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
 from nixl_offload.engine import ChunkIO, Engine, JobResult
-from nixl_offload.engine.choose import Choice, choose, open_file_mover
-from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.links.objects import ObjectLink
 from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.reach import Reach, choose_way, reach_files, ways_of
 from nixl_offload.errors import StoreError, TierError
-from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
@@ -42,7 +40,6 @@ SCRATCH: Final = b"nxobench".hex()
 """How the names of scratch namespaces begin: half of 32 hex digits, which no digest has but by a chance of 2**-64."""
 _STALE_S: Final = 3600.0
 _BATCH_NAMES: Final = 1000
-_NEVER_DIRECT: Final = 1 << 62
 _IN_FLIGHT: Final = 16
 _SPACE_SHARE: Final = 2
 """Of what is free on the filesystem, or in the capacity, at most half is taken."""
@@ -138,12 +135,14 @@ def _slab(config: Config, position: int, tier: FileTier, cache: KVCache, size_by
         slab.open()
         undo.callback(slab.close)
         slab.ensure(0, slab.rank_bytes)
-        mover, choice = _file_mover(tier, directory, cache)
-        undo.callback(mover.close)
-        engine = _engine(config, position, SlabLink(_Nameless(slab), mover, time.monotonic), cache, choice)
+        reach = _reach(tier, directory, cache)
+        undo.callback(reach.close)
+        assert reach.mover is not None
+        link = SlabLink(_Nameless(slab), reach.mover, time.monotonic)
+        engine = _engine(config, position, link, cache, reach)
         undo.callback(engine.close, _CLOSE_S)
         path.unlink()
-        yield _opened(engine, position, directory, config, cache, choice, mover.name, chunks, overwrites=True)
+        yield _opened(engine, position, directory, config, cache, reach, chunks, overwrites=True)
 
 
 def _shared(
@@ -162,18 +161,22 @@ def _shared(
         undo.callback(store.close)
         chunks = _chunks(size_bytes, cache, store.where)
         _remove_stale(store)
-        choice: Choice | None = None
         if isinstance(tier, FileTier):
-            mover, choice = _file_mover(tier, tier.path, cache)
-            link: Link = TreeLink(tier.path, namespace, 0, mover, direct_io=tier.direct_io, clock=time.monotonic)
+            reach = _reach(tier, tier.path, cache)
         else:
-            mover = open_object_mover(tier, cache.device.kind, functools.partial(open_store, tier)).mover
-            link = ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", namespace, 0, mover, time.monotonic)
+            reach = Reach(open_object_mover(tier, cache.device.kind, functools.partial(open_store, tier)).mover)
         undo.callback(_remove, store, namespace)
-        undo.callback(mover.close)
-        engine = _engine(config, position, link, cache, choice)
+        undo.callback(reach.close)
+        mover, clock = reach.mover, time.monotonic
+        assert mover is not None
+        link: Link
+        if isinstance(tier, FileTier):
+            link = TreeLink(tier.path, namespace, 0, mover, direct_io=tier.direct_io, clock=clock)
+        else:
+            link = ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", namespace, 0, mover, clock)
+        engine = _engine(config, position, link, cache, reach)
         undo.callback(engine.close, _CLOSE_S)
-        yield _opened(engine, position, store.where, config, cache, choice, mover.name, chunks, overwrites=False)
+        yield _opened(engine, position, store.where, config, cache, reach, chunks, overwrites=False)
 
 
 def _opened(
@@ -182,26 +185,20 @@ def _opened(
     where: str,
     config: Config,
     cache: KVCache,
-    choice: Choice | None,
-    mover: str,
+    reach: Reach,
     chunks: int,
     *,
     overwrites: bool,
 ) -> OpenTier:
-    way = "host" if choice is None else choice.way
+    assert reach.mover is not None
+    way = "host" if reach.choice is None else reach.choice.way
     in_flight = min(in_flight_of(config, cache.slot_bytes), cache.chunks, chunks)
-    return OpenTier(engine, position, where, mover, way, in_flight, chunks, overwrites)
+    return OpenTier(engine, position, where, reach.mover.name, way, in_flight, chunks, overwrites)
 
 
-def _engine(config: Config, position: int, link: Link, cache: KVCache, choice: Choice | None) -> Engine:
+def _engine(config: Config, position: int, link: Link, cache: KVCache, reach: Reach) -> Engine:
     """As ``vllm.rank_engine`` makes it."""
-    device = cache.device
-    if choice is None:
-        direct_min_bytes = DIRECT_MIN_EXTENT_BYTES
-        on_device = device.kind in link.mover.memory_kinds
-    else:
-        direct_min_bytes = cache.shape.piece_bytes if choice.way == "direct" else _NEVER_DIRECT
-        on_device = choice.way != "host"
+    ways = ways_of(reach, link.mover, cache.device, cache.layout)
     return Engine(
         tensors=cache.tensors,
         layout=cache.layout,
@@ -210,17 +207,14 @@ def _engine(config: Config, position: int, link: Link, cache: KVCache, choice: C
         staging_bytes=_staging_bytes(config),
         verify=config.verify,
         load_timeout_s=config.load_timeout_s,
-        direct_min_extent_bytes=direct_min_bytes,
-        device=device,
-        staging="device" if on_device else "host",
+        direct_min_extent_bytes=ways.direct_min_extent_bytes,
+        device=cache.device,
+        staging=ways.staging,
     )
 
 
-def _file_mover(tier: FileTier, directory: str, cache: KVCache) -> tuple[Mover, Choice | None]:
-    if not cache.device.is_accelerator:
-        return open_file_mover(tier.mover, tier, directory, cache.device), None
-    choice = choose(tier, directory, cache.device, cache.shape)
-    return open_file_mover(choice.mover, tier, directory, cache.device), choice
+def _reach(tier: FileTier, directory: str, cache: KVCache) -> Reach:
+    return reach_files(tier, directory, cache.device, choose_way(tier, cache.device, cache.layout))
 
 
 def _staging_bytes(config: Config) -> int:

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,9 +19,8 @@ from vllm.v1.kv_offload.config import OffloadingParallelConfig
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, Tier
 from nixl_offload.engine import ChainEngine, Engine
 from nixl_offload.engine.chain import TierEngine
-from nixl_offload.engine.choose import Choice, Shape, choose, open_file_mover
+from nixl_offload.engine.choose import Choice
 from nixl_offload.engine.cores import unbound
-from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.links.objects import ObjectLink
@@ -31,17 +29,16 @@ from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.queued import DeviceGroups
+from nixl_offload.engine.reach import Reach, choose_way, reach_files, ways_of
 from nixl_offload.engine.streams import Device, device_of
-from nixl_offload.errors import MoverUnavailableError, NixlOffloadError
+from nixl_offload.errors import NixlOffloadError
 from nixl_offload.layout import KVLayout
-from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.file import SlabPlace
 from nixl_offload.tiers.memory import MemoryPlace, rank_memory_bytes
 from nixl_offload.tiers.shared import SharedPlace
 from nixl_offload.tiers.slab_file import SlabFile, make_private_directory, rank_file_name
-from nixl_offload.types import PAGE_BYTES
 from nixl_offload.vllm.messages import Place
 
 logger = logging.getLogger(__name__)
@@ -49,26 +46,6 @@ logger = logging.getLogger(__name__)
 RELAY_SLOTS = 16
 RELAY_SHARE = 4
 """Chunks that travel between farther tiers rest in so many slots, at most a quarter of what staging takes."""
-
-
-NEVER_DIRECT = 1 << 62
-"""As ``direct_min_extent_bytes``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """What is known, and open, of a rank's way to one tier before the first job."""
-
-    mover: Mover | None = None
-    """Of a shared tier; a slab's is opened with the slab."""
-    choice: Choice | None = None
-    """What was measured; None where there is nothing to choose."""
-
-    def close(self) -> None:
-        """Close what is open. It never moved a chunk."""
-        if self.mover is not None:
-            with contextlib.suppress(Exception):
-                self.mover.close()
 
 
 @unbound()
@@ -89,8 +66,8 @@ def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayou
                 found.append(Reach(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover))
             elif isinstance(tier, FileTier) and tier.layout == "tree":
                 make_private_directory(Path(tier.path))
-                choice = choose(tier, tier.path, device, _shape(layout)) if device.is_accelerator else None
-                found.append(_reach_files(tier, tier.path, device, choice))
+                choice = choose_way(tier, device, layout)
+                found.append(reach_files(tier, tier.path, device, choice))
             elif isinstance(tier, FileTier) and device.is_accelerator:
                 found.append(Reach(choice=_choose_for_slab(tier, device, layout)))
             else:
@@ -106,16 +83,8 @@ def _choose_for_slab(tier: FileTier, device: Device, layout: KVLayout) -> Choice
     """Trouble is told when the slab is opened: the directory may be there by then."""
     with contextlib.suppress(NixlOffloadError, OSError):
         make_private_directory(Path(tier.path))
-        return choose(tier, tier.path, device, _shape(layout))
+        return choose_way(tier, device, layout)
     return None
-
-
-def _shape(layout: KVLayout) -> Shape:
-    """The largest chunks are the ones that count."""
-    group = max(range(len(layout.groups)), key=layout.slot_bytes)
-    piece_bytes = min(page_bytes for _, page_bytes in layout.groups[group].refs)
-    direct = layout.is_group_direct_capable(group, PAGE_BYTES)
-    return Shape(layout.slot_bytes(group), piece_bytes if direct else 0)
 
 
 def open_host(
@@ -212,13 +181,13 @@ def _open_tier(
         if isinstance(tier, FileTier) and isinstance(place, SlabPlace):
             slab = _open_slab(tier, place, rank)
             undo.callback(slab.close)
-            reach = _reach_files(tier, place.directory, device, reach.choice)
+            reach = reach_files(tier, place.directory, device, reach.choice)
             undo.callback(reach.close)
             assert reach.mover is not None
             link: Link = SlabLink(slab, reach.mover, time.monotonic)
         else:
             link = _open_shared(tier, place, reach, rank)
-        on_device = device.kind in link.mover.memory_kinds if reach.choice is None else reach.choice.way != "host"
+        ways = ways_of(reach, link.mover, device, layout)
         engine = Engine(
             tensors=tensors,
             layout=layout,
@@ -227,20 +196,13 @@ def _open_tier(
             staging_bytes=config.staging_bytes // sharers,
             verify=config.verify,
             load_timeout_s=config.load_timeout_s,
-            direct_min_extent_bytes=_direct_min_bytes(reach.choice, layout),
+            direct_min_extent_bytes=ways.direct_min_extent_bytes,
             host=host,
             device=device,
-            staging="device" if on_device else "host",
+            staging=ways.staging,
         )
         undo.pop_all()
     return engine
-
-
-def _direct_min_bytes(choice: Choice | None, layout: KVLayout) -> int:
-    """From which size on pieces go direct: that which was measured, where something was."""
-    if choice is None:
-        return DIRECT_MIN_EXTENT_BYTES
-    return _shape(layout).piece_bytes if choice.way == "direct" else NEVER_DIRECT
 
 
 def _open_slab(tier: FileTier, place: SlabPlace, rank: int) -> SlabFile:
@@ -261,15 +223,3 @@ def _open_shared(tier: Tier, place: Place, reach: Reach, rank: int) -> Link:
         return TreeLink(tier.path, place.namespace, rank, reach.mover, direct_io=tier.direct_io, clock=time.monotonic)
     assert isinstance(tier, S3Tier)
     return ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", place.namespace, rank, reach.mover, time.monotonic)
-
-
-def _reach_files(tier: FileTier, directory: str, device: Device, choice: Choice | None) -> Reach:
-    """Open the mover of ``choice``. One that was remembered and does not open any more is as good as none."""
-    if choice is not None:
-        try:
-            return Reach(open_file_mover(choice.mover, tier, directory, device), choice)
-        except MoverUnavailableError as error:
-            if choice.mover == tier.mover:
-                raise
-            logger.warning("%s is passed over, though it was found best: %s", choice.mover, error)
-    return Reach(open_file_mover(tier.mover, tier, directory, device))

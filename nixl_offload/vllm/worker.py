@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO, Standing, Work
 from nixl_offload.engine.pump import LEAKED
+from nixl_offload.engine.reach import Reach
 from nixl_offload.errors import LayoutError, NixlOffloadError
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec, split_job
 from nixl_offload.types import Outcome, key_group
@@ -44,7 +45,7 @@ from nixl_offload.vllm.messages import (
     TicketReport,
     WorkerReport,
 )
-from nixl_offload.vllm.rank_engine import Reach, open_engine, open_host, reach_tiers
+from nixl_offload.vllm.rank_engine import open_engine, open_host, reach_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

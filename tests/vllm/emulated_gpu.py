@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from nixl_offload.engine import engine, packer
+from nixl_offload.engine import engine, packer, reach
 from nixl_offload.engine.choose import Choice
 from nixl_offload.engine.image import Way
 from nixl_offload.engine.streams import Device
@@ -38,7 +38,7 @@ _device = Device(torch.device("cpu"), MemoryKind.VRAM, ThreadedStreams())
 for _module in (engine, packer, rank_engine):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:
-    rank_engine.choose = lambda *_: Choice("gds_mt", cast(Way, os.environ[WAY]), (), 0.0, False, "the test says so")
+    reach.choose = lambda *_: Choice("gds_mt", cast(Way, os.environ[WAY]), (), 0.0, False, "the test says so")
 
 
 class EmulatedGpuExtension(BlocksOutermostExtension):
