@@ -1,0 +1,91 @@
+"""How a rank reaches the storage of one tier: the mover that is open, the way that was measured, and what an engine is
+told of it.
+
+Threading: on the thread that opens the engine. Ownership: ``Reach`` owns its mover until an engine has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from nixl_offload.config import FileTier
+from nixl_offload.engine.choose import Choice, Shape, choose, open_file_mover
+from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
+from nixl_offload.engine.pools import Staging
+from nixl_offload.engine.streams import Device
+from nixl_offload.errors import MoverUnavailableError
+from nixl_offload.layout import KVLayout
+from nixl_offload.movers.base import Mover
+from nixl_offload.types import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+NEVER_DIRECT: Final = 1 << 62
+"""As ``direct_min_extent_bytes``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What is open, and known, of a tier before its engine is."""
+
+    mover: Mover | None = None
+    """None: a slab's is opened with the slab."""
+    choice: Choice | None = None
+    """What was measured; None where there is nothing to choose."""
+
+    def close(self) -> None:
+        """Close what is open. It never moved a chunk."""
+        if self.mover is not None:
+            with contextlib.suppress(Exception):
+                self.mover.close()
+
+
+class Ways(NamedTuple):
+    """Arguments of ``Engine``."""
+
+    direct_min_extent_bytes: int
+    staging: Staging
+
+
+def shape_of(layout: KVLayout) -> Shape:
+    """Return what is measured with: the largest chunks are the ones that count."""
+    group = max(range(len(layout.groups)), key=layout.slot_bytes)
+    piece_bytes = min(page_bytes for _, page_bytes in layout.groups[group].refs)
+    direct = layout.is_group_direct_capable(group, PAGE_BYTES)
+    return Shape(layout.slot_bytes(group), piece_bytes if direct else 0)
+
+
+def choose_way(tier: FileTier, device: Device, layout: KVLayout) -> Choice | None:
+    """Compare ways between device memory and the tier's directory, which must be there; None: nothing to choose.
+
+    Raises MoverUnavailableError when nothing that the tier allows can run.
+    """
+    return choose(tier, tier.path, device, shape_of(layout)) if device.is_accelerator else None
+
+
+def reach_files(tier: FileTier, directory: str, device: Device, choice: Choice | None) -> Reach:
+    """Open the mover of ``choice``, or of the tier. A choice that was remembered and opens no more is as good as none.
+
+    Raises MoverUnavailableError.
+    """
+    if choice is not None:
+        try:
+            return Reach(open_file_mover(choice.mover, tier, directory, device), choice)
+        except MoverUnavailableError as error:
+            if choice.mover == tier.mover:
+                raise
+            logger.warning("%s is passed over, though it was found best: %s", choice.mover, error)
+    return Reach(open_file_mover(tier.mover, tier, directory, device))
+
+
+def ways_of(reach: Reach, mover: Mover, device: Device, layout: KVLayout) -> Ways:
+    """Return what the engine over ``mover`` is told: that which was measured, where something was."""
+    if reach.choice is None:
+        return Ways(DIRECT_MIN_EXTENT_BYTES, "device" if device.kind in mover.memory_kinds else "host")
+    direct = reach.choice.way == "direct"
+    return Ways(
+        shape_of(layout).piece_bytes if direct else NEVER_DIRECT, "host" if reach.choice.way == "host" else "device"
+    )
