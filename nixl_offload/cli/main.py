@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
-from nixl_offload.cli import bench, bucket, check, completion, gc, ls, schema, show, stat, verify, warm
+from nixl_offload.cli import bucket, check, completion, schema, show
+from nixl_offload.cli.bench import command as bench
+from nixl_offload.cli.gc import command as gc
+from nixl_offload.cli.ls import command as ls
+from nixl_offload.cli.stat import command as stat
+from nixl_offload.cli.verify import command as verify
+from nixl_offload.cli.warm import command as warm
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
 EXIT_FAILED = 1

@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import Final, TypeGuard
 
-from nixl_offload.cli.inventory import Inventory
-from nixl_offload.cli.inventory_shared import SharedInventory
-from nixl_offload.cli.inventory_slab import SlabInventory
+from nixl_offload.cli.inventory.base import Inventory
+from nixl_offload.cli.inventory.shared import SharedInventory
+from nixl_offload.cli.inventory.slab import SlabInventory
 from nixl_offload.config import Config, FileTier, S3Tier, Tier
 from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.stores.base import Store

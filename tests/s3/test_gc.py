@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nixl_offload.cli import gc
+from nixl_offload.cli.gc import command as gc
 from nixl_offload.cli.main import main
 from nixl_offload.config import S3Tier, parse_config
 from nixl_offload.stores.base import Store

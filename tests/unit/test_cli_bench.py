@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from nixl_offload.cli import bench_drive
-from nixl_offload.cli.bench_tiers import SCRATCH
+from nixl_offload.cli.bench import drive as bench_drive
+from nixl_offload.cli.bench.tiers import SCRATCH
 from nixl_offload.cli.main import main
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.config import parse_config

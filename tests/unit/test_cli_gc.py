@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.cli import collect
+from nixl_offload.cli.gc import collect
 from nixl_offload.cli.main import main
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
 from nixl_offload.errors import StoreError

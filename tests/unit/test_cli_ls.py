@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nixl_offload.cli.inventory_index import IndexReader
-from nixl_offload.cli.inventory_slab import SlabInventory
-from nixl_offload.cli.ls_report import about_age
+from nixl_offload.cli.inventory.index import IndexReader
+from nixl_offload.cli.inventory.slab import SlabInventory
+from nixl_offload.cli.ls.report import about_age
 from nixl_offload.index.database import Database
 from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers.lock import DirectoryLock, holder_of

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import yaml
 
-from nixl_offload.cli import verify_judge, verify_run
-from nixl_offload.cli.inventory_slab import SlabInventory
-from nixl_offload.cli.verify_delete import delete_bad
-from nixl_offload.cli.verify_judge import BAD, Verdict
-from nixl_offload.cli.verify_report import bar_text
-from nixl_offload.cli.verify_state import State, TierProgress
+from nixl_offload.cli.inventory.slab import SlabInventory
+from nixl_offload.cli.verify import judge as verify_judge
+from nixl_offload.cli.verify import run as verify_run
+from nixl_offload.cli.verify.delete import delete_bad
+from nixl_offload.cli.verify.judge import BAD, Verdict
+from nixl_offload.cli.verify.report import bar_text
+from nixl_offload.cli.verify.state import State, TierProgress
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.tree import TreeStore
 from tests.unit.engine_rig import until

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from nixl_offload.checksum import block_checksums
-from nixl_offload.cli.warm_copy import verify_image
+from nixl_offload.cli.warm.copy import verify_image
 from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header, slot_bytes
 from nixl_offload.namespace import GroupFields, Namespace, make_namespace
 from nixl_offload.stores.base import Store

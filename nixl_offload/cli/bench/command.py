@@ -1,0 +1,187 @@
+"""``nixl-offload bench FILE``: how fast the tiers of a config are here, with the shapes of a model.
+
+Threading: the main thread; the engines have threads of their own. Imports torch and the movers only when it measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Final, TextIO
+
+from nixl_offload.cli.bench.report import BenchReport, TierFigures
+from nixl_offload.cli.terminal import about_size, size_argument
+from nixl_offload.config import Config, MemoryTier, S3Tier, Tier, load_config
+from nixl_offload.errors import ConfigError, NixlOffloadError
+from nixl_offload.model_shape import LLAMA_3_1_8B, ModelShape, model_shape, read_model_shape
+
+if TYPE_CHECKING:
+    from nixl_offload.cli.bench.memory import KVCache
+
+_SECONDS: Final = 5.0
+_SIZE_BYTES: Final = 1 << 30
+_EACH_S: Final = 0.2
+_DESCRIPTION = """\
+Stores and loads chunks of a model's shape in every tier of FILE, as a server would: the same engine, the mover that
+the config and this machine lead to, as many chunks in flight. Every load is verified.
+
+    nixl-offload bench kv.yaml                                    # with the shape of Llama-3.1-8B
+    nixl-offload bench kv.yaml --model /models/qwen --tp 2 --prefill 12000
+    nixl-offload bench kv.yaml --tier file --seconds 20 --size 8GiB --plot bench.png
+
+The KV cache lies on the GPU where there is one, else in host memory. It works in scratch space of its own, beside a
+running server too, whose chunks it never touches and whose speed it shares: a nameless file in a slab's directory, a
+namespace that no server asks for in a tree or bucket. That is removed in the end, also after an interruption; it
+takes at most half of what is free. --prefill is what a server computes per second (vLLM logs "Avg prompt throughput").
+
+Exit code 0: done. 1: a tier could not be measured, or a chunk failed; the others are told. 2: FILE, the model or the
+options are wrong. 130: interrupted.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``bench`` to the command line."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure the tiers with a model's shapes",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="the YAML config")
+    parser.add_argument("--model", metavar="PATH", help="the model's directory or config.json; default: Llama-3.1-8B")
+    parser.add_argument("--kv-dtype", default="auto", metavar="TYPE", help="as vLLM's --kv-cache-dtype; default: auto")
+    parser.add_argument(
+        "--tp", type=_positive, default=1, metavar="N", help="tensor parallel size; one rank is measured"
+    )
+    parser.add_argument("--tier", action="append", choices=("memory", "file", "s3"), help="only this one; repeatable")
+    parser.add_argument(
+        "--seconds", type=_seconds, default=_SECONDS, metavar="S", help=f"per operation; default: {_SECONDS:g}"
+    )
+    parser.add_argument(
+        "--size",
+        type=size_argument,
+        default=_SIZE_BYTES,
+        metavar="SIZE",
+        help=f"what is stored in each tier; default: {about_size(_SIZE_BYTES)}",
+    )
+    parser.add_argument("--prefill", type=_seconds, metavar="TOKENS/S", help="compare with computing at this rate")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw it; needs matplotlib")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Print to ``out``. Raises ConfigError, KeyboardInterrupt; trouble with one tier is told beside the others."""
+    config = load_config(arguments.file)
+    shape = _shape(arguments)
+    tiers = [tier for tier in config.tiers if not arguments.tier or tier.kind in arguments.tier]
+    missing = set(arguments.tier or ()) - {tier.kind for tier in config.tiers}
+    if missing:
+        raise ConfigError(f"--tier: {', '.join(sorted(missing))} is not among the tiers of {arguments.file}")
+    if arguments.plot is not None:
+        from nixl_offload.cli.bench.plot import check_plot
+
+        check_plot(arguments.plot)
+    try:
+        from nixl_offload.cli.bench.memory import make_kv_cache
+        from nixl_offload.cli.bench.tiers import in_flight_of
+    except ImportError as error:
+        raise ConfigError(f"bench needs torch, which comes with vLLM: {error}") from error
+    progress = _Progress(sys.stderr)
+    try:
+        largest = max(shape.chunk_bytes(config.chunk_tokens) // len(shape.groups), 1)
+        cache = make_kv_cache(
+            shape,
+            chunk_tokens=config.chunk_tokens,
+            chunks=in_flight_of(config, largest),
+            block_outermost=config.block_outermost,
+        )
+        report = BenchReport(shape, config.chunk_tokens, cache.describe(), config.verify, arguments.prefill)
+        for tier in tiers:
+            report.tiers.append(_measure(config, tier, cache, arguments, progress))
+    finally:
+        progress.clear()
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2), file=out)
+    else:
+        report.print_to(out)
+    if arguments.plot is not None and any(tier.of("load") for tier in report.tiers):
+        from nixl_offload.cli.bench.plot import draw
+
+        draw(report, arguments.plot)
+    return 0 if report.works else 1
+
+
+def _measure(
+    config: Config, tier: Tier, cache: KVCache, arguments: argparse.Namespace, progress: _Progress
+) -> TierFigures:
+    """Measure one tier; what goes wrong there is part of the figures."""
+    from nixl_offload.cli.bench.drive import Driver
+    from nixl_offload.cli.bench.tiers import open_tier
+
+    figures = TierFigures(tier.kind, _where(tier))
+    try:
+        with open_tier(config, tier, cache, arguments.size) as opened:
+            figures.where, figures.mover, figures.way = opened.where, opened.mover, opened.way
+            figures.size_bytes = opened.chunks * cache.slot_bytes
+            driver = Driver(opened, cache, lambda text: progress(f"{tier.kind}: {text}"))
+            figures.measured.append(driver.store(arguments.seconds))
+            figures.measured.append(driver.load(arguments.seconds))
+    except NixlOffloadError as error:
+        figures.trouble = str(error)
+    except OSError as error:
+        figures.trouble = f"{figures.where}: {error.strerror or error}"
+    return figures
+
+
+def _where(tier: Tier) -> str:
+    if isinstance(tier, MemoryTier):
+        return "host memory"
+    return f"s3://{tier.bucket}/{tier.prefix}".rstrip("/") if isinstance(tier, S3Tier) else tier.path
+
+
+def _shape(arguments: argparse.Namespace) -> ModelShape:
+    if arguments.model is None:
+        return model_shape(LLAMA_3_1_8B, name="Llama-3.1-8B", kv_dtype=arguments.kv_dtype, tp=arguments.tp)
+    return read_model_shape(arguments.model, kv_dtype=arguments.kv_dtype, tp=arguments.tp)
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+class _Progress:
+    """One line that is written over on a terminal; nothing in a log, for it takes seconds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._next_s = 0.0
+
+    def __call__(self, text: str) -> None:
+        """Show ``text``, unless something was shown just now."""
+        now_s = time.monotonic()
+        if self._terminal and now_s >= self._next_s:
+            self._stream.write(f"\r\x1b[K{text}")
+            self._stream.flush()
+            self._next_s = now_s + _EACH_S
+
+    def clear(self) -> None:
+        """Leave no half line behind."""
+        if self._terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

@@ -1,0 +1,285 @@
+"""Opens a tier for ``nixl-offload bench``: the engine, link and mover of a server, over scratch space of their own.
+
+Threading: one thread; the engines have their pumps. Ownership: ``open_tier`` is a context that removes all that it
+made, also when it is interrupted. What a process that was killed left in a shared tier the next run removes; a scratch
+slab has no name while it is used, so that nothing of it is ever left, and no engine that starts counts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from nixl_offload.cli.bench.memory import KVCache
+from nixl_offload.cli.terminal import plural
+from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
+from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.links.base import Link
+from nixl_offload.engine.links.objects import ObjectLink
+from nixl_offload.engine.links.slab import SlabLink
+from nixl_offload.engine.links.tree import TreeLink
+from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.reach import Reach, choose_way, reach_files, ways_of
+from nixl_offload.errors import StoreError, TierError
+from nixl_offload.movers.select_object import open_object_mover
+from nixl_offload.stores.base import Store
+from nixl_offload.stores.select import open_store
+from nixl_offload.stores.tree import TreeStore
+from nixl_offload.tiers.naming import parse_shard_name
+from nixl_offload.tiers.slab_file import SlabFile
+
+SCRATCH: Final = b"nxobench".hex()
+"""How the names of scratch namespaces begin: half of 32 hex digits, which no digest has but by a chance of 2**-64."""
+_STALE_S: Final = 3600.0
+_BATCH_NAMES: Final = 1000
+_IN_FLIGHT: Final = 16
+_SPACE_SHARE: Final = 2
+"""Of what is free on the filesystem, or in the capacity, at most half is taken."""
+_LEAST_CHUNKS: Final = 4
+_CLOSE_S: Final = 10.0
+
+
+class Driven(Protocol):
+    """What is asked of an engine."""
+
+    def submit_store(self, job_id: int, chunks: list[ChunkIO]) -> None: ...
+    def submit_load(self, job_id: int, chunks: list[ChunkIO]) -> None: ...
+    def finished(self) -> list[JobResult]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTier:
+    """A tier ready to be driven."""
+
+    engine: Driven
+    position: int
+    where: str
+    mover: str
+    way: str
+    """How chunks travel between KV blocks and mover."""
+    in_flight: int
+    chunks: int
+    """Places, each as large as the largest chunk."""
+    overwrites: bool
+    """A server mostly writes over what it wrote before, so that is what is measured."""
+
+
+@contextlib.contextmanager
+def open_tier(
+    config: Config, tier: MemoryTier | FileTier | S3Tier, cache: KVCache, size_bytes: int
+) -> Iterator[OpenTier]:
+    """Open ``tier`` with room for ``size_bytes``, less where that is not to be had.
+
+    Raises TierError, StoreError, MoverError: why it cannot be measured.
+    """
+    position = config.tiers.index(tier)
+    if isinstance(tier, MemoryTier):
+        yield from _memory(config, position, tier, cache, size_bytes)
+    elif isinstance(tier, FileTier) and tier.layout == "slab":
+        yield from _slab(config, position, tier, cache, size_bytes)
+    else:
+        yield from _shared(config, position, tier, cache, size_bytes)
+
+
+def in_flight_of(config: Config, slot_bytes: int) -> int:
+    """Return how many chunks a server's staging memory holds, per tier; at most sixteen."""
+    return max(1, min(_IN_FLIGHT, _staging_bytes(config) // slot_bytes))
+
+
+def _memory(config: Config, position: int, tier: MemoryTier, cache: KVCache, size_bytes: int) -> Iterator[OpenTier]:
+    chunks = _chunks(min(size_bytes, tier.capacity_bytes), cache, "the memory tier")
+    host = HostSlab(
+        memory_bytes=chunks * cache.slot_bytes,
+        relay_slots=0,
+        slot_bytes=cache.slot_bytes,
+        pinned=cache.device.page_locks,
+        device=cache.device.number,
+        progress=lambda done, total: None,
+    )
+    try:
+        engine = MemoryEngine(
+            tensors=cache.tensors,
+            layout=cache.layout,
+            host=host,
+            rank_namespace=secrets.token_bytes(32),
+            tier=position,
+            verify=config.verify,
+        )
+        try:
+            yield OpenTier(engine, position, "host memory", "copy", "host", cache.chunks, chunks, overwrites=True)
+        finally:
+            engine.close(_CLOSE_S)
+    finally:
+        host.close()
+
+
+def _slab(config: Config, position: int, tier: FileTier, cache: KVCache, size_bytes: int) -> Iterator[OpenTier]:
+    """A scratch slab beside the real ones: an engine may have those open, and what they hold is served."""
+    directory = _directory(tier)
+    space = os.statvfs(directory)
+    if space.f_blocks:
+        size_bytes = min(size_bytes, space.f_bavail * space.f_frsize // _SPACE_SHARE)
+    chunks = _chunks(min(size_bytes, tier.capacity_bytes // _SPACE_SHARE), cache, directory)
+    path = Path(directory, f".nixl-offload-bench-{secrets.token_hex(8)}.slab")
+    slab = SlabFile(path, chunks * cache.slot_bytes, cache.slot_bytes, direct_io=tier.direct_io)
+    with contextlib.ExitStack() as undo:
+        undo.callback(path.unlink, missing_ok=True)
+        slab.open()
+        undo.callback(slab.close)
+        slab.ensure(0, slab.rank_bytes)
+        reach = _reach(tier, directory, cache)
+        undo.callback(reach.close)
+        assert reach.mover is not None
+        link = SlabLink(_Nameless(slab), reach.mover, time.monotonic)
+        engine = _engine(config, position, link, cache, reach)
+        undo.callback(engine.close, _CLOSE_S)
+        path.unlink()
+        yield _opened(engine, position, directory, config, cache, reach, chunks, overwrites=True)
+
+
+def _shared(
+    config: Config, position: int, tier: FileTier | S3Tier, cache: KVCache, size_bytes: int
+) -> Iterator[OpenTier]:
+    """A scratch namespace, which no server asks for."""
+    if isinstance(tier, FileTier):
+        space = os.statvfs(_directory(tier))
+        if space.f_blocks:
+            size_bytes = min(size_bytes, space.f_bavail * space.f_frsize // _SPACE_SHARE)
+    if tier.capacity_bytes is not None:
+        size_bytes = min(size_bytes, tier.capacity_bytes // _SPACE_SHARE)
+    namespace = SCRATCH + secrets.token_hex(8)
+    with contextlib.ExitStack() as undo:
+        store = open_store(tier)
+        undo.callback(store.close)
+        chunks = _chunks(size_bytes, cache, store.where)
+        _remove_stale(store)
+        if isinstance(tier, FileTier):
+            reach = _reach(tier, tier.path, cache)
+        else:
+            reach = Reach(open_object_mover(tier, cache.device.kind, functools.partial(open_store, tier)).mover)
+        undo.callback(_remove, store, namespace)
+        undo.callback(reach.close)
+        mover, clock = reach.mover, time.monotonic
+        assert mover is not None
+        link: Link
+        if isinstance(tier, FileTier):
+            link = TreeLink(tier.path, namespace, 0, mover, direct_io=tier.direct_io, clock=clock)
+        else:
+            link = ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", namespace, 0, mover, clock)
+        engine = _engine(config, position, link, cache, reach)
+        undo.callback(engine.close, _CLOSE_S)
+        yield _opened(engine, position, store.where, config, cache, reach, chunks, overwrites=False)
+
+
+def _opened(
+    engine: Engine,
+    position: int,
+    where: str,
+    config: Config,
+    cache: KVCache,
+    reach: Reach,
+    chunks: int,
+    *,
+    overwrites: bool,
+) -> OpenTier:
+    assert reach.mover is not None
+    way = "host" if reach.choice is None else reach.choice.way
+    in_flight = min(in_flight_of(config, cache.slot_bytes), cache.chunks, chunks)
+    return OpenTier(engine, position, where, reach.mover.name, way, in_flight, chunks, overwrites)
+
+
+def _engine(config: Config, position: int, link: Link, cache: KVCache, reach: Reach) -> Engine:
+    """As ``vllm.rank_engine`` makes it."""
+    ways = ways_of(reach, link.mover, cache.device, cache.layout)
+    return Engine(
+        tensors=cache.tensors,
+        layout=cache.layout,
+        links=[*[None] * position, link],
+        rank_namespace=secrets.token_bytes(32),
+        staging_bytes=_staging_bytes(config),
+        verify=config.verify,
+        load_timeout_s=config.load_timeout_s,
+        direct_min_extent_bytes=ways.direct_min_extent_bytes,
+        device=cache.device,
+        staging=ways.staging,
+    )
+
+
+def _reach(tier: FileTier, directory: str, cache: KVCache) -> Reach:
+    return reach_files(tier, directory, cache.device, choose_way(tier, cache.device, cache.layout))
+
+
+def _staging_bytes(config: Config) -> int:
+    return config.staging_bytes // max(1, sum(not isinstance(tier, MemoryTier) for tier in config.tiers))
+
+
+def _chunks(size_bytes: int, cache: KVCache, where: str) -> int:
+    chunks = size_bytes // cache.slot_bytes
+    if chunks < _LEAST_CHUNKS:
+        raise TierError(
+            f"{where}: room for {plural(chunks, 'chunk')} of {cache.slot_bytes} bytes; at least {_LEAST_CHUNKS} are "
+            "needed: free some space, raise --size or the capacity, or take a smaller --model",
+            cause="full",
+        )
+    return chunks
+
+
+def _directory(tier: FileTier) -> str:
+    if not os.path.isdir(tier.path):
+        raise TierError(f"{tier.path}: there is no such directory; make it, or mount its filesystem", cause="missing")
+    return tier.path
+
+
+def _remove(store: Store, namespace: str) -> None:
+    """Remove a scratch namespace, drafts included. Raises StoreError: something is left, for the next run to remove."""
+    while names := [info.name for info, _ in zip(store.list(f"{namespace}/"), range(_BATCH_NAMES), strict=False)]:
+        store.delete(names)
+    if isinstance(store, TreeStore):
+        store.remove_stale_drafts(0.0, lambda name: name.startswith(f"{namespace}/"))
+        directory = Path(store.where, namespace)
+        for path in sorted(directory.glob("*"), reverse=True):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+def _remove_stale(store: Store) -> None:
+    """Remove scratch namespaces of runs that were killed."""
+    newest_s: dict[str, float] = {}
+    for info in store.list(SCRATCH):
+        named = parse_shard_name(info.name)
+        if named is not None:
+            newest_s[named.namespace] = max(info.modified_s, newest_s.get(named.namespace, 0.0))
+    for namespace, modified_s in newest_s.items():
+        if modified_s < time.time() - _STALE_S:
+            with contextlib.suppress(StoreError):
+                _remove(store, namespace)
+
+
+class _Nameless:
+    """A slab that is open and has lost its name: ``links.slab.Slab`` without the looks at the path."""
+
+    def __init__(self, slab: SlabFile) -> None:
+        self.path = slab.path
+        self.rank_bytes = slab.rank_bytes
+        self.direct_io = slab.direct_io
+
+    def ensure(self, offset: int, length_bytes: int) -> None:
+        """All of it has space since it was made."""
+
+    def check(self) -> str | None:
+        """Nothing stands against it."""
+        return None
+
+    def reopen(self) -> bool:
+        """It is open."""
+        return False

@@ -1,0 +1,224 @@
+"""What a slab's directory holds: every namespace in it, those of data-parallel engines too, by their durable indexes.
+
+Threading: as ``inventory``. Looks beside a running engine: see ``inventory_index`` for what that means. An index lags
+behind the engine by a moment, and a row is believed only as far as the slot's own header agrees.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, Final
+
+from nixl_offload.cli.gc.collect import shown
+from nixl_offload.cli.inventory.base import Chunk, Held, Inventory, Measure, Shard
+from nixl_offload.cli.inventory.index import IndexReader, IndexRow
+from nixl_offload.config import FileTier
+from nixl_offload.errors import StoreError, TierError
+from nixl_offload.namespace import manifest_fits
+from nixl_offload.tiers import foreign
+from nixl_offload.tiers.lock import holder_of
+from nixl_offload.tiers.slab_file import rank_file_name
+from nixl_offload.types import PAGE_BYTES
+
+_INDEX_NAME: Final = "index.sqlite"
+_DP_NAME: Final = re.compile(r"dp-[0-9]+")
+_NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
+_SLAB_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
+_MAGIC: Final = b"NIXLOFF1"
+_CREATED_AT: Final = 72
+
+
+class SlabInventory(Inventory):
+    """A file tier with ``layout: slab``."""
+
+    kind = "file"
+    layout = "slab"
+    locks: ClassVar[bool] = True
+
+    def __init__(self, tier: FileTier) -> None:
+        """Raises StoreError where there is no such directory: nothing can be in it."""
+        self.base = Path(tier.path)
+        self.where = str(self.base)
+        self.capacity_bytes = tier.capacity_bytes
+        if not self.base.is_dir():
+            cause = "missing" if self.base.parent.is_dir() else "unreachable"
+            raise StoreError(f"{self.base}: there is no such directory; is the filesystem mounted?", cause=cause)
+        self._ranks: dict[str, int] = {}
+
+    def namespaces(self) -> Iterator[Held]:
+        """See Inventory. Raises TierError where the directory cannot be read."""
+        self.foreign = 0
+        for part in self._parts():
+            root = self.base / part
+            holder = shown_holder(self.base) or (shown_holder(root) if part else None)
+            for path in _children(root):
+                if not _NAMESPACE_NAME.fullmatch(path.name) or os.path.islink(path) or not os.path.isdir(path):
+                    known = path.name == "lock" or path.name.startswith(foreign.MOVER_CHOICE_PREFIX)
+                    self.foreign += not known and not (not part and _DP_NAME.fullmatch(path.name))
+                    continue
+                manifest = foreign.read_manifest(path)
+                held = Held(
+                    path.name,
+                    manifest if manifest_fits(manifest, path.name[:32]) else None,
+                    part=part,
+                    used_s=foreign.last_use_s(path),
+                    in_use=holder,
+                )
+                held.trouble = self._trouble(held)
+                yield held
+
+    def measure(self, held: Held) -> Measure:
+        """See Inventory. Ages are those of the first and the last chunk put, by their headers."""
+        if held.trouble:
+            return Measure(0, 0, 0, None, None)
+        rows, size_bytes = self.index(held).count()
+        ranks = self._rank_count(held)
+        oldest, newest = (self._first_age(held, some) for some in self.index(held).ends())
+        return Measure(rows, rows * ranks, size_bytes * ranks, oldest, newest)
+
+    def chunks(self, held: Held, after: str = "") -> Iterator[Chunk]:
+        """See Inventory. The first put comes first."""
+        if held.trouble:
+            return
+        for row in self.index(held).rows(int(after or 0)):
+            yield self._chunk(held, row)
+
+    def find(self, held: Held, digits: str, limit: int) -> Sequence[Chunk]:
+        """See Inventory."""
+        return [] if held.trouble else [self._chunk(held, row) for row in self.index(held).find(digits, limit)]
+
+    def at(self, path: str, offset: int) -> tuple[Held, Chunk] | None:
+        """Return the chunk whose slot lies at ``offset`` of the slab ``path``."""
+        for held in self.namespaces():
+            if Path(path).parent == self.base / held.path and not held.trouble:
+                row = self.index(held).at(offset)
+                if row is not None:
+                    return held, self._chunk(held, row)
+        return None
+
+    def look_again(self, held: Held, chunk: Chunk) -> Chunk | None:
+        """See Inventory."""
+        row = self.index(held).get(chunk.key)
+        return None if row is None else self._chunk(held, row)
+
+    def in_use(self, held: Held) -> str | None:
+        """Say which engine has the namespace's directory open at this moment."""
+        return shown_holder(self.base) or (shown_holder(self.base / held.part) if held.part else None)
+
+    def read_into(self, shard: Shard, offset: int, memory: memoryview) -> None:
+        """See Inventory. Leaves the page cache alone where the filesystem lets it."""
+        path = shard.place.rpartition("@")[0]
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        aligned = not (memory.nbytes | offset | shard.offset) % PAGE_BYTES
+        for direct in (os.O_DIRECT, 0) if aligned else (0,):
+            try:
+                fd = os.open(path, flags | direct)
+                try:
+                    _read_all(fd, shard.offset + offset, memory, path)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:
+                    continue
+                why = os.strerror(error.errno or 0)
+                cause = "missing" if error.errno == errno.ENOENT else "io"
+                raise StoreError(f"{path}: cannot read at {shard.offset + offset}: {why}", cause=cause) from error
+            return
+
+    def created_s(self, chunk: Chunk) -> float | None:
+        """See Inventory. From the header of the first rank's shard, if it is that of this chunk."""
+        path, at = chunk.shards[0].place.rpartition("@")[0], chunk.shards[0].offset
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            head = os.pread(fd, 256, at)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        if head[:8] != _MAGIC or head[88 : 88 + len(chunk.key)] != chunk.key:
+            return None
+        return float(struct.unpack_from("<Q", head, _CREATED_AT)[0])
+
+    def used_bytes(self) -> int | None:
+        """See Inventory. All that lies on the disk under the directory, for that is what the capacity bounds."""
+        return _bytes_under(self.base)
+
+    def bytes_of(self, held: Held) -> int:
+        """Return what a namespace takes on the disk. Raises TierError."""
+        return _bytes_under(self.base / held.path)
+
+    def close(self) -> None:
+        """See Inventory. Nothing stays open."""
+
+    def index(self, held: Held) -> IndexReader:
+        """Return the reader of a namespace's index."""
+        return IndexReader(self.base / held.path / _INDEX_NAME)
+
+    def _parts(self) -> list[str]:
+        return ["", *sorted(path.name for path in _children(self.base) if _DP_NAME.fullmatch(path.name))]
+
+    def _trouble(self, held: Held) -> str | None:
+        try:
+            self.index(held).ends(1)
+        except TierError as error:
+            return "no index: its chunks are not known" if error.cause == "missing" else str(error)
+        return None
+
+    def _rank_count(self, held: Held) -> int:
+        if held.ranks is not None:
+            return held.ranks
+        if held.path not in self._ranks:
+            numbers = [_SLAB_NAME.fullmatch(path.name) for path in _children(self.base / held.path)]
+            self._ranks[held.path] = max((int(number[1]) + 1 for number in numbers if number), default=1)
+        return self._ranks[held.path]
+
+    def _chunk(self, held: Held, row: IndexRow) -> Chunk:
+        directory = f"{self.where}/{held.path}"
+        shards = tuple(
+            Shard(rank, f"{directory}/{rank_file_name(rank)}@{row.offset}", row.slot_bytes, row.offset, None)
+            for rank in range(self._rank_count(held))
+        )
+        return Chunk(row.key, shards, str(row.seq))
+
+    def _first_age(self, held: Held, rows: Sequence[IndexRow]) -> float | None:
+        ages = (self.created_s(self._chunk(held, row)) for row in rows)
+        return next((age for age in ages if age is not None), None)
+
+
+def shown_holder(root: Path) -> str | None:
+    """Say which engine has the directory ``root`` to itself, safe to print; None: none."""
+    return shown(holder_of(root / "lock"), limit=200)
+
+
+def _bytes_under(directory: Path) -> int:
+    try:
+        return foreign.tree_bytes(directory)
+    except OSError as error:
+        raise TierError(f"{directory}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
+
+
+def _children(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise TierError(f"{directory}: cannot be listed: {os.strerror(error.errno or 0)}", cause="io") from error
+
+
+def _read_all(fd: int, offset: int, memory: memoryview, path: str) -> None:
+    done = 0
+    while done < memory.nbytes:
+        got = os.preadv(fd, [memory[done:]], offset + done)
+        done += got
+        if (done < memory.nbytes and got % PAGE_BYTES) or not got:
+            text = f"{path} ends at {offset + done}, {memory.nbytes - done} bytes too early"
+            raise StoreError(text, cause="short")

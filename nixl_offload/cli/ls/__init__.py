@@ -1,0 +1,1 @@
+"""``nixl-offload ls``: what is stored."""

@@ -1,0 +1,1 @@
+"""``nixl-offload stat``: one chunk, header and all."""

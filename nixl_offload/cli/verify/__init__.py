@@ -1,0 +1,1 @@
+"""``nixl-offload verify``: reads and checks everything."""

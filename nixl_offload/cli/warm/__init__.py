@@ -1,0 +1,1 @@
+"""``nixl-offload warm``: pulls chunks into a nearer tier."""
