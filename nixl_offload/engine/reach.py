@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
 
 from nixl_offload.config import FileTier
 from nixl_offload.engine.choose import Choice, Shape, choose, open_file_mover
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.pools import Staging
+from nixl_offload.engine.staging import MIN_SLOTS
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Mover
 from nixl_offload.types import PAGE_BYTES
+from nixl_offload.units import format_size
 
 logger = logging.getLogger(__name__)
 
 NEVER_DIRECT: Final = 1 << 62
 """As ``direct_min_extent_bytes``."""
+SPARED_SHARE: Final = 0.25
+"""Of the device memory that the model has not claimed. The rest is for CUDA graphs, libraries and neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +49,34 @@ class Reach:
                 self.mover.close()
 
 
-class Ways(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ways:
     """Arguments of ``Engine``."""
 
     direct_min_extent_bytes: int
     staging: Staging
+    staging_bytes: int = 0
+
+    def within(self, wanted_bytes: int, spared_bytes: int | None, sharers: int, layout: KVLayout) -> Ways:
+        """Return these with a share of the staging memory that ``sharers`` engines divide.
+
+        Where the device can spare less than two chunks for each (``spared_bytes``; None: as much as is wanted), chunks
+        go through host memory.
+        """
+        share_bytes = wanted_bytes // sharers
+        if self.staging == "host" or spared_bytes is None:
+            return replace(self, staging_bytes=share_bytes)
+        least_bytes = MIN_SLOTS * max(layout.slot_bytes(group) for group in range(len(layout.groups)))
+        spared_bytes //= sharers
+        if spared_bytes >= least_bytes:
+            return replace(self, staging_bytes=min(share_bytes, spared_bytes))
+        logger.warning(
+            "Chunks go through host memory: of the device's memory %s are to be spared for a tier, and two chunks are "
+            "%s. Lower gpu_memory_utilization or chunk_tokens.",
+            format_size(spared_bytes),
+            format_size(least_bytes),
+        )
+        return replace(self, staging="host", staging_bytes=share_bytes)
 
 
 def shape_of(layout: KVLayout) -> Shape:
@@ -79,6 +108,18 @@ def reach_files(tier: FileTier, directory: str, device: Device, choice: Choice |
                 raise
             logger.warning("%s is passed over, though it was found best: %s", choice.mover, error)
     return Reach(open_file_mover(tier.mover, tier, directory, device))
+
+
+def spared_bytes(device: Device, claimed_share: float) -> int | None:
+    """Return what staging may take of the device's memory, over all tiers; None: not to be told, or all of it.
+
+    ``claimed_share``: what the model has claimed of the whole (vLLM's ``gpu_memory_utilization``). Much of that is free
+    at start and belongs to activations all the same, so what is free says nothing.
+    """
+    if device.torch_device.type != "cuda":
+        return None
+    _, total_bytes = torch.cuda.mem_get_info(device.torch_device)
+    return int(total_bytes * max(0.0, 1.0 - claimed_share) * SPARED_SHARE)
 
 
 def ways_of(reach: Reach, mover: Mover, device: Device, layout: KVLayout) -> Ways:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.queued import DeviceGroups
-from nixl_offload.engine.reach import Reach, choose_way, reach_files, ways_of
+from nixl_offload.engine.reach import Reach, choose_way, reach_files, spared_bytes, ways_of
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.layout import KVLayout
@@ -46,6 +47,17 @@ logger = logging.getLogger(__name__)
 RELAY_SLOTS = 16
 RELAY_SHARE = 4
 """Chunks that travel between farther tiers rest in so many slots, at most a quarter of what staging takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What a rank moves chunks between."""
+
+    tensors: Sequence[torch.Tensor]
+    layout: KVLayout
+    host: HostSlab | None
+    claimed_share: float
+    """Of the device's memory: what vLLM keeps for itself (``gpu_memory_utilization``)."""
 
 
 @unbound()
@@ -115,27 +127,21 @@ def open_host(
 
 @unbound()
 def open_engine(
-    config: Config,
-    tensors: Sequence[torch.Tensor],
-    layout: KVLayout,
-    places: Sequence[Place],
-    rank: int,
-    reaches: Sequence[Reach],
-    host: HostSlab | None,
+    config: Config, memory: RankMemory, places: Sequence[Place], rank: int, reaches: Sequence[Reach]
 ) -> ChainEngine:
     """Open this rank's way to each tier and start their engines, which own what is open of ``reaches`` from then on.
-    ``host`` must outlive them. A tier that cannot be opened here is left out: what is asked of it fails.
+    ``memory`` must outlive them. A tier that cannot be opened here is left out: what is asked of it fails.
 
     Raises what the first tier raised when this rank can reach none of its storage.
     """
-    memory = next((at for at, tier in enumerate(config.tiers) if isinstance(tier, MemoryTier)), None)
-    sharers = len(config.tiers) - (memory is not None)
+    nearest = next((at for at, tier in enumerate(config.tiers) if isinstance(tier, MemoryTier)), None)
+    sharers = len(config.tiers) - (nearest is not None)
     engines: list[TierEngine | None] = []
     trouble: list[Exception] = []
     with contextlib.ExitStack() as undo:
         for position, (tier, place, reach) in enumerate(zip(config.tiers, places, reaches, strict=True)):
             try:
-                engine = _open_tier(config, position, tier, place, tensors, layout, rank, reach, host, sharers)
+                engine = _open_tier(config, position, tier, place, memory, rank, reach, sharers)
             except Exception as error:  # noqa: BLE001 - the other tiers work without it
                 trouble.append(error)
                 engines.append(None)
@@ -148,7 +154,7 @@ def open_engine(
         for what in trouble:
             trace = None if isinstance(what, NixlOffloadError) else what
             logger.error("A tier is out of use on rank %d until the engine restarts: %s", rank, what, exc_info=trace)
-        chain = ChainEngine(engines, host, memory=memory)
+        chain = ChainEngine(engines, memory.host, memory=nearest)
         undo.pop_all()
     return chain
 
@@ -158,25 +164,23 @@ def _open_tier(
     position: int,
     tier: Tier,
     place: Place,
-    tensors: Sequence[torch.Tensor],
-    layout: KVLayout,
+    memory: RankMemory,
     rank: int,
     reach: Reach,
-    host: HostSlab | None,
     sharers: int,
 ) -> TierEngine:
     """``sharers``: how many engines divide the staging memory."""
     if isinstance(place, MemoryPlace):
-        assert host is not None
+        assert memory.host is not None
         return MemoryEngine(
-            tensors=tensors,
-            layout=layout,
-            host=host,
+            tensors=memory.tensors,
+            layout=memory.layout,
+            host=memory.host,
             rank_namespace=place.rank_namespaces[rank],
             tier=position,
             verify=config.verify,
         )
-    device = device_of(tensors[0])
+    device = device_of(memory.tensors[0])
     with contextlib.ExitStack() as undo:
         if isinstance(tier, FileTier) and isinstance(place, SlabPlace):
             slab = _open_slab(tier, place, rank)
@@ -187,17 +191,18 @@ def _open_tier(
             link: Link = SlabLink(slab, reach.mover, time.monotonic)
         else:
             link = _open_shared(tier, place, reach, rank)
-        ways = ways_of(reach, link.mover, device, layout)
+        ways = ways_of(reach, link.mover, device, memory.layout)
+        ways = ways.within(config.staging_bytes, spared_bytes(device, memory.claimed_share), sharers, memory.layout)
         engine = Engine(
-            tensors=tensors,
-            layout=layout,
+            tensors=memory.tensors,
+            layout=memory.layout,
             links=[*[None] * position, link],
             rank_namespace=place.rank_namespaces[rank],
-            staging_bytes=config.staging_bytes // sharers,
+            staging_bytes=ways.staging_bytes,
             verify=config.verify,
             load_timeout_s=config.load_timeout_s,
             direct_min_extent_bytes=ways.direct_min_extent_bytes,
-            host=host,
+            host=memory.host,
             device=device,
             staging=ways.staging,
         )

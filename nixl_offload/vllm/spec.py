@@ -53,4 +53,5 @@ class NixlOffloadSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return this rank's half over ``kv_caches``."""
-        return NixlOffloadingWorker(self.config, self.config_file, kv_caches)
+        claimed_share = self.vllm_config.cache_config.gpu_memory_utilization
+        return NixlOffloadingWorker(self.config, self.config_file, kv_caches, claimed_share)

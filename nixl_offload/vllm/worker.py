@@ -45,7 +45,7 @@ from nixl_offload.vllm.messages import (
     TicketReport,
     WorkerReport,
 )
-from nixl_offload.vllm.rank_engine import open_engine, open_host, reach_tiers
+from nixl_offload.vllm.rank_engine import RankMemory, open_engine, open_host, reach_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -113,8 +113,11 @@ def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupS
 class NixlOffloadingWorker(OffloadingWorker):
     """vLLM's worker contract over our engine, which opens with the first job (it says where the tiers are)."""
 
-    def __init__(self, offloading: OffloadingConfig, config: Config, kv_caches: CanonicalKVCaches) -> None:
-        """Take the host memory that the config asks for, and reach shared tiers.
+    def __init__(
+        self, offloading: OffloadingConfig, config: Config, kv_caches: CanonicalKVCaches, claimed_share: float = 1.0
+    ) -> None:
+        """Take the host memory that the config asks for, and reach shared tiers. ``claimed_share``: of the device's
+        memory, what vLLM keeps for itself.
 
         Raises TierError when there is not so much memory: at start, and only there. Storage that cannot be reached
         turns offloading off.
@@ -133,6 +136,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._refused_tickets: dict[int, int] = {}
         """Ticket of landings or moves that were refused -> how many chunks."""
         self._told: tuple[Standing, ...] = ()
+        self._claimed_share = claimed_share
         self._host = open_host(config, offloading.parallel, self.layout, self._tensors)
         self._reaches = self._unless_broken(lambda: reach_tiers(config, self._tensors, self.layout)) or []
 
@@ -294,9 +298,8 @@ class NixlOffloadingWorker(OffloadingWorker):
     def _open(self, places: Sequence[Place]) -> ChainEngine | None:
         if self._engine is None and not self._broken and places:
             reaches, self._reaches = self._reaches, []
-            self._engine = self._unless_broken(
-                lambda: open_engine(self._config, self._tensors, self.layout, places, self._rank, reaches, self._host)
-            )
+            memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share)
+            self._engine = self._unless_broken(lambda: open_engine(self._config, memory, places, self._rank, reaches))
             if self._engine is None:
                 for reach in reaches:
                     reach.close()

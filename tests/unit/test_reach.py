@@ -1,0 +1,100 @@
+"""Proves what an engine is told of the way that was measured, of staging, and of what a device can spare."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from nixl_offload.config import FileTier
+from nixl_offload.engine import reach as reach_module
+from nixl_offload.engine.choose import Choice
+from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
+from nixl_offload.engine.image import Way
+from nixl_offload.engine.reach import NEVER_DIRECT, Reach, Ways, reach_files, shape_of, spared_bytes, ways_of
+from nixl_offload.engine.streams import Device, HostStreams
+from nixl_offload.errors import MoverUnavailableError
+from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.movers.base import MemoryKind
+from nixl_offload.movers.copy import CopyMover
+
+VRAM = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
+DRAM = Device(torch.device("cpu"), MemoryKind.DRAM, HostStreams())
+MIB = 1 << 20
+
+
+def _layout(page_bytes: int = 8192, base: int = 1 << 30) -> KVLayout:
+    """Two layers, four blocks a chunk."""
+    tensors = tuple(RegionSpec(at, base + at * 64 * page_bytes, 64, page_bytes, page_bytes) for at in range(2))
+    return KVLayout(tensors, (GroupLayout(((0, page_bytes), (1, page_bytes))),), 4)
+
+
+def _choice(way: Way, mover: str = "gds_mt") -> Choice:
+    return Choice(mover, way, (), 0.0, True)
+
+
+def test_a_shape_has_pieces_where_all_of_them_are_aligned() -> None:
+    assert shape_of(_layout()).piece_bytes == 8192
+    assert shape_of(_layout(base=(1 << 30) + 64)).piece_bytes == 0
+    assert shape_of(_layout()).slot_bytes == 4096 + 4 * 2 * 8192
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [("direct", (8192, "device")), ("device", (NEVER_DIRECT, "device")), ("host", (NEVER_DIRECT, "host"))],
+)
+def test_what_was_measured_is_what_is_done(way: Way, told: tuple[int, str]) -> None:
+    """Direct from the measured size on; else never, whatever the size."""
+    ways = ways_of(Reach(None, _choice(way)), CopyMover(), VRAM, _layout())
+    assert (ways.direct_min_extent_bytes, ways.staging) == told
+
+
+def test_without_figures_a_mover_that_cannot_touch_the_device_packs_on_the_host() -> None:
+    ways = ways_of(Reach(), CopyMover(), VRAM, _layout())
+    assert (ways.direct_min_extent_bytes, ways.staging) == (DIRECT_MIN_EXTENT_BYTES, "host")
+
+
+def test_staging_keeps_to_what_the_device_can_spare(caplog: pytest.LogCaptureFixture) -> None:
+    """Less than asked for, down to two chunks for each engine; below that through host memory, as much as asked for."""
+    ways, layout = Ways(NEVER_DIRECT, "device"), _layout()
+    two = 2 * layout.slot_bytes(0)
+    assert ways.within(64 * MIB, None, 2, layout) == Ways(NEVER_DIRECT, "device", 32 * MIB)
+    assert ways.within(64 * MIB, 40 * MIB, 2, layout) == Ways(NEVER_DIRECT, "device", 20 * MIB)
+    assert ways.within(64 * MIB, 2 * two, 2, layout) == Ways(NEVER_DIRECT, "device", two)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert ways.within(64 * MIB, 2 * two - 2, 2, layout) == Ways(NEVER_DIRECT, "host", 32 * MIB)
+    assert "gpu_memory_utilization" in caplog.text
+
+
+def test_what_the_model_has_claimed_is_not_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of it is free at start: activations come later."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 << 30, 80 << 30))
+    device = Device(torch.device("cuda"), MemoryKind.VRAM, HostStreams())
+    assert spared_bytes(device, 0.9) == pytest.approx(2 << 30, rel=1e-6)
+    assert spared_bytes(device, 1.0) == 0
+    assert spared_bytes(VRAM, 0.9) is None
+
+
+def test_a_remembered_mover_that_opens_no_more_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a warning; and where the config names that very mover, nothing is passed over."""
+
+    def opened(name: str, tier: FileTier, directory: str, device: Device) -> CopyMover:
+        if name == "kvikio":
+            raise MoverUnavailableError("kvikio: gone")
+        return CopyMover()
+
+    monkeypatch.setattr(reach_module, "open_file_mover", opened)
+    tier = FileTier(kind="file", path=str(tmp_path), capacity=1 << 30)
+    with caplog.at_level(logging.WARNING):
+        found = reach_files(tier, str(tmp_path), DRAM, _choice("device", "kvikio"))
+    assert isinstance(found.mover, CopyMover)
+    assert found.choice is None
+    assert "kvikio: gone" in caplog.text
+    found.close()
+    with pytest.raises(MoverUnavailableError):
+        reach_files(tier.model_copy(update={"mover": "kvikio"}), str(tmp_path), DRAM, _choice("device", "kvikio"))
