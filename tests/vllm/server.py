@@ -1,0 +1,118 @@
+"""A real ``vllm serve`` for tests: vLLM's OpenAI server and its engine core, forked from the zygote, and its /metrics.
+
+Threading: one test at a time. Ownership: ``Server`` owns the process group; ``close`` ends it, and so does the end of
+the pipe that the server's first process reads, should this process die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from examples.s3_server import free_port
+from tests.vllm.zygote import MAIN_MODULE, ForkedProcess, Zygote
+
+START_S = 120.0
+
+
+class Server:
+    """Answers HTTP on ``url`` from the moment it is made until ``close``."""
+
+    def __init__(self, zygote: Zygote, options: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """Start with the command line ``options`` of ``vllm serve``. Raises AssertionError when it does not come up."""
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        with log.open("ab") as log_file:
+            self._process: ForkedProcess = zygote.fork(
+                log_file, {**os.environ, **environment, MAIN_MODULE: __name__}, spawns=True
+            )
+        arguments = ["--host", "127.0.0.1", "--port", str(self.port), *options]
+        self._process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        try:
+            self.until(self._healthy, START_S, "the server answers")
+        except BaseException:
+            self.close()
+            raise
+
+    def complete(self, model: str, prompt: list[int], **fields: Any) -> None:
+        """Answer a prompt of token ids."""
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "detokenize": False, **fields}
+        self._ask("/v1/completions", body)
+
+    def reset_prefix_cache(self) -> None:
+        """Make vLLM forget its prefix cache (needs VLLM_SERVER_DEV_MODE=1)."""
+        self._ask("/reset_prefix_cache", {})
+
+    def metrics(self) -> str:
+        """What Prometheus would read."""
+        return self._ask("/metrics").decode()
+
+    def samples(self, name: str, label: str) -> dict[str, float]:
+        """Values of one series name as exposed, summed by the value of one label."""
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.metrics()):
+            for sample in family.samples:
+                if sample.name == name:
+                    values[sample.labels[label]] = values.get(sample.labels[label], 0) + sample.value
+        return values
+
+    def until(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Wait for ``condition``. Raises AssertionError, with the end of the log, at the limit."""
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+            assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}\n{tail}"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End every process of the server. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _healthy(self) -> bool:
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            self._ask("/health")
+            return True
+        return False
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data, headers)
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            content: bytes = reply.read()
+            return content
+
+
+def main() -> int:
+    """The far end: what ``vllm serve`` runs, with its command line from the first line of stdin."""
+    arguments = json.loads(sys.stdin.readline())
+    os.dup2(2, 1)
+
+    def end_with_the_owner() -> None:
+        sys.stdin.read()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_the_owner, daemon=True).start()
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    sys.argv = ["vllm", *arguments]
+    serve()
+    return 0
