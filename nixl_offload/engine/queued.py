@@ -64,6 +64,11 @@ class DeviceGroups:
         self._num_blocks = [min(len(tensors[page.tensor]) for page in group) for group in pages]
         self._device = device
 
+    @property
+    def sums_slowly(self) -> bool:
+        """Whether checksums on a real device are torch's, which take many times as long as any drive."""
+        return self._device.page_locks and any(kernels.name == "torch" for kernels in self.kernels)
+
     def check_width(self, group: int, width_bytes: int) -> None:
         """Raise LayoutError for rows of another length than the group's blocks."""
         if width_bytes != self.block_bytes[group]:

@@ -87,11 +87,14 @@ def shape_of(layout: KVLayout) -> Shape:
     return Shape(layout.slot_bytes(group), piece_bytes if direct else 0)
 
 
-def choose_way(tier: FileTier, device: Device, layout: KVLayout) -> Choice | None:
+def choose_way(tier: FileTier, device: Device, layout: KVLayout, *, sums_slowly: bool = False) -> Choice | None:
     """Compare ways between device memory and the tier's directory, which must be there; None: nothing to choose.
 
+    ``sums_slowly``: see ``queued.DeviceGroups``; then the host sums, unless the config names a mover.
     Raises MoverUnavailableError when nothing that the tier allows can run.
     """
+    if sums_slowly and tier.mover == "auto":
+        return Choice("posix", "host", (), 0.0, False, "the device has no quick kernels for checksums")
     return choose(tier, tier.path, device, shape_of(layout)) if device.is_accelerator else None
 
 

@@ -171,7 +171,10 @@ def _allocate(length_bytes: int, *, pinned: bool) -> npt.NDArray[np.uint8]:
     if not pinned:
         area = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return np.frombuffer(area, dtype=np.uint8)
-    tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+    # torch rounds page-locked memory up to a power of two: a page more than one could take twice the staging.
+    tensor = torch.empty(length_bytes, dtype=torch.uint8, pin_memory=True)
+    if tensor.data_ptr() % PAGE_BYTES:
+        tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
     start = -tensor.data_ptr() % PAGE_BYTES
     memory: npt.NDArray[np.uint8] = tensor.numpy()[start : start + length_bytes]
     return memory

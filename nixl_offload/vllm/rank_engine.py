@@ -69,19 +69,18 @@ def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayou
     """
     found: list[Reach] = []
     device = device_of(tensors[0])
-    if device.is_accelerator:
-        # For what Triton compiles then, and keeps: with the first job, seconds of a step would go into it.
-        DeviceGroups(tensors, pages_of(layout), device)
+    # What Triton compiles here it keeps: with the first job, seconds of a step would go into it.
+    slow = device.is_accelerator and DeviceGroups(tensors, pages_of(layout), device).sums_slowly
     try:
         for tier in config.tiers:
             if isinstance(tier, S3Tier):
                 found.append(Reach(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover))
             elif isinstance(tier, FileTier) and tier.layout == "tree":
                 make_private_directory(Path(tier.path))
-                choice = choose_way(tier, device, layout)
+                choice = choose_way(tier, device, layout, sums_slowly=slow)
                 found.append(reach_files(tier, tier.path, device, choice))
             elif isinstance(tier, FileTier) and device.is_accelerator:
-                found.append(Reach(choice=_choose_for_slab(tier, device, layout)))
+                found.append(Reach(choice=_choose_for_slab(tier, device, layout, slow)))
             else:
                 found.append(Reach())
     except BaseException:
@@ -91,11 +90,11 @@ def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayou
     return found
 
 
-def _choose_for_slab(tier: FileTier, device: Device, layout: KVLayout) -> Choice | None:
+def _choose_for_slab(tier: FileTier, device: Device, layout: KVLayout, slow: bool) -> Choice | None:
     """Trouble is told when the slab is opened: the directory may be there by then."""
     with contextlib.suppress(NixlOffloadError, OSError):
         make_private_directory(Path(tier.path))
-        return choose_way(tier, device, layout)
+        return choose_way(tier, device, layout, sums_slowly=slow)
     return None
 
 

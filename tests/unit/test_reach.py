@@ -13,7 +13,16 @@ from nixl_offload.engine import reach as reach_module
 from nixl_offload.engine.choose import Choice
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.image import Way
-from nixl_offload.engine.reach import NEVER_DIRECT, Reach, Ways, reach_files, shape_of, spared_bytes, ways_of
+from nixl_offload.engine.reach import (
+    NEVER_DIRECT,
+    Reach,
+    Ways,
+    choose_way,
+    reach_files,
+    shape_of,
+    spared_bytes,
+    ways_of,
+)
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
@@ -54,6 +63,17 @@ def test_what_was_measured_is_what_is_done(way: Way, told: tuple[int, str]) -> N
 def test_without_figures_a_mover_that_cannot_touch_the_device_packs_on_the_host() -> None:
     ways = ways_of(Reach(), CopyMover(), VRAM, _layout())
     assert (ways.direct_min_extent_bytes, ways.staging) == (DIRECT_MIN_EXTENT_BYTES, "host")
+
+
+def test_a_device_without_quick_kernels_leaves_checksums_to_the_host(tmp_path: Path) -> None:
+    """Torch's take many times as long as any drive. A mover that is named is used all the same."""
+    tier = FileTier(kind="file", path=str(tmp_path), capacity=1 << 30)
+    choice = choose_way(tier, VRAM, _layout(), sums_slowly=True)
+    assert choice is not None
+    assert (choice.mover, choice.way) == ("posix", "host")
+    named = choose_way(tier.model_copy(update={"mover": "gds"}), VRAM, _layout(), sums_slowly=True)
+    assert named is not None
+    assert (named.mover, named.way) == ("gds", "device")
 
 
 def test_staging_keeps_to_what_the_device_can_spare(caplog: pytest.LogCaptureFixture) -> None:

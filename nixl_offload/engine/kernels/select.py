@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 Maker = Callable[[Sequence[torch.Tensor], Sequence[Page]], GroupKernels]
 _BLOCKS = 5
+_tried: dict[tuple[object, ...], str | None] = {}
+"""What went wrong with kernels of a kind, None: nothing. Each packer asks, and a trial waits for the device."""
 
 
 def open_kernels(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> GroupKernels:
@@ -46,7 +48,10 @@ def _chosen(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> tuple[Gro
     if not triton_kernels.fits_rows(block_bytes):
         return TorchKernels(tensors, pages), f"blocks of {block_bytes} bytes are not made of 8-byte words, or too short"
     tiles = triton_kernels.placed_tiles(tensors, pages)
-    fault = fault_of(triton_kernels.TritonKernels, *sample(tiles, block_bytes, device))
+    kind = (str(device), block_bytes, None if isinstance(tiles, Misfit) else (tiles.tile_bytes, tiles.alignment))
+    if kind not in _tried:
+        _tried[kind] = fault_of(triton_kernels.TritonKernels, *sample(tiles, block_bytes, device))
+    fault = _tried[kind]
     if fault is not None:
         _warn(f"Triton's kernels do not work on {device} ({fault})")
         return TorchKernels(tensors, pages), "Triton's kernels failed their test"
