@@ -21,6 +21,9 @@ from typing import IO, Any, Final
 TASK_LIMIT_S: Final = 90.0
 """Importing torch on a cold disk takes tens of seconds; a mover gives a page that does not move 60 s."""
 
+_IMPORTS: Final = ""
+"""Statements for the child to begin with: tests give it libraries that crash."""
+
 Answer = dict[str, Any]
 """What a task returns. ``failed``: why there is nothing else, in words."""
 
@@ -78,7 +81,9 @@ class Trials:
     def _start(self) -> None:
         self._buffer = b""
         # -c and not -m: where the package lies in the working directory alone, or on a path set by hand, it is found.
-        code = "import sys; sys.path[:] = sys.argv[1:]; from nixl_offload.cli.check_trial import main; main()"
+        code = (
+            f"import sys; sys.path[:] = sys.argv[1:]; {_IMPORTS}from nixl_offload.cli.check_trial import main; main()"
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, *sys.path],
             stdin=subprocess.PIPE,

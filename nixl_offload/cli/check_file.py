@@ -60,7 +60,7 @@ def file_section(
         "facts": [fact._asdict() for fact in gds.facts],
     }
     gpu = any(fact.name == "GPU driver" and fact.ok for fact in gds.facts)
-    section.add(_gds_lines(tier, gds, gpu))
+    section.add(gds_lines(tier, gds, gpu=gpu))
     if section.has("directory", "wrong"):
         section.lines.append(unknown("movers", "not tried: there is nowhere to write"))
         return section
@@ -109,7 +109,7 @@ def _look(section: Section, tier: FileTier, capacity_bytes: int | None, root: st
     return place, gds_report(place.standing, root=root)
 
 
-def _gds_lines(tier: FileTier, gds: GdsReport, gpu: bool) -> list[Line]:
+def gds_lines(tier: FileTier, gds: GdsReport, *, gpu: bool) -> list[Line]:
     """Return the verdict, and with a GPU each thing that decides it. That it is not real costs speed, no more."""
     name = "GPUDirect Storage"
     if tier.mover == "posix":

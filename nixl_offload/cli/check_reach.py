@@ -26,7 +26,7 @@ from nixl_offload.stores.s3 import S3Address, readable_ca_bundle
 SKEW_LIMIT_S: Final = 900.0
 """S3 refuses what is signed by a clock that differs by more."""
 SKEW_TOLD_S: Final = 30.0
-_HOST_MISMATCH: Final = 62
+_HOST_MISMATCH: Final = (62, 64)
 _EXPIRED: Final = 10
 _NO_AUTHORITY: Final = (18, 19, 20, 21)
 _SYNC: Final = "chronyc makestep, or timedatectl set-ntp true, on whichever machine is wrong (date -u tells)"
@@ -85,7 +85,8 @@ def _ask(tier: S3Tier, address: S3Address, url: str, limit_s: float, clock: Call
         except (OSError, http.client.HTTPException) as error:
             raise _translated(tier, url, limit_s, error) from error
     took_s, now_s = time.perf_counter() - began_s, (before_s + clock()) / 2
-    if parts.scheme == "http" and answer.status == http.client.BAD_REQUEST and _speaks_tls(host, port, limit_s):
+    refused = answer.status == http.client.BAD_REQUEST and "xml" not in answer.getheader("Content-Type", "")
+    if parts.scheme == "http" and refused and _speaks_tls(host, port, limit_s):
         raise _UnreachableError(f"{host}:{port} speaks TLS", f"endpoint: https://{host}:{port}")
     secured = "by TLS, with a certificate that is trusted" if parts.scheme == "https" else "without TLS"
     lines = [ok("endpoint", f"{host}:{port} answers in {took_s * 1e3:.1f} ms, {secured}")]
@@ -147,7 +148,7 @@ def _translated(tier: S3Tier, url: str, limit_s: float, error: Exception) -> _Un
 
 def _certificate(tier: S3Tier, host: str, at: str, error: ssl.SSLCertVerificationError) -> _UnreachableError:
     show = f"openssl s_client -connect {at} -showcerts"
-    if error.verify_code == _HOST_MISMATCH:
+    if error.verify_code in _HOST_MISMATCH:
         words = f"the certificate of {at} is for another name than {host}"
         return _UnreachableError(words, "endpoint: https:// and the name that the certificate is for; " + show)
     if error.verify_code == _EXPIRED:

@@ -51,7 +51,10 @@ def s3_section(tier: S3Tier, trials: Trials, doing: Doing, *, config_file: str, 
     except ImportError:
         credentials = unknown("credentials", "cannot be looked for without boto3", "pip install nixl-offload[s3]")
     except StoreError as error:
-        credentials = no_credentials_line(error)
+        if error.__cause__ is None:  # no client could be made, which the endpoint's line says
+            credentials = unknown("credentials", "not looked for before that is mended")
+        else:
+            credentials = no_credentials_line(error)
     doing(f"reaching {endpoint}")
     reached = reach(quick, endpoint, PATIENCE_S)
     section.add(reached.lines)
@@ -85,7 +88,8 @@ def _try(
     right = reached.region
     differs = right is not None and right != region and not (right in _GLOBAL and region in _GLOBAL)
     doing(f"trying what is allowed in {section.facts['where']}")
-    if reached.redirects or _refused_for_region(tier):
+    # What is not signed may be sent elsewhere though the region is right.
+    if (reached.redirects and (right is None or differs)) or _refused_for_region(tier):
         right = right if right is not None and right != region else _bucket_region(tier)
         tier = _moved(section, tier, region, right)
         if right is None:

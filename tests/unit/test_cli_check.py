@@ -110,7 +110,8 @@ def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, capsys: pyt
 
 def test_plugins_that_nixl_does_not_find_and_a_mover_that_needs_them(tmp_path: Path) -> None:
     """NIXL_PLUGIN_DIR names a directory without plugins: each is told with the reason, ``mover: posix`` is wrong. The
-    mend, ``unset NIXL_PLUGIN_DIR``, is applied, and the lines turn ok."""
+    mend, ``unset NIXL_PLUGIN_DIR``, is applied, and the lines turn ok.
+    """
     file = config(tmp_path, f"{{kind: file, path: {tmp_path}, capacity: 1GiB, mover: posix, posix_api: aio}}")
     command = [sys.executable, "-m", "nixl_offload.cli.main", "check", "--json", "--no-io", file]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -202,6 +203,8 @@ def test_plain_text() -> None:
 
 
 class Terminal(io.StringIO):
+    """Says that it is one."""
+
     def isatty(self) -> bool:
         return True
 

@@ -1,0 +1,493 @@
+"""``nixl-offload check`` on buckets: what is wrong with each server is told, the mend is applied, the line turns ok.
+
+One process tries the movers of all tests here, as it would cost seconds to start one for each.
+"""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import ipaddress
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from examples.s3_server import REGION
+from nixl_offload.cli import check_rights
+from nixl_offload.cli.check_child import Trials
+from nixl_offload.cli.check_lines import Line, Section
+from nixl_offload.cli.check_reach import reach
+from nixl_offload.cli.check_report import Doing
+from nixl_offload.cli.check_rights import lifecycle_lines, try_rights
+from nixl_offload.cli.check_s3 import s3_section
+from nixl_offload.cli.main import main
+from nixl_offload.config import S3Tier, parse_config
+from nixl_offload.stores.select import open_store
+
+from .proxy import Answer, FaultProxy, Flip, Hold, Redate
+from .servers import MotoServer, RcloneServer, S3Server
+
+FINE = ("endpoint", "clock", "credentials", "region", "bucket", "list", "lookup", "put", "get", "checksums", "delete")
+
+
+@pytest.fixture(scope="module")
+def trials(rclone: RcloneServer) -> Iterator[Trials]:
+    with pytest.MonkeyPatch.context() as patch, Trials() as process:
+        for name, value in rclone.environment.items():
+            patch.setenv(name, value)
+        process.run("plugin", name="posix_aio")
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch, rclone: RcloneServer, trials: Trials) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in rclone.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def proxy(rclone: RcloneServer) -> Iterator[FaultProxy]:
+    with FaultProxy(rclone.port) as proxy:
+        yield proxy
+
+
+def tier_of(server: S3Server, prefix: str, **fields: Any) -> S3Tier:
+    (tier,) = parse_config({"tiers": [server.tier(prefix, **fields)]}).tiers
+    assert isinstance(tier, S3Tier)
+    return tier
+
+
+def look(tier: S3Tier, trials: Trials, *, io: bool = False) -> dict[str, Line]:
+    """Return the section's lines; each that is wrong has a mend."""
+    section: Section = s3_section(tier, trials, Doing(StringIO()), config_file="kv.yaml", io=io, piece_bytes=256 << 10)
+    assert all(line.mend for line in section.lines if line.state == "wrong")
+    lines = {line.name: line for line in section.lines}
+    assert len(lines) == len(section.lines)
+    return lines
+
+
+def wrong(lines: dict[str, Line]) -> list[str]:
+    return [line.name for line in lines.values() if line.state == "wrong"]
+
+
+def test_a_server_as_it_should_be(rclone: RcloneServer, trials: Trials, prefix: str) -> None:
+    """All is ok, movers are tried, speeds measured, and nothing of it stays in the bucket."""
+    lines = look(tier_of(rclone, prefix, ttl="7d"), trials, io=True)
+    assert [lines[name].state for name in FINE] == ["ok"] * len(FINE)
+    assert lines["credentials"].words == "from the environment (AWS_ACCESS_KEY_ID)"
+    assert lines["addressing"].words.startswith("path style")
+    assert "MB/s" in lines["speed"].words
+    assert lines["lifecycle"].mend == "nixl-offload gc kv.yaml --delete, by a timer", "rclone knows no rules"
+    assert any(line.words.endswith("the one that the server takes") for line in lines.values())
+    assert rclone.objects(prefix) == []
+
+
+def test_a_server_that_is_down(tmp_path: Path, trials: Trials, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command itself, exit code and all; then the server is started, which is the mend."""
+    with RcloneServer() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        server.stop()
+        file = tmp_path / "kv.yaml"
+        file.write_text(yaml.safe_dump({"tiers": [server.tier(prefix, mover="boto3")]}))
+        out = StringIO()
+        monkeypatch.setattr("sys.stdout", out)
+        began_s = time.monotonic()
+        assert main(["check", "--json", str(file)]) == 1
+        assert time.monotonic() - began_s < 30
+        (section,) = [each for each in json.loads(out.getvalue())["sections"] if each["kind"] == "s3"]
+        (line,) = [each for each in section["lines"] if each["state"] == "wrong"]
+        assert line["name"] == "endpoint"
+        assert line["words"] == f"nothing listens at 127.0.0.1:{server.port} (connection refused)"
+        assert line["mend"].startswith("start the server")
+        server.start()
+        assert look(tier_of(server, prefix), trials)["delete"].state == "ok"
+
+
+def test_a_server_that_forbids_delete(
+    rclone: RcloneServer, proxy: FaultProxy, trials: Trials, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the check could not remove is told; no mover leaves more behind; once allowed, a later check removes it."""
+    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint)
+    with proxy.inject(Answer(403, "AccessDenied"), operation="DELETE|DELETE_MANY"):
+        lines = look(tier, trials, io=True)
+    assert wrong(lines) == ["delete"]
+    (left,) = rclone.objects(prefix)
+    assert f"s3://kv-cache/{left} (4 KiB) of this check stays" in lines["delete"].words
+    assert '"Action": "s3:DeleteObject"' in str(lines["delete"].mend)
+    assert lines["movers"].state == "unknown"
+    assert "speed" not in lines
+    rclone.write(f"{prefix}/check-of-somebody-else", b"theirs")
+    monkeypatch.setattr(check_rights, "LEFTOVER_S", -5.0)
+    mended = look(tier, trials)
+    assert (mended["delete"].state, mended["delete"].words) == (
+        "ok",
+        "allowed; 1 that earlier checks had to leave removed",
+    )
+    assert rclone.objects(prefix) == [f"{prefix}/check-of-somebody-else"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "wrongs", "action"),
+    [("PUT", ["put"], "s3:PutObject"), ("GET", ["get"], "s3:GetObject"), ("LIST", ["list"], "s3:ListBucket")],
+)
+def test_a_right_that_is_missing(
+    rclone: RcloneServer, proxy: FaultProxy, trials: Trials, prefix: str, operation: str, wrongs: list[str], action: str
+) -> None:
+    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint, mover="boto3")
+    with proxy.inject(Answer(403, "AccessDenied"), operation=operation):
+        lines = look(tier, trials)
+        assert wrong(lines) == wrongs
+        (statement,) = [json.loads(str(lines[name].mend).partition(": ")[2]) for name in wrongs]
+        assert statement["Action"] == action
+    assert wrong(look(tier, trials)) == []
+    assert rclone.objects(prefix) == []
+
+
+def test_absent_objects_answered_403(rclone: RcloneServer, proxy: FaultProxy, trials: Trials, prefix: str) -> None:
+    """As S3 does where the credentials may not list: then servers cannot tell what is there."""
+    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint, mover="boto3")
+    with proxy.inject(Answer(403, "AccessDenied"), operation="HEAD", key="check-", nth=1):
+        lines = look(tier, trials)
+    assert wrong(lines) == ["lookup"]
+    assert "answered 403" in lines["lookup"].words
+
+
+def test_policies_that_the_mends_name_work(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who may do nothing: each mend's statement is put into the user's policy, round by round, until all is ok.
+
+    moto asks of a bulk delete whether it is allowed on the bucket, and not, as S3 does, on the objects.
+    """
+    with MotoServer() as server, closing(_iam(server)) as iam:
+        iam.create_user(UserName="kv")
+        key = iam.create_access_key(UserName="kv")["AccessKey"]
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+        tier = tier_of(server, prefix, ttl="7d")
+        statements: list[dict[str, Any]] = []
+        rounds: list[list[str]] = []
+        while True:
+            _hold_to_policies(server, True)
+            with closing(open_store(tier, "boto3")) as store:
+                tried = try_rights(tier, store, "kv.yaml", time.time)
+            lines = {line.name: line for line in tried.lines}
+            if tried.works:
+                break
+            rounds.append(wrong(lines))
+            assert len(rounds) <= 3, rounds
+            statements += [json.loads(str(lines[name].mend).partition(": ")[2]) for name in rounds[-1]]
+            for_moto = [{**each, "Resource": "*"} for each in statements if each["Action"] == "s3:DeleteObject"]
+            policy = json.dumps({"Version": "2012-10-17", "Statement": [*statements, *for_moto]})
+            _hold_to_policies(server, False)
+            iam.put_user_policy(UserName="kv", PolicyName="kv", PolicyDocument=policy)
+        assert rounds[0] == ["list", "lookup", "put"]
+        assert wrong(lines) == []
+        (lifecycle,) = lifecycle_lines(tier, "kv.yaml")
+        assert (lifecycle.state, "may not read the rules" in lifecycle.words) == ("unknown", True), "no server's right"
+        wanted = {"s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject"}
+        assert {statement["Action"] for statement in statements} == wanted
+        resources = {statement["Resource"] for statement in statements}
+        assert resources == {"arn:aws:s3:::kv-cache", f"arn:aws:s3:::kv-cache/{prefix}/*"}
+
+
+@pytest.fixture
+def elsewhere(moto: MotoServer) -> str:
+    """A bucket in another region than the one that tests sign for."""
+    bucket = f"kv-{secrets.token_hex(4)}"
+    with closing(moto.client()) as client:
+        client.create_bucket(Bucket=bucket, CreateBucketConfiguration={"LocationConstraint": "eu-central-1"})
+    return bucket
+
+
+def test_a_wrong_region_that_the_server_does_not_mind(moto: MotoServer, trials: Trials, elsewhere: str) -> None:
+    lines = look(tier_of(moto, "kv", bucket=elsewhere, mover="boto3"), trials)
+    assert lines["region"].state == "warning"
+    assert lines["region"].mend == "region: eu-central-1"
+    mended = look(tier_of(moto, "kv", bucket=elsewhere, mover="boto3", region="eu-central-1"), trials)
+    assert (mended["region"].state, mended["region"].words) == ("ok", "eu-central-1")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(301, "PermanentRedirect", headers=("x-amz-bucket-region: eu-central-1",)),
+        Answer(400, "AuthorizationHeaderMalformed", more="<Region>eu-central-1</Region>"),
+    ],
+    ids=["redirects", "refuses"],
+)
+def test_a_wrong_region_is_told_with_the_right_one(
+    moto: MotoServer, trials: Trials, elsewhere: str, answer: Answer
+) -> None:
+    """As S3 does it; boto3 alone goes on to the right region by itself. The rest is tried there; the mend works."""
+    fields = {"bucket": elsewhere, "mover": "boto3", "ttl": "7d"}
+    with FaultProxy(moto.port) as proxy, proxy.inject(answer, unless="/eu-central-1/s3/aws4_request"):
+        lines = look(tier_of(moto, "kv", endpoint=proxy.endpoint, **fields), trials)
+        assert wrong(lines) == ["region"]
+        assert lines["region"].words.startswith("the bucket is in eu-central-1, and requests are signed for us-east-1")
+        assert lines["region"].mend == "region: eu-central-1"
+        assert (lines["put"].state, lines["delete"].state) == ("ok", "ok")
+        mended = look(tier_of(moto, "kv", endpoint=proxy.endpoint, region="eu-central-1", **fields), trials)
+        assert wrong(mended) == []
+
+
+@pytest.mark.parametrize(("ahead_s", "state"), [(1200, "wrong"), (-1200, "wrong"), (300, "warning"), (10, "ok")])
+def test_clocks_that_differ(rclone: RcloneServer, proxy: FaultProxy, ahead_s: int, state: str, prefix: str) -> None:
+    """The server's clock is ahead or behind; the limit is S3's, 15 minutes."""
+    with proxy.inject(Redate(ahead_s)):
+        clock = reach(tier_of(rclone, prefix, endpoint=proxy.endpoint), proxy.endpoint, 5.0).lines[1]
+    assert (clock.name, clock.state) == ("clock", state)
+    if state != "ok":
+        assert ("behind" if ahead_s > 0 else "ahead of") in clock.words
+        assert "timedatectl set-ntp true" in str(clock.mend)
+    assert reach(tier_of(rclone, prefix), rclone.endpoint, 5.0).lines[1].state == "ok"
+
+
+def test_a_server_that_refuses_for_the_clock(
+    rclone: RcloneServer, proxy: FaultProxy, trials: Trials, prefix: str
+) -> None:
+    """Where a proxy in between has the right date, the refusal tells."""
+    with proxy.inject(Answer(403, "RequestTimeTooSkewed")):
+        lines = look(tier_of(rclone, prefix, endpoint=proxy.endpoint), trials)
+    assert wrong(lines) == ["clock"]
+    assert lines["permissions"].state == "unknown"
+
+
+def test_credentials(
+    rclone: RcloneServer, trials: Trials, prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """None, half of them, a profile that is not there, wrong ones; and none is ever shown."""
+    tier = tier_of(rclone, prefix, mover="boto3")
+    secret = "never-to-be-seen"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    told = [look(tier, trials)]
+    assert told[-1]["credentials"].words.startswith("the secret does not belong to this access key")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUNKNOWN")
+    told.append(look(tier, trials))
+    assert told[-1]["credentials"].words.startswith("the server does not know this access key")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_PROFILE", "ours")
+    told.append(look(tier, trials))
+    assert "AWS_PROFILE names 'ours'" in told[-1]["credentials"].words
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    told.append(look(tier, trials))
+    assert told[-1]["credentials"].words.startswith("none found")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", rclone.access_key_id)
+    told.append(look(tier, trials))
+    assert told[-1]["credentials"].words.startswith("only half of them")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    for lines in told:
+        assert wrong(lines) == ["credentials"]
+        assert lines["permissions"].state == "unknown"
+        said = repr(lines)
+        assert secret not in said
+        assert "AKIA" not in said
+        assert rclone.access_key_id not in said
+    file = tmp_path / "credentials"
+    keys = f"aws_access_key_id={rclone.access_key_id}\naws_secret_access_key={rclone.secret_access_key}\n"
+    file.write_text(f"[ours]\n{keys}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_PROFILE", "ours")
+    # The mover's process has the credentials that it was started with.
+    fine = look(tier, trials)
+    assert (fine["credentials"].state, "~/.aws/credentials" in fine["credentials"].words) == ("ok", True)
+    assert wrong(fine) == []
+
+
+def test_a_bucket_that_is_not_there_and_its_rules(
+    moto: MotoServer, trials: Trials, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mend is a command, which is run as it stands: bucket and lifecycle rule are there then."""
+    file = tmp_path / "kv.yaml"
+    fields = {**moto.tier("kv", ttl="7d", mover="boto3"), "bucket": f"kv-{secrets.token_hex(4)}"}
+    file.write_text(yaml.safe_dump({"tiers": [fields]}))
+    (tier,) = parse_config({"tiers": [fields]}).tiers
+    assert isinstance(tier, S3Tier)
+    lines = look(tier, trials)
+    assert wrong(lines) == ["bucket"]
+    mend = str(lines["bucket"].mend)
+    assert mend == "nixl-offload bucket init kv.yaml"
+    with closing(moto.client()) as client:
+        client.create_bucket(Bucket=tier.bucket)
+    assert look(tier, trials)["lifecycle"].mend == mend
+    assert main([*mend.replace("kv.yaml", str(file)).split()[1:], "--yes"]) == 0
+    capsys.readouterr()
+    mended = look(tier, trials)
+    assert (mended["bucket"].state, mended["lifecycle"].state) == ("ok", "ok")
+    endless = look(tier.model_copy(update={"ttl_s": None}), trials)
+    assert endless["growth"].state == "warning"
+
+
+def test_bytes_that_come_back_as_others(rclone: RcloneServer, proxy: FaultProxy, trials: Trials, prefix: str) -> None:
+    """What servers make of the SDK's trailers looks so: the body is not what was sent."""
+    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint, mover="boto3")
+    with proxy.inject(Flip(at=100), operation="GET"):
+        lines = look(tier, trials)
+    assert wrong(lines) == ["checksums"]
+    assert lines["checksums"].mend == "checksums: when_required"
+    assert lines["movers"].state == "unknown"
+
+
+def test_a_server_that_hangs(rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
+    with proxy.inject(Hold()):
+        (line,) = reach(tier_of(rclone, prefix, endpoint=proxy.endpoint), proxy.endpoint, 0.3).lines
+    assert (line.state, "does not answer within 0.3 s" in line.words) == ("wrong", True)
+
+
+def test_names_and_styles(rclone: RcloneServer, prefix: str) -> None:
+    nowhere = "http://no-such-host.invalid:9000"
+    (line,) = reach(tier_of(rclone, prefix, endpoint=nowhere), nowhere, 5.0).lines
+    assert line.words == "the name no-such-host.invalid cannot be resolved"
+    virtual = f"http://no-such-host.invalid:{rclone.port}"
+    (line,) = reach(tier_of(rclone, prefix, endpoint=virtual, addressing="virtual"), virtual, 5.0).lines
+    assert line.mend == "addressing: path"
+
+
+def test_a_proxy_of_the_environment_is_told(rclone: RcloneServer, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its user and password are not."""
+    monkeypatch.setenv("http_proxy", "http://user:password@proxy.example:3128")
+    monkeypatch.setenv("no_proxy", "")
+    reached = reach(tier_of(rclone, prefix), rclone.endpoint, 5.0)
+    assert (reached.lines[0].state, reached.answers) == ("unknown", True)
+    assert "proxy.example" in reached.lines[0].words
+    assert "password" not in repr(reached.lines)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert reach(tier_of(rclone, prefix), rclone.endpoint, 5.0).lines[0].state == "ok"
+
+
+class TestTls:
+    """rclone behind a certificate of an authority of our own."""
+
+    @pytest.fixture
+    def secured(self, tmp_path: Path) -> Iterator[tuple[RcloneServer, Path]]:
+        certificate, key, authority = _certificate(tmp_path, "127.0.0.1")
+        with _TlsRclone(certificate, key) as server:
+            yield server, authority
+
+    def test_each_mend_works(
+        self, secured: tuple[RcloneServer, Path], trials: Trials, prefix: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No TLS where TLS is spoken, then an authority that nobody trusts, then all is ok."""
+        server, authority = secured
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        plain = look(tier_of(server, prefix), trials)
+        assert plain["endpoint"].mend == f"endpoint: https://127.0.0.1:{server.port}"
+        endpoint = str(plain["endpoint"].mend).partition(": ")[2]
+        untrusted = look(tier_of(server, prefix, endpoint=endpoint), trials)
+        assert wrong(untrusted) == ["endpoint"]
+        assert "signed by nobody whom this machine trusts" in untrusted["endpoint"].words
+        assert str(untrusted["endpoint"].mend).startswith("ca_bundle: ")
+        missing = look(tier_of(server, prefix, endpoint=endpoint, ca_bundle=f"{authority}.none"), trials)
+        assert wrong(missing) == ["endpoint"]
+        fine = look(tier_of(server, prefix, endpoint=endpoint, ca_bundle=str(authority)), trials)
+        assert [fine[name].state for name in FINE] == ["ok"] * len(FINE)
+
+    def test_certificates_that_do_not_fit(self, tmp_path: Path, prefix: str) -> None:
+        """For another name, and one that has expired."""
+        for name, expired, words in (
+            ("other.example", False, "is for another name"),
+            ("127.0.0.1", True, "has expired"),
+        ):
+            certificate, key, authority = _certificate(tmp_path, name, expired=expired)
+            with _TlsRclone(certificate, key) as server:
+                endpoint = server.endpoint.replace("http:", "https:")
+                tier = tier_of(server, prefix, endpoint=endpoint, ca_bundle=str(authority))
+                (line,) = reach(tier, endpoint, 5.0).lines
+            assert line.state == "wrong"
+            assert words in line.words
+
+    def test_https_where_http_is_spoken(self, rclone: RcloneServer, prefix: str) -> None:
+        endpoint = rclone.endpoint.replace("http:", "https:")
+        (line,) = reach(tier_of(rclone, prefix, endpoint=endpoint), endpoint, 5.0).lines
+        assert (line.words, line.mend) == (
+            f"127.0.0.1:{rclone.port} does not speak TLS",
+            f"endpoint: {rclone.endpoint}",
+        )
+
+
+class _TlsRclone(RcloneServer):
+    """Speaks TLS alone; to a request without it, it answers 400, so the start is noticed all the same."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        super().__init__()
+        self._files = (certificate, key)
+
+    def _command(self) -> list[str]:
+        certificate, key = self._files
+        return [*super()._command(), f"--cert={certificate}", f"--key={key}"]
+
+
+def _certificate(directory: Path, name: str, *, expired: bool = False) -> tuple[Path, Path, Path]:
+    """Make an authority and a certificate by it; return the certificate's file, its key's, the authority's."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    day = datetime.timedelta(days=1)
+    until = now - day if expired else now + day
+    ours = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "our authority")])
+    theirs = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    signer, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    is_address = name.replace(".", "").isdigit()
+    alternative = x509.IPAddress(ipaddress.ip_address(name)) if is_address else x509.DNSName(name)
+
+    def sign(subject: x509.Name, public: Any, end: datetime.datetime, *extensions: tuple[Any, bool]) -> bytes:
+        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(ours).public_key(public)
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - 2 * day)
+        builder = builder.not_valid_after(end)
+        for extension, critical in extensions:
+            builder = builder.add_extension(extension, critical)
+        return builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    files = (directory / f"{name}.pem", directory / f"{name}.key", directory / f"{name}-authority.pem")
+    key_identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    files[0].write_bytes(
+        sign(
+            theirs,
+            key.public_key(),
+            until,
+            (x509.SubjectAlternativeName([alternative]), False),
+            (key_identifier, False),
+        )
+    )
+    files[1].write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    files[2].write_bytes(
+        sign(
+            ours,
+            signer.public_key(),
+            now + day,
+            (x509.BasicConstraints(ca=True, path_length=0), True),
+            (x509.SubjectKeyIdentifier.from_public_key(signer.public_key()), False),
+        )
+    )
+    return files
+
+
+def _iam(server: MotoServer) -> Any:
+    import boto3
+
+    session = boto3.session.Session("root", "root", region_name=REGION)
+    return session.client("iam", endpoint_url=server.endpoint)
+
+
+def _hold_to_policies(server: MotoServer, hold: bool) -> None:
+    """Have moto hold every user to their policies, or nobody."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10.0)
+    with closing(connection):
+        connection.request("POST", "/moto-api/reset-auth", "0" if hold else "inf")
+        assert connection.getresponse().status == http.client.OK
