@@ -142,30 +142,54 @@ def test_a_server_that_forbids_delete(
     assert rclone.objects(prefix) == [f"{prefix}/check-of-somebody-else"]
 
 
+def rights(tier: S3Tier) -> dict[str, Line]:
+    with closing(open_store(tier, "boto3")) as store:
+        tried = try_rights(tier, store, "kv.yaml", time.time)
+    lines = {line.name: line for line in tried.lines}
+    assert tried.works == (wrong(lines) in ([], ["list"], ["lookup"]))
+    return lines
+
+
 @pytest.mark.parametrize(
-    ("operation", "wrongs", "action"),
-    [("PUT", ["put"], "s3:PutObject"), ("GET", ["get"], "s3:GetObject"), ("LIST", ["list"], "s3:ListBucket")],
+    ("operation", "name", "action"),
+    [("PUT", "put", "s3:PutObject"), ("GET", "get", "s3:GetObject"), ("LIST", "list", "s3:ListBucket")],
 )
 def test_a_right_that_is_missing(
-    rclone: RcloneServer, proxy: FaultProxy, trials: Trials, prefix: str, operation: str, wrongs: list[str], action: str
+    rclone: RcloneServer, proxy: FaultProxy, prefix: str, operation: str, name: str, action: str
 ) -> None:
-    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint, mover="boto3")
+    """That alone is wrong, and its mend names the right; nothing stays in the bucket, so nothing else was harmed."""
+    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint)
     with proxy.inject(Answer(403, "AccessDenied"), operation=operation):
-        lines = look(tier, trials)
-        assert wrong(lines) == wrongs
-        (statement,) = [json.loads(str(lines[name].mend).partition(": ")[2]) for name in wrongs]
-        assert statement["Action"] == action
-    assert wrong(look(tier, trials)) == []
+        lines = rights(tier)
+    assert wrong(lines) == [name]
+    assert json.loads(str(lines[name].mend).partition(": ")[2])["Action"] == action
+    assert wrong(rights(tier)) == []
     assert rclone.objects(prefix) == []
 
 
-def test_absent_objects_answered_403(rclone: RcloneServer, proxy: FaultProxy, trials: Trials, prefix: str) -> None:
+def test_absent_objects_answered_403(rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
     """As S3 does where the credentials may not list: then servers cannot tell what is there."""
-    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint, mover="boto3")
     with proxy.inject(Answer(403, "AccessDenied"), operation="HEAD", key="check-", nth=1):
-        lines = look(tier, trials)
+        lines = rights(tier_of(rclone, prefix, endpoint=proxy.endpoint))
     assert wrong(lines) == ["lookup"]
     assert "answered 403" in lines["lookup"].words
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Answer(503, "SlowDown"), "the server asks to slow down (the server says SlowDown): nothing can be stored"),
+        (Answer(500, "InternalError"), "the server failed (the server says InternalError): nothing can be stored"),
+        (Answer(507, "InsufficientCapacity"), "the bucket is full (the server says InsufficientCapacity)"),
+    ],
+)
+def test_a_server_in_trouble(rclone: RcloneServer, proxy: FaultProxy, prefix: str, answer: Answer, words: str) -> None:
+    """In our words, with the server's own beside them, and none of botocore's."""
+    with proxy.inject(answer, operation="PUT"):
+        lines = rights(tier_of(rclone, prefix, endpoint=proxy.endpoint))
+    assert wrong(lines) == ["put"]
+    assert lines["put"].words == words
+    assert [lines[name].state for name in ("get", "delete")] == ["unknown", "unknown"]
 
 
 def test_policies_that_the_mends_name_work(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,14 +357,12 @@ def test_a_bucket_that_is_not_there_and_its_rules(
     assert endless["growth"].state == "warning"
 
 
-def test_bytes_that_come_back_as_others(rclone: RcloneServer, proxy: FaultProxy, trials: Trials, prefix: str) -> None:
+def test_bytes_that_come_back_as_others(rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
     """What servers make of the SDK's trailers looks so: the body is not what was sent."""
-    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint, mover="boto3")
     with proxy.inject(Flip(at=100), operation="GET"):
-        lines = look(tier, trials)
+        lines = rights(tier_of(rclone, prefix, endpoint=proxy.endpoint))
     assert wrong(lines) == ["checksums"]
     assert lines["checksums"].mend == "checksums: when_required"
-    assert lines["movers"].state == "unknown"
 
 
 def test_a_server_that_hangs(rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
