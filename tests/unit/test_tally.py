@@ -1,0 +1,123 @@
+"""What a rank counts for metrics: what waits, why something failed, and how both add up.
+
+Proves: waiting bytes come back to zero however a chunk ends; each chunk that did not end well has a cause in one word,
+counted with its outcome; a tally gives everything once, and two of them add up; samples are bounded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Lane
+from nixl_offload.engine.streams import READY
+from nixl_offload.engine.tally import MAX_SAMPLES, Act, Failure, Tally
+from nixl_offload.types import Key, Location, Outcome
+
+SIZE = 100
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table(clock: Clock) -> JobTable:
+    return JobTable(store_queue_limit_bytes=3 * SIZE, clock=clock)
+
+
+def add(table: JobTable, job_id: int, chunks: int, lane: Lane, clock: Clock) -> None:
+    io = ChunkIO(Key(b"k"), Location(0, 0, 4096), 0, np.zeros(1, dtype=np.int32), 0)
+    job = Job(job_id, lane is not Lane.LOAD, READY, clock(), is_move=lane is Lane.MOVE)
+    table.add(job, [(io, SIZE)] * chunks, lane)
+
+
+def causes(table: JobTable) -> dict[int, list[tuple[str, str, int]]]:
+    return {
+        result.job_id: [(outcome.value, cause, count) for outcome, cause, count in result.causes]
+        for result in table.drain()
+    }
+
+
+def test_waiting_bytes_are_those_that_nobody_has_begun(table: JobTable, clock: Clock) -> None:
+    add(table, 1, 2, Lane.LOAD, clock)
+    add(table, 2, 1, Lane.STORE, clock)
+    add(table, 3, 3, Lane.MOVE, clock)
+    assert table.waiting_bytes() == (2 * SIZE, SIZE, 3 * SIZE)
+    task = table.take(Lane.LOAD, lambda task: True)
+    assert task is not None
+    assert table.waiting_bytes() == (SIZE, SIZE, 3 * SIZE), "one is under way"
+    table.finish(task, Outcome.CORRUPT, "corrupt: key", "key")
+    table.wait_source_free([2], 0.0, 1.0)
+    assert table.waiting_bytes() == (SIZE, 0, 3 * SIZE)
+    table.give_up("the engine is closed")
+    assert table.waiting_bytes() == (0, 0, 0)
+    assert causes(table) == {
+        1: [("corrupt", "key", 1), ("failed", "closed", 1)],
+        2: [("dropped", "needed_back", 1)],
+        3: [("dropped", "closed", 3)],
+    }
+
+
+def test_causes_of_what_was_never_begun(table: JobTable, clock: Clock) -> None:
+    add(table, 1, 5, Lane.STORE, clock)
+    add(table, 2, 1, Lane.LOAD, clock)
+    add(table, 3, 1, Lane.MOVE, clock)
+    add(table, 4, 1, Lane.LOAD, clock)
+    table.refuse(Lane.LOAD, lambda task: "storage is out of use: io" if task.job.job_id == 2 else None)
+    clock.now_s = 31.0
+    table.expire_loads(timeout_s=10.0)
+    while (task := table.take(Lane.STORE, lambda task: True)) is not None:
+        table.finish(task, Outcome.OK)
+    assert causes(table) == {
+        1: [("dropped", "queue_full", 2)],
+        2: [("failed", "out_of_use", 1)],
+        3: [("dropped", "no_time", 1)],
+        4: [("failed", "timeout", 1)],
+    }
+    assert table.waiting_bytes() == (0, 0, 0)
+
+
+def result(*, is_store: bool, moved: int = SIZE, failed: int = 0) -> JobResult:
+    troubles = ((Outcome.FAILED, "io", failed),) if failed else ()
+    return JobResult(1, is_store, (), moved, 0.5, (), causes=troubles)
+
+
+def test_a_tally_names_operations_and_gives_everything_once() -> None:
+    tally = Tally()
+    assert tally.take() is None
+    tally.add(0, result(is_store=True), is_move=False)
+    tally.add(1, result(is_store=False, failed=2), is_move=False)
+    tally.add(1, result(is_store=True), is_move=True)
+    tally.add(1, result(is_store=False, moved=0, failed=1), is_move=True)
+    work = tally.take()
+    assert work is not None
+    assert work.payload_bytes == {Act("store", 0): SIZE, Act("load", 1): SIZE, Act("move_in", 1): SIZE}
+    assert work.seconds == {act: [0.5] for act in work.payload_bytes}, "nothing of what brought nothing"
+    assert work.failures == {Failure("load", 1, "failed", "io"): 2, Failure("move_out", 1, "failed", "io"): 1}
+    assert tally.take() is None
+    both = work.merge(work)
+    assert both.payload_bytes[Act("load", 1)] == 2 * SIZE
+    assert both.seconds[Act("load", 1)] == [0.5, 0.5]
+    assert both.failures[Failure("load", 1, "failed", "io")] == 4
+    assert work.seconds[Act("load", 1)] == [0.5], "what was merged is as it was"
+
+
+def test_samples_are_bounded_and_bytes_are_not_lost() -> None:
+    tally = Tally()
+    for _ in range(MAX_SAMPLES + 5):
+        tally.add(0, result(is_store=True), is_move=False)
+    work = tally.take()
+    assert work is not None
+    assert len(work.seconds[Act("store", 0)]) == MAX_SAMPLES
+    assert work.payload_bytes[Act("store", 0)] == (MAX_SAMPLES + 5) * SIZE
