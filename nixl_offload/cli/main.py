@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
-from nixl_offload.cli import bucket, check, completion, schema, show
+from nixl_offload.cli import bucket, completion, schema, show
 from nixl_offload.cli.bench import command as bench
+from nixl_offload.cli.check import command as check
 from nixl_offload.cli.gc import command as gc
 from nixl_offload.cli.ls import command as ls
 from nixl_offload.cli.stat import command as stat

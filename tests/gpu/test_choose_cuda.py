@@ -30,6 +30,7 @@ def test_something_is_chosen_and_remembered(tmp_path: Path, piece_bytes: int) ->
     """Page-locked host memory at least can be measured; what cannot run says why. Figures are printed: run with -s."""
     tier = FileTier.model_validate({"kind": "file", "path": str(tmp_path), "capacity": "10GiB"})
     device, shape = the_device(), Shape((8 << 20) + PAGE_BYTES, piece_bytes)
+    choose(tier.model_copy(update={"threads": 4}), str(tmp_path), device, shape)  # loads CUDA's libraries
     free_bytes, _ = torch.cuda.mem_get_info()
     began_s = time.monotonic()
     choice = choose(tier, str(tmp_path), device, shape)

@@ -26,13 +26,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from examples.s3_server import REGION
-from nixl_offload.cli import check_rights
-from nixl_offload.cli.check_child import Trials
-from nixl_offload.cli.check_lines import Line, Section
-from nixl_offload.cli.check_reach import reach
-from nixl_offload.cli.check_report import Doing
-from nixl_offload.cli.check_rights import lifecycle_lines, try_rights
-from nixl_offload.cli.check_s3 import s3_section
+from nixl_offload.cli.check import rights as check_rights
+from nixl_offload.cli.check.child import Trials
+from nixl_offload.cli.check.lines import Line, Section
+from nixl_offload.cli.check.reach import reach
+from nixl_offload.cli.check.report import Doing
+from nixl_offload.cli.check.rights import lifecycle_lines, try_rights
+from nixl_offload.cli.check.s3 import s3_section
 from nixl_offload.cli.main import main
 from nixl_offload.config import S3Tier, parse_config
 from nixl_offload.stores.select import open_store

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.cli.check_lines import Section, ok, unknown, warning, wrong
-from nixl_offload.cli.check_report import CheckReport, Doing
+from nixl_offload.cli.check.lines import Section, ok, unknown, warning, wrong
+from nixl_offload.cli.check.report import CheckReport, Doing
 from nixl_offload.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]

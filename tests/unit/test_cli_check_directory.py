@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.cli import check_directory
-from nixl_offload.cli.check_child import Trials
-from nixl_offload.cli.check_directory import (
+from nixl_offload.cli.check import directory as check_directory
+from nixl_offload.cli.check.child import Trials
+from nixl_offload.cli.check.directory import (
     access_line,
     direct_io_line,
     filesystem_lines,
@@ -29,9 +29,9 @@ from nixl_offload.cli.check_directory import (
     space_line,
     tree_lines,
 )
-from nixl_offload.cli.check_file import file_section, gds_lines, within
-from nixl_offload.cli.check_lines import Line, Section
-from nixl_offload.cli.check_report import Doing
+from nixl_offload.cli.check.file import file_section, gds_lines, within
+from nixl_offload.cli.check.lines import Line, Section
+from nixl_offload.cli.check.report import Doing
 from nixl_offload.config import FileTier
 from nixl_offload.tiers.lock import DirectoryLock
 from tests.unit.gds_rig import Machine
@@ -318,7 +318,7 @@ def _do(command: str) -> None:
 
 def _access_as_a_user(path: Path) -> tuple[str, str, str | None]:
     code = (
-        "import json, sys; from nixl_offload.cli.check_directory import access_line, find_place; "
+        "import json, sys; from nixl_offload.cli.check.directory import access_line, find_place; "
         "print(json.dumps(access_line(find_place(sys.argv[1]))))"
     )
     libc = ctypes.CDLL(None)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.cli import check_machine, check_trial
-from nixl_offload.cli.check_child import Trials
-from nixl_offload.cli.check_hashes import hash_lines, read_server_arguments
-from nixl_offload.cli.check_lines import Line, Section
-from nixl_offload.cli.check_machine import library_lines, plugin_lines
-from nixl_offload.cli.check_memory import memory_lines
-from nixl_offload.cli.check_model import model_section
+from nixl_offload.cli.check import machine as check_machine
+from nixl_offload.cli.check import trial as check_trial
+from nixl_offload.cli.check.child import Trials
+from nixl_offload.cli.check.hashes import hash_lines, read_server_arguments
+from nixl_offload.cli.check.lines import Line, Section
+from nixl_offload.cli.check.machine import library_lines, plugin_lines
+from nixl_offload.cli.check.memory import memory_lines
+from nixl_offload.cli.check.model import model_section
 from nixl_offload.config import Config, FileTier, MemoryTier, parse_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.model_shape import LLAMA_3_1_8B, model_shape
@@ -195,13 +196,13 @@ class TestTrials:
         package = tmp_path / "crashing.py"
         package.write_text(
             "import os, sys, time\n"
-            "from nixl_offload.cli import check_trial\n"
+            "from nixl_offload.cli.check import trial as check_trial\n"
             "check_trial._TASKS['crash'] = lambda number: os.kill(os.getpid(), number)\n"
             "check_trial._TASKS['hang'] = lambda: time.sleep(600)\n"
             "check_trial._TASKS['leave'] = lambda: os._exit(3)\n"
             "check_trial._TASKS['print'] = lambda: os.write(1, b'NIXL logs to stdout') and {'fine': True}\n"
         )
-        monkeypatch.setattr("nixl_offload.cli.check_child._IMPORTS", "import crashing; ")
+        monkeypatch.setattr("nixl_offload.cli.check.child._IMPORTS", "import crashing; ")
         monkeypatch.syspath_prepend(str(tmp_path))
 
     def test_crashes_hangs_and_noise(self) -> None:

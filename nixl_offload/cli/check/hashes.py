@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from nixl_offload.cli.check_lines import Line, ok, warning, wrong
+from nixl_offload.cli.check.lines import Line, ok, warning, wrong
 from nixl_offload.config import Config, MemoryTier, blocks_per_chunk
 from nixl_offload.errors import ConfigError
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from nixl_offload.cli.check_lines import Line, ok, unknown, warning, wrong
+from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import FileTier
 from nixl_offload.movers.cufile import beneath

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from nixl_offload.cli.check_lines import Line, ok, unknown, warning, wrong
+from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
 from nixl_offload.config import S3Tier
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.s3 import S3Address, readable_ca_bundle

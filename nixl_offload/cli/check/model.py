@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from nixl_offload.cli.check_lines import Line, Section, ok, unknown, warning, wrong
+from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import Config, Tier
 from nixl_offload.format import slot_bytes

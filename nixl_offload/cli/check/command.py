@@ -1,8 +1,8 @@
 """``nixl-offload check [FILE]``: proves each tier on this machine and says what is right, what is wrong, what mends it.
 
-Threading: one thread, a process for movers (``check_child``), a daemon thread per directory. A module per section:
-``check_machine`` the environment, ``check_hashes``, ``check_memory``, ``check_file``, ``check_s3``, ``check_model``;
-they return lines (``check_lines``), ``check_report`` prints them. All are imported late: some bring numpy along.
+Threading: one thread, a process for movers (``child``), a daemon thread per directory. A module per section:
+``machine`` the environment, ``hashes``, ``memory``, ``file``, ``s3``, ``model``;
+they return lines (``lines``), ``report`` prints them. All are imported late: some bring numpy along.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, load_confi
 from nixl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nixl_offload.cli.check_child import Trials
-    from nixl_offload.cli.check_lines import Line, Section
-    from nixl_offload.cli.check_report import Doing
+    from nixl_offload.cli.check.child import Trials
+    from nixl_offload.cli.check.lines import Line, Section
+    from nixl_offload.cli.check.report import Doing
     from nixl_offload.model_shape import ModelShape
 
 _PIECE_BYTES: Final = 2 << 20
@@ -80,9 +80,9 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         config, file = Config(tiers=(tier,)), "kv.yaml"
     else:
         config, file = load_config(arguments.file), arguments.file
-    from nixl_offload.cli.check_child import Trials
-    from nixl_offload.cli.check_hashes import read_server_arguments
-    from nixl_offload.cli.check_report import CheckReport, Doing
+    from nixl_offload.cli.check.child import Trials
+    from nixl_offload.cli.check.hashes import read_server_arguments
+    from nixl_offload.cli.check.report import CheckReport, Doing
 
     read_server_arguments(arguments.vllm_args)  # what is wrong with it shows before anything is tried
     shape = _read_model(arguments)
@@ -114,9 +114,9 @@ def _read_model(arguments: argparse.Namespace) -> ModelShape | None:
 def _sections(
     arguments: argparse.Namespace, config: Config, file: str, shape: ModelShape | None, trials: Trials, doing: Doing
 ) -> list[Section]:
-    from nixl_offload.cli import check_machine
-    from nixl_offload.cli.check_file import file_section
-    from nixl_offload.cli.check_lines import Section
+    from nixl_offload.cli.check import machine as check_machine
+    from nixl_offload.cli.check.file import file_section
+    from nixl_offload.cli.check.lines import Section
     from nixl_offload.movers.gds_routes import find_driver
 
     driver = find_driver("/").fact
@@ -137,7 +137,7 @@ def _sections(
             )
             sections[-1].add(_pinning(config, gpu=gpu))
         elif isinstance(tier, S3Tier):
-            from nixl_offload.cli.check_s3 import s3_section
+            from nixl_offload.cli.check.s3 import s3_section
 
             sections.append(
                 s3_section(tier, trials, doing, config_file=file, io=not arguments.no_io, piece_bytes=piece_bytes)
@@ -150,7 +150,7 @@ def _sections(
     hashes = _hashes(arguments, config) if arguments.path is None else []
     if shape is None:
         return [environment, *hashes, *sections]
-    from nixl_offload.cli.check_model import model_section
+    from nixl_offload.cli.check.model import model_section
 
     with_capacity = arguments.path is None
     model = model_section(shape, config, sections, with_capacity=with_capacity, prefill_tokens_s=arguments.prefill)
@@ -158,8 +158,8 @@ def _sections(
 
 
 def _hashes(arguments: argparse.Namespace, config: Config) -> list[Section]:
-    from nixl_offload.cli.check_hashes import hash_lines, read_server_arguments
-    from nixl_offload.cli.check_lines import Section
+    from nixl_offload.cli.check.hashes import hash_lines, read_server_arguments
+    from nixl_offload.cli.check.lines import Section
 
     section = Section("hashes", "Block hashes")
     section.add(hash_lines(config, read_server_arguments(arguments.vllm_args), os.environ))
@@ -167,8 +167,8 @@ def _hashes(arguments: argparse.Namespace, config: Config) -> list[Section]:
 
 
 def _memory(tier: MemoryTier, config: Config, trials: Trials, doing: Doing, *, gpu: bool) -> Section:
-    from nixl_offload.cli.check_lines import Section
-    from nixl_offload.cli.check_memory import memory_lines
+    from nixl_offload.cli.check.lines import Section
+    from nixl_offload.cli.check.memory import memory_lines
     from nixl_offload.units import format_size
 
     doing("reckoning what memory there is", long="the engine brings torch along")
@@ -183,7 +183,7 @@ def _pinning(config: Config, *, gpu: bool) -> list[Line]:
     """Say whether ``staging`` can be registered with cuFile: NIXL would only warn, and bounce."""
     if not gpu:
         return []
-    from nixl_offload.cli.check_lines import ok, wrong
+    from nixl_offload.cli.check.lines import ok, wrong
     from nixl_offload.errors import MoverError
     from nixl_offload.movers.base import MemoryKind, MemoryRegion
     from nixl_offload.movers.pinning import check_pinning

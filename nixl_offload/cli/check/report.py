@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
-from nixl_offload.cli.check_lines import STATES, Line, Section
+from nixl_offload.cli.check.lines import STATES, Line, Section
 
 _STYLES: Final = {"ok": "green", "warning": "yellow", "wrong": "red", "unknown": "magenta"}
 _STATE_WIDTH: Final = max(map(len, STATES))

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from nixl_offload.cli import check_directory as directory
-from nixl_offload.cli.check_child import Answer, Trials
-from nixl_offload.cli.check_lines import Line, Section, ok, unknown, warning, wrong
-from nixl_offload.cli.check_report import Doing
+from nixl_offload.cli.check import directory
+from nixl_offload.cli.check.child import Answer, Trials
+from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wrong
+from nixl_offload.cli.check.report import Doing
 from nixl_offload.cli.terminal import moment
 from nixl_offload.config import FileTier
 from nixl_offload.movers.gds import GdsReport, gds_report

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from nixl_offload import __version__
-from nixl_offload.cli.check_child import Answer, Trials
-from nixl_offload.cli.check_lines import Line, ok, unknown, warning, wrong
+from nixl_offload.cli.check.child import Answer, Trials
+from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
 from nixl_offload.config import FileTier, S3Tier, Tier
 from nixl_offload.movers.libraries import find_library
 from nixl_offload.vllm.versions import SUPPORTED, minor_version, supported_range

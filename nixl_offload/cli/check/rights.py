@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from nixl_offload.cli.check_lines import Line, ok, unknown, warning, wrong
+from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
 from nixl_offload.config import S3Tier
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store

@@ -29,7 +29,7 @@ Answer = dict[str, Any]
 
 
 class Trials:
-    """Runs tasks of ``check_trial`` in order."""
+    """Runs tasks of ``trial`` in order."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -82,7 +82,7 @@ class Trials:
         self._buffer = b""
         # -c and not -m: where the package lies in the working directory alone, or on a path set by hand, it is found.
         code = (
-            f"import sys; sys.path[:] = sys.argv[1:]; {_IMPORTS}from nixl_offload.cli.check_trial import main; main()"
+            f"import sys; sys.path[:] = sys.argv[1:]; {_IMPORTS}from nixl_offload.cli.check.trial import main; main()"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, *sys.path],

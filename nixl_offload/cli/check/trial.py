@@ -1,7 +1,7 @@
 """What ``nixl-offload check`` does in a process of its own: loads NIXL's plugins, starts movers, measures through them.
 
 Threading: one thread, which drives all movers. Reads tasks as lines of JSON from stdin, answers each by a line. What a
-task raises becomes its answer; what crashes the process is the parent's to tell (``check_child``).
+task raises becomes its answer; what crashes the process is the parent's to tell (``child``).
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def _mover(name: str, directory: str, gpu: bool, **options: Any) -> dict[str, An
 
 
 def _file_io(name: str, directory: str, gpu: bool, direct_io: bool, piece_bytes: int, **options: Any) -> dict[str, Any]:
-    from nixl_offload.cli.check_io import measure_files
+    from nixl_offload.cli.check.io import measure_files
 
     return measure_files(name, directory, gpu=gpu, direct_io=direct_io, piece_bytes=piece_bytes, options=options)
 
 
 def _objects(tier: dict[str, Any], io: bool, piece_bytes: int) -> dict[str, Any]:
     """Open the mover that the server would take for a bucket, and measure through it."""
-    from nixl_offload.cli.check_io import measure_objects
+    from nixl_offload.cli.check.io import measure_objects
     from nixl_offload.movers.base import MemoryKind
     from nixl_offload.movers.select_object import open_object_mover
     from nixl_offload.stores.select import open_store

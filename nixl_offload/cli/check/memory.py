@@ -9,8 +9,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from nixl_offload.cli.check_child import Answer
-from nixl_offload.cli.check_lines import Line, ok, unknown, warning, wrong
+from nixl_offload.cli.check.child import Answer
+from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import MemoryTier
 from nixl_offload.units import format_size

@@ -9,12 +9,12 @@ import time
 from contextlib import closing
 from typing import Any, Final
 
-from nixl_offload.cli.check_child import Answer, Trials
-from nixl_offload.cli.check_file import speed_line
-from nixl_offload.cli.check_lines import Line, Section, ok, unknown, warning, wrong
-from nixl_offload.cli.check_reach import Reached, reach
-from nixl_offload.cli.check_report import Doing
-from nixl_offload.cli.check_rights import (
+from nixl_offload.cli.check.child import Answer, Trials
+from nixl_offload.cli.check.file import speed_line
+from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wrong
+from nixl_offload.cli.check.reach import Reached, reach
+from nixl_offload.cli.check.report import Doing
+from nixl_offload.cli.check.rights import (
     credentials_line,
     is_about_region,
     lifecycle_lines,

@@ -1,0 +1,1 @@
+"""``nixl-offload check``: proves each tier on this machine."""
