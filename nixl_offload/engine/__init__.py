@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from nixl_offload.engine.chain import ChainEngine, MoveIO, MoveResult
 from nixl_offload.engine.engine import Engine
-from nixl_offload.engine.jobs import ChunkIO, JobResult, Share
+from nixl_offload.engine.records import ChunkIO, JobResult, Share
 from nixl_offload.engine.tally import Standing, Work
 
 __all__ = ["ChainEngine", "ChunkIO", "Engine", "JobResult", "MoveIO", "MoveResult", "Share", "Standing", "Work"]

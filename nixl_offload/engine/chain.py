@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from nixl_offload.engine.jobs import ChunkIO, JobResult, Landed, Share
 from nixl_offload.engine.moves import MoveIO, MoveResult, Moves, MovingEngine, RelayHost
+from nixl_offload.engine.records import ChunkIO, JobResult, Landed, Share
 from nixl_offload.engine.tally import Standing, Tally, Work
 from nixl_offload.types import Outcome
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Landed, Lane
+from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
 from nixl_offload.engine.paths import ChunkPaths
@@ -23,6 +23,7 @@ from nixl_offload.engine.pools import Host, Memory, Staging
 from nixl_offload.engine.ports import open_ports
 from nixl_offload.engine.pump import Pump
 from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.engine.records import ChunkIO, Job, JobResult, Landed, Lane
 from nixl_offload.engine.staging import DeviceStagingPool, StagingPool
 from nixl_offload.engine.streams import READY, Device, device_of
 from nixl_offload.engine.tally import Equipment, Standing, Waiting

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.engine.jobs import ChunkIO
+from nixl_offload.engine.records import ChunkIO
 from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.errors import LayoutError
 from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header

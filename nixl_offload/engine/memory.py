@@ -22,10 +22,11 @@ from nixl_offload.engine import image
 from nixl_offload.engine.engine import STORE_GRACE_S, WAIT_LIMIT_S
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan
-from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Landed, Lane, Stage, Task
+from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.packer import BlockIds, Packer, Payload, make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import LEAKED, MAX_FAILED_PASSES, STUCK_POLL_S
 from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.engine.records import ChunkIO, Job, JobResult, Landed, Lane, Stage, Task
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.streams import Device, Fence
 from nixl_offload.engine.tally import Equipment, Standing, Waiting

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nixl_offload.engine.jobs import ChunkIO, JobResult, Landed
+from nixl_offload.engine.records import ChunkIO, JobResult, Landed
 from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from nixl_offload.engine import image
 from nixl_offload.engine.image import GroupPlan, Way
-from nixl_offload.engine.jobs import ChunkIO, Task
 from nixl_offload.engine.ports import Port
 from nixl_offload.engine.pump import Flight
+from nixl_offload.engine.records import ChunkIO, Task
 from nixl_offload.engine.ways import device, direct, host, landing
 from nixl_offload.engine.ways.context import Context
 from nixl_offload.errors import FormatError, LayoutError, MoverError, TierError

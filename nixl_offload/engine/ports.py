@@ -13,9 +13,9 @@ import numpy as np
 
 from nixl_offload.engine import image
 from nixl_offload.engine.image import GroupPlan, Way
-from nixl_offload.engine.jobs import ChunkIO
 from nixl_offload.engine.links.base import Link, Target
 from nixl_offload.engine.pools import Memory
+from nixl_offload.engine.records import ChunkIO
 from nixl_offload.engine.registrar import Place, Registrar, why_not_direct
 from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.engine.streams import Device

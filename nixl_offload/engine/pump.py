@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nixl_offload.engine.jobs import JobTable, Lane, Stage, Task
+from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.engine.records import Lane, Stage, Task
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
 from nixl_offload.engine.streams import Fence
 from nixl_offload.movers.base import Mover, Transfer, TransferState

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from nixl_offload.engine.jobs import JobResult
+from nixl_offload.engine.records import JobResult
 
 Operation = Literal["store", "load", "move_in", "move_out"]
 """store: from KV blocks to the tier. load: from the tier to KV blocks. move_in: from another tier; move_out: to one."""

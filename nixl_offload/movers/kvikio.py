@@ -18,7 +18,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nixl_offload.errors import MoverError, MoverUnavailableError
+from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import (
     UNLIMITED,
     Extents,
@@ -48,6 +47,7 @@ from nixl_offload.movers.handles import (
     fork_message,
     open_regular_file,
 )
+from nixl_offload.movers.kvikio_library import KVIKIO_ERRORS, load_kvikio, words_of
 from nixl_offload.movers.launcher import Launcher
 from nixl_offload.movers.pinning import check_pinning
 from nixl_offload.types import PAGE_BYTES
@@ -56,9 +56,6 @@ logger = logging.getLogger(__name__)
 
 IoPath = Literal["cufile", "compat"]
 
-_ERRORS = (RuntimeError, OSError, ValueError, MemoryError)
-"""What KvikIO raises: RuntimeError for nearly everything, the rest where C++ has an exception of that meaning."""
-_WHERE = re.compile(r"^[A-Za-z/ ]+ at: \S+:\d+: ")
 _ALREADY_REGISTERED = "already registered"
 
 
@@ -143,10 +140,10 @@ class KvikioMover(Mover):
         if region.kind is MemoryKind.VRAM:
             try:
                 self._in_cufile[memory] = self._register_with_cufile(kvikio, region)
-            except _ERRORS as error:
+            except KVIKIO_ERRORS as error:
                 self._table.pop_memory(memory)
                 raise MoverError(
-                    f"{self.name}: cannot register {region.length_bytes} bytes of device memory: {_words(error)}; "
+                    f"{self.name}: cannot register {region.length_bytes} bytes of device memory: {words_of(error)}; "
                     "nixl-offload check says what cuFile lacks here, and KVIKIO_COMPAT_MODE=ON does without cuFile"
                 ) from error
         return memory
@@ -172,8 +169,8 @@ class KvikioMover(Mover):
             # Regions that leaned on this one stand on their own now.
             for other in [other for other, knows in self._in_cufile.items() if not knows]:
                 self._in_cufile[other] = self._register_with_cufile(kvikio, self._table.memory(other).region)
-        except _ERRORS as error:
-            raise MoverError(f"{self.name}: cannot unregister device memory: {_words(error)}") from error
+        except KVIKIO_ERRORS as error:
+            raise MoverError(f"{self.name}: cannot unregister device memory: {words_of(error)}") from error
 
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
         """See Mover."""
@@ -216,19 +213,19 @@ class KvikioMover(Mover):
                     try:
                         with kvikio.defaults.set("compat_mode", modes.OFF):
                             return _OpenFile(kvikio.CuFile(*arguments), "cufile")
-                    except _ERRORS as error:
+                    except KVIKIO_ERRORS as error:
                         if kvikio.defaults.get("compat_mode") == modes.OFF:
                             raise
                         logger.warning(
                             "%s: cuFile does not take %s (%s); bouncing through host memory",
                             self.name,
                             entry.path,
-                            _words(error),
+                            words_of(error),
                         )
                 with kvikio.defaults.set("compat_mode", modes.ON):
                     return _OpenFile(kvikio.CuFile(*arguments), "compat")
-        except _ERRORS as error:
-            raise MoverError(f"{self.name}: cannot open {entry.path}: {_words(error)}") from error
+        except KVIKIO_ERRORS as error:
+            raise MoverError(f"{self.name}: cannot open {entry.path}: {words_of(error)}") from error
 
     def path_of(self, file: FileId) -> IoPath:
         """How bytes of device memory and this file travel: by cuFile, or by KvikIO's own bounce buffers.
@@ -305,8 +302,8 @@ class KvikioMover(Mover):
             length, future = transfer.pieces.pop()
             try:
                 moved = future.get()
-            except _ERRORS as error:
-                words = _words(error)
+            except KVIKIO_ERRORS as error:
+                words = words_of(error)
                 # That is what -1 looks like; the errno that went with it is lost.
                 lost = transfer.op is Op.READ and words == os.strerror(errno.EPERM)
                 transfer.error = self._failure(
@@ -326,7 +323,7 @@ class KvikioMover(Mover):
         assert transfer.launch is not None
         refusal = transfer.launch.exception()
         if refusal is not None and transfer.error is None:
-            transfer.error = self._failure(transfer, _words(refusal))
+            transfer.error = self._failure(transfer, words_of(refusal))
         self._in_flight.discard(transfer)
         transfer.memory.in_flight -= 1
         transfer.file.in_flight -= 1
@@ -383,44 +380,12 @@ class KvikioMover(Mover):
         if self._closed:
             raise MoverError(f"{self.name}: this mover is closed")
         if self._kvikio is None:
-            self._kvikio = _load(self.name, self._threads, self._bounce_bytes)
+            self._kvikio = load_kvikio(self.name, self._threads, self._bounce_bytes)
             self._launcher = Launcher("nixl-offload-kvikio")
         return self._kvikio
 
     def _fork_message(self) -> str:
         return fork_message(self.name, self._pid)
-
-
-def _load(name: str, threads: int, bounce_bytes: int) -> Any:
-    """KvikIO, with its defaults set. Raises MoverUnavailableError."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise MoverUnavailableError(
-            f"{name}: no NVIDIA driver: libcuda.so.1 cannot be loaded, and KvikIO wants it even for host memory"
-        ) from error
-    try:
-        import kvikio
-        import kvikio.defaults
-    except ModuleNotFoundError as error:
-        raise MoverUnavailableError(
-            f"{name}: {error.name} is not installed; kvikio-cu13 or kvikio-cu12 has it, whichever fits torch's CUDA"
-        ) from error
-    except (ImportError, *_ERRORS) as error:
-        raise MoverUnavailableError(f"{name}: KvikIO cannot be loaded: {_words(error)}") from error
-    settings: dict[str, object] = {
-        "bounce_buffer_size": bounce_bytes,
-        "gds_threshold": 0,
-        "auto_direct_io_read": True,
-        "auto_direct_io_write": True,
-    }
-    if kvikio.defaults.get("num_threads") != threads:  # the same number, too, would wait for the pool to be idle
-        settings["num_threads"] = threads
-    try:
-        kvikio.defaults.set(settings)
-    except _ERRORS as error:
-        raise MoverUnavailableError(f"{name}: KvikIO takes no such setting: {_words(error)}") from error
-    return kvikio
 
 
 def _joined(mem: Extents, fil: Extents) -> tuple[Extents, Extents]:
@@ -431,8 +396,3 @@ def _joined(mem: Extents, fil: Extents) -> tuple[Extents, Extents]:
     first = np.flatnonzero(np.concatenate(([True], ~joins)))
     lengths = np.add.reduceat(mem[:, 1], first)
     return np.stack([mem[first, 0], lengths], axis=1), np.stack([fil[first, 0], lengths], axis=1)
-
-
-def _words(error: BaseException) -> str:
-    """What ``error`` says, without the place in KvikIO's source."""
-    return _WHERE.sub("", " ".join(str(error).split())) or type(error).__name__

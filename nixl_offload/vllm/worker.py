@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -33,8 +32,9 @@ from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO, Standin
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.reach import Reach
 from nixl_offload.errors import LayoutError, NixlOffloadError
-from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec, split_job
+from nixl_offload.layout import split_job
 from nixl_offload.types import Outcome, key_group
+from nixl_offload.vllm.kv_caches import canonical_layout, without_padding
 from nixl_offload.vllm.messages import (
     ChainMetadata,
     ChunkSpec,
@@ -49,7 +49,7 @@ from nixl_offload.vllm.rank_engine import RankMemory, open_engine, open_host, re
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from nixl_offload.vllm.spec import NixlOffloadSpec
 
@@ -73,41 +73,6 @@ class RankResult:
 
     job: RankJob
     result: JobResult
-
-
-def canonical_layout(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
-    """Describe vLLM's canonical KV caches in plain numbers."""
-    tensors = tuple(
-        RegionSpec(
-            region=number,
-            base_address=item.tensor.data_ptr(),
-            num_blocks=item.tensor.shape[0],
-            stride_bytes=item.tensor.stride(0) * item.tensor.element_size(),
-            page_bytes=item.page_size_bytes,
-        )
-        for number, item in enumerate(kv_caches.tensors)
-    )
-    groups = tuple(
-        GroupLayout(tuple((ref.tensor_idx, ref.page_size_bytes) for ref in refs)) for refs in kv_caches.group_data_refs
-    )
-    return KVLayout(tensors, groups, blocks_per_chunk)
-
-
-def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupSpec]) -> CanonicalKVCaches:
-    """Have each group of a block-outermost KV cache store its own pages only. ``groups``: those that are offloaded.
-
-    vLLM hands out the whole block for every group; one with fewer or smaller pages than another leaves the end of its
-    blocks unused, and what lies there belonged to somebody else's request. Pages begin at the first byte of a block.
-    """
-    if len(kv_caches.tensors) != 1 or any(len(refs) != 1 for refs in kv_caches.group_data_refs):
-        return kv_caches
-    refs = []
-    for group, (ref,) in zip(groups, kv_caches.group_data_refs, strict=True):
-        spec = group.kv_cache_spec
-        layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
-        used = layers * spec.page_size_bytes
-        refs.append([replace(ref, page_size_bytes=min(used, ref.page_size_bytes))])
-    return CanonicalKVCaches(kv_caches.tensors, refs)
 
 
 class NixlOffloadingWorker(OffloadingWorker):

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nixl_offload.engine.jobs import ChunkIO, Job, JobTable, Lane, Stage
+from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.records import ChunkIO, Job, Lane, Stage
 from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Key, Location, Outcome
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.engine import ChunkIO, Engine, JobResult
-from nixl_offload.engine.jobs import Landed
+from nixl_offload.engine.records import Landed
 from nixl_offload.format import HEADER_BYTES
 from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
 from nixl_offload.movers.copy import CopyMover

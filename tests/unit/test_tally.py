@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nixl_offload.engine.jobs import ChunkIO, Job, JobResult, JobTable, Lane
+from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.records import ChunkIO, Job, JobResult, Lane
 from nixl_offload.engine.streams import READY
 from nixl_offload.engine.tally import MAX_SAMPLES, Act, Failure, Tally
 from nixl_offload.types import Key, Location, Outcome

@@ -16,12 +16,13 @@ import numpy.typing as npt
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.image import GroupPlan
-from nixl_offload.engine.jobs import ChunkIO, JobTable, Stage, Task
+from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.links.base import Link, Target
 from nixl_offload.engine.packer import Packer
 from nixl_offload.engine.pools import Memory
 from nixl_offload.engine.pump import Flight
 from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.engine.records import ChunkIO, Stage, Task
 from nixl_offload.engine.staging import S, SlotPool
 from nixl_offload.errors import FormatError, TierError
 from nixl_offload.format import ShardHeader, check_header

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from nixl_offload.checksum import block_checksums
 from nixl_offload.engine import image
 from nixl_offload.engine.image import GroupPlan
-from nixl_offload.engine.jobs import Stage
 from nixl_offload.engine.ports import Port
 from nixl_offload.engine.pump import Flight
+from nixl_offload.engine.records import Stage
 from nixl_offload.engine.ways.context import Context
 from nixl_offload.format import HEADER_BYTES, verify_blocks
 from nixl_offload.movers.base import Op

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from nixl_offload.engine import image
 from nixl_offload.engine.image import GroupPlan
-from nixl_offload.engine.jobs import Stage
 from nixl_offload.engine.ports import Port
 from nixl_offload.engine.pump import Flight
+from nixl_offload.engine.records import Stage
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.ways.context import Context, require_blocks
 from nixl_offload.errors import LayoutError
