@@ -1,14 +1,19 @@
 """The command ``nixl-offload``: parses arguments, calls one command, turns our errors into exit codes.
 
-Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
+Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted, by
+SIGINT or SIGTERM alike: a service manager's stop leaves no more behind than Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
@@ -25,6 +30,7 @@ from nixl_offload.errors import ConfigError, NixlOffloadError
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
 
 _DESCRIPTION = """\
 Keeps vLLM's KV cache in host memory, on local files, in a bucket or in a shared directory, so that a prompt once seen
@@ -58,10 +64,12 @@ With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Usage errors leave by SystemExit(2), as argparse does."""
+    _open_closed_streams()
     arguments = _parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments, sys.stdout)
-        sys.stdout.flush()
+        with _terminated_is_interrupted():
+            code: int = arguments.run(arguments, sys.stdout)
+            sys.stdout.flush()
     except ConfigError as exc:
         return _complain(str(exc), EXIT_USAGE, sys.stderr)
     except NixlOffloadError as exc:
@@ -69,10 +77,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED, sys.stderr)
     except BrokenPipeError:
-        # The reader has gone (`| head`); keep the interpreter from complaining about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has gone (`| head`).
+        _discard_stdout()
         return EXIT_FAILED
+    except OSError as exc:
+        # Storage's own errors are translated where they happen; what is left is `> file` on a full disk.
+        if exc.filename is not None or exc.errno not in _OUTPUT_REFUSED:
+            raise
+        _discard_stdout()
+        return _complain(f"the output cannot be written: {os.strerror(exc.errno)}", EXIT_FAILED, sys.stderr)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Python has None for a stream that was closed before it started (`>&-`): nobody wants to read it."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def _discard_stdout() -> None:
+    """Keep the interpreter from complaining at exit about what it cannot write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def _terminated_is_interrupted() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, so that scratch is removed and --resume can go on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:

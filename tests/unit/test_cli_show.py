@@ -132,6 +132,20 @@ def test_a_reader_that_goes_away_is_no_traceback(file: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("output", "code", "told"),
+    [
+        ("> /dev/full", 1, "nixl-offload: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+        ("2>&- > /dev/null", 0, ""),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(file: Path, output: str, code: int, told: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m nixl_offload.cli.main show {shlex.quote(str(file))} {output}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, told)
+
+
 def test_needs_neither_vllm_nor_torch(file: Path) -> None:
     """So that ``show`` is quick, and works on a machine that only holds the configs."""
     code = (

@@ -353,15 +353,18 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert list(cache.iterdir()) == []
 
 
-def test_a_signal_ends_a_run_in_another_process(slab: StoredSlab, tmp_path: Path, cache: Path) -> None:
-    """SIGINT at a real command line, slowed down so that it is in the middle."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_in_another_process(
+    slab: StoredSlab, tmp_path: Path, cache: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C, or a service manager's stop, at a real command line, slowed down so that it is in the middle."""
     command = [sys.executable, "-m", "nixl_offload.cli.main", "verify", str(slab.file), "--rate", "100kB/s"]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         # Its readers are threads, and there are none before.
         until(lambda: len(os.listdir(f"/proc/{child.pid}/task")) > verify_run.THREADS // 2)
-        child.send_signal(signal.SIGINT)
+        child.send_signal(number)
         out, err = child.communicate(timeout=20.0)
     finally:
         child.kill()
@@ -382,6 +385,28 @@ def test_a_state_file_of_any_content_means_from_the_start(slab: StoredSlab, cli:
         assert "there is no interrupted run; from the start" in cli.err
         assert f"  {CHUNKS} good" in cli.out
         assert not state.path.exists()
+
+
+def test_a_state_file_of_another_user_counts_for_nothing(
+    slab: StoredSlab, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = State({})
+    assert state.save({"x": TierProgress(done=True)})
+    assert state.load() is not None
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert state.load() is None
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    state = State({})
+    assert (state.save({}), state.load()) == (False, None)
+    state.remove()
 
 
 def test_storage_that_fails_is_exit_code_1_and_can_be_resumed(
