@@ -75,7 +75,7 @@ def read_manifest(namespace_path: Path) -> dict[str, Any] | None:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
             manifest = json.loads(file.read(_MANIFEST_MAX_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return manifest if isinstance(manifest, dict) else None
 

@@ -14,6 +14,7 @@ import socket
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 from nixl_offload.errors import TierError
 from nixl_offload.tiers.oserrors import tier_error
@@ -22,21 +23,24 @@ _HINT_MAX_BYTES = 4096
 _LOOK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock takes it for microseconds: an engine that starts just then tries again for so long."""
 _LOOK_PAUSE_S = 0.01
+_BRIEF_PATIENCE_S = 30.0
+"""Who holds a lock briefly says so in it: a command that mends something, for which no engine must fail to start."""
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
     """flock on a file. The file's content says who holds it: a hint for people, never evidence."""
 
-    def __init__(self, path: Path) -> None:
-        """Name the lock file; ``acquire`` takes it."""
+    def __init__(self, path: Path, *, brief: bool = False) -> None:
+        """Name the lock file; ``acquire`` takes it. ``brief``: for seconds at most, so that others may wait."""
         self.path = path
+        self._brief = brief
         self._fd = -1
         self._identity = (0, 0)
 
     def acquire(self, *, shared: bool = False) -> None:
         """Take the lock at once. Raises TierError: ``locked`` (says by whom), or why the file cannot be opened."""
-        patient_until_s = time.monotonic() + _LOOK_PATIENCE_S
+        began_s = time.monotonic()
         while not self.is_held():
             self.release()
             try:
@@ -45,13 +49,14 @@ class DirectoryLock:
                 fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 status = os.fstat(self._fd)
             except BlockingIOError as error:
-                holder = _holder(self._fd)
+                hint = _hint(self._fd)
                 self.release()
-                if time.monotonic() < patient_until_s:
+                patience_s = _BRIEF_PATIENCE_S if hint.get("brief") is True else _LOOK_PATIENCE_S
+                if time.monotonic() - began_s < patience_s:
                     time.sleep(_LOOK_PAUSE_S)
                     continue
                 raise TierError(
-                    f"{self.path.parent} is in use by another engine ({holder}). "
+                    f"{self.path.parent} is in use by another engine ({_words(hint)}). "
                     "Stop that engine, or give this one a path of its own.",
                     cause="locked",
                 ) from error
@@ -81,10 +86,12 @@ class DirectoryLock:
 
     def _write_hint(self) -> None:
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        hint = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started}) + "\n"
+        hint: dict[str, object] = {"pid": os.getpid(), "host": socket.gethostname(), "since": started}
+        if self._brief:
+            hint["brief"] = True
         with contextlib.suppress(OSError):  # a full disk must not keep an engine from serving what it has
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, hint.encode(), 0)
+            os.pwrite(self._fd, f"{json.dumps(hint)}\n".encode(), 0)
 
 
 def holder_of(path: Path) -> str | None:
@@ -98,7 +105,7 @@ def holder_of(path: Path) -> str | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(fd)
+        return _words(_hint(fd))
     except OSError as error:
         raise tier_error(error, f"cannot look at the lock {path}") from error
     finally:
@@ -106,11 +113,18 @@ def holder_of(path: Path) -> str | None:
     return None
 
 
-def _holder(fd: int) -> str:
+def _hint(fd: int) -> dict[str, Any]:
     try:
         hint = json.loads(os.pread(fd, _HINT_MAX_BYTES, 0))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return hint if isinstance(hint, dict) else {}
+
+
+def _words(hint: dict[str, Any]) -> str:
+    try:
         return f"pid {int(hint['pid'])} on {str(hint['host'])[:64]!r} since {str(hint['since'])[:32]}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return "which one is not known"
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import stat
+import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.tiers.directory import TierDirectory
+from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab import SlabAllocator
 from nixl_offload.tiers.slab_file import SlabFile
 
@@ -73,6 +75,39 @@ def test_a_second_opening_is_refused_until_the_first_closes(tmp_path: Path) -> N
     assert caught.value.cause == "locked"
     first.close()
     open_tier(tmp_path, model="other").close()
+
+
+def test_an_engine_that_starts_waits_for_a_command_that_mends(tmp_path: Path) -> None:
+    """Who holds the lock briefly says so; a lock that was held so once, by a command that was killed, is as any."""
+    open_tier(tmp_path).close()
+    mending = DirectoryLock(tmp_path / "lock", brief=True)
+    mending.acquire()
+    ends = threading.Timer(0.3, mending.release)  # longer than whoever merely looks has it
+    ends.start()
+    first = open_tier(tmp_path)
+    ends.join()
+    with pytest.raises(TierError, match=f"pid {os.getpid()} on "):
+        open_tier(tmp_path)
+    first.close()
+
+
+@pytest.mark.parametrize("hint", [b"[" * 4000, b'{"pid": Infinity, "host": "h", "since": "s"}', b"[1]", b""])
+def test_a_lock_says_anything(tmp_path: Path, hint: bytes) -> None:
+    first = open_tier(tmp_path)
+    (tmp_path / "lock").write_bytes(hint)
+    with pytest.raises(TierError, match="which one is not known") as caught:
+        open_tier(tmp_path)
+    assert caught.value.cause == "locked"
+    assert holder_of(tmp_path / "lock") == "which one is not known"
+    first.close()
+
+
+def test_a_manifest_without_end_is_nobodys(tmp_path: Path) -> None:
+    place = tmp_path / ("a" * 32)
+    place.mkdir()
+    (place / "manifest.json").write_text("[" * 200_000)
+    open_tier(tmp_path).close()
+    assert place.is_dir()
 
 
 def test_a_failed_opening_leaves_no_lock(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def _delete(inventory: SlabInventory, arguments: argparse.Namespace, found: list
     """Remove what is chosen, and still is once nobody else can use it. Return whether some could not be removed."""
     if not any(namespace.chosen for namespace in found):
         return False
-    lock = DirectoryLock(inventory.base / "lock")
+    lock = DirectoryLock(inventory.base / "lock", brief=True)
     try:
         lock.acquire()
     except TierError as error:

@@ -2,7 +2,8 @@
 
 Threading: the main thread of ``verify``. In a tree or a bucket servers go on: what is gone is computed anew. In a slab
 only the holder of the directory's lock may touch the index, so that the lock is taken for a few chunks at a time,
-for milliseconds; where an engine has it, everything is left: that engine finds a bad slot itself when it loads it.
+for moments, and an engine that starts just then waits; where an engine has it, everything is left: that engine finds a
+bad slot itself when it loads it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _from_store(inventory: SharedInventory, held: Held, verdict: Verdict) -> Del
 
 
 def _from_slab(inventory: SlabInventory, held: Held, bad: Sequence[Verdict]) -> list[Deleted]:
-    lock = DirectoryLock(inventory.base / "lock")
+    lock = DirectoryLock(inventory.base / "lock", brief=True)
     try:
         lock.acquire()
     except TierError as error:
