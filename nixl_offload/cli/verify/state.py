@@ -52,14 +52,15 @@ class State:
     def __init__(self, identity: Mapping[str, Any]) -> None:
         """``identity``: all that a run must have in common with the one that it resumes."""
         text = json.dumps(identity, sort_keys=True)
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.path = base / "nixl-offload" / f"verify-{sha256(text.encode()).hexdigest()[:32]}.json"
+        self.path = _cache_directory() / "nixl-offload" / f"verify-{sha256(text.encode()).hexdigest()[:32]}.json"
 
     def load(self) -> dict[str, TierProgress] | None:
         """Return what an interrupted run left, by tier; None where there is none."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(fd, "rb") as file:
+                if os.fstat(fd).st_uid != os.geteuid():
+                    return None  # what others say was verified was not
                 stored = json.loads(file.read(_MAX_BYTES))
             if stored["version"] != _VERSION:
                 return None
@@ -87,6 +88,16 @@ class State:
         """The run is over."""
         with contextlib.suppress(OSError):
             self.path.unlink()
+
+
+def _cache_directory() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if cache:
+        return Path(cache)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # a container's user without a name and without HOME
+        return Path(os.devnull)  # nothing can be kept below it
 
 
 def _progress(plain: Mapping[str, Any]) -> TierProgress:
