@@ -363,6 +363,18 @@ def test_what_cannot_be_warmed(rig: Rig, capsys: pytest.CaptureFixture[str]) -> 
             main(["warm", str(rig.file), "--rate", rate])
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+@pytest.mark.parametrize("layout", ["slab", "tree"])
+def test_root_leaves_nothing_that_the_server_cannot_open(rig: Rig, layout: str) -> None:
+    rig.config(layout=layout)
+    rig.fill(BLUE, range(1))
+    rig.target.mkdir()
+    os.chown(rig.target, 2000, 0)
+    code, _, error = rig.warm()
+    assert (code, "sudo -u '#2000' nixl-offload warm" in error) == (2, True)
+    assert not list(rig.target.iterdir())
+
+
 def test_the_report_for_people(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     rig.fill(BLUE, range(3))
     (rig.source / put_chunk(rig.store, BLUE, 2)[0]).unlink()
