@@ -116,6 +116,7 @@ def answer_error(doing: str, address: S3Address, status: int, code: str, message
     quotes the request, session token and all.
     """
     said = ": ".join(part for part in (code, message) if part and part != str(status))
+    said = "".join(char if char.isprintable() else "?" for char in said)  # terminals obey some of what servers may send
     text = f"{address.where}: {doing}: HTTP {status}{f' ({said})' if said else ''}"
     if code == "NoSuchBucket":
         return no_bucket(doing, address)

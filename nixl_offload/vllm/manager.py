@@ -127,6 +127,7 @@ class NixlOffloadManager(OffloadingManager):
         """By KV cache group, on each rank."""
         self._speeds: LoadOrRecompute | None = None
         self._telling = Telling([tier.kind for tier in config.tiers])
+        self._telling_failed = False
 
     def open(
         self, slot_bytes: tuple[int, ...], kv_cache_config: KVCacheConfig, attention_backends: Sequence[str] = ()
@@ -320,10 +321,13 @@ class NixlOffloadManager(OffloadingManager):
 
     def take_work(self, work: Work | None, standings: Mapping[int, tuple[Standing, ...]]) -> None:
         """Take note, for metrics, of what the ranks have moved and of how their tiers stand."""
-        if work is not None:
-            self._telling.worked(work)
-        if standings:
-            self._telling.stand(standings)
+        try:
+            if work is not None:
+                self._telling.worked(work)
+            if standings:
+                self._telling.stand(standings)
+        except Exception:  # noqa: BLE001 - metrics are not worth an engine
+            self._complain_of_metrics()
 
     def has_pending_work(self) -> bool:
         """Keep an idle engine stepping until every rank has reported every ticket, and nothing waits to be moved."""
@@ -338,7 +342,11 @@ class NixlOffloadManager(OffloadingManager):
         if self._catalog is None:
             return None
         decisions = self._speeds.counts() if self._speeds is not None else {}
-        return self._telling.take(self._tiers, self._catalog.counts(), decisions)
+        try:
+            return self._telling.take(self._tiers, self._catalog.counts(), decisions)
+        except Exception:  # noqa: BLE001 - metrics are not worth an engine
+            self._complain_of_metrics()
+            return None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and removed since the last call."""
@@ -375,6 +383,12 @@ class NixlOffloadManager(OffloadingManager):
                 tier.close([key for at, key in pending if at == position])
             else:
                 tier.close()
+
+    def _complain_of_metrics(self) -> None:
+        """Say once that metrics could not be told: by a rank of another config, for one."""
+        if not self._telling_failed:
+            logger.exception("Metrics are incomplete from now on; do all ranks run the same config and version?")
+        self._telling_failed = True
 
     def _observe_load(self, sample: LoadSample, now_s: float) -> None:
         """A load that failed says only that it would have taken longer; one that failed quickly says nothing."""

@@ -9,6 +9,7 @@ import pytest
 
 from nixl_offload.config.schema import S3Tier
 from nixl_offload.errors import NotSupportedError
+from nixl_offload.stores.s3 import S3Address, answer_error
 from nixl_offload.stores.select import open_store
 
 TIER = S3Tier.model_validate({"kind": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:1"})
@@ -58,3 +59,9 @@ def test_without_both(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "obstore", "boto3")
     with pytest.raises(NotSupportedError, match=r"pip install nixl-offload\[s3\]"):
         open_store(TIER)
+
+
+def test_what_a_server_says_cannot_steer_a_terminal() -> None:
+    told = str(answer_error("GET x", S3Address.of(TIER), 400, "Bad\x9b2J", "said\x1b]0;so\n"))
+    assert told.isprintable()
+    assert "Bad?2J: said?]0;so?" in told

@@ -27,7 +27,7 @@ from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.manager import Looked
 from nixl_offload.vllm.messages import WorkerReport
-from nixl_offload.vllm.metrics import DEFINITIONS
+from nixl_offload.vllm.metrics import DEFINITIONS, Telling
 from tests.vllm.damage import until
 from tests.vllm.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Workshop, chain_config, prompts, tier_config, tree_tier
 from tests.vllm.manager_rig import SLOT, Rig, config_of, key, keys, memory_tier, request, three_tiers
@@ -217,6 +217,17 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
     assert value("queued_bytes", "load", "file") == 2, "the second rank stands as it did"
     assert value("tier_info", "file", "posix", "host") == 0
     assert value("tier_info", "file", "posix", "direct") == 2
+
+
+def test_a_rank_of_another_config_costs_metrics_not_the_engine(
+    open_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = open_rig(config_of(memory_tier(8)))
+    for _ in range(2):
+        rig.manager.take_work(Work(Counts({Act("load", 7): 4096})), {0: (Standing(),)})
+    monkeypatch.setattr(Telling, "take", lambda *_: 1 / 0)
+    assert rig.manager.get_stats() is None
+    assert caplog.text.count("do all ranks run the same config and version?") == 1
 
 
 def test_a_shared_tier_is_visible_in_metrics(workshop: Workshop) -> None:
