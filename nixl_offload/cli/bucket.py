@@ -1,4 +1,4 @@
-"""``nixl-offload bucket init FILE``: makes a bucket ready, after showing what it changes and asking.
+"""``nixl-offload bucket init CONFIG``: makes a bucket ready, after showing what it changes and asking.
 
 Threading: one thread. ``stores.lifecycle`` knows what a bucket needs.
 """
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
     from nixl_offload.stores.lifecycle import LifecyclePlan
 
 _DESCRIPTION = """\
-Looks at the bucket that FILE names and shows what it lacks: the bucket itself, the lifecycle rule that removes objects
-under the prefix when they are older than the ttl, the abort of uploads that were never finished. Asks, then applies it:
+Looks at the bucket that CONFIG names and shows what it lacks: the bucket itself, the lifecycle rule that removes
+objects under the prefix when they are older than the ttl, the abort of uploads that were never finished. Asks, then
+applies it:
 
     nixl-offload bucket init kv.yaml             # shows, asks
     nixl-offload bucket init kv.yaml --yes       # for scripts; where nothing is to do, nothing is done
     nixl-offload bucket init kv.yaml --json      # only shows
 
 Rules of other people in the bucket stay as they are. Lifecycle rules know whole days: a ttl of 36h becomes 2 days
-there, while servers count an object as absent after 36h. Change the ttl in FILE and run this again. Servers themselves
-never touch the bucket's configuration; this command alone needs the right to (s3:GetLifecycleConfiguration,
-s3:PutLifecycleConfiguration, s3:GetBucketVersioning, s3:ListBucket, and s3:CreateBucket where it is missing).
+there, while servers count an object as absent after 36h. Change the ttl in CONFIG and run this again. Servers
+themselves never touch the bucket's configuration; this command alone needs the right to
+(s3:GetLifecycleConfiguration, s3:PutLifecycleConfiguration, s3:GetBucketVersioning, s3:ListBucket, and s3:CreateBucket
+where it is missing).
 
-Exit code 0: the bucket is as it should be, or only shown. 1: the storage failed or refused, or nobody said yes. 2: FILE
-or the options are wrong.
+Exit code 0: the bucket is as it should be, or only shown. 1: the storage failed or refused, or nobody said yes. 2:
+CONFIG or the options are wrong. 130: interrupted.
 """
 
 
@@ -45,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    init.add_argument("file", metavar="FILE", help="the YAML config")
+    init.add_argument("file", metavar="CONFIG", help="the YAML config")
     init.add_argument("--yes", action="store_true", help="apply without asking")
     init.add_argument("--json", action="store_true", help="print JSON; asks nothing, and applies only with --yes")
     init.set_defaults(run=run_init)

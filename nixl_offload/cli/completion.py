@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, TextIO
 
 SHELLS: Final = ("bash", "zsh", "fish", "tcsh")
-_FILES: Final = ("CONFIG", "CONFIG_JSON", "FILE", "FILE.png", "LIST", "PATH")
+_FILES: Final = ("CONFIG", "FILE.png", "LIST", "PATH")
 _DESCRIPTION = """\
 Prints a script that makes SHELL complete the commands and options of nixl-offload, and the files that they take.
 

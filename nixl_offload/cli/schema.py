@@ -18,7 +18,7 @@ and as the first line of kv.yaml
 
     # yaml-language-server: $schema=kv.schema.json
 
-In a pipeline any validator can refuse a bad config with it. `nixl-offload show FILE` refuses a little more (a size
+In a pipeline any validator can refuse a bad config with it. `nixl-offload show CONFIG` refuses a little more (a size
 below its minimum, say), and names the line.
 """
 

@@ -1,4 +1,4 @@
-"""``nixl-offload show FILE``: the checked config with its defaults, and the exact ``--kv-transfer-config`` for vLLM.
+"""``nixl-offload show CONFIG``: the checked config with its defaults, and the exact ``--kv-transfer-config`` for vLLM.
 
 Threading: pure but for reading the file and printing. Touches no storage and needs neither vLLM nor a GPU.
 """
@@ -16,9 +16,9 @@ import yaml
 from nixl_offload.config import kv_transfer_config, load_config
 
 _DESCRIPTION = """\
-Checks FILE and prints it as nixl-offload understands it, defaults filled in, followed by the option to give to
+Checks CONFIG and prints it as nixl-offload understands it, defaults filled in, followed by the option to give to
 `vllm serve`. The file is named by its absolute path there, so it must be readable under that path by every worker.
-Exit code 2, with one line per problem, when FILE is wrong.
+Exit code 2, with one line per problem, when CONFIG is wrong.
 """
 
 
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="FILE", help="the YAML config")
+    parser.add_argument("file", metavar="CONFIG", help="the YAML config")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print {config, kv_transfer_config} as JSON")
     form.add_argument(

@@ -50,6 +50,17 @@ def duration_argument(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} {exc}") from None
 
 
+def rate_argument(text: str) -> int:
+    """Read bytes per second given on the command line, such as 500MB/s."""
+    per_second = text.removesuffix("/s")
+    if per_second == text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; allowed: a size and /s, such as 500MB/s")
+    rate = size_argument(per_second)
+    if not rate:
+        raise argparse.ArgumentTypeError(f"{text!r} would never end")
+    return rate
+
+
 def plural(count: int, noun: str) -> str:
     """Return ``1 object`` or ``1,234 objects``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -162,7 +162,7 @@ def test_help_documents_states_and_exit_codes(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["check", "--help"])
     told = capsys.readouterr().out
-    for words in ("Exit code 0: nothing is wrong", "1: something is wrong", "2: FILE", "    unknown   could not"):
+    for words in ("Exit code 0: nothing is wrong", "1: something is wrong", "2: CONFIG", "    unknown   could not"):
         assert words in told
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from nixl_offload import __version__
-from nixl_offload.cli.main import main
+from nixl_offload.cli.main import _parser, main
 from nixl_offload.config import load_config, parse_config
 
 TEXT = "tiers: [{kind: file, path: /mnt/nvme/kv, capacity: 1.5GB}]\nvllm: {offload_prompt_only: false}\n"
@@ -99,6 +100,24 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert caught.value.code == 0
         assert expected in capsys.readouterr().out
+
+
+def test_commands_call_the_same_thing_by_the_same_name() -> None:
+    words: dict[str, set[object]] = {}
+
+    def look(parser: argparse.ArgumentParser) -> None:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for below in action.choices.values():
+                    look(below)
+            elif action.nargs != 0 and action.choices is None:
+                words.setdefault(action.option_strings[-1] if action.option_strings else action.dest, set()).add(
+                    action.metavar
+                )
+
+    look(_parser())
+    assert {name: found for name, found in words.items() if len(found) > 1} == {}
+    assert words["file"] == {"CONFIG"}
 
 
 @pytest.mark.parametrize("form", [[], ["--json"], ["--kv-transfer-config"]])

@@ -459,7 +459,7 @@ def test_the_bar_says_how_far_and_how_long() -> None:
 def test_wrong_options_are_exit_code_2(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
     assert cli("verify", slab.file, "--namespace", "xyz") == 2
     assert cli("verify", slab.file, "--tier", "s3") == 2
-    for rate in ("fast", "0"):
+    for rate in ("fast", "0", "5MB", "0/s"):
         with pytest.raises(SystemExit) as caught:
             cli("verify", slab.file, "--rate", rate)
         assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""``nixl-offload bench FILE``: how fast the tiers of a config are here, with the shapes of a model.
+"""``nixl-offload bench CONFIG``: how fast the tiers of a config are here, with the shapes of a model.
 
 Threading: the main thread; the engines have threads of their own. Imports torch and the movers only when it measures.
 """
@@ -24,7 +24,7 @@ _SECONDS: Final = 5.0
 _SIZE_BYTES: Final = 1 << 30
 _EACH_S: Final = 0.2
 _DESCRIPTION = """\
-Stores and loads chunks of a model's shape in every tier of FILE, as a server would: the same engine, the mover that
+Stores and loads chunks of a model's shape in every tier of CONFIG, as a server would: the same engine, the mover that
 the config and this machine lead to, as many chunks in flight. Every load is verified.
 
     nixl-offload bench kv.yaml                                    # with the shape of Llama-3.1-8B
@@ -36,7 +36,7 @@ running server too, whose chunks it never touches and whose speed it shares: a n
 namespace that no server asks for in a tree or bucket. That is removed in the end, also after an interruption; it
 takes at most half of what is free. --prefill is what a server computes per second (vLLM logs "Avg prompt throughput").
 
-Exit code 0: done. 1: a tier could not be measured, or a chunk failed; the others are told. 2: FILE, the model or the
+Exit code 0: done. 1: a tier could not be measured, or a chunk failed; the others are told. 2: CONFIG, the model or the
 options are wrong. 130: interrupted.
 """
 
@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="FILE", help="the YAML config")
+    parser.add_argument("file", metavar="CONFIG", help="the YAML config")
     parser.add_argument("--model", metavar="PATH", help="the model's directory or config.json; default: Llama-3.1-8B")
     parser.add_argument("--kv-dtype", default="auto", metavar="TYPE", help="as vLLM's --kv-cache-dtype; default: auto")
     parser.add_argument(
@@ -66,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SIZE",
         help=f"what is stored in each tier; default: {about_size(_SIZE_BYTES)}",
     )
-    parser.add_argument("--prefill", type=_seconds, metavar="TOKENS/S", help="compare with computing at this rate")
+    parser.add_argument("--prefill", type=_seconds, metavar="TOKENS/s", help="compare with computing at this rate")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="draw it; needs matplotlib")
     parser.set_defaults(run=run)

@@ -154,7 +154,7 @@ class BenchReport:
         prompt = f"{PROMPT_TOKENS:,} tokens in"
         if compute_s is None:
             _print_table([("tier", "tokens/s loaded", prompt), *rows], out)
-            print("--prefill TOKENS/S says what that is against computing them.", file=out)
+            print("--prefill TOKENS/s says what that is against computing them.", file=out)
             return
         _print_table([("tier", "tokens/s loaded", prompt, "faster than computing"), *rows], out)
         print(

@@ -1,4 +1,4 @@
-"""``nixl-offload check [FILE]``: proves each tier on this machine and says what is right, what is wrong, what mends it.
+"""``nixl-offload check [CONFIG]``: proves each tier on this machine, says what is right, what is wrong, what mends it.
 
 Threading: one thread, a process for movers (``child``), a daemon thread per directory. A module per section:
 ``machine`` the environment, ``hashes``, ``memory``, ``file``, ``s3``, ``model``;
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES: Final = 2 << 20
 _DESCRIPTION = """\
-Tries every tier of FILE on this machine, from the libraries down to the bytes, and says of each thing whether it is
-right, what follows if not, and the command or the line of FILE that mends it:
+Tries every tier of CONFIG on this machine, from the libraries down to the bytes, and says of each thing whether it is
+right, what follows if not, and the command or the line of CONFIG that mends it:
 
     nixl-offload check kv.yaml
     nixl-offload check kv.yaml --vllm-args "--prefix-caching-hash-algo xxhash --block-size 16"
@@ -42,7 +42,7 @@ it writes (some pages; up to 32 MiB per tier for the speeds, a fraction of a sec
     wrong     something will not work; the mend stands below it
     unknown   could not be found out from here
 
-Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2: FILE or the options are wrong.
+Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2: CONFIG or the options are wrong.
 130: interrupted.
 """
 
@@ -55,24 +55,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="FILE", nargs="?", help="the YAML config")
+    parser.add_argument("file", metavar="CONFIG", nargs="?", help="the YAML config")
     parser.add_argument("--path", metavar="DIR", help="look at this directory, without a config")
     parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
     parser.add_argument(
         "--vllm-args", metavar="ARGS", help="the server's own arguments in quotes: will a restart find what was stored?"
     )
-    parser.add_argument("--model", metavar="CONFIG_JSON", help="the model's config.json: chunks and loads of its KV")
+    parser.add_argument("--model", metavar="PATH", help="the model's directory or config.json: size up its KV")
     parser.add_argument("--tp", metavar="N", type=int, default=1, help="with --model: tensor parallel size; default 1")
-    parser.add_argument("--kv-dtype", metavar="X", default="auto", help="with --model: as vLLM's --kv-cache-dtype")
+    parser.add_argument("--kv-dtype", metavar="TYPE", default="auto", help="with --model: as vLLM's --kv-cache-dtype")
     parser.add_argument(
-        "--prefill", metavar="TOKENS_PER_S", type=float, help="with --model: how fast the server computes prompts"
+        "--prefill", metavar="TOKENS/s", type=float, help="with --model: how fast the server computes prompts"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError when FILE or the options are wrong."""
+    """Print to ``out``. Raises ConfigError when CONFIG or the options are wrong."""
     if (arguments.file is None) == (arguments.path is None):
         raise ConfigError("check: say a config file, or --path DIR")
     if arguments.path is not None:
@@ -104,7 +104,7 @@ def _read_model(arguments: argparse.Namespace) -> ModelShape | None:
         raise ConfigError("--prefill: not a speed; allowed: tokens per second, more than 0")
     if arguments.model is None:
         if arguments.prefill is not None:
-            raise ConfigError("--prefill: of which model? Say --model, its config.json")
+            raise ConfigError("--prefill: of which model? Say --model, its directory or config.json")
         return None
     from nixl_offload.model_shape import read_model_shape
 

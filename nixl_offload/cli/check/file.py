@@ -14,7 +14,7 @@ from nixl_offload.cli.check import directory
 from nixl_offload.cli.check.child import Answer, Trials
 from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.check.report import Doing
-from nixl_offload.cli.terminal import moment
+from nixl_offload.cli.terminal import about_size, moment
 from nixl_offload.config import FileTier
 from nixl_offload.movers.gds import GdsReport, gds_report
 
@@ -93,7 +93,7 @@ def speed_line(io: Answer) -> Line:
     """Say what a short I/O test gave."""
     if "failed" in io:
         return warning("speed", f"not measured: {io['failed']}", "see what stands above")
-    pieces = f"{io['piece_bytes'] / (1 << 20):g} MiB at a time"
+    pieces = f"{about_size(io['piece_bytes'])} at a time"
     speeds = f"read {io['read_bytes_s'] / 1e6:,.0f} MB/s, write {io['write_bytes_s'] / 1e6:,.0f} MB/s ({pieces})"
     times = f"a page in {_ms(io['read_latency_s'])}, out {_ms(io['write_latency_s'])}"
     return ok("speed", f"{speeds}; {times}, by {io['mover']}")

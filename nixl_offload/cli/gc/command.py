@@ -1,4 +1,4 @@
-"""``nixl-offload gc FILE``: brings a bucket or a shared directory down to a size and an age, oldest first.
+"""``nixl-offload gc CONFIG``: brings a bucket or a shared directory down to a size and an age, oldest first.
 
 Threading: one thread. ``cli.gc.collect`` does the work, ``tiers.sweep`` decides; ``cli.gc.slab`` is for slabs.
 """
@@ -23,7 +23,7 @@ from nixl_offload.tiers.sweep import make_plan
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _DESCRIPTION = """\
-Counts what the shared tier of FILE holds (a bucket, or a directory with layout: tree), by namespace, and deletes
+Counts what the shared tier of CONFIG holds (a bucket, or a directory with layout: tree), by namespace, and deletes
 the oldest chunks until at most --max-size is left, and every chunk older than --older-than. Without --delete it
 only says what it would delete. Run it every hour or so, from one machine:
 
@@ -31,7 +31,7 @@ only says what it would delete. Run it every hour or so, from one machine:
     nixl-offload gc kv.yaml --delete                     # keep to the capacity and ttl of kv.yaml
     nixl-offload gc kv.yaml --tenant blue --max-size 2TiB --delete
     nixl-offload gc kv.yaml --namespace 0f3a... --older-than 0s --delete      # all of a model that is no longer served
-    nixl-offload gc kv.yaml --tier s3 --delete           # where FILE has a shared directory and a bucket: one run each
+    nixl-offload gc kv.yaml --tier s3 --delete           # CONFIG has a shared directory and a bucket: one run each
 
 Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing of the last ten minutes is deleted, by
 the clock of this machine, and nothing that is not named like a chunk of ours. A chunk is as old as its last refresh.
@@ -41,11 +41,11 @@ Memory does not grow with the number of objects; the listing is read twice.
 A slab (layout: slab) keeps to its capacity by itself, but whole namespaces of models that are no longer served may lie
 there. gc lists them with their last use, and removes those chosen while no engine has the directory open:
 
-    nixl-offload gc kv.yaml                              # a slab, if FILE has nothing shared; else say --tier file
+    nixl-offload gc kv.yaml                              # a slab, if CONFIG has nothing shared; else say --tier file
     nixl-offload gc kv.yaml --older-than 30d --delete    # not opened by an engine for so long
     nixl-offload gc kv.yaml --namespace 0f3a... --delete
 
-Exit code 0: done, a look included. 1: the storage failed, or not all could be deleted; run again. 2: FILE or the
+Exit code 0: done, a look included. 1: the storage failed, or not all could be deleted; run again. 2: CONFIG or the
 options are wrong. 130: interrupted; what is deleted is deleted, run again to go on.
 """
 
@@ -58,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="FILE", help="the YAML config")
+    parser.add_argument("file", metavar="CONFIG", help="the YAML config")
     parser.add_argument(
         "--max-size",
         metavar="SIZE",
@@ -74,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--namespace", metavar="NAME", help="look at one namespace only; SIZE counts for it alone")
     parser.add_argument("--tenant", help="look at the namespaces of one tenant only; SIZE counts for them together")
     parser.add_argument(
-        "--tier", choices=("file", "s3"), help="which tier of FILE; needed where it has a shared directory and a bucket"
+        "--tier", choices=("file", "s3"), help="which tier of CONFIG; needed if it has a shared directory and a bucket"
     )
     parser.add_argument("--delete", action="store_true", help="do it, instead of saying what would be done")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Final, TextIO
 
 from nixl_offload.cli.shared import MEMORY_TOLD, check_namespace, open_inventory, stored_tiers
-from nixl_offload.cli.terminal import size_argument
+from nixl_offload.cli.terminal import rate_argument
 from nixl_offload.config import MemoryTier, load_config
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--namespace", metavar="NAME", help="only this namespace, 32 hex digits as ls prints them")
     parser.add_argument("--delete-bad", action="store_true", help="delete bad chunks, all their shards")
     parser.add_argument("--resume", action="store_true", help="go on where an interrupted run was")
-    parser.add_argument("--rate", metavar="SIZE/s", type=_rate_argument, help="read no faster, such as 200MiB/s")
+    parser.add_argument("--rate", metavar="SIZE/s", type=rate_argument, help="read no faster, such as 200MiB/s")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.set_defaults(run=run)
 
@@ -159,10 +159,3 @@ class _Run:
             if not arguments.json:
                 print_totals(inventory, progress, elapsed_s, tier_run.bytes_read, out)
         return totals(inventory, progress, elapsed_s, tier_run.bytes_read)
-
-
-def _rate_argument(text: str) -> int:
-    rate = size_argument(text.removesuffix("/s"))
-    if rate <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: nothing would ever be read")
-    return rate

@@ -1,4 +1,4 @@
-"""``nixl-offload warm FILE``: copies chunks from a bucket or a shared directory into a nearer tier, ahead of traffic.
+"""``nixl-offload warm CONFIG``: copies chunks from a bucket or a shared directory into a nearer tier, ahead of traffic.
 
 Threading: the main thread decides, threads of ``cli.warm.copy`` carry.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from nixl_offload.cli.gc.collect import shown
 from nixl_offload.cli.shared import open_existing
-from nixl_offload.cli.terminal import Progress, about_size, plural, size_argument
+from nixl_offload.cli.terminal import Progress, about_size, plural, rate_argument, size_argument
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, load_config
 from nixl_offload.errors import ConfigError
 
@@ -29,12 +29,12 @@ _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _EACH_S: Final = 0.2
 _EACH_LOG_LINE_S: Final = 10.0
 _DESCRIPTION = """\
-Copies chunks of one namespace from the shared tier of FILE (a bucket, or a directory with layout: tree) into its
+Copies chunks of one namespace from the shared tier of CONFIG (a bucket, or a directory with layout: tree) into its
 nearer tier, so that a new server finds them close by, and checks every byte on the way: header, identity, checksums.
 
     nixl-offload warm kv.yaml                                 # from the bucket into the directory of kv.yaml
     nixl-offload warm kv.yaml --namespace 0f3a...             # where the bucket holds several; gc lists them
-    nixl-offload warm kv.yaml --from /mnt/shared/kv           # from a shared directory that FILE does not name
+    nixl-offload warm kv.yaml --from /mnt/shared/kv           # from a shared directory that CONFIG does not name
     nixl-offload warm kv.yaml --max-size 200GiB --rate 500MB/s
     nixl-offload ls kv.yaml --tier s3 --keys --json | grep ... | nixl-offload warm kv.yaml --keys -
 
@@ -46,7 +46,7 @@ The newest chunks come first, until the tier's capacity, or --max-size, is reach
 What is there already is skipped, so that an interrupted run goes on where it was.
 
 Exit code 0: done. 1: the storage failed, or a chunk is damaged in the source (nixl-offload verify finds those); run
-again. 2: FILE or the options are wrong. 130: interrupted; what was copied stays.
+again. 2: CONFIG or the options are wrong. 130: interrupted; what was copied stays.
 """
 
 
@@ -58,11 +58,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="FILE", help="the YAML config")
+    parser.add_argument("file", metavar="CONFIG", help="the YAML config")
     parser.add_argument(
         "--from", dest="source", metavar="TIER", help="s3, file, or the absolute path of a shared directory"
     )
-    parser.add_argument("--to", dest="target", metavar="TIER", choices=("memory", "file"), help="default: file")
+    parser.add_argument("--to", dest="target", metavar="TIER", help="only file, the default")
     parser.add_argument("--namespace", metavar="NAME", help="which namespace; needed where the source holds several")
     parser.add_argument(
         "--keys", metavar="LIST", help="copy these: a file (or -), a key in hex per line, or what ls --keys prints"
@@ -73,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=size_argument,
         help="the namespace holds at most so much in the nearer tier afterwards; default: what the capacity leaves",
     )
-    parser.add_argument("--rate", metavar="SIZE/s", type=_rate, help="read no faster than this, such as 500MB/s")
+    parser.add_argument("--rate", metavar="SIZE/s", type=rate_argument, help="read no faster, such as 500MB/s")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -132,6 +132,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 def _tiers(config: Config, arguments: argparse.Namespace) -> tuple[S3Tier | FileTier, FileTier]:
     """Return where to copy from and to. Raises ConfigError."""
     file = arguments.file
+    if arguments.target not in (None, "file", "memory"):
+        raise ConfigError(f"--to: {shown(arguments.target)!r} cannot be warmed; allowed: file")
     if arguments.target == "memory":
         raise ConfigError(
             "--to: memory cannot be warmed from outside: it belongs to the server's process, which keeps in it what it "
@@ -200,16 +202,6 @@ def _tell(
         print(f"nixl-offload: {words}", file=sys.stderr)
     if copied.interrupted or copied.gave_up:
         print("Not finished; run it again to go on.", file=out)
-
-
-def _rate(text: str) -> float:
-    per_second = text.removesuffix("/s")
-    if per_second == text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate; allowed: a size and /s, such as 500MB/s")
-    rate = size_argument(per_second)
-    if not rate:
-        raise argparse.ArgumentTypeError(f"{text!r} would never end")
-    return float(rate)
 
 
 class _Progress:
