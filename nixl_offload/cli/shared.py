@@ -5,16 +5,15 @@ Threading: one thread.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Final, TypeGuard
 
 from nixl_offload.cli.inventory.base import Inventory
 from nixl_offload.cli.inventory.shared import SharedInventory
-from nixl_offload.cli.inventory.slab import SlabInventory
+from nixl_offload.cli.inventory.slab import SlabInventory, require_directory
 from nixl_offload.config import Config, FileTier, S3Tier, Tier
-from nixl_offload.errors import ConfigError, StoreError
+from nixl_offload.errors import ConfigError
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 
@@ -83,7 +82,6 @@ def s3_tier(config: Config, file: str) -> S3Tier:
 
 def open_existing(tier: S3Tier | FileTier) -> Store:
     """Return the tier's store. Raises StoreError where it would have to be made first: nothing can be in it."""
-    if isinstance(tier, FileTier) and not os.path.isdir(tier.path):
-        cause = "missing" if Path(tier.path).parent.is_dir() else "unreachable"
-        raise StoreError(f"{tier.path}: there is no such directory; is the filesystem mounted?", cause=cause)
+    if isinstance(tier, FileTier):
+        require_directory(Path(tier.path))
     return open_store(tier)

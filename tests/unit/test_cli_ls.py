@@ -241,6 +241,41 @@ def test_nothing_there_and_nothing_right(tmp_path: Path, cli: Cli) -> None:
     assert "--tier: 's3' is not among the tiers" in cli.err
 
 
+def test_a_tier_that_fails_hides_no_other(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
+    bucket = {"kind": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:9", "request_timeout": "1s"}
+    slab.file.write_text(
+        yaml.safe_dump({"tiers": [{"kind": "file", "path": str(slab.root), "capacity": "64MiB"}, bucket]})
+    )
+    assert cli("ls", slab.file) == 1
+    assert cli.out.startswith(f"{slab.root} (slab): 6 chunks in 1 namespace")
+    assert cli.err.startswith("nixl-offload: s3://kv-cache")
+    assert cli("ls", slab.file, "--json") == 1
+    good, failed = cli.json["tiers"]
+    assert (good["namespaces"][0]["chunks"], failed["kind"], "failure" in failed) == (6, "s3", True)
+    (tmp_path / "none").write_text("a file")
+    slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "file", "path": f"{tmp_path}/none", "capacity": "1MiB"}]}))
+    assert cli("ls", slab.file) == 1
+    assert cli.err == f"nixl-offload: {tmp_path}/none: is no directory; say another path in the config\n"
+
+
+def test_a_namespace_or_tenant_that_is_not_there_is_no_success(slab: StoredSlab, cli: Cli) -> None:
+    for option, name in (("--namespace", "0" * 32), ("--tenant", "green")):
+        for form in ([], ["--keys"], ["--json"]):
+            assert cli("ls", slab.file, option, name, *form) == 1
+            assert cli.err == f"nixl-offload: nothing is there of {option[2:]} {name}\n"
+    assert cli("verify", slab.file, "--namespace", "0" * 32) == 1
+    assert cli.err == f"nixl-offload: nothing is there of namespace {'0' * 32}\n"
+
+
+def test_a_directory_behind_a_link_is_measured(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
+    cli("ls", slab.file, "--json")
+    used_bytes = cli.json["tiers"][0]["used_bytes"]
+    (tmp_path / "link").symlink_to(slab.root)
+    slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "file", "path": f"{tmp_path}/link", "capacity": "64MiB"}]}))
+    cli("ls", slab.file, "--json")
+    assert cli.json["tiers"][0]["used_bytes"] == used_bytes > 0
+
+
 def test_a_damaged_index_is_told(slab: StoredSlab, cli: Cli) -> None:
     slab.close()
     (slab.root / slab.namespace.name / "index.sqlite").write_bytes(b"no database" * 1000)

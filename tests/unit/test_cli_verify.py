@@ -343,7 +343,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     monkeypatch.setattr(TierProgress, "add", real)
-    assert cli("verify", file, "--resume", "--delete-bad", "--namespace", "0" * 32) == 0
+    assert cli("verify", file, "--resume", "--delete-bad", "--namespace", "0" * 32) == 1
     assert "there is no interrupted run" in cli.err, "another selection is another run"
     assert cli("verify", file, "--resume", "--json") == 1
     assert "going on where the last run was" in cli.err

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
@@ -18,7 +17,8 @@ from nixl_offload.cli.gc.collect import shown
 from nixl_offload.cli.inventory.base import Chunk, Held, Inventory, Measure, Shard
 from nixl_offload.cli.inventory.index import IndexReader, IndexRow
 from nixl_offload.config import FileTier
-from nixl_offload.errors import StoreError, TierError
+from nixl_offload.errors import FormatError, StoreError, TierError
+from nixl_offload.format import HEADER_BYTES, decode_header
 from nixl_offload.namespace import manifest_fits
 from nixl_offload.tiers import foreign
 from nixl_offload.tiers.lock import holder_of
@@ -29,8 +29,6 @@ _INDEX_NAME: Final = "index.sqlite"
 _DP_NAME: Final = re.compile(r"dp-[0-9]+")
 _NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _SLAB_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
-_MAGIC: Final = b"NIXLOFF1"
-_CREATED_AT: Final = 72
 
 
 class SlabInventory(Inventory):
@@ -45,9 +43,7 @@ class SlabInventory(Inventory):
         self.base = Path(tier.path)
         self.where = str(self.base)
         self.capacity_bytes = tier.capacity_bytes
-        if not self.base.is_dir():
-            cause = "missing" if self.base.parent.is_dir() else "unreachable"
-            raise StoreError(f"{self.base}: there is no such directory; is the filesystem mounted?", cause=cause)
+        require_directory(self.base)
         self._ranks: dict[str, int] = {}
 
     def namespaces(self) -> Iterator[Held]:
@@ -138,18 +134,16 @@ class SlabInventory(Inventory):
         except OSError:
             return None
         try:
-            head = os.pread(fd, 256, at)
-        except OSError:
+            header = decode_header(os.pread(fd, HEADER_BYTES, at))
+        except (OSError, FormatError):
             return None
         finally:
             os.close(fd)
-        if head[:8] != _MAGIC or head[88 : 88 + len(chunk.key)] != chunk.key:
-            return None
-        return float(struct.unpack_from("<Q", head, _CREATED_AT)[0])
+        return float(header.created_s) if header.key == chunk.key else None
 
     def used_bytes(self) -> int | None:
         """See Inventory. All that lies on the disk under the directory, for that is what the capacity bounds."""
-        return _bytes_under(self.base)
+        return _bytes_under(self.base.resolve())  # the directory itself may be a link; in it none is followed
 
     def bytes_of(self, held: Held) -> int:
         """Return what a namespace takes on the disk. Raises TierError."""
@@ -191,6 +185,17 @@ class SlabInventory(Inventory):
     def _first_age(self, held: Held, rows: Sequence[IndexRow]) -> float | None:
         ages = (self.created_s(self._chunk(held, row)) for row in rows)
         return next((age for age in ages if age is not None), None)
+
+
+def require_directory(path: Path) -> None:
+    """Raise StoreError where there is no directory: nothing can be in it."""
+    if path.is_dir():
+        return
+    cause = "missing" if path.parent.is_dir() else "unreachable"
+    if path.exists():
+        raise StoreError(f"{path}: is no directory; say another path in the config", cause="unreachable")
+    first = " The first server makes it." if cause == "missing" else ""
+    raise StoreError(f"{path}: there is no such directory; is the filesystem mounted?{first}", cause=cause)
 
 
 def shown_holder(root: Path) -> str | None:

@@ -22,6 +22,7 @@ from nixl_offload.cli.ls.report import (
 from nixl_offload.cli.shared import MEMORY_TOLD, check_namespace, open_inventory, stored_tiers
 from nixl_offload.cli.terminal import Progress
 from nixl_offload.config import Config, MemoryTier, load_config
+from nixl_offload.errors import NotSupportedError, StoreError, TierError
 
 if TYPE_CHECKING:
     from nixl_offload.cli.inventory.base import Held, Inventory
@@ -42,7 +43,10 @@ What is known is when an engine last opened a slab's namespace, and in a bucket 
 refreshed, which servers do to chunks in use where there is a ttl. A slab's namespace is counted by its index, which
 lags behind a running server by a moment; --keys looks at each slot's header, too.
 
-Exit code 0: listed. 1: the storage failed. 2: CONFIG or the options are wrong. 130: interrupted.
+A tier that cannot be looked at is told, and the others are listed all the same.
+
+Exit code 0: listed. 1: a tier's storage failed, or nothing is there of the namespace or tenant asked for. 2: CONFIG or
+the options are wrong. 130: interrupted.
 """
 
 
@@ -64,27 +68,39 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError, StoreError, TierError."""
+    """Print to ``out``. A tier that fails is told, and the others go on. Raises ConfigError."""
     config = load_config(arguments.file)
     check_namespace(arguments.namespace)
     tiers = _memory(config)
     if tiers and not (arguments.json or arguments.keys) and arguments.tier is None:
         print(f"{MEMORY_TOLD[0].upper()}{MEMORY_TOLD[1:]}.\n", file=out)
+    found = failed = 0
     for number, tier in enumerate(stored_tiers(config, arguments.file, arguments.tier)):
-        with closing(open_inventory(tier)) as inventory:
-            if arguments.keys:
-                _list_keys(arguments, inventory, out)
-                continue
-            listing = _look(arguments, inventory)
-            if arguments.json:
-                tiers.append(tier_dict(listing))
-            else:
-                print("\n" * bool(number), end="", file=out)
-                print_tier(listing, out)
-                out.flush()
+        try:
+            with closing(open_inventory(tier)) as inventory:
+                if arguments.keys:
+                    found += _list_keys(arguments, inventory, out)
+                    continue
+                listing = _look(arguments, inventory)
+        except (StoreError, TierError, NotSupportedError) as error:
+            out.flush()
+            print(f"nixl-offload: {error}", file=sys.stderr)
+            tiers.append({"kind": tier.kind, "failure": str(error)})
+            failed += 1
+            continue
+        found += len(listing.namespaces)
+        tiers.append(tier_dict(listing))
+        if not arguments.json:
+            print("\n" * bool(number), end="", file=out)
+            print_tier(listing, out)
+            out.flush()
     if arguments.json and not arguments.keys:
         print(json.dumps({"tiers": tiers}, indent=2), file=out)
-    return 0
+    asked = [f"{name} {value}" for name in ("namespace", "tenant") if (value := getattr(arguments, name)) is not None]
+    if asked and not found and not failed:
+        print(f"nixl-offload: nothing is there of {' and '.join(asked)}", file=sys.stderr)
+        failed += 1
+    return 1 if failed else 0
 
 
 def _memory(config: Config) -> list[dict[str, Any]]:
@@ -117,10 +133,13 @@ def _look(arguments: argparse.Namespace, inventory: Inventory) -> TierListing:
     return listing
 
 
-def _list_keys(arguments: argparse.Namespace, inventory: Inventory, out: TextIO) -> None:
+def _list_keys(arguments: argparse.Namespace, inventory: Inventory, out: TextIO) -> int:
+    """Return of how many namespaces."""
+    found = 0
     for held in inventory.namespaces():
         if not _wanted(arguments, held):
             continue
+        found += 1
         if not arguments.json:
             print_keys_heading(inventory, held, out)
         for chunk in inventory.chunks(held):
@@ -128,3 +147,4 @@ def _list_keys(arguments: argparse.Namespace, inventory: Inventory, out: TextIO)
                 print(chunk_dict(inventory, held, chunk), file=out)
             else:
                 print_chunk(inventory, chunk, out)
+    return found

@@ -42,8 +42,8 @@ has the directory open, as the engine alone may change the index then; it is tol
 A run that was interrupted, or that the storage failed, leaves a small file in ~/.cache/nixl-offload (or under
 XDG_CACHE_HOME); --resume with the same config, selection and --delete-bad goes on from it, a finished run removes it.
 
-Exit code 0: all is good. 1: bad chunks were found (deleted or not), or the storage failed. 2: CONFIG or the options are
-wrong. 130: interrupted; --resume goes on.
+Exit code 0: all is good. 1: bad chunks were found (deleted or not), nothing is there of the namespace, or the storage
+failed. 2: CONFIG or the options are wrong. 130: interrupted; --resume goes on.
 """
 
 
@@ -96,6 +96,8 @@ class _Run:
         self._next_save_s = time.monotonic() + _SAVE_EACH_S
         self._all: dict[str, TierProgress] = {}
         self._new = TierProgress
+        self._found = 0
+        """Namespaces to look at."""
 
     def run(self, inventories: list[Inventory]) -> int:
         stored = self._state.load() if self._arguments.resume else None
@@ -114,6 +116,9 @@ class _Run:
         if self._arguments.json:
             print(json.dumps({"tiers": results}), file=self._out)
         progress = self._all.values()
+        if self._arguments.namespace is not None and not self._found and not stored:
+            print(f"nixl-offload: nothing is there of namespace {self._arguments.namespace}", file=sys.stderr)
+            return 1
         return 1 if any(p.chunks["bad"] or p.chunks["unreadable"] or p.failures for p in progress) else 0
 
     def _verify(self, inventory: Inventory) -> dict[str, object]:
@@ -124,8 +129,9 @@ class _Run:
         progress = self._all.setdefault(inventory.where, self._new())
         total_bytes = 0
         if not progress.done:
-            selected = (held for held in inventory.namespaces() if arguments.namespace in (None, held.name))
+            selected = [held for held in inventory.namespaces() if arguments.namespace in (None, held.name)]
             total_bytes = sum(inventory.measure(held).size_bytes for held in selected)
+            self._found += len(selected)
 
         def tell(held: Held, verdict: Verdict, deleted: Deleted | None) -> None:
             self._bar.clear()
