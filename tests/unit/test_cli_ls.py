@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nixl_offload.cli.inventory.base import Held
 from nixl_offload.cli.inventory.index import IndexReader
 from nixl_offload.cli.inventory.slab import SlabInventory
 from nixl_offload.cli.ls.report import about_age
@@ -286,3 +287,8 @@ def test_a_damaged_index_is_told(slab: StoredSlab, cli: Cli) -> None:
 def test_ages_for_people() -> None:
     seconds = (-5, 3, 119, 600, 7199, 7300, 200_000)
     assert [about_age(s) for s in seconds] == ["0s", "3s", "119s", "10m", "120m", "2h", "2d"]
+
+
+@pytest.mark.parametrize(("said", "believed"), [(2, 2), (1 << 16, 1 << 16), (1 << 30, None), (0, None), ("2", None)])
+def test_nobody_counts_up_to_what_a_manifest_invents(said: object, believed: int | None) -> None:
+    assert Held("0" * 32, {"namespace": "0" * 64, "fields": {"world_size": said}}).ranks == believed

@@ -10,12 +10,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from nixl_offload.cli.main import main
+from nixl_offload.cli.warm import copy as warm_copy
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.config import parse_config
 from nixl_offload.index import State
@@ -373,6 +375,18 @@ def test_root_leaves_nothing_that_the_server_cannot_open(rig: Rig, layout: str) 
     code, _, error = rig.warm()
     assert (code, "sudo -u '#2000' nixl-offload warm" in error) == (2, True)
     assert not list(rig.target.iterdir())
+
+
+def test_no_memory_for_a_shard_is_told_and_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.fill(BLUE, range(2))
+
+    def refuse(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(warm_copy, "mmap", SimpleNamespace(mmap=refuse))
+    code, report, _ = rig.warm()
+    assert (code, report["failed"], report["copied"]) == (1, 2, 0)
+    assert f"no memory for a shard of {SLOT_BYTES} bytes" in report["failures"][0]
 
 
 def test_the_report_for_people(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:

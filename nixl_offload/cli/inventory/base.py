@@ -9,11 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from nixl_offload.cli.gc.collect import shown
 from nixl_offload.namespace import manifest_digest, rank_digest
 from nixl_offload.types import Key, key_group
+
+_MOST_RANKS: Final = 1 << 16
+"""A manifest that says more is not believed: whoever counts up to it would never end."""
 
 
 class Shard(NamedTuple):
@@ -92,7 +95,8 @@ class Held:
     @property
     def ranks(self) -> int | None:
         """How many shards a chunk has."""
-        return self._number("world_size")
+        ranks = self._number("world_size")
+        return None if ranks is None or ranks > _MOST_RANKS else ranks
 
     @property
     def blocks_per_chunk(self) -> int | None:

@@ -246,7 +246,14 @@ class _Crew:
             member.join(max(0.0, end_s - time.monotonic()))
 
     def _work(self, buffer_bytes: int) -> None:
-        with mmap.mmap(-1, buffer_bytes) as pages, memoryview(pages) as buffer:
+        try:
+            memory = mmap.mmap(-1, buffer_bytes)
+        except (OSError, OverflowError, ValueError) as error:
+            words = f"no memory for a shard of {buffer_bytes} bytes: {error}"
+            while (place := self._orders.get()) is not None:  # the main thread waits for an answer to each
+                self._ended.put(_Ended(place, "failed", 0, words))
+            return
+        with memory as pages, memoryview(pages) as buffer:
             while (place := self._orders.get()) is not None:
                 self._ended.put(self._carry(place, buffer))
 

@@ -104,7 +104,8 @@ def newest_first(
         key = parts[0].key if parts[0] is not None else Key(b"")
         size = sizes.get(key_group(key), 0)
         here = {part.rank for part in parts if part is not None}
-        if here != set(range(ranks)) or chunk.size_bytes != ranks * size or len(key) > MAX_KEY_BYTES:
+        complete = len(here) == ranks and max(here) < ranks and chunk.size_bytes == ranks * size
+        if not complete or len(key) > MAX_KEY_BYTES:
             selection.incomplete += 1
         elif chunk.modified_s < oldest_s:
             selection.expired += 1
