@@ -71,9 +71,9 @@ def _checked_size(size_bytes: int) -> int:
 
 
 def _upper_unit(unit: str) -> str:
-    """Guess what a misspelt unit meant: "G", "gb" and "gib" are the usual ones. Empty when nothing fits."""
+    """Guess what a misspelt unit meant: "G", "Gi", "gb" and "gib" are the usual ones. Empty when nothing fits."""
     for candidate in ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "kB", "MB", "GB", "TB", "PB"):
-        if unit.lower() in (candidate.lower(), candidate[0].lower()):
+        if unit.lower() in (candidate.lower(), candidate[0].lower(), candidate[:-1].lower()):
             return candidate
     return ""
 

@@ -221,7 +221,7 @@ class Boto3Store(Store):
         if start_after:
             wanted["StartAfter"] = self._address.key(start_after)
         while True:
-            page = self._call(f"LIST {prefix}", "list_objects_v2", **wanted)
+            page = self._call(f"LIST {prefix}".rstrip(), "list_objects_v2", **wanted)
             for found in page.get("Contents", ()):
                 yield self._info(self._address.name(found["Key"]), found, "Size")
             if not page.get("IsTruncated"):

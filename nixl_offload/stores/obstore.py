@@ -140,7 +140,7 @@ class ObstoreStore(Store):
             if exact is not None:
                 yield exact
             after = prefix
-        for page in self._pages(f"LIST {prefix}", directory, after):
+        for page in self._pages(f"LIST {prefix}".rstrip(), directory, after):
             for found in page:
                 info = self._info(found)
                 if info.name <= start_after:

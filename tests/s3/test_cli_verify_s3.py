@@ -87,5 +87,6 @@ def test_a_server_that_is_down_is_exit_code_1(bucket: Bucket, cli: Cli, tmp_path
     file.write_text(yaml.safe_dump({"tiers": [tier]}))
     for command in (["ls", file], ["verify", file], ["stat", file, "abcd"]):
         assert cli(*command) == 1
-        assert "127.0.0.1:9" in cli.err
+        assert "127.0.0.1:9: LIST" in cli.err
+        assert "LIST :" not in cli.err
         assert "Traceback" not in cli.err

@@ -613,6 +613,8 @@ def test_not_sizes(text: object) -> None:
 def test_a_misspelt_unit_is_guessed() -> None:
     with pytest.raises(ValueError, match=r"did you mean 500GiB\?"):
         parse_size("500G")
+    with pytest.raises(ValueError, match=r"did you mean 500GiB\?"):
+        parse_size("500Gi")
     with pytest.raises(ValueError, match=r"did you mean 2MiB\?"):
         parse_size("2mib")
 
