@@ -15,6 +15,8 @@ from typing import Any, Final
 from nixl_offload.errors import NamespaceError
 
 FORMAT_VERSION: Final = 1
+LOCAL_WEIGHTS: Final = "(weights in a local directory)"
+"""Stands for the model's name where it would be a path: ``model_digest`` tells such models apart."""
 """Version of the bytes of a stored chunk. A new one makes a new namespace, so that old chunks are never read."""
 
 _DOMAIN: Final = b"nixl-offload namespace 1\0"

@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
 from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
-from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, digest_names, make_namespace
+from nixl_offload.namespace import LOCAL_WEIGHTS, GroupFields, Namespace, NamespaceFields, digest_names, make_namespace
 from nixl_offload.vllm.compat import check_version
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def build_namespace(
             engine=f"vllm {major}.{minor}",
             platform=_platform(),
             attention_backend="+".join(attention_backends) or None,
-            model="(weights in a local directory)" if weights else offloading.model.name,
+            model=LOCAL_WEIGHTS if weights else offloading.model.name,
             revision=model.revision,
             model_digest=model_digest(vllm_config, weights),
             dtype=offloading.model.dtype,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from nixl_offload.cli.bench.memory import KVCache
+from nixl_offload.cli.inventory.base import BENCH_SCRATCH
 from nixl_offload.cli.terminal import plural
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
 from nixl_offload.engine import ChunkIO, Engine, JobResult
@@ -36,7 +37,7 @@ from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers.naming import parse_shard_name
 from nixl_offload.tiers.slab_file import SlabFile
 
-SCRATCH: Final = b"nxobench".hex()
+SCRATCH: Final = BENCH_SCRATCH
 """How the names of scratch namespaces begin: half of 32 hex digits, which no digest has but by a chance of 2**-64."""
 _STALE_S: Final = 3600.0
 _BATCH_NAMES: Final = 1000

@@ -8,12 +8,12 @@ goes on; the worst left behind is a chunk without some of its shards, which cost
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nixl_offload.errors import StoreError
-from nixl_offload.namespace import manifest_fits
+from nixl_offload.namespace import LOCAL_WEIGHTS, manifest_fits
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers.naming import manifest_name, parse_manifest_name, parse_shard_name
@@ -108,7 +108,7 @@ def take_census(store: Store, *, namespace: str | None, tenant: str | None, repo
 
     for name in [namespace] if namespace else list_namespaces(store, foreign):
         fields = (read_manifest(store, name) or {}).get("fields", {})
-        of_tenant, model = shown(fields.get("tenant")), shown(fields.get("model"))
+        of_tenant, model = shown(fields.get("tenant")), model_words(fields)
         if tenant is not None and of_tenant != tenant:
             continue
         entry = NamespaceCensus(name, of_tenant, model)
@@ -238,6 +238,12 @@ def read_manifest(store: Store, namespace: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return manifest if manifest_fits(manifest, namespace) else None
+
+
+def model_words(fields: Mapping[str, Any]) -> str | None:
+    """Return what to call a manifest's model, safe to print; local weights by their digest, as they have no name."""
+    model, digest = shown(fields.get("model")), shown(fields.get("model_digest"), 8)
+    return f"local weights {digest}" if model == LOCAL_WEIGHTS and digest else model
 
 
 def shown(value: object, limit: int = _SHOWN_CHARS) -> str | None:

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
-from nixl_offload.cli.gc.collect import shown
+from nixl_offload.cli.gc.collect import model_words, shown
 from nixl_offload.namespace import manifest_digest, rank_digest
 from nixl_offload.types import Key, key_group
 
+BENCH_SCRATCH: Final = b"nxobench".hex()
+"""Begins the names of namespaces that ``nixl-offload bench`` works in. An hour after it was killed, the next removes
+them."""
 _MOST_RANKS: Final = 1 << 16
 """A manifest that says more is not believed: whoever counts up to it would never end."""
 
@@ -90,7 +93,7 @@ class Held:
     @property
     def model(self) -> str | None:
         """From the manifest, safe to print."""
-        return shown(self._fields.get("model"))
+        return model_words(self._fields)
 
     @property
     def ranks(self) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from nixl_offload.cli.gc.collect import shown
-from nixl_offload.cli.inventory.base import Chunk, Held, Inventory, Measure
+from nixl_offload.cli.inventory.base import BENCH_SCRATCH, Chunk, Held, Inventory, Measure
 from nixl_offload.cli.terminal import about_size, moment, plural
 from nixl_offload.types import key_group
 
@@ -139,6 +139,8 @@ def _share(listing: TierListing) -> str:
 
 def _details(held: Held) -> str:
     found = held.details()
+    if not found and held.name.startswith(BENCH_SCRATCH):
+        return "scratch of nixl-offload bench: it runs, or was killed: gc --namespace ... --older-than 0s --delete"
     if not found:
         return "no manifest that fits: nobody can tell whose it is"
     words = [str(found[name]) for name in ("engine", "platform", "dtype", "kv_layout") if name in found]

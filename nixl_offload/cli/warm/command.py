@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from nixl_offload.cli.gc.collect import shown
+from nixl_offload.cli.gc.collect import model_words, shown
 from nixl_offload.cli.shared import open_existing
 from nixl_offload.cli.terminal import Progress, about_size, plural, rate_argument, size_argument
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, load_config
@@ -182,7 +182,7 @@ def _tell(
         return
     fields = namespace.fields
     print(f"{source} -> {target}", file=out)
-    print(f"Namespace {namespace.name}: tenant {shown(fields.tenant)}, model {shown(fields.model)}.", file=out)
+    print(f"Namespace {namespace.name}: tenant {shown(fields.tenant)}, model {model_words(asdict(fields))}.", file=out)
     speed = f", {about_size(int(copied.copied_bytes / copied.seconds))}/s" if copied.seconds > 0.05 else ""
     size = about_size(copied.copied_bytes)
     print(f"Copied: {plural(copied.copied, 'chunk')}, {size} in {copied.seconds:.1f} s{speed}.", file=out)
