@@ -5,6 +5,8 @@ Threading: one thread.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Final, TypeGuard
@@ -85,3 +87,19 @@ def open_existing(tier: S3Tier | FileTier) -> Store:
     if isinstance(tier, FileTier):
         require_directory(Path(tier.path))
     return open_store(tier)
+
+
+def refuse_anothers_directory(path: str, command: str) -> None:
+    """Raise ConfigError for root in a directory of somebody else: what root makes there, the lock too, no server could
+    open.
+    """
+    if os.geteuid() != 0:
+        return
+    for place in (os.path.join(path, "lock"), path):
+        with contextlib.suppress(OSError):
+            owner = os.stat(place, follow_symlinks=False).st_uid
+            if owner != 0:
+                raise ConfigError(
+                    f"{path}: belongs to user {owner}, whose server could not open what root puts there; run this "
+                    f"as that user: sudo -u '#{owner}' nixl-offload {command} ..."
+                )

@@ -393,6 +393,8 @@ class NixlOffloadManager(OffloadingManager):
     def _observe_load(self, sample: LoadSample, now_s: float) -> None:
         """A load that failed says only that it would have taken longer; one that failed quickly says nothing."""
         assert self._speeds is not None
+        if sample.tier >= len(self._speeds.tiers):
+            return  # of a rank with another config
         speed = self._speeds.tiers[sample.tier]
         least_s = max(speed.seconds(sample.size_bytes) or 0.0, SLOW_FAILURE_S) if sample.failed else 0.0
         if sample.seconds > least_s:

@@ -443,6 +443,18 @@ def test_nothing_is_removed_from_a_slab_that_an_engine_has_open(
     assert (slab.root / red.name / "index.sqlite").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+def test_root_makes_no_lock_in_a_directory_of_somebody_else(
+    slab: StoredSlab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was copied has no lock, and that server could not open root's."""
+    (slab.root / "lock").unlink()
+    os.chown(slab.root, 2000, 0)
+    assert main(["gc", str(slab.file), "--namespace", stored_namespace("red", "org/red").name, "--delete"]) == 2
+    assert "sudo -u '#2000' nixl-offload gc" in capsys.readouterr().err
+    assert not (slab.root / "lock").exists()
+
+
 def test_what_no_manifest_recognises_stays(slab: StoredSlab, capsys: pytest.CaptureFixture[str]) -> None:
     """The directory is named like a namespace, and may be anybody's."""
     stranger = slab.root / ("ab" * 16)

@@ -22,6 +22,7 @@ from nixl_offload.cli.inventory.base import BENCH_SCRATCH
 from nixl_offload.cli.terminal import plural
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
 from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine.choice import cache as cache_files
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.links.objects import ObjectLink
@@ -34,6 +35,7 @@ from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 from nixl_offload.stores.tree import TreeStore
+from nixl_offload.tiers.foreign import MOVER_CHOICE_PREFIX
 from nixl_offload.tiers.naming import parse_shard_name
 from nixl_offload.tiers.slab_file import SlabFile
 
@@ -129,7 +131,9 @@ def _slab(config: Config, position: int, tier: FileTier, cache: KVCache, size_by
     if space.f_blocks:
         size_bytes = min(size_bytes, space.f_bavail * space.f_frsize // _SPACE_SHARE)
     chunks = _chunks(min(size_bytes, tier.capacity_bytes // _SPACE_SHARE), cache, directory)
-    path = Path(directory, f".nixl-offload-bench-{secrets.token_hex(8)}.slab")
+    cache_files.clean(directory)
+    # As movers are compared: no engine that starts counts a file of this name, and one that was left is removed.
+    path = Path(directory, f"{MOVER_CHOICE_PREFIX}-{secrets.token_hex(8)}.scratch")
     slab = SlabFile(path, chunks * cache.slot_bytes, cache.slot_bytes, direct_io=tier.direct_io)
     with contextlib.ExitStack() as undo:
         undo.callback(path.unlink, missing_ok=True)
@@ -142,7 +146,7 @@ def _slab(config: Config, position: int, tier: FileTier, cache: KVCache, size_by
         link = SlabLink(_Nameless(slab), reach.mover, time.monotonic)
         engine = _engine(config, position, link, cache, reach)
         undo.callback(engine.close, _CLOSE_S)
-        path.unlink()
+        path.unlink(missing_ok=True)
         yield _opened(engine, position, directory, config, cache, reach, chunks, overwrites=True)
 
 

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from nixl_offload.cli.inventory.base import Held
 from nixl_offload.cli.inventory.slab import SlabInventory, shown_holder
+from nixl_offload.cli.shared import refuse_anothers_directory
 from nixl_offload.cli.terminal import about_size, moment, plural
 from nixl_offload.config import FileTier
 from nixl_offload.errors import ConfigError, TierError
@@ -90,6 +91,7 @@ def _delete(inventory: SlabInventory, arguments: argparse.Namespace, found: list
     """Remove what is chosen, and still is once nobody else can use it. Return whether some could not be removed."""
     if not any(namespace.chosen for namespace in found):
         return False
+    refuse_anothers_directory(str(inventory.base), "gc")
     lock = DirectoryLock(inventory.base / "lock", brief=True)
     try:
         lock.acquire()

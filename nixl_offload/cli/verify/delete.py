@@ -16,8 +16,9 @@ from nixl_offload.cli.inventory.base import Chunk, Held, Inventory
 from nixl_offload.cli.inventory.index import IndexRow, drop_rows
 from nixl_offload.cli.inventory.shared import SharedInventory
 from nixl_offload.cli.inventory.slab import SlabInventory
+from nixl_offload.cli.shared import refuse_anothers_directory
 from nixl_offload.cli.verify.judge import BAD, Verdict
-from nixl_offload.errors import StoreError, TierError
+from nixl_offload.errors import ConfigError, StoreError, TierError
 from nixl_offload.format import HEADER_BYTES
 from nixl_offload.tiers.lock import DirectoryLock
 
@@ -56,7 +57,10 @@ def _from_store(inventory: SharedInventory, held: Held, verdict: Verdict) -> Del
 def _from_slab(inventory: SlabInventory, held: Held, bad: Sequence[Verdict]) -> list[Deleted]:
     lock = DirectoryLock(inventory.base / "lock", brief=True)
     try:
+        refuse_anothers_directory(str(inventory.base), "verify")
         lock.acquire()
+    except ConfigError as error:
+        return [Deleted(verdict, False, str(error)) for verdict in bad]
     except TierError as error:
         words = _LOCKED if error.cause == "locked" else str(error)
         return [Deleted(verdict, False, words) for verdict in bad]

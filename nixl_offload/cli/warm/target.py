@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from nixl_offload.cli.shared import refuse_anothers_directory
 from nixl_offload.cli.warm.source import Candidate
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
@@ -299,23 +300,9 @@ def _is_part(name: str) -> bool:
     return name.startswith("dp-") and name[3:].isdigit()
 
 
-def _refuse_anothers_directory(tier: FileTierConfig) -> None:
-    """Raise ConfigError for root in a directory of somebody else: what root makes there no server could open."""
-    if os.geteuid() != 0:
-        return
-    for path in (os.path.join(tier.path, "lock"), tier.path):
-        with contextlib.suppress(OSError):
-            owner = os.stat(path, follow_symlinks=False).st_uid
-            if owner != 0:
-                raise ConfigError(
-                    f"{tier.path}: belongs to user {owner}, whose server could not open what root puts there; run this "
-                    f"as that user: sudo -u '#{owner}' nixl-offload warm ..."
-                )
-
-
 def open_target(tier: FileTierConfig, namespace: Namespace, max_bytes: int | None, *, replace: bool) -> Target:
     """Open the tier for copying; arguments as for ``SlabTarget``. Raises TierError, StoreError, ConfigError."""
-    _refuse_anothers_directory(tier)
+    refuse_anothers_directory(tier.path, "warm")
     if tier.layout == "tree":
         if not os.path.isdir(tier.path) and not Path(tier.path).parent.is_dir():
             raise StoreError(f"{tier.path}: there is no such directory; is the filesystem mounted?", cause="missing")
