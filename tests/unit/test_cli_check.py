@@ -149,7 +149,9 @@ def test_memory_alone_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check"]) == 2
     assert main(["check", "kv.yaml", "--path", "/tmp"]) == 2
-    assert capsys.readouterr().err.splitlines() == 2 * ["nixl-offload: check: say a config file, or --path DIR"]
+    said = "nixl-offload: check: say a config file, or --path DIR"
+    assert capsys.readouterr().err.splitlines() == [said, f"{said}, not both"]
+    assert main(["check", "--path", "/tmp", "--tp", "2"]) == 2
     assert main(["check", config(tmp_path, "{kind: file}")]) == 2
     assert main(["check", str(tmp_path / "none.yaml")]) == 2
     assert main(["check", "--path", "/tmp", "--vllm-args", "'unclosed"]) == 2

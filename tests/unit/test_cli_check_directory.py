@@ -164,6 +164,25 @@ def test_what_is_no_directory_is_wrong_and_its_mend_works(tmp_path: Path) -> Non
     assert access_line(find_place(str(path))).state == "wrong", "a link that leads nowhere is no place yet to be made"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user's")
+@pytest.mark.parametrize("name", ["lock", "0" * 32, "dp-0"])
+def test_what_another_user_has_left_in_the_directory_is_wrong_and_its_mend_works(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "kv"
+    path.mkdir(mode=0o700)
+    left = path / name
+    if name == "lock":
+        left.touch(mode=0o600)
+    else:
+        left.mkdir(mode=0o700)
+    assert _access_as_a_user(path)[0] == "ok"
+    os.chown(left, 4711, 4711)
+    state, words, mend = _access_as_a_user(path)
+    assert (state, f"but not open {left}" in words) == ("wrong", True)
+    assert mend is not None
+    _do(mend.removeprefix("sudo "))
+    assert _access_as_a_user(path)[0] == "ok"
+
+
 def test_a_directory_that_others_may_write_is_warned_of(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     line = access_line(find_place(str(tmp_path)))

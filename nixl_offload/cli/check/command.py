@@ -74,7 +74,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError when CONFIG or the options are wrong."""
     if (arguments.file is None) == (arguments.path is None):
-        raise ConfigError("check: say a config file, or --path DIR")
+        both = ", not both" if arguments.path is not None else ""
+        raise ConfigError(f"check: say a config file, or --path DIR{both}")
     if arguments.path is not None:
         tier = FileTier(kind="file", path=os.path.abspath(arguments.path), capacity=8192)
         config, file = Config(tiers=(tier,)), "kv.yaml"
@@ -105,6 +106,8 @@ def _read_model(arguments: argparse.Namespace) -> ModelShape | None:
     if arguments.model is None:
         if arguments.prefill is not None:
             raise ConfigError("--prefill: of which model? Say --model, its directory or config.json")
+        if arguments.tp != 1 or arguments.kv_dtype != "auto":
+            raise ConfigError("--tp, --kv-dtype: of which model? Say --model, its directory or config.json")
         return None
     from nixl_offload.model_shape import read_model_shape
 

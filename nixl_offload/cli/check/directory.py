@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import mmap
 import os
 import pwd
+import re
 import shlex
 import socket
 import stat
@@ -32,6 +34,7 @@ from nixl_offload.units import format_size
 
 SCRATCH: Final = ".mover-probe-"
 """Servers know the name: they make files of that kind, too, and their capacity never counts them for long."""
+_OURS: Final = re.compile(r"lock|[0-9a-f]{32}|dp-[0-9]+")
 _SHARED_KINDS: Final = ("nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "cifs", "smb3", "9p")
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
 _CLOCK_S: Final = 5.0
@@ -85,11 +88,29 @@ def access_line(place: Place) -> Line:
     os.unlink(scratch)
     if not place.is_there:
         return ok(name, f"not there yet; the server makes it (mode 0700) in {place.standing} ({whose})")
+    closed = _closed_to_us(place.path)
+    if closed is not None:
+        words = f"{whose}; {user_name()} can write there, but not open {closed}, which another user has left"
+        return wrong(name, words, f"sudo chown -R {user_name()} {quoted}")
     others = stat.S_IMODE(status.st_mode) & 0o022
     if others and not status.st_mode & stat.S_ISVTX:
         words = f"{whose}: others on this machine may remove what servers keep there"
         return warning(name, words, f"chmod 700 {quoted}")
     return ok(name, f"{whose}; {user_name()} can write there")
+
+
+def _closed_to_us(directory: str) -> str | None:
+    """Return one of the things that servers keep in ``directory`` and this user may not open; None: all is open."""
+    try:
+        with os.scandir(directory) as entries:
+            for entry in itertools.islice(entries, _MOST_FILES):
+                if _OURS.fullmatch(entry.name):
+                    enter = os.X_OK if entry.is_dir(follow_symlinks=False) else 0
+                    if not os.access(entry.path, os.R_OK | os.W_OK | enter):
+                        return entry.path
+    except OSError:
+        return directory
+    return None
 
 
 def filesystem_lines(place: Place, tier: FileTier, root: str = "/") -> Iterator[Line]:
