@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,12 @@ _GRACE_S = 5.0
 _FOREIGN_THREADS = ("TMonitor",)
 """Classes of daemon threads that third parties start once per process and never stop (tqdm)."""
 _FOREIGN_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def pytest_configure() -> None:
+    """Have SIGINT end what a test interrupts, also where a shell started all this in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

@@ -8,18 +8,27 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, TypeGuard
+from typing import Final, TypeGuard, TypeVar
 
 from nixl_offload.cli.inventory.base import Inventory
 from nixl_offload.cli.inventory.shared import SharedInventory
 from nixl_offload.cli.inventory.slab import SlabInventory, require_directory
 from nixl_offload.config import Config, FileTier, S3Tier, Tier
-from nixl_offload.errors import ConfigError
+from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 
+T = TypeVar("T")
+
 NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
+TIER_ERRORS: Final = (StoreError, TierError, NotSupportedError)
+"""What one tier may raise without being the others' affair."""
 MEMORY_TOLD: Final = (
     "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "
     "it holds"
@@ -103,3 +112,41 @@ def refuse_anothers_directory(path: str, command: str) -> None:
                     f"{path}: belongs to user {owner}, whose server could not open what root puts there; run this "
                     f"as that user: sudo -u '#{owner}' nixl-offload {command} ..."
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class TierFailure:
+    """A tier that could not be looked at; the others go on without it."""
+
+    kind: str
+    where: str | None
+    error: Exception
+
+    def tell(self) -> None:
+        """Say it on stderr."""
+        print(f"nixl-offload: {self.error}", file=sys.stderr)
+
+    def to_dict(self) -> dict[str, object]:
+        """For ``--json``."""
+        return {"tier": self.kind, "where": self.where, "failure": str(self.error)}
+
+
+def attempt(kind: str, where: str | None, call: Callable[[], T]) -> T | TierFailure:
+    """Return what ``call`` returns; what the tier raises is told."""
+    try:
+        return call()
+    except TIER_ERRORS as error:
+        failure = TierFailure(kind, where, error)
+        failure.tell()
+        return failure
+
+
+def open_inventories(
+    tiers: Sequence[FileTier | S3Tier], opened: ExitStack
+) -> tuple[list[Inventory], list[TierFailure]]:
+    """Open what can be looked at, closed with ``opened``, and tell what cannot."""
+    found = [attempt(tier.kind, None, partial(open_inventory, tier)) for tier in tiers]
+    inventories = [entry for entry in found if not isinstance(entry, TierFailure)]
+    for inventory in inventories:
+        opened.callback(inventory.close)
+    return inventories, [entry for entry in found if isinstance(entry, TierFailure)]

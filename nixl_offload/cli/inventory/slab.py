@@ -74,8 +74,8 @@ class SlabInventory(Inventory):
             return Measure(0, 0, 0, None, None)
         rows, size_bytes = self.index(held).count()
         ranks = self._rank_count(held)
-        oldest, newest = (self._first_age(held, some) for some in self.index(held).ends())
-        return Measure(rows, rows * ranks, size_bytes * ranks, oldest, newest)
+        ages = [age for some in self.index(held).ends() if (age := self._first_age(held, some)) is not None]
+        return Measure(rows, rows * ranks, size_bytes * ranks, min(ages, default=None), max(ages, default=None))
 
     def chunks(self, held: Held, after: str = "") -> Iterator[Chunk]:
         """See Inventory. The first put comes first."""

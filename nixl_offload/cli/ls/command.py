@@ -19,10 +19,9 @@ from nixl_offload.cli.ls.report import (
     print_tier,
     tier_dict,
 )
-from nixl_offload.cli.shared import MEMORY_TOLD, check_namespace, open_inventory, stored_tiers
+from nixl_offload.cli.shared import MEMORY_TOLD, TIER_ERRORS, check_namespace, open_inventory, stored_tiers
 from nixl_offload.cli.terminal import Progress
 from nixl_offload.config import Config, MemoryTier, load_config
-from nixl_offload.errors import NotSupportedError, StoreError, TierError
 
 if TYPE_CHECKING:
     from nixl_offload.cli.inventory.base import Held, Inventory
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
                     found += _list_keys(arguments, inventory, out)
                     continue
                 listing = _look(arguments, inventory)
-        except (StoreError, TierError, NotSupportedError) as error:
+        except TIER_ERRORS as error:
             out.flush()
             print(f"nixl-offload: {error}", file=sys.stderr)
             tiers.append({"kind": tier.kind, "failure": str(error)})

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nixl_offload.cli.gc.collect import shown
-from nixl_offload.cli.shared import check_namespace, open_inventory, stored_tiers
+from nixl_offload.cli.shared import TierFailure, attempt, check_namespace, open_inventories, stored_tiers
 from nixl_offload.cli.terminal import about_size, moment
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, StoreError
@@ -64,8 +65,18 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     check_namespace(arguments.namespace)
     tiers = stored_tiers(config, arguments.file, arguments.tier)
     with ExitStack() as opened:
-        inventories = [opened.enter_context(closing(open_inventory(tier))) for tier in tiers]
-        found = find(inventories, arguments.key, arguments.namespace)
+        inventories, failures = open_inventories(tiers, opened)
+        found = []
+        for inventory in inventories:
+            some = attempt(
+                inventory.kind, inventory.where, partial(find, [inventory], arguments.key, arguments.namespace)
+            )
+            if isinstance(some, TierFailure):
+                failures.append(some)
+            else:
+                found += some
+        if not found and failures:
+            return 1
         if not found:
             wheres = ", ".join(inventory.where for inventory in inventories)
             raise StoreError(f"{shown(arguments.key, 300)!r} is not in {wheres}", cause="missing")
@@ -78,7 +89,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     else:
         for shard in shards:
             _print(shard, out)
-    return 1 if any(shard["wrong"] for shard in shards) else 0
+    return 1 if failures or any(shard["wrong"] for shard in shards) else 0
 
 
 def _look(found: Found, arguments: argparse.Namespace) -> dict[str, Any]:

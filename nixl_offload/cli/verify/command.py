@@ -9,10 +9,18 @@ import argparse
 import json
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Final, TextIO
 
-from nixl_offload.cli.shared import MEMORY_TOLD, check_namespace, open_inventory, stored_tiers
+from nixl_offload.cli.shared import (
+    MEMORY_TOLD,
+    TierFailure,
+    attempt,
+    check_namespace,
+    open_inventories,
+    stored_tiers,
+)
 from nixl_offload.cli.terminal import rate_argument
 from nixl_offload.config import MemoryTier, load_config
 
@@ -75,11 +83,11 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     if any(isinstance(tier, MemoryTier) for tier in config.tiers) and not arguments.json:
         print(f"Left out: {MEMORY_TOLD}.", file=out)
     with ExitStack() as opened:
-        inventories = [opened.enter_context(closing(open_inventory(tier))) for tier in tiers]
+        inventories, failures = open_inventories(tiers, opened)
         wheres = [inventory.where for inventory in inventories]
         selection = {"tiers": wheres, "namespace": arguments.namespace, "delete_bad": arguments.delete_bad}
         state = State(selection)
-        return _Run(arguments, out, state).run(inventories)
+        return _Run(arguments, out, state).run(inventories, failures)
 
 
 class _Run:
@@ -99,27 +107,36 @@ class _Run:
         self._found = 0
         """Namespaces to look at."""
 
-    def run(self, inventories: list[Inventory]) -> int:
+    def run(self, inventories: list[Inventory], failures: list[TierFailure]) -> int:
         stored = self._state.load() if self._arguments.resume else None
         if self._arguments.resume:
             words = "going on where the last run was" if stored else "there is no interrupted run; from the start"
             print(f"nixl-offload: {words}", file=sys.stderr)
         self._all = stored or {}
+        results: list[dict[str, object]] = [failure.to_dict() for failure in failures]
         try:
-            results = [self._verify(inventory) for inventory in inventories]
+            for inventory in inventories:
+                found = attempt(inventory.kind, inventory.where, partial(self._verify, inventory))
+                if isinstance(found, TierFailure):
+                    failures.append(found)
+                results.append(found.to_dict() if isinstance(found, TierFailure) else found)
         except BaseException:
             self._bar.clear()
             if self._state.save(self._all):
                 print("nixl-offload: not finished; --resume goes on from here", file=sys.stderr)
             raise
-        self._state.remove()
+        if not failures:
+            self._state.remove()
+        elif any(sum(progress.chunks.values()) for progress in self._all.values()) and self._state.save(self._all):
+            print("nixl-offload: not finished; --resume goes on from here", file=sys.stderr)
         if self._arguments.json:
             print(json.dumps({"tiers": results}), file=self._out)
         progress = self._all.values()
-        if self._arguments.namespace is not None and not self._found and not stored:
+        if self._arguments.namespace is not None and not self._found and not stored and not failures:
             print(f"nixl-offload: nothing is there of namespace {self._arguments.namespace}", file=sys.stderr)
             return 1
-        return 1 if any(p.chunks["bad"] or p.chunks["unreadable"] or p.failures for p in progress) else 0
+        bad = any(p.chunks["bad"] or p.chunks["unreadable"] or p.failures for p in progress)
+        return 1 if bad or failures else 0
 
     def _verify(self, inventory: Inventory) -> dict[str, object]:
         from nixl_offload.cli.verify.report import print_totals, print_verdict, totals, verdict_line
