@@ -98,6 +98,12 @@ def open_existing(tier: S3Tier | FileTier) -> Store:
     return open_store(tier)
 
 
+def tell_of_nothing(namespace: str | None, tenant: str | None) -> None:
+    """Say on stderr that what was asked for by name is not there: perhaps it is misspelt."""
+    asked = [f"{word} {value}" for word, value in (("namespace", namespace), ("tenant", tenant)) if value is not None]
+    print(f"nixl-offload: nothing is there of {' and '.join(asked)}", file=sys.stderr)
+
+
 def refuse_anothers_directory(path: str, command: str) -> None:
     """Raise ConfigError for root in a directory of somebody else: what root makes there, the lock too, no server could
     open.

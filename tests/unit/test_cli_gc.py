@@ -443,6 +443,14 @@ def test_nothing_is_removed_from_a_slab_that_an_engine_has_open(
     assert (slab.root / red.name / "index.sqlite").exists()
 
 
+def test_a_namespace_that_is_not_there_is_told_and_no_failure(
+    slab: StoredSlab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Misspelt, or deleted already by the timer that ran before."""
+    assert main(["gc", str(slab.file), "--namespace", "0" * 32, "--delete"]) == 0
+    assert f"nothing is there of namespace {'0' * 32}" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
 def test_root_makes_no_lock_in_a_directory_of_somebody_else(
     slab: StoredSlab, capsys: pytest.CaptureFixture[str]

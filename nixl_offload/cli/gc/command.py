@@ -15,7 +15,7 @@ from typing import Final, TextIO
 from nixl_offload.cli.gc.collect import Outcome, collect, remove_stale_drafts, take_census
 from nixl_offload.cli.gc.report import GcReport
 from nixl_offload.cli.gc.slab import run_on_slab
-from nixl_offload.cli.shared import collected_tier, open_existing
+from nixl_offload.cli.shared import collected_tier, open_existing, tell_of_nothing
 from nixl_offload.cli.terminal import Progress, duration_argument, size_argument
 from nixl_offload.config import FileTier, S3Tier, load_config
 from nixl_offload.errors import ConfigError
@@ -96,6 +96,9 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     store = open_existing(tier)
     try:
         census = take_census(store, namespace=arguments.namespace, tenant=arguments.tenant, report=progress)
+        if any(selection.values()) and not census.namespaces:
+            progress.clear()
+            tell_of_nothing(arguments.namespace, arguments.tenant)
         now_s = _now_s()
         plan = make_plan(census.ages(), now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
         report = GcReport(

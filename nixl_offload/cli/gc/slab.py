@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from nixl_offload.cli.inventory.base import Held
 from nixl_offload.cli.inventory.slab import SlabInventory, shown_holder
-from nixl_offload.cli.shared import refuse_anothers_directory
+from nixl_offload.cli.shared import refuse_anothers_directory, tell_of_nothing
 from nixl_offload.cli.terminal import about_size, moment, plural
 from nixl_offload.config import FileTier
 from nixl_offload.errors import ConfigError, TierError
@@ -40,6 +40,9 @@ def run_on_slab(arguments: argparse.Namespace, tier: FileTier, out: TextIO) -> i
     _check(arguments)
     inventory = SlabInventory(tier)
     found = _look(inventory, arguments)
+    by_name = arguments.namespace is not None or arguments.tenant is not None
+    if by_name and not any(namespace.chosen for namespace in found):
+        tell_of_nothing(arguments.namespace, arguments.tenant)
     if not arguments.json:
         _print_findings(inventory, found, arguments, out)
         out.flush()

@@ -19,7 +19,14 @@ from nixl_offload.cli.ls.report import (
     print_tier,
     tier_dict,
 )
-from nixl_offload.cli.shared import MEMORY_TOLD, TIER_ERRORS, check_namespace, open_inventory, stored_tiers
+from nixl_offload.cli.shared import (
+    MEMORY_TOLD,
+    TIER_ERRORS,
+    check_namespace,
+    open_inventory,
+    stored_tiers,
+    tell_of_nothing,
+)
 from nixl_offload.cli.terminal import Progress
 from nixl_offload.config import Config, MemoryTier, load_config
 
@@ -95,9 +102,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             out.flush()
     if arguments.json and not arguments.keys:
         print(json.dumps({"tiers": tiers}, indent=2), file=out)
-    asked = [f"{name} {value}" for name in ("namespace", "tenant") if (value := getattr(arguments, name)) is not None]
-    if asked and not found and not failed:
-        print(f"nixl-offload: nothing is there of {' and '.join(asked)}", file=sys.stderr)
+    if (arguments.namespace is not None or arguments.tenant is not None) and not found and not failed:
+        tell_of_nothing(arguments.namespace, arguments.tenant)
         failed += 1
     return 1 if failed else 0
 

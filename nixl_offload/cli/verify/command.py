@@ -20,6 +20,7 @@ from nixl_offload.cli.shared import (
     check_namespace,
     open_inventories,
     stored_tiers,
+    tell_of_nothing,
 )
 from nixl_offload.cli.terminal import rate_argument
 from nixl_offload.config import MemoryTier, load_config
@@ -133,7 +134,7 @@ class _Run:
             print(json.dumps({"tiers": results}), file=self._out)
         progress = self._all.values()
         if self._arguments.namespace is not None and not self._found and not stored and not failures:
-            print(f"nixl-offload: nothing is there of namespace {self._arguments.namespace}", file=sys.stderr)
+            tell_of_nothing(self._arguments.namespace, None)
             return 1
         bad = any(p.chunks["bad"] or p.chunks["unreadable"] or p.failures for p in progress)
         return 1 if bad or failures else 0
