@@ -9,7 +9,10 @@ import errno
 import logging
 import os
 import stat
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +30,10 @@ from nixl_offload.movers.base import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_DRAIN_POLL_S = 0.0002
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +100,16 @@ def check_adopted(fd: int, path: str) -> None:
 def fork_message(mover: str, pid: int) -> str:
     """The sentence for a mover made in ``pid`` and used in a fork of it."""
     return f"{mover}: made in process {pid}, used in its fork {os.getpid()}; make the mover in the process that uses it"
+
+
+def drain(in_flight: Collection[T], poll: Callable[[T], object], timeout_s: float) -> None:
+    """Poll what is in flight until nothing is, ``timeout_s`` at most. ``poll`` takes out of it what is final."""
+    deadline_s = time.monotonic() + timeout_s
+    while in_flight and time.monotonic() < deadline_s:
+        for transfer in list(in_flight):
+            poll(transfer)
+        if in_flight:
+            time.sleep(_DRAIN_POLL_S)
 
 
 def checked_extents(extents: Extents, length_bytes: int, what: str) -> Extents:

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import logging
 import os
-import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -44,6 +43,7 @@ from nixl_offload.movers.handles import (
     HandleTable,
     MemoryEntry,
     check_adopted,
+    drain,
     fork_message,
     open_regular_file,
 )
@@ -336,12 +336,7 @@ class KvikioMover(Mover):
         """See Mover. Waits ``close_timeout_s`` at most; in a forked child it does nothing."""
         if self._closed or os.getpid() != self._pid:
             return
-        deadline = time.monotonic() + self._close_timeout_s
-        while self._in_flight and time.monotonic() < deadline:
-            for transfer in list(self._in_flight):
-                self.poll(transfer)
-            if self._in_flight:
-                time.sleep(0.0002)
+        drain(self._in_flight, self.poll, self._close_timeout_s)
         if self._in_flight:
             logger.warning(
                 "%s: %d transfers did not end within %.0f s; leaking their memory and files",

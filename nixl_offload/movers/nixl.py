@@ -12,7 +12,6 @@ import ctypes
 import itertools
 import logging
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +40,7 @@ from nixl_offload.movers.handles import (
     MemoryEntry,
     check_adopted,
     checked_extents,
+    drain,
     fork_message,
     open_regular_file,
     side_facts,
@@ -351,12 +351,7 @@ class NixlMover(Mover):
         """See Mover. Waits ``close_timeout_s`` at most; in a forked child it does nothing."""
         if self._closed or os.getpid() != self._pid:
             return
-        deadline = time.monotonic() + self._close_timeout_s
-        while self._in_flight and time.monotonic() < deadline:
-            for transfer in list(self._in_flight):
-                self.poll(transfer)
-            if self._in_flight:
-                time.sleep(0.0002)
+        drain(self._in_flight, self.poll, self._close_timeout_s)
         if self._in_flight or self._quarantined:
             logger.warning(
                 "%s: %d transfers did not end within %.0f s, %d more are quarantined; leaking their memory and files",

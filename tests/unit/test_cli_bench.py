@@ -23,7 +23,9 @@ from nixl_offload.config import parse_config
 from nixl_offload.engine import ChunkIO, Engine
 from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers.file import FileTier
+from nixl_offload.tiers.foreign import survey
 from nixl_offload.tiers.naming import shard_name
+from nixl_offload.tiers.slab_file import SlabFile
 
 from .warm_rig import RANKS, SLOT_BYTES, key, namespace
 
@@ -117,7 +119,7 @@ def test_a_tree_and_what_a_killed_run_left_there(rig: Rig) -> None:
 
 
 def test_beside_an_engine_that_has_the_slab_open(rig: Rig) -> None:
-    """What the engine holds is not touched, and an engine that starts meanwhile finds no scratch file to count."""
+    """What the engine holds is not touched."""
     (config,) = parse_config({"tiers": [rig.tier()]}).tiers
     assert isinstance(config, FileTierConfig)
     tier = FileTier.open(config, position=0, namespace=namespace(), slot_classes=[SLOT_BYTES], world_size=RANKS)
@@ -128,6 +130,22 @@ def test_beside_an_engine_that_has_the_slab_open(rig: Rig) -> None:
         assert sorted(rig.left()) == before
     finally:
         tier.close()
+
+
+def test_an_engine_that_starts_meanwhile_counts_no_scratch_slab(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even before it loses its name: it would take room from the engine's own slabs."""
+    counted: list[tuple[int, int]] = []
+    ensure = SlabFile.ensure
+
+    def looked_at(slab: SlabFile, offset: int, length_bytes: int) -> None:
+        ensure(slab, offset, length_bytes)
+        counted.append((slab.path.stat().st_blocks, survey(rig.data, ()).other_bytes))
+
+    monkeypatch.setattr(SlabFile, "ensure", looked_at)
+    rig.config(rig.tier())
+    code, _, _ = rig.bench()
+    blocks, other_bytes = counted[0]
+    assert (code, blocks > 0, other_bytes) == (0, True, 0)
 
 
 @pytest.mark.parametrize("layout", ["slab", "tree"])
