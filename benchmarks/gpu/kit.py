@@ -20,6 +20,8 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 LIMIT_MIB = 64
 """What may be carried to the machine, the repository included."""
+MACHINE = ("torch", "triton", "numpy", "cupy-cuda13x")
+"""What the machine must have of its own."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 """pip takes a wheel only if its platform is named to the letter."""
 MIB = 1 << 20

@@ -107,19 +107,10 @@ EOF
 } >"$OUT/machine.txt" 2>&1
 grep -E '^(nixl._api|kvikio|pydantic): .*(Error|cannot)' "$OUT/machine.txt" || true
 
-# The tests. A crash takes one test along where pytest-xdist is here, else the rest of them.
 tests_limit=$(($(left_s) < TEST_LIMIT_S ? $(left_s) : TEST_LIMIT_S))
-say "tests, ${tests_limit} s at most"
-# Another Python and another torch than the pinned ones warn of other things: here that shall fail no test.
-options=(-m gpu -v -p no:cacheprovider -W default --basetemp="$scratch/pytest" --timeout=60 --durations=5)
-"$PYTHON" -c 'import xdist' 2>/dev/null && options+=(-n 1 --max-worker-restart=4)
-timeout -k 15 "$tests_limit" "$PYTHON" -m pytest "${options[@]}" tests/gpu tests/unit/test_checksum.py >"$OUT/tests.log" 2>&1
+say "tests, about ${tests_limit} s at most"
+"$PYTHON" -m benchmarks.gpu.run_tests --out "$OUT" --seconds "$tests_limit" >"$scratch/tests.out" 2>&1
 tests=$?
-case "$tests" in
-  0) ;;
-  5) echo "no test ran" ;;
-  124 | 137) echo "the tests were not over in ${tests_limit} s: $(grep -c PASSED "$OUT/tests.log") had passed" ;;
-esac
 
 # The benchmark, with what time is left.
 seconds=$(($(left_s) - 40))
@@ -134,11 +125,9 @@ if [ ! -s "$OUT/table.txt" ]; then
   tail -n 20 "$scratch/benchmark.out"
 fi
 
-# What one sees last: pytest's summary, then the table.
+# What one sees last: how the tests ended, then the table.
 say "tests: $OUT/tests.log"
-grep -E '^(FAILED|ERROR|XPASS)' "$OUT/tests.log" | cut -c 1-250 | head -n 20
-sed -nE 's/^(SKIPPED) \[[0-9]+\] [^ ]+ /\1: /p; /^XFAIL /p' "$OUT/tests.log" | cut -c 1-220 | sort | uniq -c | head -n 12
-tail -n 1 "$OUT/tests.log" | cut -c 1-200
+tail -n 34 "$scratch/tests.out"
 say "benchmark: $OUT/benchmark.json, after $SECONDS s"
 [ -s "$OUT/table.txt" ] && cat "$OUT/table.txt"
 status=0

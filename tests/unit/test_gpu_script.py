@@ -16,11 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import benchmarks.gpu.__main__ as script
+from benchmarks.gpu.kit import MACHINE, pins
 from benchmarks.gpu.repack import repack_nixl
 from benchmarks.gpu.report import table
 from benchmarks.gpu.rounds import Row, WrongBytesError, contest
+from benchmarks.gpu.run_tests import ORDER
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.testing.torch_memory import TorchMemory
 from tests.contract.emulation.build import Control, build_emulation
@@ -55,7 +59,10 @@ def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_parts_on_host_memory(tmp_path: Path) -> None:
-    """Every part ends, every row has a figure or a reason; what GDS_MT moved, direct and packed, is what arrived."""
+    """Every part ends, every row has a figure or a reason; what GDS_MT moved, direct and packed, is what arrived.
+
+    No package is needed that the kit and its machine have not.
+    """
     libraries = tmp_path / "cufile"
     libraries.mkdir()
     build_emulation(libraries)
@@ -65,6 +72,7 @@ def test_all_parts_on_host_memory(tmp_path: Path) -> None:
     ended = _run(
         *(sys.executable, "-m", "benchmarks.gpu", "--emulate", "--here", "--json", "--seconds", "4"),
         *("--out", str(out), "--dir", str(data)),
+        **only_the_kit(),
         LD_LIBRARY_PATH=str(libraries),
         LD_PRELOAD=str(libraries / "libcufile.so.0"),
         CUFILE_EMULATION_CONTROL=str(libraries / "control"),
@@ -80,6 +88,95 @@ def test_all_parts_on_host_memory(tmp_path: Path) -> None:
     assert threshold.note.startswith(("direct from", "packed up to"))
     assert (out / "table.txt").read_text().count("\n") > len({(row.part, row.case, row.way) for row in rows})
     assert not list(data.iterdir())
+
+
+def test_the_script_collects_all_gpu_tests_with_what_the_kit_has() -> None:
+    """Nothing but the kit and what its machine has can be imported; no error, every file, what others rest on first."""
+    ended = _run(
+        *(sys.executable, "-m", "benchmarks.gpu.run_tests", "--collect-only"),
+        **only_the_kit(),
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+        PYTEST_PLUGINS="pytest_timeout",
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-2000:]
+    names = [line.partition("::")[0] for line in ended.stdout.splitlines() if "::" in line]
+    files = [name.removeprefix("tests/gpu/test_").removesuffix("_cuda.py") for name in dict.fromkeys(names)]
+    assert tuple(files) == ORDER
+    assert len(names) > 300
+    marked = {path for path in (REPOSITORY / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
+    assert marked - {Path(__file__)} == {REPOSITORY / f"tests/gpu/test_{name}_cuda.py" for name in ORDER}
+
+
+def test_what_is_not_in_the_kit_is_missed() -> None:
+    """The test above would find it: with all that the machine lacks out of reach, a common package is not to be had."""
+    ended = _run(sys.executable, "-c", "import torch, pydantic, xxhash, pytest; import hypothesis", **only_the_kit())
+    assert "No module named 'hypothesis': it is not in the kit" in ended.stderr
+
+
+RUN_TESTS = {
+    "first": "def test_{}(): assert 1 == 2",
+    "crash": "def test_{}(): import os; os.kill(os.getpid(), 11)",
+    "broken": "def test_{}(): sys.modules['torch'] = BrokenContext",
+    "skips": "def test_{}(): pytest.skip('no such device')",
+    "last": "def test_{}(): pass",
+}
+BROKEN_CONTEXT = """
+import sys
+from types import SimpleNamespace
+import pytest
+pytestmark = pytest.mark.gpu
+def synchronize():
+    raise RuntimeError("an illegal memory access was encountered")
+BrokenContext = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize))
+"""
+
+
+def test_no_failure_hides_what_comes_after_it(tmp_path: Path) -> None:
+    """A failure, a crash, a context that a test broke, an import that fails, a hang: all else is run, and all told."""
+    lines = [BROKEN_CONTEXT, *(code.format(name) for name, code in RUN_TESTS.items())]
+    (tmp_path / "test_many.py").write_text("\n".join(lines))
+    (tmp_path / "test_typo.py").write_text("import no_such_module")
+    (tmp_path / "test_hangs.py").write_text(f"{BROKEN_CONTEXT}def test_hangs(): import time; time.sleep(600)")
+    (tmp_path / "test_end.py").write_text(f"{BROKEN_CONTEXT}def test_end(): pass")
+    files = [str(tmp_path / f"test_{name}.py") for name in ("many", "typo", "hangs", "end")]
+    ended = _run(
+        *(sys.executable, "-m", "benchmarks.gpu.run_tests", "--out", str(tmp_path), "--seconds", "24", *files),
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines() == [
+        "FAILED test_many.py::test_first: assert 1 == 2",
+        "CRASHED test_many.py::test_crash: the process was killed by signal 11",
+        "ERROR test_typo.py: pytest ended with 2, see tests.log",
+        "CRASHED test_hangs.py::test_hangs: the time for this file was up",
+        "LEFT OUT test_hangs.py, the rest: the time for this file was up",
+        "1 skipped: no such device",
+        "3 passed, 2 crashed, 1 failed, 1 skipped, 1 error, 1 left out",
+    ]
+    assert "the device's context is broken: an illegal memory access" in (tmp_path / "tests.log").read_text()
+
+
+def only_the_kit() -> dict[str, str]:
+    """The environment of a Python that can import the kit, what its machine has, and what that needs; nothing else."""
+    always, fallback = pins()
+    wanted = [*MACHINE, *(pin.partition("==")[0] for pin in [*always, *fallback]), "nixl-cu12", "nixl-offload"]
+    allowed: set[str] = set()
+    while wanted:
+        name = canonicalize_name(wanted.pop())
+        if name in allowed:
+            continue
+        allowed.add(name)
+        if name in MACHINE and _installed(name):
+            needs = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+            wanted += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    blocked = [
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if allowed.isdisjoint(map(canonicalize_name, owners)) and not (REPOSITORY / module).exists()
+    ]
+    return {
+        "PYTHONPATH": f"{REPOSITORY / 'tests' / 'unit' / 'only_the_kit'}:{REPOSITORY}",
+        "BLOCKED_MODULES": " ".join(blocked),
+    }
 
 
 def test_a_part_that_crashes_keeps_what_it_had_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +269,12 @@ def test_contest_of_candidates() -> None:
     assert text.endswith("[1] no more")
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_memory_that_torch_allocates(device: str) -> None:
-    """What is written is read back, whole and in part; it lies where the region says, on a GPU's page."""
+def test_memory_that_torch_allocates() -> None:
+    """What is written is read back, whole and in part; it lies where the region says."""
+    assert_memory_is_read_back("cpu")
+
+
+def assert_memory_is_read_back(device: str) -> None:
     memory = TorchMemory(1 << 16, torch.device(device))
     assert memory.region.kind is MemoryKind.VRAM
     assert (memory.region.length_bytes, memory.region.address % (64 << 10)) == (1 << 16, 0)

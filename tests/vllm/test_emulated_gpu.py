@@ -23,12 +23,16 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+WAY = "NIXL_OFFLOAD_TEST_WAY"
+"""Left to itself the engine takes what is fastest, which on a busy machine may be any."""
+
+
 @pytest.mark.parametrize(
     ("shape", "environment", "told"),
     [
-        pytest.param(TINY, {}, "packed on the device", id="a tensor for each layer"),
-        pytest.param(TINY_HYBRID, {}, "packed on the device", id="two groups"),
-        pytest.param(TINY, {**ENVIRONMENT, "NIXL_OFFLOAD_TEST_WAY": "direct"}, "direct", id="blocks in one piece"),
+        pytest.param(TINY, {WAY: "device"}, "packed on the device", id="a tensor for each layer"),
+        pytest.param(TINY_HYBRID, {WAY: "device"}, "packed on the device", id="two groups"),
+        pytest.param(TINY, {**ENVIRONMENT, WAY: "direct"}, "direct", id="blocks in one piece"),
     ],
 )
 def test_answers_are_right_and_damage_is_noticed(
