@@ -18,9 +18,9 @@ from benchmarks.s3_sides import POLL_S, STEP_S, Buffer, Keys, Move, Side
 from examples.s3_server import RcloneServer
 from nixl_offload.config.schema import LookupOptions, S3Tier
 from nixl_offload.errors import MoverError
+from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.movers.base import FileId, MemoryRegion, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.select_object import make_mover
-from nixl_offload.namespace import GroupFields, NamespaceFields, digest_names, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.naming import shard_name
@@ -43,7 +43,7 @@ NAMESPACE = make_namespace(
         attention_backend=None,
         model="model",
         revision=None,
-        model_digest="0",
+        weights=None,
         dtype="float16",
         kv_layout="BLHNC",
         tokens_per_block=16,
@@ -51,7 +51,9 @@ NAMESPACE = make_namespace(
         tokens_per_hash=16,
         hash_algorithm="sha256",
         hash_seed=None,
-        groups=(GroupFields(0, 1, digest_names(["layer"]), 16, 4096, "full attention"),),
+        groups=(GroupFields(0, 16, (1,)),),
+        ranks=("0",),
+        settings={},
         tp=1,
         pp=1,
         pcp=1,
@@ -148,8 +150,6 @@ class Ours(Side):
             NAMESPACE,
             lookup=LookupOptions.model_validate({"timeout": "60s"}),
             ttl_s=None,
-            world_size=1,
-            slot_bytes=lambda key: 1,
             warm_start=False,
             name=self.name,
             threads=self._connections,

@@ -65,10 +65,12 @@ class StoreError(NixlOffloadError):
     """A store (a bucket, a shared directory) did not do what was asked. ``cause`` is one word for what kind of trouble.
 
     One of ``missing`` (no such object), ``short`` (the object ends before the range asked for), ``denied``,
-    ``unreachable`` (no connection, or it broke), ``timeout``, ``throttled`` (asked to slow down), ``server`` (5xx),
-    ``full``, ``readonly``, ``io`` (anything else).
+    ``unreachable`` (no connection, or it broke), ``timeout``, ``throttled`` (asked to slow down), ``full``,
+    ``readonly``, ``server`` (5xx), ``io`` (anything else). ``status``: of the HTTP answer,
+    where one of the last two rests on one.
     """
 
-    def __init__(self, message: str, *, cause: str) -> None:
+    def __init__(self, message: str, *, cause: str, status: int | None = None) -> None:
         super().__init__(message)
         self.cause = cause
+        self.status = status

@@ -46,7 +46,8 @@ class GroupLayout:
     """What one block of a KV-cache group consists of: the unpadded page of each layer, and the tensor it is in."""
 
     refs: tuple[tuple[int, int], ...]
-    """``(tensor_index, page_bytes)`` in payload order."""
+    """``(tensor_index, page_bytes)`` in payload order. None: the worker has no layer of the group and stores nothing of
+    its chunks, as a pipeline stage may."""
 
     @property
     def block_bytes(self) -> int:
@@ -130,9 +131,15 @@ class KVLayout:
             raise LayoutError(f"group {position} of {len(self.groups)}")
         return self.groups[position]
 
+    @property
+    def empty_groups(self) -> frozenset[int]:
+        """Positions of the groups of which this worker has no layer."""
+        return frozenset(position for position, group in enumerate(self.groups) if not group.refs)
+
     def slot_bytes(self, position: int) -> int:
-        """Return what one shard of the group takes on the medium: header page, payload, padding."""
-        return format_slot_bytes(self.blocks_per_chunk, self.group(position).block_bytes)
+        """Return what one shard of the group takes on the medium: header page, payload, padding; 0 if it has none."""
+        block_bytes = self.group(position).block_bytes
+        return format_slot_bytes(self.blocks_per_chunk, block_bytes) if block_bytes else 0
 
     def is_group_direct_capable(self, position: int, alignment_bytes: int) -> bool:
         """Say whether every extent that this group can ever have is aligned, wherever its blocks lie."""
@@ -143,8 +150,6 @@ class KVLayout:
         )
 
     def _table(self, position: int, group: GroupLayout) -> _GroupTable:
-        if not group.refs:
-            raise LayoutError(f"group {position} stores nothing: it has no refs")
         for tensor_index, page_bytes in group.refs:
             if not 0 <= tensor_index < len(self.tensors):
                 raise LayoutError(f"group {position} refers to tensor {tensor_index} of {len(self.tensors)}")
@@ -157,14 +162,15 @@ class KVLayout:
         pages = np.array([page_bytes for _, page_bytes in group.refs], dtype=np.int64)
         # Two extents in payload order touch in memory only where a block's last page ends where the next block's
         # first begins.
-        touches = group.refs[0][0] == group.refs[-1][0] and group.refs[-1][1] == tensors[-1].stride_bytes
+        refs = group.refs
+        touches = bool(refs) and refs[0][0] == refs[-1][0] and refs[-1][1] == tensors[-1].stride_bytes
         return _GroupTable(
             tensor_index=np.array([tensor_index for tensor_index, _ in group.refs], dtype=np.int32),
             stride=np.array([tensor.stride_bytes for tensor in tensors], dtype=np.int64),
             page=pages,
             offset_in_block=np.cumsum(pages) - pages,
             block_bytes=group.block_bytes,
-            num_blocks=min(tensor.num_blocks for tensor in tensors),
+            num_blocks=min((tensor.num_blocks for tensor in tensors), default=0),
             can_coalesce=touches,
         )
 

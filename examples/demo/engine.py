@@ -83,6 +83,7 @@ def quick_environment(*, scratch: Path, in_process: bool = False) -> dict[str, s
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor-cache"),
         "VLLM_RPC_BASE_PATH": str(scratch),
         "TMPDIR": str(scratch),
+        "XDG_CACHE_HOME": str(scratch / "cache"),
         "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled: the first request would wait 2 to 18 s for a C++ compiler
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
     }
@@ -106,7 +107,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Path,
+        model: Path | str,
         *,
         connector: Mapping[str, Any] | str | None,
         log: Path,
@@ -155,10 +156,19 @@ class Engine:
             timeout_s=timeout_s,
             transfer_params=transfer_params,
         )
-        return [
-            Answer(**{**answer, "tokens": tuple(answer["tokens"]), "logprobs": tuple(answer["logprobs"])})
-            for answer in reply["answers"]
-        ]
+        return [_answer(told) for told in reply["answers"]]
+
+    def generate_through_resets(
+        self, prompts: list[list[int]], *, max_tokens: int, every: int, timeout_s: float = 120.0
+    ) -> tuple[list[Answer], int]:
+        """Answer prompts as one batch that every so many steps is preempted whole, vLLM's prefix cache emptied.
+
+        In-process engines only. Also returns how often that was.
+        """
+        reply = self.call(
+            "generate_through_resets", prompts=prompts, max_tokens=max_tokens, every=every, timeout_s=timeout_s
+        )
+        return [_answer(told) for told in reply["answers"]], reply["resets"]
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name, summed over labels."""
@@ -289,3 +299,7 @@ class Engine:
     def _log_tail(self, lines: int = 40) -> str:
         text = self.log.read_text(errors="replace").splitlines()[-lines:] if self.log.exists() else []
         return "\n--- end of the engine's log ---\n" + "\n".join(text)
+
+
+def _answer(told: dict[str, Any]) -> Answer:
+    return Answer(**{**told, "tokens": tuple(told["tokens"]), "logprobs": tuple(told["logprobs"])})

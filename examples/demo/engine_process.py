@@ -112,6 +112,27 @@ class EngineHost:
         engine.abort_request(names)
         return {}
 
+    def generate_through_resets(self, prompts: list[list[int]], max_tokens: int, every: int) -> Reply:
+        """Answer prompts as one batch, and interrupt it over and over (in-process only). Says how often: ``resets``.
+
+        Whenever all of them run, ``every`` steps after the last time, they are preempted and vLLM's prefix cache is
+        emptied, as ``/reset_prefix_cache?reset_running_requests=true`` does.
+        """
+        engine = self._llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"interrupted-{number}", {"prompt_token_ids": prompt}, _sampling(max_tokens))
+        start, resets, steps, finished = time.perf_counter(), 0, 0, {}
+        while engine.has_unfinished_requests():
+            if steps >= every and len(scheduler.running) == len(prompts) - len(finished):
+                assert self._llm.reset_prefix_cache(reset_running_requests=True)
+                resets, steps = resets + 1, 0
+            finished.update((output.request_id, output) for output in engine.step() if output.finished)
+            steps += 1
+        total_s = time.perf_counter() - start
+        answers = [_answer(finished[f"interrupted-{number}"], total_s) for number in range(len(prompts))]
+        return {"answers": answers, "resets": resets}
+
     def worker(self, method: str, args: list[Any] | None = None) -> Reply:
         """Call a method of the worker (or of its ``worker_extension_cls``) on every rank."""
         return {"results": self._llm.collective_rpc(method, args=tuple(args or ()))}
@@ -137,35 +158,11 @@ class EngineHost:
     def _generate(
         self, prompts: list[list[int]], max_tokens: int, transfer_params: dict[str, Any] | None = None
     ) -> list[Reply]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            logprobs=1,
-            detokenize=False,
-            ignore_eos=True,
-            extra_args={"kv_transfer_params": transfer_params} if transfer_params else None,
-        )
+        sampling = _sampling(max_tokens, transfer_params)
         start = time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         total_s = time.perf_counter() - start
-        answers = []
-        for output in outputs:
-            completion = output.outputs[0]
-            tokens = list(completion.token_ids)
-            chosen = zip(completion.logprobs or [], tokens, strict=True)
-            answers.append(
-                {
-                    "tokens": tokens,
-                    "logprobs": [by_token[token].logprob for by_token, token in chosen],
-                    "finish_reason": completion.finish_reason,
-                    "cached_tokens": output.num_cached_tokens or 0,
-                    "ttft_s": output.metrics.first_token_latency if output.metrics else None,
-                    "total_s": total_s,
-                }
-            )
-        return answers
+        return [_answer(output, total_s) for output in outputs]
 
     def _counters(self, *, gauges: bool = False) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -180,6 +177,33 @@ class EngineHost:
     def _transferred(self) -> tuple[float, ...]:
         counters = self._counters()
         return tuple(counters.get(f"vllm:kv_offload_{way}_bytes", 0) for way in ("store", "load"))
+
+
+def _sampling(max_tokens: int, transfer_params: dict[str, Any] | None = None) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        logprobs=1,
+        detokenize=False,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": transfer_params} if transfer_params else None,
+    )
+
+
+def _answer(output: Any, total_s: float) -> Reply:
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    chosen = zip(completion.logprobs or [], tokens, strict=True)
+    return {
+        "tokens": tokens,
+        "logprobs": [by_token[token].logprob for by_token, token in chosen],
+        "finish_reason": completion.finish_reason,
+        "cached_tokens": output.num_cached_tokens or 0,
+        "ttft_s": output.metrics.first_token_latency if output.metrics else None,
+        "total_s": total_s,
+    }
 
 
 def main() -> int:

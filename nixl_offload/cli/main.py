@@ -44,7 +44,8 @@ then
 
     nixl-offload show kv.yaml            # is the file right? prints it with all defaults, and what to pass to vLLM
     nixl-offload check kv.yaml           # does each tier work on this machine? what is wrong, and what mends it
-    vllm serve MODEL --kv-transfer-config "$(nixl-offload show --kv-transfer-config kv.yaml)"
+    vllm serve MODEL --shutdown-timeout 10 \\
+        --kv-transfer-config "$(nixl-offload show --kv-transfer-config kv.yaml)"
 
 Later, beside the running server or without one:
 

@@ -244,8 +244,8 @@ class Config(_Model):
     load_timeout_s: DurationSeconds = Field(default=30.0, alias="load_timeout")
     """The longest that a request waits for its load; what has not arrived by then is computed."""
     drain_timeout_s: DurationSeconds = Field(default=3.0, alias="drain_timeout")
-    """How long an engine that shuts down goes on writing what is on its way to a tier. vLLM itself kills an
-    engine that takes longer than its ``--shutdown-timeout``."""
+    """How long an engine that shuts down goes on writing what is on its way to a tier. Needs ``vllm serve
+    --shutdown-timeout``, some seconds more than this: vLLM's default, 0, kills the engine as soon as it is to stop."""
     store_after: int = Field(default=1, ge=1, le=255)
     """Store a chunk when it is computed for the N-th time. 1: at once. 2 or more keeps one-time prompts out."""
     block_outermost: bool = True
@@ -254,6 +254,9 @@ class Config(_Model):
     slow_hits: Literal["skip", "take"] = "skip"
     """A hit that would take longer to load than to compute, by what this server has measured: ``skip`` computes it,
     ``take`` loads it all the same."""
+    serve_without_prefix_caching: bool = False
+    """Store and load although prefix caching is off in vLLM. Set it only if you turned prefix caching off yourself.
+    vLLM does so where cached KV must not be reused (MLA on a CPU, non-causal attention): answers would be wrong."""
     tiers: tuple[Tier, ...] = Field(min_length=1, strict=False)
     """One or more, nearest the GPU first: ``memory``, ``file``, ``s3``, in this order, each at most once."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -276,6 +279,7 @@ class Config(_Model):
             "store_after": self.store_after,
             "block_outermost": self.block_outermost,
             "slow_hits": self.slow_hits,
+            "serve_without_prefix_caching": self.serve_without_prefix_caching,
             "tiers": tiers,
             "vllm": dict(self.vllm),
         }

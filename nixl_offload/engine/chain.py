@@ -96,20 +96,28 @@ class ChainEngine:
         host: RelayHost | None = None,
         *,
         memory: int | None = None,
+        empty_groups: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``engines`` is indexed by ``Location.tier``; None: this rank cannot use the tier. ``memory``: the position of
         the memory tier, None if there is none. ``host``: without it nothing moves between farther tiers.
+        ``empty_groups``: KV groups of which this rank has no layer; no engine hears of their chunks, which are OK at
+        once whatever is to be done with them. Without any other group there need be no engine.
         """
         self._engines = tuple(engines)
         self._live = tuple((tier, engine) for tier, engine in enumerate(engines) if engine is not None)
         self._memory = memory
+        self._empty_groups = frozenset(empty_groups)
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
         self._results: list[JobResult] = []
         self._tally = Tally()
         self._moves = Moves(
-            self._engines, () if host is None else tuple(host.relay_offsets), memory=memory, clock=clock
+            self._engines,
+            () if host is None else tuple(host.relay_offsets),
+            memory=memory,
+            empty_groups=self._empty_groups,
+            clock=clock,
         )
         self._closed = False
 
@@ -220,21 +228,26 @@ class ChainEngine:
         return 0 <= tier < len(self._engines) and self._engines[tier] is not None
 
     def _deal(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> list[tuple[int, Sequence[ChunkIO]]]:
-        """Record a job and return what each tier is to do of it. Chunks of no tier have failed by then."""
+        """Record a job and return what each tier is to do of it. Chunks of no tier have failed by then, and those of
+        which this rank has no part are OK.
+        """
         if job_id in self._jobs:
             self._refuse_twice(job_id)
             return []
         parts: dict[int, Sequence[int]] = {}
-        tiers = {chunk.location.tier for chunk in chunks}
-        if len(tiers) == 1 and self._has(chunks[0].location.tier):
+        empty = self._empty_groups
+        here = [at for at, chunk in enumerate(chunks) if chunk.group not in empty] if empty else range(len(chunks))
+        tiers = {chunks[at].location.tier for at in here}
+        if len(tiers) == 1 and len(here) == len(chunks) and self._has(chunks[0].location.tier):
             tier = chunks[0].location.tier
             parts[tier] = range(len(chunks))
             self._jobs[job_id] = _Job(is_store, parts, [], False, self._clock())
             return [(tier, chunks)]
         for tier in sorted(tiers):
             if self._has(tier):
-                parts[tier] = [at for at, chunk in enumerate(chunks) if chunk.location.tier == tier]
-        job = _Job(is_store, parts, [Outcome.FAILED] * len(chunks), True, self._clock())
+                parts[tier] = [at for at in here if chunks[at].location.tier == tier]
+        outcomes = [Outcome.OK if chunk.group in empty else Outcome.FAILED for chunk in chunks]
+        job = _Job(is_store, parts, outcomes, True, self._clock())
         if any(not self._has(tier) for tier in tiers):
             job.errors.append("the tier is not available on this rank")
         self._jobs[job_id] = job
@@ -254,7 +267,9 @@ class ChainEngine:
         of_tier: dict[int, list[int]] = {}
         for position, chunk in enumerate(landing):
             tier = chunk.location.tier
-            if self._has(tier) and tier != self._memory:
+            if chunk.group in self._empty_groups:
+                self._moves.settle(ticket, position, Outcome.OK)
+            elif self._has(tier) and tier != self._memory:
                 of_tier.setdefault(tier, []).append(position)
             else:
                 self._moves.settle(ticket, position, Outcome.FAILED)

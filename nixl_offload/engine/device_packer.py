@@ -36,7 +36,7 @@ class DevicePacker:
         """``tensors``: uint8 or int8 of shape (num_blocks, page_bytes); ``pages``: by group, then by layer."""
         self._device = device
         self._groups = DeviceGroups(tensors, pages, device)
-        self._kernels_of = dict(zip(self._groups.block_bytes, self._groups.kernels, strict=True))
+        self._kernels_of = {self._groups.block_bytes[group]: it for group, it in self._groups.kernels.items()}
         self._out, self._in, self._beside = (device.streams.new() for _ in range(3))
 
     def gather(self, group: int, block_ids: BlockIds, rows: torch.Tensor, fence: Fence) -> QueuedSums:

@@ -194,7 +194,7 @@ class Engine:
         if not self._ports:
             return Standing(Waiting(*self._table.waiting_bytes()))
         trouble = next((word for port in self._ports if (word := port.link.trouble) != "none"), "")
-        ways = tuple(sorted({plan.way for port in self._ports for plan in port.plans}))
+        ways = tuple(sorted({plan.way for port in self._ports for plan in port.plans if plan.block_bytes}))
         equipment = Equipment(self._ports[0].link.mover.name, ways)
         return Standing(Waiting(*self._table.waiting_bytes()), trouble, equipment)
 

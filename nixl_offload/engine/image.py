@@ -53,13 +53,16 @@ def make_plan(
     whole_writes: bool = True,
     tells_short_reads: bool = True,
 ) -> GroupPlan:
-    """Return the plan of a group; as it stands for a tier that holds whole images in memory."""
+    """Return the plan of a group; as it stands for a tier that holds whole images in memory.
+
+    Of a group without layers it has no bytes, and ``check`` lets no chunk of it pass.
+    """
     refs, block_bytes = layout.groups[group].refs, layout.groups[group].block_bytes
     return GroupPlan(
         blocks=layout.blocks_per_chunk,
         block_bytes=block_bytes,
         slot_bytes=layout.slot_bytes(group),
-        num_blocks=min(layout.tensors[index].num_blocks for index, _ in refs),
+        num_blocks=min((layout.tensors[index].num_blocks for index, _ in refs), default=0),
         way=way,
         packed=packed,
         whole_writes=whole_writes,
@@ -69,9 +72,11 @@ def make_plan(
 
 def check(plan: GroupPlan, io: ChunkIO) -> None:
     """Raise LayoutError for blocks outside the KV cache or the chunk, for no blocks where no host slot takes part
-    either, and for a location that is too small.
+    either, for a location that is too small, and for a group of which the rank has no layer.
     """
     count = len(io.block_ids)
+    if not plan.block_bytes:
+        raise LayoutError(f"this rank has no layer of group {io.group}")
     if io.location.slot_bytes < plan.slot_bytes:
         raise LayoutError(f"{io.location} is too small for a chunk of {plan.slot_bytes} bytes")
     least = 0 if io.host_offset is not None else 1

@@ -53,7 +53,7 @@ class MoveResult:
     tier: int
     """Where they were to go; of the first, should they differ. For landings the memory tier."""
     bytes_moved: int
-    """Of the chunks that are OK: whole slots, header page and padding included."""
+    """Of the chunks that are OK, by their slots: of these a rank with fewer layers fills a part, or nothing."""
     seconds: float
     """From submit to the last chunk."""
 
@@ -118,9 +118,12 @@ class Moves:
         *,
         memory: int | None,
         clock: Callable[[], float],
+        empty_groups: Collection[int] = (),
     ) -> None:
+        """``empty_groups``: of which this rank has no layer. See ``chain.ChainEngine`` for the rest."""
         self._engines = engines
         self._memory = memory
+        self._empty_groups = empty_groups
         self._clock = clock
         self._ids = count(-1, -1)
         self._open: dict[Ticket, None] = {}
@@ -176,7 +179,9 @@ class Moves:
         fetches: dict[int, list[int]] = {}
         for position, move in enumerate(moves):
             source, target = move.source.tier, move.target.tier
-            if source == target or not self._moves(source) or not self._moves(target):
+            if move.group in self._empty_groups:
+                self.settle(ticket, position, Outcome.OK)
+            elif source == target or not self._moves(source) or not self._moves(target):
                 self.settle(ticket, position, Outcome.FAILED)
             elif source == self._memory:
                 stores.setdefault(target, []).append(position)

@@ -41,7 +41,9 @@ class Sums(Fence, Protocol):
 
 
 class Packer(Protocol):
-    """How KV blocks and payloads are copied. ``pages`` is indexed by group, then by layer."""
+    """How KV blocks and payloads are copied. ``pages`` is indexed by group, then by layer; a group without pages has no
+    blocks.
+    """
 
     def fence(self) -> Fence:
         """Mark this point of the compute stream. KV blocks may be touched once it is done."""
@@ -68,7 +70,7 @@ class HostPacker:
     def __init__(self, tensors: Sequence[npt.NDArray[np.uint8]], pages: Sequence[Sequence[Page]]) -> None:
         self._tensors = tensors
         self._pages = pages
-        self._num_blocks = [min(len(tensors[page.tensor]) for page in group) for group in pages]
+        self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
         self._bands: list[list[Band]] = [
             bands_of([(tensors[page.tensor], page.column, page.bytes) for page in group]) for group in pages
         ]

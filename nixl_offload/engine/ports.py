@@ -108,9 +108,10 @@ def open_ports(
             _plan(link, group, registrar, memory, layout, device, direct_min_extent_bytes)
             for group in range(len(layout.groups))
         ]
-        for plan in plans:
+        used = [plan for plan in plans if plan.block_bytes]
+        for plan in used:
             plan.packed = "host" if registrar.device is None else "device"
-        if any("host" in {plan.way, plan.packed} for plan in plans):
+        if any("host" in {plan.way, plan.packed} for plan in used):
             registrar.register_staging()
         registrar.register_host()
         ports.append(
@@ -138,7 +139,9 @@ def _plan(
     device: Device,
     direct_min_extent_bytes: int,
 ) -> GroupPlan:
-    """Choose the way of a group, and log it with the reason."""
+    """Choose the way of a group, and log it with the reason. One without layers here gets none."""
+    if group in layout.empty_groups:
+        return image.make_plan(layout, group)
     limits = link.mover.limits
     way: Way = "direct"
     why = why_not_direct(layout, group, device, link.mover, direct_min_extent_bytes) or registrar.why_not_direct(group)

@@ -59,15 +59,18 @@ class DeviceGroups:
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device) -> None:
         """``tensors``: uint8 or int8 of shape (num_blocks, page_bytes); ``pages``: by group, then by layer."""
         bytes_of = [tensor.view(torch.uint8) for tensor in tensors]
-        self.kernels: list[GroupKernels] = [open_kernels(bytes_of, group) for group in pages]
+        self.kernels: dict[int, GroupKernels] = {
+            number: open_kernels(bytes_of, group) for number, group in enumerate(pages) if group
+        }
+        """By group; one without pages has none."""
         self.block_bytes = [sum(page.bytes for page in group) for group in pages]
-        self._num_blocks = [min(len(tensors[page.tensor]) for page in group) for group in pages]
+        self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
         self._device = device
 
     @property
     def sums_slowly(self) -> bool:
         """Whether checksums on a real device are torch's, which take many times as long as any drive."""
-        return self._device.page_locks and any(kernels.name == "torch" for kernels in self.kernels)
+        return self._device.page_locks and any(kernels.name == "torch" for kernels in self.kernels.values())
 
     def check_width(self, group: int, width_bytes: int) -> None:
         """Raise LayoutError for rows of another length than the group's blocks."""

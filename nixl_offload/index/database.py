@@ -14,6 +14,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 
 from nixl_offload.errors import TierError
+from nixl_offload.format import MAX_KEY_BYTES
 from nixl_offload.types import Key
 
 BATCH_OPS = 1024
@@ -40,6 +41,8 @@ _SCHEMA = (
     "CREATE TABLE slot (seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, offset INTEGER NOT NULL UNIQUE, "
     "slot_bytes INTEGER NOT NULL)",
 )
+READABLE = f"slot WHERE length(key) <= {MAX_KEY_BYTES}"
+"""A damaged row may hold a key of any length: it is not read, so that it takes no memory."""
 _PUT = "INSERT OR REPLACE INTO slot (key, offset, slot_bytes) VALUES (?, ?, ?)"
 _DELETE = "DELETE FROM slot WHERE key = ?"
 
@@ -129,7 +132,7 @@ class Database:
         connection = _connect(self.path)
         try:
             while rows := connection.execute(
-                "SELECT key, offset, slot_bytes, seq FROM slot WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?",
+                f"SELECT key, offset, slot_bytes, seq FROM {READABLE} AND seq > ? AND seq <= ? ORDER BY seq LIMIT ?",
                 (last, newest, _ROWS_PER_READ),
             ).fetchall():
                 last = rows[-1][3]
@@ -176,7 +179,7 @@ class Database:
                 raise UnusableError(verdict.decode(errors="replace"))
 
 
-def max_bytes(n_keys: int, key_bytes: int = 64) -> int:
+def max_bytes(n_keys: int, key_bytes: int = MAX_KEY_BYTES) -> int:
     """Upper bound of what the file and its side files take while there are never more than ``n_keys`` rows.
 
     ``key_bytes`` is the length of the longest key. Several times what is typical: the bound is that of a table that was

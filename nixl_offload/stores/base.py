@@ -1,6 +1,7 @@
 """The contract of a store: named blobs in a bucket or a shared directory, read in ranges and written whole.
 
 Threading: every method blocks, and may be called from any thread, several at once.
+Memory: a size that storage states is never what is allocated; callers bring the memory, and the sizes that they expect.
 Names are relative to the store's own prefix or directory and are built by ``tiers.naming`` from digests, never from
 unchecked input. Credentials come from the AWS chain and never appear in ``where``, a repr, a log line or an error.
 """
@@ -62,8 +63,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def refresh(self, name: str) -> bool:
-        """Make an object as young as if it were written now, without moving its bytes to here. False: it is absent."""
+    def refresh(self, name: str, size_bytes: int) -> bool:
+        """Make an object of ``size_bytes`` as young as if it were written now.
+
+        False: it is absent, or of another size, which no reader of it would take; then it is left as it is. Its bytes
+        stay where they are, unless the storage cannot copy them there: then ``size_bytes`` of memory hold them.
+        """
 
     @abstractmethod
     def close(self) -> None:

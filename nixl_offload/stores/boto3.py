@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import boto3
@@ -43,6 +44,7 @@ from nixl_offload.stores.s3 import (
     closed_error,
     hush_botocore,
     readable_ca_bundle,
+    refresh_by_copy,
     short_error,
 )
 
@@ -164,7 +166,6 @@ class Boto3Store(Store):
         self._client_made_s = 0.0
         self._closed = False
         self._bucket = MissingBucketGuard(self._ask_for_bucket)
-        self._copies_onto_itself = True
 
     def __repr__(self) -> str:
         return f"Boto3Store({self.where})"
@@ -228,29 +229,11 @@ class Boto3Store(Store):
                 return
             wanted["ContinuationToken"] = page["NextContinuationToken"]
 
-    def refresh(self, name: str) -> bool:
+    def refresh(self, name: str, size_bytes: int) -> bool:
         key = self._address.key(name)
-        try:
-            if self._copies_onto_itself:
-                source = {"Bucket": self._address.bucket, "Key": key}
-                try:
-                    self._call(f"COPY {name}", "copy_object", Key=key, CopySource=source, MetadataDirective="REPLACE")
-                    return True
-                except StoreError as error:
-                    if not _refuses_copy(error):
-                        raise
-                    self._copies_onto_itself = False
-            found = self.head(name)
-            if found is None:
-                return False
-            content = memoryview(bytearray(found.size_bytes))
-            self.read_into(name, 0, content)
-            self.write(name, content)
-        except StoreError as error:
-            if error.cause != "missing":
-                raise
-            return False
-        return True
+        source = {"Bucket": self._address.bucket, "Key": key}
+        copy = partial(self._call, f"COPY {name}", "copy_object", Key=key, CopySource=source)
+        return refresh_by_copy(self, name, size_bytes, partial(copy, MetadataDirective="REPLACE"))
 
     def close(self) -> None:
         with self._lock:
@@ -349,13 +332,6 @@ class Boto3Store(Store):
         with self._lock:
             if time.monotonic() - self._client_made_s > CREDENTIALS_RETRY_S:
                 self._client = None
-
-
-def _refuses_copy(error: StoreError) -> bool:
-    """Whether a server will not copy an object onto itself, whoever asks."""
-    cause = error.__cause__
-    status = cause.response["ResponseMetadata"]["HTTPStatusCode"] if isinstance(cause, ClientError) else 0
-    return status in (400, 405, 501)
 
 
 def _range_begin(content_range: str) -> int:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -36,6 +37,7 @@ from nixl_offload.stores.s3 import (
     hush_botocore,
     no_bucket,
     readable_ca_bundle,
+    refresh_by_copy,
     short_error,
 )
 
@@ -67,23 +69,17 @@ class ObstoreStore(Store):
 
     name = "obstore"
 
-    def __init__(self, tier: S3Tier, *, refresher: Store | None = None) -> None:
-        """Reach nothing yet. ``refresh`` is left to ``refresher``, which this store then owns.
-
-        Without one a refresh reads and writes the object where a server will not copy it onto itself as plainly as
-        obstore asks: S3 is one.
-        """
+    def __init__(self, tier: S3Tier) -> None:
+        """Reach nothing yet."""
         self._tier = tier
         self._address = S3Address.of(tier)
         self.where = self._address.where
-        self._refresher = refresher
         self._lock = threading.Lock()
         self._store: S3Store | None = None
         self._no_credentials_until_s = 0.0
         self._closed = False
         self._bucket = MissingBucketGuard(self._ask_for_bucket)
         self._ignores_ranges = False
-        self._copies_onto_itself = True
 
     def __repr__(self) -> str:
         return f"ObstoreStore({self.where})"
@@ -150,36 +146,15 @@ class ObstoreStore(Store):
                 elif info.name > prefix:
                     return
 
-    def refresh(self, name: str) -> bool:
-        if self._refresher is not None:
-            return self._refresher.refresh(name)
+    def refresh(self, name: str, size_bytes: int) -> bool:
         key = self._address.key(name)
-        try:
-            if self._copies_onto_itself:
-                try:
-                    self._call(f"COPY {name}", obstore.copy, key, key)
-                    return True
-                except StoreError as error:
-                    if error.cause not in ("io", "server"):
-                        raise
-                    self._copies_onto_itself = False  # S3 itself wants a metadata directive, which obstore has none of.
-            found = self.head(name)
-            if found is None:
-                return False
-            content = memoryview(bytearray(found.size_bytes))
-            self.read_into(name, 0, content)
-            self.write(name, content)
-        except StoreError as error:
-            if error.cause != "missing":
-                raise
-            return False
-        return True
+        # overwrite=False sends the header that ``_make_store`` names, and nothing that forbids to overwrite.
+        copy = partial(self._call, f"COPY {name}", obstore.copy, key, key, overwrite=False)
+        return refresh_by_copy(self, name, size_bytes, copy)
 
     def close(self) -> None:
         with self._lock:
             self._closed, self._store = True, None
-        if self._refresher is not None:
-            self._refresher.close()
 
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
         key, end = self._address.key(name), offset + memory.nbytes
@@ -324,7 +299,11 @@ class ObstoreStore(Store):
         bundle = readable_ca_bundle(tier)
         if bundle is not None:
             client["root_certificate"] = Path(bundle).read_bytes()
-        config: Any = {"virtual_hosted_style_request": not address.path_style}
+        config: Any = {
+            "virtual_hosted_style_request": not address.path_style,
+            # obstore knows no metadata directive, but this way to send a header along with some of its copies.
+            "copy_if_not_exists": "header: x-amz-metadata-directive: REPLACE",
+        }
         endpoint = address.endpoint if address.path_style else address.virtual_endpoint
         if endpoint is not None:
             config["endpoint"] = endpoint

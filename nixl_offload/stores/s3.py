@@ -16,6 +16,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 from nixl_offload.config.schema import S3Tier
 from nixl_offload.errors import StoreError
+from nixl_offload.stores.base import Store
+
+_COPIES_NOTHING: Final = frozenset({400, 405, 501})
+"""How servers answer that refuse to copy an object onto itself."""
 
 ATTEMPTS: Final = 3
 """Of one request, by the client library, with jittered pauses between them."""
@@ -136,16 +140,41 @@ def answer_error(doing: str, address: S3Address, status: int, code: str, message
     if status == 408 or code == "RequestTimeout":
         return StoreError(text, cause="timeout")
     if status >= 500:
-        return StoreError(text, cause="server")
+        return StoreError(text, cause="server", status=status)
     if 300 <= status < 400:
         text += "; the bucket may be in another region: set region"
-    return StoreError(text, cause="io")
+    return StoreError(text, cause="io", status=status)
 
 
 def no_bucket(doing: str, address: S3Address) -> StoreError:
     """Return the error for a bucket that does not exist: not ``missing``, as that says something of one object."""
     text = f"{address.where}: {doing}: there is no bucket {address.bucket!r}; nixl-offload bucket init makes it"
     return StoreError(text, cause="io")
+
+
+def refresh_by_copy(store: Store, name: str, size_bytes: int, copy: Callable[[], object]) -> bool:
+    """Do as ``Store.refresh``. ``copy`` has the server copy the object onto itself, and raises StoreError.
+
+    S3 refuses such a copy unless it is told to replace the metadata, and some servers refuse it however they are
+    asked: from those the object is read, and written again. After any other failure the object is left alone.
+    """
+    found = store.head(name)
+    if found is None or found.size_bytes != size_bytes:
+        return False
+    try:
+        try:
+            copy()
+        except StoreError as error:
+            if error.cause not in ("io", "server") or error.status not in _COPIES_NOTHING:
+                raise
+            content = memoryview(bytearray(size_bytes))
+            store.read_into(name, 0, content)
+            store.write(name, content)
+    except StoreError as error:
+        if error.cause not in ("missing", "short"):
+            raise
+        return False
+    return True
 
 
 def closed_error(where: str) -> StoreError:

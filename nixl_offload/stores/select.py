@@ -39,10 +39,7 @@ def open_store(tier: S3Tier | FileTier, client: Client = "auto") -> Store:
             "%s: over boto3, as obstore is not installed; lookups are many times slower: %s", store.where, _INSTALL
         )
         return store
-    try:
-        return ObstoreStore(tier, refresher=_boto3(tier))
-    except NotSupportedError:
-        return ObstoreStore(tier)
+    return ObstoreStore(tier)
 
 
 def _boto3(tier: S3Tier) -> Store:

@@ -142,7 +142,10 @@ class TreeStore(Store):
         self._check_root(f"list {prefix}")
         yield from self._walk("", os.fsencode(prefix), os.fsencode(start_after))
 
-    def refresh(self, name: str) -> bool:
+    def refresh(self, name: str, size_bytes: int) -> bool:
+        found = self.head(name)
+        if found is None or found.size_bytes != size_bytes:
+            return False
         path = self._path(name)
         try:
             # Without times: a file server takes its own clock then.

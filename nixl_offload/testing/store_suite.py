@@ -140,7 +140,7 @@ class StoreSuite:
     def test_absence_is_an_answer(self, store: Store) -> None:
         """``head``, ``refresh``, ``delete`` and ``list`` say it; a read is an error."""
         assert store.head("ns/ab/none.0000") is None
-        assert store.refresh("ns/ab/none.0000") is False
+        assert store.refresh("ns/ab/none.0000", 1) is False
         store.delete(["ns/ab/none.0000"])
         store.delete([])
         assert list(store.list("ns/")) == []
@@ -218,13 +218,22 @@ class StoreSuite:
         rig.raw_set({"x/1": content})
         before = rig.store.head("x/1")
         time.sleep(CLOCK_STEP_S)
-        assert rig.store.refresh("x/1") is True
+        assert rig.store.refresh("x/1", len(content)) is True
         after = rig.store.head("x/1")
         assert before is not None
         assert after is not None
         assert after.modified_s > before.modified_s
         assert rig.raw_get("x/1") == content
         assert [info.modified_s > before.modified_s for info in rig.store.list("x/")] == [True]
+
+    def test_refresh_leaves_an_object_of_another_size(self, rig: StoreRig) -> None:
+        """One too large, too small or empty counts as gone, and stays as old as it was."""
+        rig.raw_set({"x/1": b"0123456789", "x/empty": b""})
+        before = [rig.store.head(name) for name in ("x/1", "x/empty")]
+        time.sleep(CLOCK_STEP_S)
+        for name, size_bytes in [("x/1", 9), ("x/1", 11), ("x/1", 0), ("x/1", 1 << 60), ("x/empty", 10)]:
+            assert rig.store.refresh(name, size_bytes) is False
+        assert [rig.store.head(name) for name in ("x/1", "x/empty")] == before
 
     def test_sixteen_threads(self, store: Store) -> None:
         """Threads that write, look, read, list and delete get what is theirs."""
@@ -257,7 +266,7 @@ class StoreSuite:
             lambda: write(store, "x/1", b"2"),
             lambda: store.delete(["x/1"]),
             lambda: list(store.list("")),
-            lambda: store.refresh("x/1"),
+            lambda: store.refresh("x/1", 1),
         ]
         for call in calls:
             cause_of(call)

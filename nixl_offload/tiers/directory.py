@@ -5,6 +5,7 @@ Threading: one owner, the scheduler's thread, at start and end; nothing here run
 
     <path>/lock                        held as long as the engine lives
     <path>/.mover-choice…              what ranks measured of their movers: see ``engine.choice.cache``
+    <path>/.weights-cache…             digests of the model's files: see ``identity.weights_cache``
     <path>/dp-<i>/…                    one such root per data-parallel engine, where there are several
     <path>/<namespace>/manifest.json   for people, and for recognising the directory; its mtime is the last use
     <path>/<namespace>/index.sqlite    the durable index
@@ -23,8 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_offload.errors import ConfigError, TierError
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index.database import max_bytes
-from nixl_offload.namespace import Namespace
 from nixl_offload.tiers import foreign
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.oserrors import tier_error

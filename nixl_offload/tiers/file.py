@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.errors import IndexStateError, TierError
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
 from nixl_offload.index.durable import DurableIndex
-from nixl_offload.namespace import Namespace
 from nixl_offload.tiers.directory import TierDirectory
 from nixl_offload.tiers.slab import SlabAllocator
 from nixl_offload.tiers.slots import SlotTier

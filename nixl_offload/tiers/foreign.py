@@ -17,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from nixl_offload.identity.weights_cache import CACHE_PREFIX
+
 MANIFEST_NAME: Final = "manifest.json"
 MOVER_CHOICE_PREFIX: Final = ".mover-choice"
-"""What ranks remember of their movers: a few KiB, paid for as other small files of ours."""
+"""What ranks remember of their movers: a few KiB."""
+SMALL_FILES: Final = (MOVER_CHOICE_PREFIX, CACHE_PREFIX)
+"""How names of small files of ours begin; room for them is set aside."""
 _MANIFEST_MAX_BYTES: Final = 1 << 20
 _NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _DP_NAME: Final = re.compile(r"dp-[0-9]+")
@@ -46,14 +50,14 @@ class Survey:
 def survey(directory: Path, skip: Collection[Path]) -> Survey:
     """Measure everything in ``directory`` except ``skip``, looking for namespaces there and in its ``dp-N`` parts.
 
-    Choices of movers are left out: else a second start would find less room than the first, and cut chunks off.
+    Small files of ours are left out: else a second start would find less room than the first, and cut chunks off.
 
     Raises OSError. What vanishes meanwhile counts nothing.
     """
     namespaces: list[ForeignNamespace] = []
     other_bytes = 0
     for path in _children(directory):
-        if path in skip or path.name.startswith(MOVER_CHOICE_PREFIX):
+        if path in skip or path.name.startswith(SMALL_FILES):
             continue
         used_s = last_use_s(path)
         if used_s is not None:

@@ -10,13 +10,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 from nixl_offload.errors import StoreError
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.tiers.naming import parse_shard_name
-from nixl_offload.types import Key
+from nixl_offload.types import Key, key_group
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Listed(NamedTuple):
-    """A chunk of which every shard is there, with its right size."""
+    """A chunk of which every shard is there, each with the size that its rank writes."""
 
     key: Key
     modified_s: float
@@ -37,16 +37,7 @@ class Listed(NamedTuple):
 class Listing:
     """Goes through a namespace once, front to back. After an error it waits, and goes on behind the last name seen."""
 
-    def __init__(
-        self,
-        store: Store,
-        namespace: str,
-        *,
-        name: str,
-        world_size: int,
-        size_of: Callable[[Key], int],
-        max_keys: int,
-    ) -> None:
+    def __init__(self, store: Store, namespace: Namespace, *, name: str, max_keys: int) -> None:
         """Begin at once. Ends after ``max_keys`` chunks, and says so. ``name`` opens each message."""
         self.chunks = 0
         """Found so far; written by the listing thread."""
@@ -55,10 +46,13 @@ class Listing:
         self.done = False
         """Whether the listing has come to its end, or was told to."""
         self._store = store
-        self._prefix = f"{namespace}/"
+        self._prefix = f"{namespace.name}/"
         self._name = name
-        self._world_size = world_size
-        self._size_of = size_of
+        self._sizes = {
+            group.group_id: {rank: group.slot_bytes[rank] for rank in namespace.holders(group.group_id)}
+            for group in namespace.fields.groups
+        }
+        """By KV group, then by rank: what a whole chunk consists of."""
         self._max_keys = max_keys
         self._found: deque[Listed] = deque()
         self._wake = threading.Event()
@@ -66,7 +60,8 @@ class Listing:
         self._stop = threading.Event()
         # The listing thread's own: the chunk that it is looking at.
         self._key: Key | None = None
-        self._ranks: set[int] = set()
+        self._lacking: dict[int, int] = {}
+        """By rank the sizes of its shards that were not seen yet."""
         self._modified_s = 0.0
         self._began_s = self._told_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="nixl-offload-list", daemon=True)
@@ -121,23 +116,21 @@ class Listing:
             return
         if shard.key != self._key:
             self._emit()
-            self._key, self._ranks, self._modified_s = shard.key, set(), info.modified_s
-        if shard.rank < self._world_size and self._fits(shard.key, info.size_bytes):
-            self._ranks.add(shard.rank)
+            sizes = self._sizes.get(key_group(shard.key))
+            if sizes is None:  # a group that this model does not have
+                self._key = None
+                return
+            self._key, self._lacking, self._modified_s = shard.key, dict(sizes), info.modified_s
+        if self._lacking.get(shard.rank) == info.size_bytes:
+            del self._lacking[shard.rank]
             self._modified_s = min(self._modified_s, info.modified_s)
         if time.monotonic() - self._told_s >= PROGRESS_S:
             self._told_s = time.monotonic()
             self._tell("warm start, so far", final=False)
 
-    def _fits(self, key: Key, size_bytes: int) -> bool:
-        try:
-            return self._size_of(key) == size_bytes
-        except LookupError:  # a group that this model does not have
-            return False
-
     def _emit(self) -> None:
         """The chunk is complete, or will never be."""
-        if self._key is None or len(self._ranks) != self._world_size:
+        if self._key is None or self._lacking:
             return
         while len(self._found) >= BUFFER_KEYS and not self._stop.is_set():
             self._wake.clear()

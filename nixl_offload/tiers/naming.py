@@ -12,9 +12,11 @@ digits. So a plain listing gives the keys back, in order, with all ranks of a ke
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from nixl_offload.types import Key
+from nixl_offload.identity.namespace import Namespace
+from nixl_offload.types import Key, key_group
 
 MANIFEST: Final = "manifest.json"
 _NAMESPACE: Final = r"[0-9a-f]{32}"
@@ -27,6 +29,13 @@ class ShardName(NamedTuple):
     namespace: str
     key: Key
     rank: int
+
+
+class StoredShard(NamedTuple):
+    """A shard as it lies in a bucket or a shared directory; one of another size is damaged."""
+
+    name: str
+    size_bytes: int
 
 
 def shard_name(namespace: str, key: Key, rank: int) -> str:
@@ -54,10 +63,36 @@ def parse_manifest_name(name: str) -> str | None:
     return namespace if rest == MANIFEST and re.fullmatch(_NAMESPACE, namespace) else None
 
 
-def witness_rank(key: Key, world_size: int) -> int:
+def witness_rank(key: Key, holders: Sequence[int]) -> int:
     """Return the rank whose shard stands for the whole chunk when somebody asks whether the chunk exists.
 
-    One question instead of one per rank. Where another rank's shard is missing the load fails, and the chunk is
-    computed and stored anew.
+    ``holders``: the ranks that hold a shard (``Namespace.holders``). One question instead of one per rank. Where
+    another rank's shard is missing the load fails, and the chunk is computed and stored anew.
     """
-    return int.from_bytes(key[:4], "big") % world_size
+    return holders[int.from_bytes(key[:4], "big") % len(holders)]
+
+
+def witness_of(namespace: Namespace, key: Key) -> StoredShard | None:
+    """Return the shard that stands for a chunk; None for a KV group that the namespace does not have."""
+    holders = _holders(namespace, key)
+    return _stored(namespace, key, witness_rank(key, holders)) if holders else None
+
+
+def shards_of(namespace: Namespace, key: Key) -> tuple[StoredShard, ...]:
+    """Return all shards of a whole chunk, the one that stands for it first; none for a KV group that there is not."""
+    holders = _holders(namespace, key)
+    if not holders:
+        return ()
+    first = witness_rank(key, holders)
+    return tuple(_stored(namespace, key, rank) for rank in (first, *(rank for rank in holders if rank != first)))
+
+
+def _holders(namespace: Namespace, key: Key) -> Sequence[int]:
+    try:
+        return namespace.holders(key_group(key))
+    except LookupError:
+        return ()
+
+
+def _stored(namespace: Namespace, key: Key, rank: int) -> StoredShard:
+    return StoredShard(shard_name(namespace.name, key, rank), namespace.shard_bytes(key_group(key), rank))

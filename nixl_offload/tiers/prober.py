@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.chain_search import Search
+from nixl_offload.tiers.naming import StoredShard
 from nixl_offload.types import Key
 
 logger = logging.getLogger(__name__)
@@ -147,8 +148,7 @@ class Prober:
         self,
         store: Store,
         *,
-        name_of: Callable[[Key], str],
-        size_of: Callable[[Key], int],
+        witness_of: Callable[[Key], StoredShard | None],
         ttl_s: float | None = None,
         threads: int = 16,
         chore_threads: int = 2,
@@ -157,14 +157,13 @@ class Prober:
     ) -> None:
         """Start ``threads`` threads, of which at most ``chore_threads`` do chores at a time, and one for trials.
 
-        ``name_of`` and ``size_of`` tell the object that stands for a key and how large it must be; they are called from
+        ``witness_of`` tells the object that stands for a key, None for a key that cannot be there; it is called from
         any thread. ``wall`` is this machine's idea of the store's clock: minutes of difference do no harm.
         """
         self.since_s = 0.0
         """Objects modified earlier, by the store's clock, count as absent. Set by the scheduler's thread."""
         self._store = store
-        self._name_of = name_of
-        self._size_of = size_of
+        self._witness_of = witness_of
         self._ttl_s = ttl_s
         self._busy_threads = threads
         """For questions and chores. One more is left for a trial: questions that hang must not keep it waiting."""
@@ -374,10 +373,11 @@ class Prober:
         found: list[Sight] = []
 
         def ask() -> None:
-            info = self._store.head(self._name_of(key))
-            if info is None or self.expired(info.modified_s):
+            witness = self._witness_of(key)
+            info = self._store.head(witness.name) if witness is not None else None
+            if witness is None or info is None or self.expired(info.modified_s):
                 found.append(Sight(key, Found.ABSENT, asked_s))
-            elif info.size_bytes != self._size_of(key):
+            elif info.size_bytes != witness.size_bytes:
                 found.append(Sight(key, Found.DAMAGED, asked_s, info.modified_s))
             else:
                 found.append(Sight(key, Found.PRESENT, asked_s, info.modified_s))

@@ -12,19 +12,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from nixl_offload.config.schema import LookupOptions
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
-from nixl_offload.namespace import Namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.breaker import Breaker, BreakerState
 from nixl_offload.tiers.chores import Discard, Recheck, Refresh, WriteManifest
 from nixl_offload.tiers.inquiries import Inquiries, Kind
 from nixl_offload.tiers.listing import Listing
-from nixl_offload.tiers.naming import manifest_name, shard_name, witness_rank
+from nixl_offload.tiers.naming import StoredShard, manifest_name, shards_of, witness_of
 from nixl_offload.tiers.presence import Presence
 from nixl_offload.tiers.prober import ChoreEnd, Found, ProbeCounts, Prober, SearchEnd, Sight, TrialEnd
-from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+from nixl_offload.types import Asker, Key, Location, Lookup, Outcome, key_group
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,6 @@ class SharedTier:
         *,
         lookup: LookupOptions,
         ttl_s: float | None,
-        world_size: int,
-        slot_bytes: Callable[[Key], int],
         warm_start: bool,
         name: str,
         threads: int = 16,
@@ -97,17 +96,17 @@ class SharedTier:
     ) -> None:
         """Begin with nothing known, or with a listing under way. Does not reach the store on this thread.
 
-        ``slot_bytes``: what a shard of a key occupies, header page included; it is called on other threads too.
-        ``clock`` must be the one that callers take ``now_s`` from.
+        ``namespace`` says which shards a chunk consists of, and how large each is. ``clock`` must be the one that
+        callers take ``now_s`` from.
         """
-        self.place = SharedPlace(namespace.name, tuple(namespace.rank_digest(rank) for rank in range(world_size)))
+        ranks = range(namespace.fields.world_size)
+        self.place = SharedPlace(namespace.name, tuple(namespace.rank_digest(rank) for rank in ranks))
         self._position = position
         self._store = store
         self._name = name
         self._options = lookup
         self._ttl_s = ttl_s
-        self._world_size = world_size
-        self._slot_bytes = slot_bytes
+        self._namespace = namespace
         self._clock = clock
         self._wall = wall
         self._now_s = clock()
@@ -133,8 +132,7 @@ class SharedTier:
         self._counts = SharedCounts()
         self._prober = Prober(
             store,
-            name_of=lambda key: shard_name(namespace.name, key, witness_rank(key, world_size)),
-            size_of=slot_bytes,
+            witness_of=partial(witness_of, namespace),
             ttl_s=ttl_s,
             threads=threads,
             clock=clock,
@@ -143,14 +141,7 @@ class SharedTier:
         self._manifest = WriteManifest(manifest_name(namespace.name), namespace.manifest(), wall)
         self._listing: Listing | None = None
         if warm_start:
-            self._listing = Listing(
-                store,
-                namespace.name,
-                name=name,
-                world_size=world_size,
-                size_of=slot_bytes,
-                max_keys=lookup.max_keys,
-            )
+            self._listing = Listing(store, namespace, name=name, max_keys=lookup.max_keys)
 
     def __len__(self) -> int:
         return len(self._presence)
@@ -240,7 +231,8 @@ class SharedTier:
         self._presence.abort(key)
 
     def retire(self, key: Key) -> None:
-        """Forget a WRITING chunk of which something may still be written, and delete what is there of it.
+        """Forget a WRITING chunk of which something may still be written, and delete what is there of it, unless it is
+        whole: then another server has stored it.
 
         What arrives even later is an object like any other: a load verifies it.
         """
@@ -248,21 +240,22 @@ class SharedTier:
         self._discard([key])
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
-        """A store is over. Of a chunk that a rank could not store the other ranks' shards are deleted."""
+        """A store is over. Of a chunk that a rank could not store the other ranks' shards are deleted, unless it is
+        whole all the same: then another server has stored it.
+        """
         self._now_s = now_s
         if len(failed) < len(keys):
             self._stores.succeeded(now_s)
         elif not _STORAGE_FAILED.isdisjoint(failed.values()):
             self._stores.failed("stores", f"none of {len(keys)} chunks could be stored", now_s)
-        if failed and self._world_size > 1:
-            self._discard([key for key in failed if self.state(key) is None])
+        self._discard([key for key in failed if self.state(key) is None and len(self._shards_of(key)) > 1])
 
     # Loading
 
     def pin(self, key: Key) -> Location:
         """Do not forget a READY chunk while it is loaded, and return where it is."""
         self._presence.pin(key)
-        return Location(self._position, 0, self._slot_bytes(key))
+        return Location(self._position, 0, self._namespace.slot_bytes(key_group(key)))
 
     def unpin(self, key: Key) -> None:
         """Take one pin back."""
@@ -289,7 +282,8 @@ class SharedTier:
         elif not _STORAGE_FAILED.isdisjoint(failed.values()):
             self._recheck(next(key for key in keys if failed[key] in _STORAGE_FAILED))
         dropped = [key for key in bad if self._presence.missed(key, now_s)]
-        self._discard([key for key in bad if failed[key] is Outcome.CORRUPT and self._presence.state(key) is None])
+        corrupt = [key for key in bad if failed[key] is Outcome.CORRUPT and self._presence.state(key) is None]
+        self._discard(corrupt, even_whole=True)
         return dropped
 
     def clear(self) -> None:
@@ -416,7 +410,7 @@ class SharedTier:
             logger.debug("%s: %s: %s", self._name, type(chore).__name__.lower(), end.message)
         if isinstance(chore, Discard):
             self._discarding.difference_update(chore.keys)
-            self._counts.discarded += len(chore.keys)
+            self._counts.discarded += chore.deleted
         elif isinstance(chore, Refresh):
             for key, modified_s in chore.modified_s.items():
                 if self._presence.state(key) is State.READY and not self._prober.expired(modified_s):
@@ -463,22 +457,20 @@ class SharedTier:
             return float("inf")
         return self._now_s + self._ttl_s - max(0.0, self._wall() - modified_s)
 
-    def _names_of(self, key: Key) -> tuple[str, ...]:
-        """All shards of a chunk, the one that stands for it first."""
-        first = witness_rank(key, self._world_size)
-        ranks = [first, *(rank for rank in range(self._world_size) if rank != first)]
-        return tuple(shard_name(self.place.namespace, key, rank) for rank in ranks)
+    def _shards_of(self, key: Key) -> tuple[StoredShard, ...]:
+        """All shards of a chunk, the one that stands for it first. Called on other threads too."""
+        return shards_of(self._namespace, key)
 
-    def _discard(self, keys: Sequence[Key]) -> None:
+    def _discard(self, keys: Sequence[Key], *, even_whole: bool = False) -> None:
         keys = tuple(key for key in keys if key not in self._discarding)
         if not keys or not self._reach.closed:
             return
-        if self._prober.do(Discard(keys, tuple(name for key in keys for name in self._names_of(key)))):
+        if self._prober.do(Discard(keys, tuple(map(self._shards_of, keys)), even_whole)):
             self._discarding.update(keys)
 
     def _recheck(self, key: Key) -> None:
         if self._reach.closed:
-            self._prober.do(Recheck(key, self._names_of(key), self._slot_bytes(key)))
+            self._prober.do(Recheck(key, self._shards_of(key)))
 
     def _begin_chores(self, now_s: float) -> None:
         if self._manifest_s is not None and now_s >= self._manifest_s and self._prober.do(self._manifest):
@@ -488,7 +480,7 @@ class SharedTier:
         due, self._due = self._due, []
         for start in range(0, len(due), REFRESH_BATCH):
             keys = tuple(due[start : start + REFRESH_BATCH])
-            if not self._prober.do(Refresh(keys, self._names_of, self._ttl_s / 2, now_s, self._wall)):
+            if not self._prober.do(Refresh(keys, self._shards_of, self._ttl_s / 2, now_s, self._wall)):
                 break
 
     def _take_listed(self, listing: Listing) -> None:

@@ -4,7 +4,8 @@ Threading: pure functions.
 
 What differs, as far as it concerns us (``docs/decisions/0007-vllm-versions.md`` says how it was found out):
 
-- 0.32: ``submit_load`` has no ``expedited``; no load finishes within the step.
+- 0.32: ``submit_load`` has no ``expedited``; no load finishes within the step; a reset that preempts running requests
+  ends the engine where one of them is loaded again in the same step (``vllm_internals.without_preempted_loads``).
 - 0.33: ``submit_load(..., expedited=)`` and loads that finish within the step, which we turn off; a request that
   restarts at token 0 offers all its chunks again; the handshake is repeated at ``wake_up``; ``supports_sleep_mode``;
   ``OffloadingManager.lock`` and ``on_reset_flushed``, of which the inherited ones do.

@@ -29,13 +29,16 @@ from vllm.v1.kv_offload.base import OffloadKey
 from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.compat import check_version, settle_extra_config
-from nixl_offload.vllm.identity import group_tokens, warn_about_hash
+from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
 from nixl_offload.vllm.idling import Idling
-from nixl_offload.vllm.manager import Looked, NixlOffloadManager
+from nixl_offload.vllm.manager import Looked, NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import ChainMetadata, RankGeometry, WorkerReport
 from nixl_offload.vllm.plugin import SPEC_NAME, register
+from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys, sentence_about_media
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.step_clock import StepClock
+from nixl_offload.vllm.stopping import sentence_about_stopping
+from nixl_offload.vllm.vllm_internals import without_preempted_loads
 from nixl_offload.vllm.worker import NixlConnectorWorker
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
         self._idling = Idling(time.monotonic)
+        self._counts_media = counts_media(vllm_config)
         self._windows = {
             group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
             for group in self.config.kv_group_configs
@@ -73,11 +77,21 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         assert isinstance(self.manager, NixlOffloadManager)
         return self.manager
 
+    def on_new_request(self, request: Request) -> None:
+        """As vLLM's; a request whose keys name no content is neither stored nor loaded."""
+        super().on_new_request(request)
+        self._refuse_worthless_keys(request)
+
+    def _refuse_worthless_keys(self, request: Request) -> None:
+        if not has_lasting_keys(request, counts_media=self._counts_media):
+            self._req_status[request.request_id].req_context.set_state(Refused())
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """As vLLM's, less what would take longer to load than to compute."""
         self._idling.stir()
+        self._refuse_worthless_keys(request)  # a session may have been given an image since
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         group = self._lookup_groups[0]
         chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
@@ -112,7 +126,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         if not scheduler_output.total_num_scheduled_tokens and self.offload_manager.is_waiting():
             time.sleep(self._idling.pause_s)
         self._clock.scheduled(scheduler_output)
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(without_preempted_loads(self, scheduler_output))
         moves, places = self.offload_manager.take_moves()
         assert isinstance(meta, OffloadingConnectorMetadata)
         if scheduler_output.total_num_scheduled_tokens or moves or meta.load_jobs or meta.store_jobs:
@@ -186,8 +200,14 @@ class NixlOffloadConnector(OffloadingConnector):
         self.connector_scheduler: NixlOffloadScheduler | None = None
         self.connector_worker: NixlConnectorWorker | None = None
         spec = NixlOffloadSpec(offloading_config, config_file=config, vllm_config=vllm_config)
+        self._off = reason_to_stay_off(vllm_config, config)
         if role == KVConnectorRole.SCHEDULER:
-            warn_about_hash(vllm_config)
+            if self._off is not None:
+                logger.warning("Nothing is stored or loaded: %s", self._off)
+            elif (sentence := sentence_about_stopping(vllm_config, config)) is not None:
+                logger.warning("%s", sentence)
+            if self._off is None and (sentence := sentence_about_media(vllm_config)) is not None:
+                logger.info("%s", sentence)
             self.connector_scheduler = NixlOffloadScheduler(spec, vllm_config, kv_cache_config)
             self.connector_scheduler.recompute = config.on_load_failure == "recompute"
         else:
@@ -234,13 +254,18 @@ class NixlOffloadConnector(OffloadingConnector):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Open the tiers, now that every rank has told its geometry. Called before the first step and by wake_up."""
-        ranks = [item for item in metadata.values() if isinstance(item, RankGeometry)]
-        if self.connector_scheduler is not None and not ranks:
-            logger.warning("Offloading is off: no rank told its geometry (MultiConnector passes on one handshake only)")
-        if self.connector_scheduler is not None and ranks:
-            slot_bytes = tuple(max(sizes) for sizes in zip(*(rank.slot_bytes for rank in ranks), strict=True))
-            backends = sorted({name for rank in ranks for name in rank.attention_backends})
-            self.connector_scheduler.offload_manager.open(slot_bytes, self._kv_cache_config, backends)
+        if self.connector_scheduler is None or self._off is not None:
+            return
+        told = {item.rank: item for item in metadata.values() if isinstance(item, RankGeometry)}
+        world_size = self._vllm_config.parallel_config.world_size
+        if set(told) != set(range(world_size)):
+            logger.warning(
+                "Offloading is off: %d of %d ranks told their geometry (MultiConnector passes on one handshake only)",
+                len(told),
+                world_size,
+            )
+            return
+        self.connector_scheduler.offload_manager.open([told[rank] for rank in range(world_size)])
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return completions and, for models with several KV groups, the requests whose load failed."""

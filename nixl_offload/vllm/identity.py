@@ -1,38 +1,75 @@
-"""Who this engine is: the fields of the namespace, read from vLLM's config, and a warning when hashes will not last.
+"""What makes this engine's bytes interchangeable with another's: the namespace, read from vLLM's final configuration
+and from what the ranks have told, and when the keys of vLLM itself are worth nothing.
 
-Threading: pure functions; reads a model directory's weight files (headers and samples) once at start.
+Threading: pure functions, called by the scheduler's thread at start; files that settings name are read.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import importlib.metadata
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 import torch
+import vllm
+import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
-from nixl_offload.config import Config
-from nixl_offload.errors import NamespaceError
-from nixl_offload.namespace import LOCAL_WEIGHTS, GroupFields, Namespace, NamespaceFields, digest_names, make_namespace
-from nixl_offload.vllm.compat import check_version
+from nixl_offload.config import Config, MemoryTier
+from nixl_offload.identity.excused import EXCUSED
+from nixl_offload.identity.excused_environment import ALSO_COUNTED, EXCUSED_ENVIRONMENT
+from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, Setting, make_namespace
+from nixl_offload.identity.settings import collect, plain_text, text_setting
+from nixl_offload.identity.weights import WeightsDigest, is_local
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
 
+    from nixl_offload.vllm.messages import RankGeometry
+
 logger = logging.getLogger(__name__)
 
-_SAMPLE_BYTES = 64 * 1024
-_SAMPLES_PER_FILE = 16
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_COMMIT: Final = r"[0-9a-f]{40}"
+_SNAPSHOT: Final = re.compile(rf"models--(?P<repository>[^/]+)/snapshots/(?P<commit>{_COMMIT})/?$")
+_PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
+_DRAFT: Final = "speculative_config.draft_model_config"
+_TOKENIZER: Final = "model_config.tokenizer"
+
+
+class ModelName(NamedTuple):
+    """Which model it is, as far as its name tells."""
+
+    name: str
+    """Of a local model the last part of its path: the same files may lie elsewhere on another server."""
+    revision: str | None
+    """The commit, where it is known."""
+    files: str | None
+    """The file or directory whose content says which model it is; None: the name and the revision do."""
+
+
+class KnownFields(TypedDict):
+    """What the configuration tells of a namespace before any rank has allocated anything."""
+
+    tenant: str
+    engine: str
+    platform: str
+    model: str
+    revision: str | None
+    hash_algorithm: str
+    hash_seed: str | None
+    settings: dict[str, Setting]
+    tp: int
+    pp: int
+    pcp: int
+    dcp: int
+    world_size: int
 
 
 def group_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
@@ -44,83 +81,160 @@ def group_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
     )
 
 
-def warn_about_hash(vllm_config: VllmConfig) -> None:
-    """Say so when block hashes differ from process to process, so that nothing will be found after a restart."""
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    if algorithm.startswith("xxhash") and not os.environ.get("PYTHONHASHSEED"):
-        logger.warning(
-            "prefix caching hashes with %s and PYTHONHASHSEED is not set: block hashes differ in every process, so "
-            "nothing stored now will be found after a restart or by another server. "
-            "Set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256",
-            algorithm,
+def reason_to_stay_off(vllm_config: VllmConfig, config: Config) -> str | None:
+    """Return, in a sentence, why this engine must store and load nothing; None: it may. The same on every rank."""
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching and not config.serve_without_prefix_caching:
+        return (
+            "prefix caching is off in vLLM's final configuration, which vLLM also decides by itself where cached KV "
+            "must not be reused; serve_without_prefix_caching: true in the config overrules this"
         )
-    if not vllm_config.cache_config.enable_prefix_caching:
-        logger.warning(
-            "prefix caching is off (--no-enable-prefix-caching): vLLM may not ask for stored prefixes at all"
+    if str(vllm_config.load_config.load_format) == "ipc_cache":
+        return "the weights come from a cache on this host (--load-format ipc_cache), and nothing tells which they are"
+    algorithm = str(cache.prefix_caching_hash_algo)
+    outlives = any(not isinstance(tier, MemoryTier) for tier in config.tiers)
+    if outlives and algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+        return (
+            f"prefix caching hashes with {algorithm} and PYTHONHASHSEED is not set, so block hashes differ in every "
+            "process and nothing stored would ever be found again; set PYTHONHASHSEED, or use "
+            "--prefix-caching-hash-algo sha256"
         )
+    return None
 
 
-def weights_digest(model: str) -> str:
-    """Return a digest of a local model's weight files, or "" when ``model`` is neither such a file nor a directory.
+def name_model(model_config: ModelConfig) -> ModelName:
+    """Say which model it is. Touches the filesystem, but reads no file."""
+    if model_config.model_weights:  # streamed from an object store; ``model`` is a directory of copied configs then
+        return ModelName(plain_text("model_weights", str(model_config.model_weights)), None, None)
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    return _name(str(model_config.model), model_config.revision, commit)
 
-    Also "" for a directory without weight files (they are streamed from elsewhere, say): nothing is known of them.
 
-    Reads names, sizes and up to 16 samples of 64 KiB per file: different weights under one name must not share KV, and
-    the same weights under two paths may. Raises NamespaceError when one cannot be read.
+def _name(path: str, asked: str | None, commit: str | None = None) -> ModelName:
+    """Name what lies at ``path``, which may be an id of the Hub; ``asked``: the revision that was asked for."""
+    snapshot = _SNAPSHOT.search(path)
+    # What vLLM makes of a Hub id when it is offline.
+    if snapshot is not None and os.path.isdir(path) and _is_untouched(path):
+        return ModelName(snapshot["repository"].replace("--", "/"), snapshot["commit"], None)
+    if is_local(path):
+        return ModelName(os.path.basename(os.path.normpath(path)), None, path)
+    commit = getattr(asked, "resolved", None) or commit
+    return ModelName(path, str(commit) if commit else None if asked is None else str.__str__(asked), None)
+
+
+def _is_untouched(snapshot: str) -> bool:
+    """Whether a snapshot in the Hub's cache is as it was downloaded: each file a link to a blob."""
+    blobs = os.path.realpath(os.path.join(snapshot, "..", "..", "blobs"))
+    files = [os.path.join(directory, name) for directory, _, names in os.walk(snapshot) for name in names]
+    return bool(files) and all(os.path.dirname(os.path.realpath(file)) == blobs for file in files)
+
+
+def models_of(vllm_config: VllmConfig) -> dict[str, ModelName]:
+    """Return the models whose KV is stored, by where they stand in the configuration: the draft's, too.
+
+    A tokenizer of its own is among them: some models compute with it.
     """
-    root = Path(model)
-    if root.is_file():
-        paths = [root]
-    elif root.is_dir():
-        paths = sorted(item for item in root.iterdir() if item.suffix in _WEIGHT_SUFFIXES)
-    else:
-        paths = []
-    if not paths:
-        return ""
-    try:
-        return _sample(paths)
-    except OSError as error:
-        raise NamespaceError(f"cannot tell which model this is: a weight file is unreadable: {error}") from error
-
-
-def _sample(paths: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            for sample in range(_SAMPLES_PER_FILE):
-                file.seek(sample * max(0, size - _SAMPLE_BYTES) // max(1, _SAMPLES_PER_FILE - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def model_digest(vllm_config: VllmConfig, weights: str) -> str:
-    """Return a digest of what decides the model's KV besides its name; ``weights`` is from ``weights_digest``."""
     model = vllm_config.model_config
-    hf_config: Any = model.hf_config
-    settings = hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config)
-    # Where the model was loaded from does not change its KV.
-    settings = {
-        name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")
-    }
-    facts = {
-        "settings": settings,
-        # Of a model from the hub: the same name and revision ("main") may mean other weights tomorrow.
-        "commit": getattr(hf_config, "_commit_hash", None),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        # Dummy weights lie in no file; streamed ones are named elsewhere.
-        "load_format": str(vllm_config.load_config.load_format),
-        "weights_at": model.model_weights,
-        "weights": weights,
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_plain).encode()).hexdigest()
+    models = {"model_config": name_model(model)}
+    if model.tokenizer and model.tokenizer != model.model and not model.model_weights:
+        models[_TOKENIZER] = _name(str(model.tokenizer), model.tokenizer_revision)
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft is not vllm_config.model_config:
+        models[_DRAFT] = name_model(draft)
+    return models
 
 
-def _plain(value: object) -> object:
-    # A set's order differs from process to process.
-    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
+def build_namespace(
+    vllm_config: VllmConfig,
+    offloading: OffloadingConfig,
+    config: Config,
+    ranks: Sequence[RankGeometry],
+    weights: Mapping[str, str],
+) -> Namespace:
+    """Return the fingerprint of everything that makes bytes interchangeable between two engines.
+
+    ``ranks``: what each has told, in order. ``weights``: digests of the files that ``models_of`` names, by its keys.
+    """
+    backends = sorted({name for rank in ranks for name in rank.attention_backends})
+    return make_namespace(
+        NamespaceFields(
+            **known_fields(vllm_config, config, weights),
+            attention_backend="+".join(backends) or None,
+            weights=weights.get("model_config"),
+            dtype=offloading.model.dtype,
+            kv_layout=str(offloading.kv_cache_layout or "default"),
+            tokens_per_block=max(group.tokens_per_block for group in offloading.groups),
+            blocks_per_chunk=offloading.cache.blocks_per_chunk,
+            tokens_per_hash=offloading.cache.tokens_per_hash,
+            groups=tuple(
+                GroupFields(group.group_id, group.tokens_per_block, tuple(rank.slot_bytes[at] for rank in ranks))
+                for at, group in enumerate(offloading.groups)
+            ),
+            ranks=tuple(rank.digest for rank in ranks),
+        )
+    )
+
+
+def known_fields(vllm_config: VllmConfig, config: Config, weights: Mapping[str, str]) -> KnownFields:
+    """Return what can be told without ranks. ``weights``: as for ``build_namespace``."""
+    models = models_of(vllm_config)
+    model = models.pop("model_config")
+    parallel = vllm_config.parallel_config
+    algorithm, seed = str(vllm_config.cache_config.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")
+    return KnownFields(
+        tenant=config.tenant,
+        engine=f"vllm {vllm.__version__}",
+        platform=_platform(),
+        model=model.name,
+        revision=model.revision,
+        hash_algorithm=algorithm,
+        hash_seed=None if seed is None else repr(seed),
+        settings={**settings_of(vllm_config), **_drafts(models, weights), **_environment(), **_libraries()},
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        pcp=parallel.prefill_context_parallel_size,
+        dcp=parallel.decode_context_parallel_size,
+        world_size=parallel.world_size,
+    )
+
+
+def settings_of(vllm_config: VllmConfig) -> dict[str, Setting]:
+    """Return all of vLLM's configuration that is not excused. Says so when some of it differs in every process."""
+    found = collect(vllm_config, EXCUSED)
+    if found.incomparable:
+        logger.warning(
+            "Nothing stored now will be found after a restart or by another server: vLLM's configuration holds values "
+            "that cannot be compared between processes (%s)",
+            ", ".join(found.incomparable),
+        )
+    return found.values
+
+
+def _drafts(models: Mapping[str, ModelName], weights: Mapping[str, str]) -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    for path, model in models.items():
+        found |= {f"{path}.name": model.name, f"{path}.revision": model.revision, f"{path}.weights": weights.get(path)}
+    return found
+
+
+def _environment() -> dict[str, Setting]:
+    """Variables that are set: what they choose may be kernels, layouts, or scales."""
+    names = [*(name for name in vllm.envs.environment_variables if name not in EXCUSED_ENVIRONMENT), *ALSO_COUNTED]
+    return {f"environment.{name}": text_setting(name, os.environ[name]) for name in sorted(names) if name in os.environ}
+
+
+def _libraries() -> dict[str, Setting]:
+    """Code beside vLLM's own that decides what is computed: transformers, and plugins that bring models."""
+    found: dict[str, Setting] = {"library.transformers": importlib.metadata.version("transformers")}
+    for group in _PLUGIN_GROUPS:
+        for entry in importlib.metadata.entry_points(group=group):
+            if entry.value.startswith(("vllm.", "nixl_offload.")):
+                continue
+            metadata = entry.dist.metadata if entry.dist is not None else None  # empty where there is no such file
+            version = metadata["Version"] if metadata is not None and "Version" in metadata else None
+            found[f"library.{entry.value}"] = version
+    return found
 
 
 def _platform() -> str:
@@ -132,56 +246,18 @@ def _platform() -> str:
     return f"cpu:{isa}:{'amx' if getattr(torch.cpu, '_is_amx_tile_supported', bool)() else 'plain'}"
 
 
-def build_namespace(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    offloading: OffloadingConfig,
-    config: Config,
-    slot_bytes: tuple[int, ...],
-    attention_backends: Sequence[str],
-) -> Namespace:
-    """Return the fingerprint of everything that makes bytes interchangeable between two engines.
+def known_by_name_alone(model: ModelName) -> bool:
+    """Whether nothing but a name tells which weights they are."""
+    return model.files is None and (model.revision is None or not re.fullmatch(_COMMIT, model.revision))
 
-    ``slot_bytes``: what a chunk of each group needs, header page included, as the ranks told it.
-    ``attention_backends``: those that the ranks use, sorted; what vLLM chooses may change with a package installed.
-    """
-    model = vllm_config.model_config
-    cache = vllm_config.cache_config
-    parallel = offloading.parallel
-    algorithm = str(cache.prefix_caching_hash_algo)
-    weights = weights_digest(model.model)
-    major, minor = check_version()
-    return make_namespace(
-        NamespaceFields(
-            tenant=config.tenant,
-            engine=f"vllm {major}.{minor}",
-            platform=_platform(),
-            attention_backend="+".join(attention_backends) or None,
-            model=LOCAL_WEIGHTS if weights else offloading.model.name,
-            revision=model.revision,
-            model_digest=model_digest(vllm_config, weights),
-            dtype=offloading.model.dtype,
-            kv_layout=str(offloading.kv_cache_layout or "default"),
-            tokens_per_block=max(group.tokens_per_block for group in offloading.groups),
-            blocks_per_chunk=offloading.cache.blocks_per_chunk,
-            tokens_per_hash=offloading.cache.tokens_per_hash,
-            hash_algorithm=algorithm,
-            hash_seed=(os.environ.get("PYTHONHASHSEED") or None) if algorithm.startswith("xxhash") else None,
-            groups=tuple(
-                GroupFields(
-                    group_id=group.group_id,
-                    layer_count=len(group.layer_names),
-                    layers_digest=digest_names(group.layer_names),
-                    tokens_per_block=group.tokens_per_block,
-                    slot_bytes=size,
-                    spec=repr(kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec),
-                )
-                for group, size in zip(offloading.groups, slot_bytes, strict=True)
-            ),
-            tp=parallel.tp_size,
-            pp=parallel.pp_size,
-            pcp=parallel.pcp_size,
-            dcp=parallel.dcp_size,
-            world_size=parallel.world_size,
-        )
-    )
+
+def warn_about_weights(models: Mapping[str, ModelName], weights: Mapping[str, WeightsDigest]) -> None:
+    """Say so where nothing but a name tells which weights they are. ``weights``: by file or directory, all done."""
+    for path, model in models.items():
+        holds_none = model.files is not None and not weights[model.files].weight_files
+        if path != _TOKENIZER and (holds_none or known_by_name_alone(model)):
+            logger.warning(
+                "The weights of %s are known by name alone: whoever replaces them under that name must change the "
+                "tenant, or stored KV of the old ones is served",
+                model.name,
+            )

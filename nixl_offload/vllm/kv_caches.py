@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
 from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
 
@@ -41,11 +41,15 @@ def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupS
 
     vLLM hands out the whole block for every group; one with fewer or smaller pages than another leaves the end of its
     blocks unused, and what lies there belonged to somebody else's request. Pages begin at the first byte of a block.
+    A group without any layer on this rank has none.
     """
     if len(kv_caches.tensors) != 1 or any(len(refs) != 1 for refs in kv_caches.group_data_refs):
         return kv_caches
-    refs = []
+    refs: list[list[CanonicalKVCacheRef]] = []
     for group, (ref,) in zip(groups, kv_caches.group_data_refs, strict=True):
+        if not group.layer_names:
+            refs.append([])  # its spec may still be that of other ranks' layers
+            continue
         spec = group.kv_cache_spec
         layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
         used = layers * spec.page_size_bytes

@@ -33,19 +33,19 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from nixl_offload.catalog import NOWHERE, Catalog
 from nixl_offload.config import Config
 from nixl_offload.engine import Standing, Work
+from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
 from nixl_offload.estimate import LoadOrRecompute, Part
 from nixl_offload.tiers.file import FileTier
 from nixl_offload.tiers.memory import MemoryTier
 from nixl_offload.tiers.shared import SharedTier
 from nixl_offload.types import Asker, Key, Lookup, key_group
-from nixl_offload.vllm.identity import build_namespace
-from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, Place, TicketReport
+from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, Place, RankGeometry, TicketReport
 from nixl_offload.vllm.metrics import Telling
-from nixl_offload.vllm.open_tiers import chain_options, open_tier
+from nixl_offload.vllm.open_tiers import chain_options
+from nixl_offload.vllm.opening import Opening
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ _NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
 
 SLOW_FAILURE_S = 1.0
 """A load that fails sooner was refused, and says nothing of how long loads take."""
+WEIGHTS_WAIT_S = 1.5
+"""A start waits so long at most to learn which weights a local model has."""
+SMALL_WEIGHTS_WAIT_S = 30.0
+"""Likewise, for a model that is read in a second: it takes longer only where the machine is too busy."""
 STORE_BACKLOG_STAGINGS = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
 
@@ -80,6 +84,11 @@ _FACES = {
     # vLLM has no word for a bucket or a shared filesystem yet.
     SharedTier: _Face(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """State of a request whose keys are worth nothing: it is neither stored nor loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,7 @@ class NixlOffloadManager(OffloadingManager):
         self._offloading = offloading
         self._config = config
         self._vllm_config = vllm_config
+        self._opening: Opening | None = None
         self._catalog: Catalog | None = None
         self._tiers: list[MemoryTier | FileTier | SharedTier] = []
         self._faces: list[_Face] = []
@@ -130,36 +140,53 @@ class NixlOffloadManager(OffloadingManager):
         self._telling_failed = False
 
     def open(
-        self, slot_bytes: tuple[int, ...], kv_cache_config: KVCacheConfig, attention_backends: Sequence[str] = ()
+        self,
+        ranks: Sequence[RankGeometry],
+        *,
+        wait_s: float = WEIGHTS_WAIT_S,
+        small_wait_s: float = SMALL_WEIGHTS_WAIT_S,
     ) -> None:
-        """Open the tiers, once. ``slot_bytes``: what a chunk of each KV cache group needs on each rank.
+        """Open the tiers, once. ``ranks``: what every rank has told, in order.
 
-        ``attention_backends``: those that the ranks really use, sorted.
+        Where a local model's files must be read to know which weights they are, waits ``wait_s`` at most, and
+        ``small_wait_s`` for a small one; what takes longer goes on in the background, tiers included, and the manager
+        takes them over when the next request comes.
 
         Raises TierError or ConfigError, for the operator, when a tier cannot be used: at start, and only there. Called
         again (vLLM repeats the handshake when it wakes up) it leaves the tiers, and the lock they hold, as they are.
         """
-        if self._catalog is not None:
+        if self._opening is not None:
             return
-        namespace = build_namespace(
-            self._vllm_config, kv_cache_config, self._offloading, self._config, slot_bytes, attention_backends
-        )
-        by_group = {group.group_id: size for group, size in zip(self._offloading.groups, slot_bytes, strict=True)}
+        self._opening = opening = Opening(self._config, self._vllm_config, self._offloading, ranks)
+        if not opening.wait(wait_s, small_wait_s):
+            logger.info("Offloading begins as soon as the model's files have been read, to know which weights they are")
+        self._take_over(at_start=True)
+
+    def _take_over(self, *, at_start: bool = False) -> None:
+        """Take the tiers over once they are open. What is wrong with one ends nothing but a start."""
+        opened = self._opening.take() if self._opening is not None else None
+        if opened is None:
+            return
+        if isinstance(opened, Exception):
+            if at_start and isinstance(opened, (TierError, ConfigError)):
+                raise opened
+            trace = None if isinstance(opened, NixlOffloadError) else opened
+            logger.error("Offloading is off until the engine restarts: %s", opened, exc_info=trace)
+            return
+        namespace, self._tiers = opened
         parallel = self._offloading.parallel
-        for position, tier in enumerate(self._config.tiers):
-            self._tiers.append(open_tier(tier, position, namespace, by_group, parallel))
         self._places = tuple(tier.place for tier in self._tiers)
         self._faces = [_FACES[type(tier)] for tier in self._tiers]
         blocks = self._offloading.cache.blocks_per_chunk
         self._token_bytes = {
-            group.group_id: by_group[group.group_id] / (group.tokens_per_block * blocks)
+            group.group_id: namespace.slot_bytes(group.group_id) / (group.tokens_per_block * blocks)
             for group in self._offloading.groups
         }
         self._speeds = LoadOrRecompute(len(self._tiers), ranks=parallel.world_size)
         self._catalog = Catalog(
             self._tiers,
             world_size=parallel.world_size,
-            slot_bytes=lambda key: by_group[key_group(key)],
+            slot_bytes=lambda key: namespace.slot_bytes(key_group(key)),
             store_backlog_bytes=STORE_BACKLOG_STAGINGS * self._config.staging_bytes,
             chain=chain_options(self._config, parallel),
             store_after=self._config.store_after,
@@ -169,11 +196,13 @@ class NixlOffloadManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Every request is offloaded chunk by chunk."""
+        if self._catalog is None:
+            self._take_over()
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether one chunk can be loaded."""
-        if self._catalog is None:
+        if self._catalog is None or req_context.get_state(Refused) is not None:
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
         asker = Asker(req_context.req_id, req_context.get_offload_key_position(key))
@@ -283,7 +312,7 @@ class NixlOffloadManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
-        if self._catalog is None:
+        if self._catalog is None or req_context.get_state(Refused) is not None:
             return PrepareStoreOutput([], ChunkSpec(0, (), (), ()), [])
         grant = self._catalog.reserve((Key(key) for key in keys), time.monotonic())
         self._collect_events()
@@ -376,6 +405,8 @@ class NixlOffloadManager(OffloadingManager):
         vLLM has ended the ranks before: they drained what was on its way, and could not tell. What they may have
         finished is written down as a hint; its checksums tell, when it is loaded, whether they had.
         """
+        if self._opening is not None:
+            self._opening.close()
         verifies = self._config.verify == "checksum"
         pending = self._catalog.in_flight_stores() if self._catalog is not None and verifies else ()
         for position, tier in enumerate(self._tiers):

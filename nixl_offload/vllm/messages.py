@@ -27,10 +27,13 @@ Place = MemoryPlace | SlabPlace | SharedPlace
 
 @dataclass
 class RankGeometry(KVConnectorHandshakeMetadata):
-    """What one rank needs per chunk; sent once, before the first step."""
+    """What one rank has allocated; sent once, before the first step."""
 
+    rank: int
     slot_bytes: tuple[int, ...]
-    """Bytes of a slot (header page and payload) per KV cache group."""
+    """Bytes of its shard of a chunk (header page, payload, padding) per KV cache group; 0: it has no layer of it."""
+    digest: str
+    """Of what lies where in its KV caches (``rank_identity``)."""
     attention_backends: tuple[str, ...] = ()
     """Names of the backends that its layers really use, sorted: they decide what lies where inside a block."""
 

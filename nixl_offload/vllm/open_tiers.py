@@ -5,40 +5,37 @@ Threading: called once, on the scheduler's thread, before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from nixl_offload.catalog import ChainOptions
 from nixl_offload.config import Config, S3Tier
 from nixl_offload.config import FileTier as FileTierSettings
 from nixl_offload.config import MemoryTier as MemoryTierSettings
-from nixl_offload.namespace import Namespace
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.file import FileTier
 from nixl_offload.tiers.memory import MemoryTier, rank_memory_bytes
 from nixl_offload.tiers.shared import SharedTier
-from nixl_offload.types import key_group
 
 
 def open_tier(
     tier: MemoryTierSettings | FileTierSettings | S3Tier,
     position: int,
     namespace: Namespace,
-    slot_bytes: Mapping[int, int],
     parallel: OffloadingParallelConfig,
 ) -> MemoryTier | FileTier | SharedTier:
-    """Open what ``tier`` describes. ``slot_bytes``: what a chunk needs on each rank, by KV cache group.
+    """Open what ``tier`` describes for the chunks of ``namespace``.
 
     Raises TierError or ConfigError, for the operator, when it cannot be used. A shared tier that
     does not answer is no error: it is used once it does.
     """
+    slot_classes = sorted({namespace.slot_bytes(group.group_id) for group in namespace.fields.groups})
     if isinstance(tier, MemoryTierSettings):
         return MemoryTier.open(
             tier,
             position=position,
             namespace=namespace,
-            slot_classes=sorted(set(slot_bytes.values())),
+            slot_classes=slot_classes,
             world_size=parallel.world_size,
             dp_size=parallel.data_parallel_size,
         )
@@ -47,7 +44,7 @@ def open_tier(
             tier,
             position=position,
             namespace=namespace,
-            slot_classes=sorted(set(slot_bytes.values())),
+            slot_classes=slot_classes,
             world_size=parallel.world_size,
             dp_index=parallel.data_parallel_index,
             dp_size=parallel.data_parallel_size,
@@ -61,8 +58,6 @@ def open_tier(
             name=f"{'S3' if isinstance(tier, S3Tier) else 'Shared file'} tier {store.where}",
             lookup=tier.lookup,
             ttl_s=tier.ttl_s if isinstance(tier, S3Tier) else None,
-            world_size=parallel.world_size,
-            slot_bytes=lambda key: slot_bytes[key_group(key)],
             warm_start=tier.warm_start,
         )
     except BaseException:

@@ -124,6 +124,14 @@ def open_host(
     )
 
 
+def engine_of_nothing(layout: KVLayout) -> ChainEngine | None:
+    """Return the engine of a rank that has no layer of any offloaded group: it needs no memory, reaches no storage, and
+    is done with its part of everything at once. None: this rank has some layer.
+    """
+    empty = layout.empty_groups
+    return ChainEngine((), empty_groups=empty) if len(empty) == len(layout.groups) else None
+
+
 @unbound()
 def open_engine(
     config: Config, memory: RankMemory, places: Sequence[Place], rank: int, reaches: Sequence[Reach]
@@ -153,7 +161,7 @@ def open_engine(
         for what in trouble:
             trace = None if isinstance(what, NixlOffloadError) else what
             logger.error("A tier is out of use on rank %d until the engine restarts: %s", rank, what, exc_info=trace)
-        chain = ChainEngine(engines, memory.host, memory=nearest)
+        chain = ChainEngine(engines, memory.host, memory=nearest, empty_groups=memory.layout.empty_groups)
         undo.pop_all()
     return chain
 

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
+from nixl_offload.vllm.identity import reason_to_stay_off
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.metrics import DEFINITIONS
 from nixl_offload.vllm.worker import NixlOffloadingWorker
@@ -54,4 +55,5 @@ class NixlOffloadSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return this rank's half over ``kv_caches``."""
         claimed_share = self.vllm_config.cache_config.gpu_memory_utilization
-        return NixlOffloadingWorker(self.config, self.config_file, kv_caches, claimed_share)
+        off = reason_to_stay_off(self.vllm_config, self.config_file) is not None
+        return NixlOffloadingWorker(self.config, self.config_file, kv_caches, claimed_share, off=off)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO, Standing, Work
+from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.reach import Reach
 from nixl_offload.errors import LayoutError, NixlOffloadError
@@ -45,7 +46,8 @@ from nixl_offload.vllm.messages import (
     TicketReport,
     WorkerReport,
 )
-from nixl_offload.vllm.rank_engine import RankMemory, open_engine, open_host, reach_tiers
+from nixl_offload.vllm.rank_engine import RankMemory, engine_of_nothing, open_engine, open_host, reach_tiers
+from nixl_offload.vllm.rank_identity import allocation_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,13 +78,22 @@ class RankResult:
 
 
 class NixlOffloadingWorker(OffloadingWorker):
-    """vLLM's worker contract over our engine, which opens with the first job (it says where the tiers are)."""
+    """vLLM's worker contract over our engine, which opens with the first job (it says where the tiers are).
+
+    A pipeline stage may have no layer of a KV cache group, or of any: then it is done with its part of a job at once.
+    """
 
     def __init__(
-        self, offloading: OffloadingConfig, config: Config, kv_caches: CanonicalKVCaches, claimed_share: float = 1.0
+        self,
+        offloading: OffloadingConfig,
+        config: Config,
+        kv_caches: CanonicalKVCaches,
+        claimed_share: float = 1.0,
+        *,
+        off: bool = False,
     ) -> None:
         """Take the host memory that the config asks for, and reach shared tiers. ``claimed_share``: of the device's
-        memory, what vLLM keeps for itself.
+        memory, what vLLM keeps for itself. ``off``: nothing will be stored or loaded, so open nothing.
 
         Raises TierError when there is not so much memory: at start, and only there. Storage that cannot be reached
         turns offloading off.
@@ -93,21 +104,24 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._group_at = {group: at for at, group in enumerate(self._group_ids)}
         self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
         self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
-        self._engine: ChainEngine | None = None
+        self._engine = engine_of_nothing(self.layout)
+        self._host: HostSlab | None = None
         self._reaches: list[Reach] = []
-        self._broken = False
+        self._broken = off
         self._jobs: dict[int, RankJob] = {}
         self._refused: list[JobResult] = []
         self._refused_tickets: dict[int, int] = {}
         """Ticket of landings or moves that were refused -> how many chunks."""
         self._told: tuple[Standing, ...] = ()
         self._claimed_share = claimed_share
-        self._host = open_host(config, offloading.parallel, self.layout, self._tensors)
-        self._reaches = self._unless_broken(lambda: reach_tiers(config, self._tensors, self.layout)) or []
+        if self._engine is None and not off:
+            self._host = open_host(config, offloading.parallel, self.layout, self._tensors)
+            self._reaches = self._unless_broken(lambda: reach_tiers(config, self._tensors, self.layout)) or []
 
-    def geometry(self) -> RankGeometry:
-        """Return the slot sizes that this rank needs, per group."""
-        return RankGeometry(tuple(self.layout.slot_bytes(group) for group in range(len(self._group_ids))))
+    def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
+        """Return what this rank tells the scheduler's half. ``digest``: from ``rank_identity``."""
+        slot_bytes = tuple(self.layout.slot_bytes(group) for group in range(len(self._group_ids)))
+        return RankGeometry(self._rank, slot_bytes, digest, tuple(sorted(attention_backends)))
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Queue a store. Always True: failure is an outcome, not an exception."""
@@ -298,6 +312,16 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._single_group = len(spec.config.groups) == 1
+        self._allocated = ""
+        """Digest of this rank's KV caches, once they are registered."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As vLLM's; and take down what was allocated. Where that fails, the scheduler's half stays off."""
+        try:
+            self._allocated = allocation_digest(self.vllm_config, self.kv_cache_config, kv_caches)
+        except Exception:
+            logger.exception("What lies where in the KV caches of this rank is not understood")
+        super().register_kv_caches(kv_caches)
 
     def _init_worker(self, kv_caches: CanonicalKVCaches) -> None:
         offloaded = get_offloading_group_ids(self.kv_cache_config)
@@ -314,8 +338,10 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         """Return what a chunk needs on this rank, once the KV caches are registered."""
         if self.worker is None:
             return None
+        if not any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
+            return self.rank_worker.geometry(self._allocated)  # vLLM would name the backend that it prefers
         backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
-        return replace(self.rank_worker.geometry(), attention_backends=tuple(sorted(backends)))
+        return self.rank_worker.geometry(self._allocated, backends)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Submit vLLM's jobs, then our moves."""

@@ -1,4 +1,4 @@
-"""A server that gives every request the same raw answer, or none: what no real S3 server can be made to do on cue.
+"""A server that gives every request of a kind the same raw answer, or none: what no real S3 server does on cue.
 
 Threading: a thread for the listening socket and one per connection; ``close`` ends them all.
 """
@@ -33,8 +33,10 @@ def error(status: str, code: str, more: str = "") -> bytes:
 class OneAnswerServer:
     """Listens on a fresh port of this machine. Use as a context manager."""
 
-    def __init__(self, answer: bytes | None) -> None:
+    def __init__(self, answer: bytes | None, **by_method: bytes) -> None:
+        """``by_method``: the answers to requests of other methods, such as ``HEAD``."""
         self._answer = answer
+        self._by_method = by_method
         self.requests: list[bytes] = []
         """The heads of all requests."""
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -83,13 +85,14 @@ class OneAnswerServer:
                 received += got
             with self._lock:
                 self.requests.append(received.partition(b"\r\n\r\n")[0])
-            if self._answer is HANG:
+            answer = self._by_method.get(received.split(b" ")[0].decode(), self._answer)
+            if answer is HANG:
                 connection.recv(1 << 20)
-            elif self._answer is RESET:
+            elif answer is RESET:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 connection.close()
             else:
-                connection.sendall(self._answer)
+                connection.sendall(answer)
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65536):
                     pass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import S3Address
 from nixl_offload.stores.select import open_store
 from nixl_offload.testing.store_suite import cause_of, read, write
+from tests.s3.proxy import Answer, FaultProxy
 from tests.s3.servers import RcloneServer, free_port
 
 from .one_answer_server import HANG, RESET, OneAnswerServer, answer, error
@@ -38,7 +40,7 @@ OPERATIONS: dict[str, Callable[[Store], object]] = {
     "write": lambda store: write(store, "x/1", b"0123456789"),
     "delete": lambda store: store.delete(["x/1"]),
     "list": lambda store: list(store.list("x/")),
-    "refresh": lambda store: store.refresh("x/1"),
+    "refresh": lambda store: store.refresh("x/1", 10),
 }
 
 
@@ -249,13 +251,50 @@ def test_a_certificate_bundle_that_is_not_there(client: str) -> None:
     assert "/no/such/bundle.pem" in str(failure_of(store, "head"))
 
 
-def test_refresh_where_a_server_refuses_to_copy_an_object_onto_itself(client: str) -> None:
-    """It is not given up: the object is looked at, to be read and written."""
-    with OneAnswerServer(error("400 Bad Request", "InvalidRequest")) as server:
-        failure = failure_of(store_at(server.endpoint, client), "refresh")
-        assert failure.cause == "io"
-        methods = [request.split(b" ")[0] for request in server.requests]
-    assert methods[:2] == [b"PUT", b"HEAD"]
+@pytest.mark.parametrize("refusal", [(400, "InvalidRequest"), (405, "MethodNotAllowed"), (501, "NotImplemented")])
+def test_refresh_where_a_server_copies_nothing(
+    client: str, refusal: tuple[int, str], rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object is read and written instead: young again, and the same."""
+    for name, value in rclone.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_SESSION_TOKEN")
+    rclone.write("x/1", b"0123456789")
+    os.utime(rclone.path("x/1"), (0, 0))
+    rclone.forget()
+    with FaultProxy(rclone.port) as proxy, proxy.inject(Answer(*refusal), operation="COPY"):
+        store = store_at(proxy.endpoint, client, request_timeout="5s")
+        assert store.refresh("x/1", 10) is True
+        store.close()
+        assert proxy.counts()["PUT"] == 1
+    assert time.time() - rclone.path("x/1").stat().st_mtime < 60
+    assert rclone.path("x/1").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("status", ["409 Conflict", "412 Precondition Failed", "500 Oh", "503 Slow Down"])
+def test_a_refresh_that_fails_leaves_the_object_alone(client: str, status: str) -> None:
+    """Only where a server copies nothing is a good shard read and written over itself."""
+    there = answer("200 OK", length=10, ETag='"e"', Last_Modified=LAST_MODIFIED)
+    with OneAnswerServer(error(status, "Oh"), HEAD=there) as server:
+        store = store_at(server.endpoint, client)
+        with pytest.raises(StoreError):
+            store.refresh("x/1", 10)
+        store.close()
+        puts = [request for request in server.requests if request.startswith(b"PUT")]
+        assert puts
+        assert all(b"x-amz-copy-source" in request.lower() for request in puts)
+        assert not any(request.startswith(b"GET") for request in server.requests)
+
+
+@pytest.mark.parametrize("told_bytes", [11, 1 << 50])
+def test_a_size_that_a_bucket_states_is_not_allocated(client: str, told_bytes: int) -> None:
+    """An object of another size than was expected is not asked for, however large it says it is."""
+    forged = answer("200 OK", length=told_bytes, ETag='"e"', Last_Modified=LAST_MODIFIED)
+    with OneAnswerServer(error("400 Bad Request", "InvalidRequest"), HEAD=forged) as server:
+        store = store_at(server.endpoint, client)
+        assert store.refresh("x/1", 10) is False
+        store.close()
+        assert {request.split(b" ")[0] for request in server.requests} == {b"HEAD"}
 
 
 def test_no_secret_in_logs_errors_and_reprs(client: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.namespace import Namespace
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers import slab_file
 from nixl_offload.tiers.directory import TierDirectory
 from nixl_offload.tiers.lock import DirectoryLock

@@ -29,7 +29,7 @@ MEMORY_BYTES = RANKS * 2 * 4 * SLOT_MAX
 """The least that a memory tier takes: room for ten chunks."""
 FILE_BYTES = 38 << 20
 """The least that a file tier takes, most of which is promised to its index: room for ten chunks, too."""
-NAMESPACE = namespace_of(RANKS)
+NAMESPACE = namespace_of(RANKS, sizes=[(size,) * RANKS for size in SLOT_CLASSES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,6 @@ class Engine:
             NAMESPACE,
             lookup=options(timeout="30s", max_keys=1000),
             ttl_s=None,
-            world_size=RANKS,
-            slot_bytes=slot_bytes,
             warm_start=False,
             name="Bucket",
             threads=1,

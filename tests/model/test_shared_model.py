@@ -16,7 +16,7 @@ from nixl_offload.catalog import Catalog, Grant
 from nixl_offload.errors import StoreError
 from nixl_offload.tiers.shared import RESET_MARGIN_S
 from nixl_offload.types import Asker, Key, Lookup, Outcome
-from tests.unit.shared_rig import SLOT, MemoryStore, Rig, keys_of
+from tests.unit.shared_rig import SLOT, MemoryStore, Rig, keys_of, namespace_of
 
 KEYS = keys_of(24)
 TIMEOUT_S = 30.0
@@ -39,7 +39,7 @@ class SharedMachine(RuleBasedStateMachine):
         self.store = MemoryStore()
         self.rig = Rig(
             self.store,
-            world_size=2,
+            namespace=namespace_of(2, sizes=[(SLOT, 3 * SLOT // 4)] * 2),
             ttl_s=TTL_S,
             threads=3,
             timeout=f"{TIMEOUT_S:g}s",

@@ -94,8 +94,6 @@ class Chain:
             namespace_of(),
             lookup=options(),
             ttl_s=None,
-            world_size=1,
-            slot_bytes=lambda key: SLOT,
             warm_start=False,
             name="Bucket under test",
             threads=1,

@@ -75,7 +75,7 @@ class ChainRig:
         cls,
         directory: Path,
         *movers: Mover,
-        shape: str = "per_layer",
+        shape: str | Shape = "per_layer",
         seed: int = 1,
         relay_slots: int = 2,
         staging_slots: int = 8,
@@ -84,11 +84,12 @@ class ChainRig:
         **options: Any,
     ) -> ChainRig:
         """``movers``: of the farther tiers, as far as they are not to be plain ones. ``present``: which of them are."""
-        tensors, kv, layout = kv_cache(SHAPES[shape], seed)
+        shape = SHAPES[shape] if isinstance(shape, str) else shape
+        tensors, kv, layout = kv_cache(shape, seed)
         slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
         clock, host = Clock(), make_host(slot_bytes, relay_slots=relay_slots)
         used = [*movers, *(CopyMover() for _ in present[len(movers) :])]
-        if SHAPES[shape].direct:
+        if shape.direct:
             options.setdefault("direct_min_extent_bytes", 4096)
         slabs: list[SlabFile] = []
         memory = MemoryEngine(tensors=tensors, layout=layout, host=host, rank_namespace=NAMESPACE, clock=clock)
@@ -114,8 +115,8 @@ class ChainRig:
                 **options,
             )
             engines.append(engine)
-        chain = ChainEngine(engines, host, memory=MEMORY, clock=clock)
-        return cls(SHAPES[shape], tensors, kv, layout, clock, host, used, slabs, engines, chain)
+        chain = ChainEngine(engines, host, memory=MEMORY, empty_groups=layout.empty_groups, clock=clock)
+        return cls(shape, tensors, kv, layout, clock, host, used, slabs, engines, chain)
 
     @property
     def slot_bytes(self) -> int:

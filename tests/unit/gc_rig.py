@@ -6,21 +6,21 @@ import time
 from dataclasses import replace
 from hashlib import sha256
 
-from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
+from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.chores import WriteManifest
 from nixl_offload.tiers.naming import manifest_name, shard_name
 from nixl_offload.types import Key
 
-_GROUP = GroupFields(0, 1, "ab", 16, 4096, "full attention")
+_GROUP = GroupFields(0, 16, (4096, 4096))
 _FIELDS = NamespaceFields(
     tenant="default",
-    engine="vllm 0.33",
+    engine="vllm 0.33.0",
     platform="cpu",
     attention_backend=None,
     model="org/model",
     revision=None,
-    model_digest="cd",
+    weights=None,
     dtype="bfloat16",
     kv_layout="LBHNC",
     tokens_per_block=16,
@@ -29,6 +29,8 @@ _FIELDS = NamespaceFields(
     hash_algorithm="sha256",
     hash_seed=None,
     groups=(_GROUP,),
+    ranks=("ab", "cd"),
+    settings={},
     tp=2,
     pp=1,
     pcp=1,

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from nixl_offload.config.schema import LookupOptions
 from nixl_offload.errors import StoreError
-from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
+from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.tiers.naming import shard_name
 from nixl_offload.tiers.shared import SharedTier
-from nixl_offload.types import Asker, Key, Lookup
+from nixl_offload.types import Asker, Key, Lookup, key_group
 
 SLOT = 8192
 WAIT_S = 20.0
@@ -34,6 +34,8 @@ class MemoryStore(Store):
         """Name -> size, time of modification."""
         self.calls: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda operation, name: None
+        self.keeps_times = False
+        """Whether refreshing leaves the time of modification as it is."""
         self.most_at_once = 0
         self.closed = False
         self._at_once = 0
@@ -76,12 +78,13 @@ class MemoryStore(Store):
                 self._leave()
                 yield ObjectInfo(name, *self.objects[name])
 
-    def refresh(self, name: str) -> bool:
+    def refresh(self, name: str, size_bytes: int) -> bool:
         self._enter("refresh", name)
         self._leave()
-        if name not in self.objects:
+        if name not in self.objects or self.objects[name][0] != size_bytes:
             return False
-        self.put(name, self.objects[name][0])
+        if not self.keeps_times:
+            self.put(name, self.objects[name][0])
         return True
 
     def close(self) -> None:
@@ -121,18 +124,20 @@ class Gate:
         self._open.set()
 
 
-def namespace_of(world_size: int = 1, tenant: str = "default") -> Namespace:
-    """Return a plausible namespace with two groups."""
-    groups = tuple(GroupFields(n, 1, "ab", 16, SLOT, "spec") for n in range(2))
+def namespace_of(
+    world_size: int = 1, tenant: str = "default", sizes: Sequence[tuple[int, ...]] | None = None
+) -> Namespace:
+    """Return a plausible namespace with two groups. ``sizes``: by group, of each rank's shards; None: all the same."""
+    groups = tuple(GroupFields(n, 16, of) for n, of in enumerate(sizes or [(SLOT,) * world_size] * 2))
     return make_namespace(
         NamespaceFields(
             tenant=tenant,
-            engine="vllm 0.33",
+            engine="vllm 0.33.0",
             platform="cpu",
             attention_backend=None,
             model="model",
             revision=None,
-            model_digest="ab",
+            weights=None,
             dtype="bfloat16",
             kv_layout="LBHNC",
             tokens_per_block=16,
@@ -141,6 +146,8 @@ def namespace_of(world_size: int = 1, tenant: str = "default") -> Namespace:
             hash_algorithm="sha256",
             hash_seed=None,
             groups=groups,
+            ranks=("ab",) * world_size,
+            settings={},
             tp=world_size,
             pp=1,
             pcp=1,
@@ -181,7 +188,6 @@ class Rig:
         **lookup: object,
     ) -> None:
         self.store = store
-        self.world_size = world_size
         self.namespace = namespace or namespace_of(world_size)
         self.ahead_s = 0.0
         """How far this rig's clocks are ahead of the real ones."""
@@ -191,8 +197,6 @@ class Rig:
             self.namespace,
             lookup=options(**lookup),
             ttl_s=ttl_s,
-            world_size=world_size,
-            slot_bytes=lambda key: SLOT,
             warm_start=warm_start,
             name="Tier under test",
             threads=threads,
@@ -204,7 +208,8 @@ class Rig:
         return time.monotonic() + self.ahead_s
 
     def names(self, key: Key) -> list[str]:
-        return [shard_name(self.namespace.name, key, rank) for rank in range(self.world_size)]
+        """All shards of a whole chunk, by rank."""
+        return [shard_name(self.namespace.name, key, rank) for rank in self.namespace.holders(key_group(key))]
 
     def ask(self, request: str, keys: Sequence[Key], end_tokens: Iterable[int | None] | None = None) -> list[Lookup]:
         """Look keys up as a prefix scan does: on after RETRY, no further after MISS."""
@@ -261,13 +266,16 @@ class Rig:
         self.wait_for(lambda: 1 if self.tier._prober.idle else None)
         self.flush()
 
-    def put(self, *keys: Key, ranks: Iterable[int] | None = None, size_bytes: int = SLOT, age_s: float = 0.0) -> None:
-        """Let another server have stored ``keys``."""
+    def put(
+        self, *keys: Key, ranks: Iterable[int] | None = None, size_bytes: int | None = None, age_s: float = 0.0
+    ) -> None:
+        """Let another server have stored ``keys``. ``size_bytes``: None, each rank's own."""
         assert isinstance(self.store, MemoryStore)
         for key in keys:
-            names = self.names(key)
-            for rank in range(self.world_size) if ranks is None else ranks:
-                self.store.put(names[rank], size_bytes, age_s)
+            group = key_group(key)
+            for rank in self.namespace.holders(group) if ranks is None else ranks:
+                size = self.namespace.shard_bytes(group, rank) if size_bytes is None else size_bytes
+                self.store.put(shard_name(self.namespace.name, key, rank), size, age_s)
 
     def heads(self) -> int:
         assert isinstance(self.store, MemoryStore)

@@ -18,7 +18,7 @@ from nixl_offload.cli.main import main
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.config import parse_config
 from nixl_offload.engine import ChunkIO
-from nixl_offload.namespace import Namespace, make_namespace
+from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.file import FileTier
 from nixl_offload.tiers.naming import shard_name
@@ -35,7 +35,7 @@ BLOCK_BYTES = 4608
 def stored_namespace(tenant: str = "blue", model: str = "org/blue") -> Namespace:
     """A namespace whose manifest says the truth about the chunks of this rig."""
     fields = namespace_of(tenant, model).fields
-    group = replace(fields.groups[0], slot_bytes=SLOT_BYTES)
+    group = replace(fields.groups[0], slot_bytes=(SLOT_BYTES,) * RANKS)
     return make_namespace(replace(fields, blocks_per_chunk=CHUNK_BLOCKS, groups=(group,)))
 
 

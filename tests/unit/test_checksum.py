@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import xxhash
@@ -12,21 +11,11 @@ from hypothesis import strategies as st
 
 from nixl_offload.checksum import block_checksum, block_checksums
 from nixl_offload.checksum_torch import SHORT_BYTES, block_checksums_torch, xxh3_64_torch
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
-    ),
-]
-# Around every boundary of the algorithm: the short forms, a stripe (64), a round (1024), multiples of eight or not.
-LENGTHS = [1, 8, 16, 17, 128, 129, 240, 241, 248, 255, 256, 257, 320, 1023, 1024, 1025, 1087, 1088, 1089]
-LENGTHS += [2047, 2048, 2049, 2112, 2113, 4096, 4104, 16384, 16385, 65536, 65536 + 240, 65536 + 241, 100_003]
-
-
-def random_rows(blocks: int, block_bytes: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    return np.random.default_rng((seed, blocks, block_bytes)).integers(0, 256, (blocks, block_bytes), dtype=np.uint8)
+from tests.unit.checksum_rig import (
+    assert_agreement_at_every_length,
+    assert_agreement_on_rows_not_packed,
+    random_rows,
+)
 
 
 def test_the_value_is_the_public_xxh3_64() -> None:
@@ -35,14 +24,9 @@ def test_the_value_is_the_public_xxh3_64() -> None:
     assert block_checksum(memoryview(b"xxhash")) == xxhash.xxh3_64_intdigest(b"xxhash", seed=0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_torch_and_library_agree(device: str) -> None:
-    """The value computed with torch integer arithmetic on any device is the library's, whatever the length."""
-    for block_bytes in LENGTHS:
-        payload = random_rows(3, block_bytes)
-        found = block_checksums_torch(torch.from_numpy(payload).to(device))
-        assert found.dtype == np.uint64
-        np.testing.assert_array_equal(found, block_checksums(payload), err_msg=f"{block_bytes} bytes")
+def test_torch_and_library_agree() -> None:
+    """The value computed with torch integer arithmetic is the library's, whatever the length."""
+    assert_agreement_at_every_length("cpu")
 
 
 @given(st.integers(SHORT_BYTES + 1, 5000), st.integers(0, 2**32 - 1))
@@ -58,15 +42,9 @@ def test_torch_wraps_around_where_unsigned_arithmetic_would(value: int) -> None:
     np.testing.assert_array_equal(block_checksums_torch(torch.from_numpy(payload)), block_checksums(payload))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_torch_reads_rows_that_are_not_packed(device: str) -> None:
+def test_torch_reads_rows_that_are_not_packed() -> None:
     """Blocks in a staging buffer may be unaligned, apart from each other, or slices of wider rows."""
-    wide = random_rows(4, 5000)
-    tensor = torch.from_numpy(wide).to(device)
-    for begin, end in ((0, 4096), (8, 4104), (3, 4099), (1, 5000)):
-        found = block_checksums_torch(tensor[:, begin:end])
-        np.testing.assert_array_equal(found, block_checksums(wide[:, begin:end]))
-    np.testing.assert_array_equal(block_checksums_torch(tensor[::2]), block_checksums(wide[::2]))
+    assert_agreement_on_rows_not_packed("cpu")
 
 
 def test_torch_sums_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from nixl_offload.cli.check import machine as check_machine
 from nixl_offload.cli.check import trial as check_trial
 from nixl_offload.cli.check.child import Trials
-from nixl_offload.cli.check.hashes import hash_lines, read_server_arguments
+from nixl_offload.cli.check.hashes import ServerArguments, hash_lines, read_server_arguments
 from nixl_offload.cli.check.lines import Line, Section
 from nixl_offload.cli.check.machine import library_lines, plugin_lines
 from nixl_offload.cli.check.memory import memory_lines
@@ -91,12 +91,16 @@ class TestLibraries:
         assert self.lines(FILE, nixl_offload="0.1")["nixl-offload"].state == "ok"
 
 
+def words(arguments: str | None) -> ServerArguments:
+    return read_server_arguments(None if arguments is None else arguments.split())
+
+
 class TestHashes:
     """By what the server is started with."""
 
     def line(self, arguments: str | None, seed: str | None = None, *tiers: dict[str, Any]) -> Line:
         environment = {} if seed is None else {"PYTHONHASHSEED": seed}
-        lines = hash_lines(config_of(*(tiers or (FILE,))), read_server_arguments(arguments), environment)
+        lines = hash_lines(config_of(*(tiers or (FILE,))), words(arguments), environment)
         return by_name(lines)["hash algorithm"]
 
     def test_will_a_restart_find_anything(self) -> None:
@@ -104,7 +108,7 @@ class TestHashes:
         assert "nixl-offload check --vllm-args" in self.line(None).words
         assert self.line("serve m --prefix-caching-hash-algo=sha256_cbor").state == "ok"
         lost = self.line("--prefix-caching-hash-algo xxhash")
-        assert (lost.state, "a restart finds nothing" in lost.words) == ("wrong", True)
+        assert (lost.state, "nothing is stored or loaded" in lost.words) == ("wrong", True)
         # Both mends work.
         assert self.line("--prefix-caching-hash-algo xxhash", "0").state == "ok"
         assert self.line(str(lost.mend).rpartition("or ")[2]).state == "ok"
@@ -113,15 +117,16 @@ class TestHashes:
 
     def test_blocks_and_prefix_caching(self) -> None:
         def lines(arguments: str, **fields: Any) -> dict[str, Line]:
-            return by_name(hash_lines(config_of(FILE, **fields), read_server_arguments(arguments), {}))
+            return by_name(hash_lines(config_of(FILE, **fields), words(arguments), {}))
 
         uneven = lines("--block-size 48")["chunk_tokens"]
         assert (uneven.state, uneven.mend) == ("wrong", "chunk_tokens: 240")
         assert lines("--block-size 48", chunk_tokens=240)["chunk_tokens"].state == "ok"
         assert lines("--no-enable-prefix-caching")["prefix caching"].state == "warning"
+        assert "prefix caching" not in lines("--no-enable-prefix-caching", serve_without_prefix_caching=True)
         assert "prefix caching" not in lines("")
         with pytest.raises(ConfigError, match="--vllm-args: argument --block-size/--block_size: invalid int"):
-            read_server_arguments("--block-size many")
+            words("--block-size many")
 
 
 class TestMemory:

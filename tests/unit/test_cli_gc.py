@@ -265,7 +265,7 @@ def test_beside_servers_that_write_read_and_refresh(tree: Tree) -> None:
                 return
             fresh.extend(put_chunk(tree.store, BLUE, number, 100))
             old = shard_name(BLUE.name, key(number % 40), 0)
-            if tree.store.refresh(old):
+            if tree.store.refresh(old, 1000):
                 fresh.append(old)
             lost.extend(name for name in fresh[-20:] if tree.store.head(name) is None)
 
@@ -274,7 +274,7 @@ def test_beside_servers_that_write_read_and_refresh(tree: Tree) -> None:
         tree.chunk(BLUE, number, HOUR_S * (2 + number))
     hot = [shard_name(BLUE.name, key(number), 0) for number in range(40)]
     for name in hot:
-        assert tree.store.refresh(name)
+        assert tree.store.refresh(name, 1000)
     server = threading.Thread(target=serve)
     server.start()
     try:

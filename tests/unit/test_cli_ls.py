@@ -20,8 +20,8 @@ from nixl_offload.cli.inventory.base import BENCH_SCRATCH, Held
 from nixl_offload.cli.inventory.index import IndexReader
 from nixl_offload.cli.inventory.slab import SlabInventory
 from nixl_offload.cli.ls.report import about_age
+from nixl_offload.identity.namespace import make_namespace
 from nixl_offload.index.database import Database
-from nixl_offload.namespace import LOCAL_WEIGHTS, make_namespace
 from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.types import Key
@@ -56,7 +56,7 @@ def test_a_slab_as_people_read_it(slab: StoredSlab, cli: Cli) -> None:
     assert lines[1:4] == [
         "",
         f"namespace {slab.namespace.name}: tenant blue, model org/blue",
-        "    vllm 0.33, cpu, bfloat16, LBHNC, tp 2, 64 tokens a chunk, 2 ranks",
+        "    vllm 0.33.0, cpu, bfloat16, LBHNC, tp 2, 64 tokens a chunk, 2 ranks",
     ]
     assert re.fullmatch(rf"    6 chunks in 12 shards, {size}; written 20.*Z to 20.*Z", lines[4])
     assert re.fullmatch(r"    last opened 20.*Z; its directory is open now: pid \d+ on '.*' since 20.*", lines[5])
@@ -282,20 +282,20 @@ def test_a_directory_behind_a_link_is_measured(slab: StoredSlab, cli: Cli, tmp_p
 def test_models_without_a_name_are_told_apart_and_scratch_is_named(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
     store = TreeStore(str(tmp_path / "tree"))
     for digest in ("a" * 64, "b" * 64):
-        fields = replace(stored_namespace().fields, model=LOCAL_WEIGHTS, model_digest=digest)
+        fields = replace(stored_namespace().fields, model="base", weights=digest)
         put_manifest(store, make_namespace(fields))
     put(store, f"{BENCH_SCRATCH}{'0' * 16}/ab/{'ab' * 36}.0000")
     tree = {"kind": "file", "layout": "tree", "path": str(tmp_path / "tree"), "capacity": "1MiB"}
     slab.file.write_text(yaml.safe_dump({"tiers": [tree]}))
     assert cli("ls", slab.file) == 0
     assert {line.rpartition("model ")[2] for line in cli.out.splitlines() if line.startswith("namespace")} == {
-        "local weights aaaaaaaa",
-        "local weights bbbbbbbb",
+        "base (local weights aaaaaaaa)",
+        "base (local weights bbbbbbbb)",
         "?",
     }
     assert "scratch of nixl-offload bench" in cli.out
     assert cli("gc", slab.file) == 0
-    assert "local weights bbbbbbbb" in cli.out
+    assert "base (local weights bbbbbbbb)" in cli.out
 
 
 def test_a_damaged_index_is_told(slab: StoredSlab, cli: Cli) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,8 @@ from nixl_offload.cli.main import main
 from nixl_offload.cli.warm import copy as warm_copy
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.config import parse_config
+from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index import State
-from nixl_offload.namespace import Namespace
 from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers.file import FileTier
 from nixl_offload.tiers.naming import parse_shard_name, witness_rank
@@ -235,7 +236,7 @@ def test_the_witness_is_written_last(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
         named = [parse_shard_name(name) for name in written]
         ranks = [name.rank for name in named if name is not None and name.key == key(number)]
         assert len(ranks) == RANKS
-        assert ranks[-1] == witness_rank(key(number), RANKS)
+        assert ranks[-1] == witness_rank(key(number), range(RANKS))
 
 
 def test_a_slot_that_was_overwritten_is_filled_anew(rig: Rig) -> None:
@@ -387,6 +388,18 @@ def test_no_memory_for_a_shard_is_told_and_ends(rig: Rig, monkeypatch: pytest.Mo
     code, report, _ = rig.warm()
     assert (code, report["failed"], report["copied"]) == (1, 2, 0)
     assert f"no memory for a shard of {SLOT_BYTES} bytes" in report["failures"][0]
+
+
+def test_no_memory_is_taken_by_what_a_manifest_says(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever can write the source can write a manifest that fits its namespace and names shards of any size."""
+    group = replace(BLUE.fields.groups[0], slot_bytes=(SLOT_BYTES, 1 << 50))
+    forged = make_namespace(replace(BLUE.fields, groups=(group,)))
+    put_manifest(rig.store, forged)
+    keys = rig.source.parent / "keys"
+    keys.write_text(f"{key(1).hex()}\n")
+    arguments = ["warm", str(rig.file), "--from", str(rig.source), "--keys", str(keys), "--namespace", forged.name]
+    assert main(arguments) == 2
+    assert f"says that a shard has {1 << 50} bytes; more than 5GiB is not believed" in capsys.readouterr().err
 
 
 def test_the_report_for_people(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,7 @@ def test_defaults() -> None:
         "store_after": 1,
         "block_outermost": True,
         "slow_hits": "skip",
+        "serve_without_prefix_caching": False,
         "tiers": [
             {
                 "kind": "file",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -13,17 +14,20 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from nixl_offload.cli.inventory.index import IndexReader
 from nixl_offload.index.database import BATCH_OPS, Database, UnusableError, is_damage, max_bytes, translate
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.types import Key, Location
 
 GEOMETRY = {"namespace": "aa", "slot_classes": "4096"}
 WAIT_S = 20.0
+MIB = 1 << 20
 
 
 def key(number: int) -> Key:
@@ -84,6 +88,25 @@ def test_a_slot_has_one_key_and_a_key_one_slot(path: str) -> None:
     twin.put(key(4), place(0))
     assert twin.close(WAIT_S)
     assert reread(path) == [row(3, 2), row(4, 0)]
+
+
+def test_a_key_of_any_length_takes_no_memory(path: str) -> None:
+    """A row that nobody of us wrote, with a key of 64 MiB: not read, neither by an engine nor by the commands."""
+    twin, _ = DurableIndex.open(path, GEOMETRY)
+    twin.put(key(1), place(1))
+    assert twin.close(WAIT_S)
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("INSERT INTO slot (key, offset, slot_bytes) VALUES (zeroblob(?), 8192, 4096)", (64 * MIB,))
+    tracemalloc.start()
+    try:
+        assert reread(path) == [row(1, 1)]
+        reader = IndexReader(Path(path))
+        assert [found.key for found in reader.rows(0)] == [key(1)]
+        assert [found.key for some in reader.ends() for found in some] == [key(1)] * 2
+        assert (reader.find("00", 9)[0].key, reader.get(key(1)) is None, reader.at(8192)) == (key(1), False, None)
+        assert tracemalloc.get_traced_memory()[1] < 8 * MIB
+    finally:
+        tracemalloc.stop()
 
 
 def test_random_calls_leave_the_rows_of_a_model(path: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.config import parse_config
+from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.index import State
-from nixl_offload.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.tiers.directory import TierDirectory
 from nixl_offload.tiers.file import HEAL_EVERY_S, FileTier
 from nixl_offload.types import Key, Location
@@ -26,9 +26,10 @@ OpenTier = Callable[[], FileTier]
 @pytest.fixture
 def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     """Return a function that opens a tier on the same directory each time; closes what it opened."""
-    plain: dict[str, Any] = {"str": "x", "str | None": None, "int": 1}
+    plain: dict[str, Any] = {"str": "x", "str | None": None, "int": 1, "tuple[int, ...]": (SLOT,)}
     group = GroupFields(**{field.name: plain[str(field.type)] for field in fields(GroupFields)})
     plain["tuple[GroupFields, ...]"] = (group,)
+    plain |= {"tuple[str, ...]": ("x",), "Mapping[str, Setting]": {}}
     values = {field.name: plain[str(field.type)] for field in fields(NamespaceFields)}
     namespace = make_namespace(NamespaceFields(**values))
     tier = {"kind": "file", "path": str(tmp_path / "kv"), "capacity": "128MiB"}

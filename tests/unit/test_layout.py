@@ -212,7 +212,6 @@ def test_the_smallest_tensor_of_a_group_limits_its_block_ids() -> None:
         ((region(8),), ((1, 8),), 4, "tensor 1 of 1"),
         ((region(8),), ((0, 9),), 4, "9 bytes of the pages of tensor 0, which have 8"),
         ((region(8),), ((0, 0),), 4, "0 bytes"),
-        ((region(8),), (), 4, "no refs"),
         ((region(9, 8),), ((0, 8),), 4, "9 bytes, 8 apart"),
         ((region(8, num_blocks=0),), ((0, 8),), 4, "0 pages"),
         ((region(8),), ((0, 8),), 0, "chunk of 0 blocks"),
@@ -224,6 +223,18 @@ def test_a_layout_that_contradicts_itself_is_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=words):
         KVLayout(tensors, (GroupLayout(refs),), blocks_per_chunk)
+
+
+def test_a_group_without_layers_takes_nothing_and_has_no_blocks() -> None:
+    """As on a pipeline stage that has no layer of it; another stage may have no KV tensor at all."""
+    layout = KVLayout((region(8),), (GroupLayout(()), GroupLayout(((0, 8),))), 4)
+    assert layout.empty_groups == {0}
+    assert (layout.groups[0].block_bytes, layout.slot_bytes(0)) == (0, 0)
+    assert layout.slot_bytes(1) == slot_bytes(4, 8)
+    assert len(chunk_extents(layout, 1, np.array([1, 2], dtype=np.int32), 0).length) == 1
+    with pytest.raises(LayoutError, match="a KV cache of 0 blocks"):
+        chunk_extents(layout, 0, np.array([0], dtype=np.int32), 0)
+    assert KVLayout((), (GroupLayout(()),), 4).empty_groups == {0}
 
 
 def test_slots_and_blocks_have_the_size_of_the_unpadded_pages() -> None:

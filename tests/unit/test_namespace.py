@@ -9,32 +9,18 @@ from typing import Any
 import pytest
 
 from nixl_offload.errors import NamespaceError
-from nixl_offload.namespace import GroupFields, NamespaceFields, digest_names, make_namespace
+from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 
-FULL = GroupFields(
-    group_id=0,
-    layer_count=32,
-    layers_digest=digest_names([f"layers.{n}" for n in range(32)]),
-    tokens_per_block=16,
-    slot_bytes=1 << 20,
-    spec="FullAttentionSpec(num_kv_heads=8, head_size=128)",
-)
-WINDOW = GroupFields(
-    group_id=1,
-    layer_count=1,
-    layers_digest=digest_names(["layers.32"]),
-    tokens_per_block=32,
-    slot_bytes=1 << 19,
-    spec="SlidingWindowSpec(num_kv_heads=8, head_size=128, sliding_window=4096)",
-)
+FULL = GroupFields(group_id=0, tokens_per_block=16, slot_bytes=(1 << 20, 3 << 19))
+WINDOW = GroupFields(group_id=1, tokens_per_block=32, slot_bytes=(0, 1 << 19))
 BASE = NamespaceFields(
     tenant="default",
-    engine="vllm 0.33",
+    engine="vllm 0.33.0",
     platform="cuda:9.0",
     attention_backend="FLASH_ATTN",
     model="org/model",
     revision="main",
-    model_digest="ab" * 32,
+    weights="ab" * 32,
     dtype="bfloat16",
     kv_layout="BLHNC",
     tokens_per_block=32,
@@ -43,8 +29,10 @@ BASE = NamespaceFields(
     hash_algorithm="sha256",
     hash_seed="0",
     groups=(FULL, WINDOW),
-    tp=2,
-    pp=1,
+    ranks=("ab", "cd"),
+    settings={"model.max_model_len": 4096, "cache.sinks": True, "model.rope": None},
+    tp=1,
+    pp=2,
     pcp=1,
     dcp=1,
     world_size=2,
@@ -52,13 +40,61 @@ BASE = NamespaceFields(
 
 
 def changed(value: Any) -> Any:
+    """Return another value of the same type, and of the same length where that says something else."""
+    if isinstance(value, tuple):
+        return (*value[:-1], changed(value[-1]))
+    if isinstance(value, dict):
+        return {**value, "model.max_model_len": 8192}
     return value + 1 if isinstance(value, int) else f"{value}x"
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(NamespaceFields) if field.name != "groups"])
+SEPARATE = [field.name for field in fields(NamespaceFields) if field.name not in ("groups", "world_size")]
+
+
+@pytest.mark.parametrize("name", SEPARATE)
 def test_every_field_changes_the_digest(name: str) -> None:
     other = replace(BASE, **{name: changed(getattr(BASE, name))})
     assert make_namespace(other).digest != make_namespace(BASE).digest
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"model.max_model_len": 4096, "cache.sinks": True},
+        {"model.max_model_len": 4096, "cache.sinks": 1, "model.rope": None},
+        {"model.max_model_len": "4096", "cache.sinks": True, "model.rope": None},
+        {"model.max_model_len": 4096, "cache.sinks": True, "model.rope": None, "model.new": 1},
+    ],
+)
+def test_every_setting_changes_the_digest_and_so_does_its_type(settings: dict[str, Any]) -> None:
+    assert make_namespace(replace(BASE, settings=settings)).digest != make_namespace(BASE).digest
+
+
+def test_the_order_of_settings_does_not_matter_and_that_of_ranks_does() -> None:
+    turned = dict(reversed(BASE.settings.items()))
+    assert make_namespace(replace(BASE, settings=turned)).digest == make_namespace(BASE).digest
+    assert make_namespace(replace(BASE, ranks=("cd", "ab"))).digest != make_namespace(BASE).digest
+
+
+def test_each_rank_has_its_own_size_and_slots_have_the_largest() -> None:
+    """A stage of fewer layers writes smaller shards, one without any writes none; a group has at least one holder."""
+    namespace = make_namespace(BASE)
+    assert [namespace.shard_bytes(0, rank) for rank in range(2)] == [1 << 20, 3 << 19]
+    assert [namespace.shard_bytes(1, rank) for rank in range(2)] == [0, 1 << 19]
+    assert (namespace.slot_bytes(0), namespace.slot_bytes(1)) == (3 << 19, 1 << 19)
+    assert (namespace.holders(0), namespace.holders(1)) == ((0, 1), (1,))
+    for ask in (namespace.slot_bytes, namespace.holders, lambda group: namespace.shard_bytes(group, 0)):
+        with pytest.raises(LookupError):
+            ask(7)
+    for sizes, words in (
+        ((0, 0), "is 0 on every rank"),
+        ((1,), "has 1 sizes for 2 ranks"),
+        ((-1, 1), "must be numbers of bytes"),
+        ((True, 1), "must be numbers of bytes"),
+    ):
+        with pytest.raises(NamespaceError, match=rf"namespace\.groups\[1\]\.slot_bytes {words}"):
+            make_namespace(replace(BASE, groups=(FULL, replace(WINDOW, slot_bytes=sizes))))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(GroupFields)])
@@ -81,7 +117,7 @@ def test_the_order_of_groups_does_not_matter() -> None:
 
 def test_the_digest_is_the_same_in_every_release() -> None:
     """A pinned value: whoever changes it orphans every chunk in the field, and must raise format_version instead."""
-    assert make_namespace(BASE).digest.hex() == "a2e33b2cebb6702220b9e51aaa3208ade2210454329f1df6731ff581617359f4"
+    assert make_namespace(BASE).digest.hex() == "df1ecfe84b2b8f12b1426548ce181ee79efd58c035f4c985ae7fd83beffd3f52"
 
 
 @pytest.mark.parametrize(
@@ -97,13 +133,6 @@ def test_the_digest_is_the_same_in_every_release() -> None:
 )
 def test_no_field_can_pass_for_another(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert make_namespace(replace(BASE, **left)).digest != make_namespace(replace(BASE, **right)).digest
-
-
-def test_layer_names_count_with_their_order_and_borders() -> None:
-    digests = {
-        digest_names(names) for names in (["a", "b"], ["b", "a"], ["ab"], ["a", "", "b"], ["a,b"], ['a","b'], [])
-    }
-    assert len(digests) == 7
 
 
 def test_ranks_share_the_digest_but_not_the_rank_digest() -> None:
@@ -126,7 +155,8 @@ def test_the_manifest_is_plain_json_and_complete() -> None:
     manifest = json.loads(json.dumps(make_namespace(BASE).manifest()))
     assert manifest["namespace"] == make_namespace(BASE).digest.hex()
     assert set(manifest["fields"]) == {field.name for field in fields(NamespaceFields)}
-    assert manifest["fields"]["groups"][1]["spec"].startswith("SlidingWindowSpec")
+    assert manifest["fields"]["groups"][1] == {"group_id": 1, "tokens_per_block": 32, "slot_bytes": [0, 1 << 19]}
+    assert manifest["fields"]["settings"] == dict(BASE.settings)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(NamespaceFields)])
@@ -146,18 +176,41 @@ def test_absence_is_allowed_only_where_it_is_a_value(field: Any) -> None:
         make_namespace(absent)
 
 
-@pytest.mark.parametrize("field", fields(NamespaceFields), ids=lambda field: field.name)
+NEVER_EMPTY = [field for field in fields(NamespaceFields) if field.name != "settings"]
+
+
+@pytest.mark.parametrize("field", NEVER_EMPTY, ids=lambda field: field.name)
 def test_empty_and_zero_are_refused_where_they_say_nothing(field: Any) -> None:
-    value: Any = 0 if field.type == "int" else "" if "str" in field.type else ()
-    with pytest.raises(NamespaceError, match=rf"^namespace\.{field.name} is "):
+    value: Any = 0 if field.type == "int" else () if "tuple" in field.type else ""
+    with pytest.raises(NamespaceError, match=rf"^namespace\.{field.name} (is|has) "):
         make_namespace(replace(BASE, **{field.name: value}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"a": [1]}, r"settings\.a must be a plain value, not list"),
+        ({"a": float("nan")}, r"settings\.a is nan, which JSON has no number for"),
+        ({"": 1}, "settings: '' is not the path of a setting"),
+        ({1: 1}, "settings: 1 is not the path of a setting"),
+    ],
+)
+def test_settings_are_plain(settings: dict[Any, Any], words: str) -> None:
+    with pytest.raises(NamespaceError, match=rf"^namespace\.{words}"):
+        make_namespace(replace(BASE, settings=settings))
+
+
+def test_ranks_have_a_digest_each() -> None:
+    for ranks, words in ((("ab",), "ranks has 1 digests for 2 ranks"), (("ab", ""), r"ranks\[1\] must be a digest")):
+        with pytest.raises(NamespaceError, match=words):
+            make_namespace(replace(BASE, ranks=ranks))
 
 
 def test_group_ids_are_unique_and_groups_are_groups() -> None:
     with pytest.raises(NamespaceError, match=r"repeats a group id: \[0, 0\]"):
         make_namespace(replace(BASE, groups=(FULL, replace(WINDOW, group_id=0))))
-    with pytest.raises(NamespaceError, match=r"namespace\.groups\[1\]\.layer_count is 0; allowed: 1 or more"):
-        make_namespace(replace(BASE, groups=(FULL, replace(WINDOW, layer_count=0))))
+    with pytest.raises(NamespaceError, match=r"namespace\.groups\[1\]\.tokens_per_block is 0; allowed: 1 or more"):
+        make_namespace(replace(BASE, groups=(FULL, replace(WINDOW, tokens_per_block=0))))
     wrong: Any = ({"group_id": 0},)
     with pytest.raises(NamespaceError, match=r"namespace\.groups\[0\] must be GroupFields, not dict"):
         make_namespace(replace(BASE, groups=wrong))

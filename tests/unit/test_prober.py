@@ -12,6 +12,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.chain_search import AskAll, ChainSearch
 from nixl_offload.tiers.chores import Discard
+from nixl_offload.tiers.naming import StoredShard
 from nixl_offload.tiers.prober import MAX_CHORES, ChoreEnd, Event, Found, Prober, SearchEnd, Sight, TrialEnd
 from nixl_offload.types import Key
 from tests.unit.shared_rig import SLOT, WAIT_S, Gate, MemoryStore, keys_of, refuse
@@ -29,7 +30,7 @@ def make(store: MemoryStore) -> Iterator[MakeProber]:
     made: list[Prober] = []
 
     def build(threads: int = 4, **arguments: object) -> Prober:
-        made.append(Prober(store, name_of=_name, size_of=lambda key: SLOT, threads=threads, **arguments))  # type: ignore[arg-type]
+        made.append(Prober(store, witness_of=_witness, threads=threads, **arguments))  # type: ignore[arg-type]
         return made[-1]
 
     yield build
@@ -42,6 +43,10 @@ def make(store: MemoryStore) -> Iterator[MakeProber]:
 
 def _name(key: Key) -> str:
     return key.hex()
+
+
+def _witness(key: Key) -> StoredShard:
+    return StoredShard(_name(key), SLOT)
 
 
 def _put(store: MemoryStore, *keys: Key, size_bytes: int = SLOT, age_s: float = 0.0) -> None:
@@ -148,7 +153,7 @@ def test_questions_overtake_chores_and_chores_keep_to_their_threads(make: MakePr
     gate = Gate()
     store.before = lambda operation, name: gate(operation, name) if operation == "delete" else None
     prober = make(threads=3, chore_threads=2)
-    chores = [Discard((key,), (_name(key),)) for key in keys_of(20, first=100)]
+    chores = [Discard((key,), ((StoredShard(_name(key), 0),),), even_whole=True) for key in keys_of(20, first=100)]
     assert all(prober.do(chore) for chore in chores)
     prober.search(1, keys_of(10), AskAll(10))
     _collect(prober, SearchEnd)
@@ -162,7 +167,9 @@ def test_questions_overtake_chores_and_chores_keep_to_their_threads(make: MakePr
 def test_too_many_chores_are_refused(make: MakeProber, store: MemoryStore) -> None:
     gate = store.before = Gate()
     prober = make(threads=2)
-    taken = sum(prober.do(Discard((), (str(number),))) for number in range(MAX_CHORES + 100))
+    taken = sum(
+        prober.do(Discard((), ((StoredShard(str(number), 0),),), even_whole=True)) for number in range(MAX_CHORES + 100)
+    )
     assert MAX_CHORES <= taken <= MAX_CHORES + 2
     gate.open()
 

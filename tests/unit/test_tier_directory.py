@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nixl_offload.errors import ConfigError, TierError
-from nixl_offload.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
+from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.tiers.directory import TierDirectory
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab import SlabAllocator
@@ -26,9 +26,10 @@ SLOT = 68 * KIB
 
 def namespace(model: str = "model") -> Namespace:
     """Return a namespace that differs from others in the model's name alone."""
-    plain: dict[str, object] = {"str": "x", "str | None": None, "int": 1}
+    plain: dict[str, object] = {"str": "x", "str | None": None, "int": 1, "tuple[int, ...]": (SLOT,)}
     group = GroupFields(**{field.name: plain[str(field.type)] for field in fields(GroupFields)})
     plain["tuple[GroupFields, ...]"] = (group,)
+    plain |= {"tuple[str, ...]": ("x",), "Mapping[str, Setting]": {}}
     return make_namespace(
         NamespaceFields(**{**{field.name: plain[str(field.type)] for field in fields(NamespaceFields)}, "model": model})
     )

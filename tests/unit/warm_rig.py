@@ -10,7 +10,7 @@ import numpy as np
 from nixl_offload.checksum import block_checksums
 from nixl_offload.cli.warm.copy import verify_image
 from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header, slot_bytes
-from nixl_offload.namespace import GroupFields, Namespace, make_namespace
+from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.naming import shard_name
 from nixl_offload.types import Key
@@ -37,7 +37,7 @@ __all__ = [
 
 def namespace(tenant: str = "default") -> Namespace:
     fields = namespace_of(tenant).fields
-    group = GroupFields(0, 1, "ab", 16, SLOT_BYTES, "full attention")
+    group = GroupFields(0, 16, (SLOT_BYTES,) * RANKS)
     return make_namespace(replace(fields, groups=(group,), blocks_per_chunk=BLOCKS))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _our_logger() -> Iterator[None]:
+    """Put our logger back as it was: where vLLM loads plugins in this process, ours sends its lines where vLLM's go."""
+    ours = logging.getLogger("nixl_offload")
+    before = (ours.handlers[:], ours.level, ours.propagate)
+    yield
+    ours.handlers[:], ours.level, ours.propagate = before
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,7 @@ class Workshop:
         shape: ModelShape = TINY,
         connector: Mapping[str, Any] | str | None = None,
         *,
+        model: Path | str | None = None,
         in_process: bool = True,
         forked: bool = True,
         environment: Mapping[str, str] | None = None,
@@ -81,11 +82,13 @@ class Workshop:
     ) -> Engine:
         """Start a float32 engine on ``shape``'s model. ``connector`` is our config (mapping or path); None means none.
 
+        ``model`` is another model, by its directory or name; then ``shape`` only says how long prompts may be.
         ``options`` are ``vllm.LLM``'s and override the defaults: 64-token blocks, a KV cache of 64 MiB (256 blocks of
         TINY), at most 512 tokens a step.
         """
-        with self._lock:
-            model = write_model(self.scratch / f"model-{abs(hash(shape)):x}", shape)
+        if model is None:
+            with self._lock:
+                model = write_model(self.scratch / f"model-{abs(hash(shape)):x}", shape)
         options = {
             "dtype": "float32",
             "block_size": BLOCK_TOKENS,

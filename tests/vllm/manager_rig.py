@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.config import (
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, TicketReport
+from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, RankGeometry, TicketReport
 
 SLOT = 8192
 BLOCK_TOKENS = 64
@@ -62,7 +62,7 @@ def kv_cache_config() -> Any:
     """Return as much of a KVCacheConfig as our half and vLLM's scheduler half read: one group of full attention."""
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"], is_eagle_group=False)
-    return SimpleNamespace(kv_cache_groups=[group])
+    return SimpleNamespace(kv_cache_groups=[group], cache_hit_alignment_tokens=None)
 
 
 def vllm_config(world_size: int = 1) -> Any:
@@ -70,13 +70,26 @@ def vllm_config(world_size: int = 1) -> Any:
     hf_config = SimpleNamespace(to_dict=lambda: {"layers": 1})
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            model="org/model", hf_config=hf_config, dtype="float32", quantization=None, model_weights="", revision=None
+            model="org/model",
+            hf_config=hf_config,
+            dtype="float32",
+            quantization=None,
+            model_weights="",
+            revision=None,
+            tokenizer=None,
+            multimodal_config=None,
         ),
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(
             prefix_caching_hash_algo="sha256", prefix_cache_retention_interval=None, enable_prefix_caching=True
         ),
-        parallel_config=SimpleNamespace(world_size=world_size, decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            world_size=world_size,
+            tensor_parallel_size=world_size,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
         speculative_config=None,
     )
 
@@ -106,6 +119,11 @@ def offloading_config(world_size: int = 1, *, events: bool = True) -> Offloading
     )
 
 
+def ranks(count: int = 1) -> list[RankGeometry]:
+    """Return what so many equal ranks tell of themselves."""
+    return [RankGeometry(rank, (SLOT,), f"{rank:064x}", ("CPU_ATTN",)) for rank in range(count)]
+
+
 def key(number: int) -> OffloadKey:
     return OffloadKey(number.to_bytes(32, "big") + bytes(4))
 
@@ -125,7 +143,7 @@ class Rig:
 
     def __init__(self, config: Config, world_size: int = 1, *, events: bool = True) -> None:
         self.manager = NixlOffloadManager(offloading_config(world_size, events=events), config, vllm_config(world_size))
-        self.manager.open((SLOT,), kv_cache_config(), ["CPU_ATTN"])
+        self.manager.open(ranks(world_size))
         self._world_size = world_size
 
     def close(self) -> None:

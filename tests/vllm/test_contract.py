@@ -445,7 +445,7 @@ def test_reports_of_two_ranks_merge() -> None:
 
 
 def test_handshake_message_is_one() -> None:
-    assert isinstance(RankGeometry((4096,)), named(f"{CONNECTOR}.base:KVConnectorHandshakeMetadata"))
+    assert isinstance(RankGeometry(0, (4096,), "digest"), named(f"{CONNECTOR}.base:KVConnectorHandshakeMetadata"))
 
 
 # What follows from the differences between versions.
@@ -486,7 +486,7 @@ def test_opening_again_changes_nothing() -> None:
     config = manager_rig.config_of(manager_rig.memory_tier())
     manager = NixlOffloadManager(None, config, None)  # type: ignore[arg-type]
     manager._catalog = opened = object()  # type: ignore[assignment]
-    manager.open((4096,), None)  # type: ignore[arg-type]
+    manager.open(manager_rig.ranks())
     assert manager._catalog is opened
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -220,6 +221,7 @@ def test_deleted(what: str, engine: Engine, files: TierFiles, reference: Referen
     seen = []
 
     def stores_again() -> bool:
+        time.sleep(0.3)  # an index is made anew after seconds, and each look takes another prompt
         seen.append(next(FRESH))
         before = engine.stored_bytes()
         reference.check(engine, [*PROMPTS, seen[-1]])

@@ -1,7 +1,12 @@
-"""The model's part of the namespace: other weights never share KV, the same weights do, whatever the process."""
+"""The namespace, made from vLLM's own configuration objects: whatever may change a stored byte parts two servers, and
+what cannot does not.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,61 +15,423 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from nixl_offload.errors import NamespaceError
-from nixl_offload.vllm.identity import model_digest, weights_digest
+import torch
+from huggingface_hub._revision import ResolvedRevision
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from examples.demo.model import TINY, write_model
+from nixl_offload.config import Config
+from nixl_offload.identity.namespace import Namespace
+from nixl_offload.vllm.identity import build_namespace, models_of, name_model, reason_to_stay_off
+from nixl_offload.vllm.messages import RankGeometry
+from nixl_offload.vllm.rank_identity import allocation_digest
+from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys, sentence_about_media
+from tests.vllm import manager_rig
+from tests.vllm.families import write_vision
+
+Build = Callable[..., VllmConfig]
 
 
-def config(commit: str | None = None, load_format: str = "auto", **model: Any) -> Any:
-    """Return as much of a VllmConfig as the digest reads."""
-    hf_config = SimpleNamespace(to_dict=lambda: {"layers": 2, "_name_or_path": "x"}, _commit_hash=commit)
-    fields = {"hf_config": hf_config, "dtype": "bfloat16", "quantization": None, "model_weights": "", **model}
-    return SimpleNamespace(model_config=SimpleNamespace(**fields), load_config=SimpleNamespace(load_format=load_format))
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with ``base``, a text model, and ``vision``."""
+    directory = tmp_path_factory.mktemp("models")
+    write_model(directory / "base", TINY)
+    write_vision(directory / "vision")
+    return directory
 
 
-def test_a_model_that_is_one_file_is_known_by_its_weights(tmp_path: Path) -> None:
-    """A GGUF file that was replaced by another of the same name and size is another model."""
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"a" * 1000)
-    before = weights_digest(str(file))
-    file.write_bytes(b"b" * 1000)
-    assert before
-    assert weights_digest(str(file)) not in ("", before)
+@pytest.fixture(scope="module")
+def build(models: Path) -> Iterator[Build]:
+    """Build vLLM's final configuration as ``vllm serve`` does, from the same arguments."""
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+    def made(model: str = "base", **arguments: Any) -> VllmConfig:
+        options = {"dtype": "float32", "skip_tokenizer_init": model == "base", "max_model_len": 512, **arguments}
+        return EngineArgs(model=str(models / model), **options).create_engine_config()
+
+    yield made
+    if before is None:
+        del os.environ["HF_HUB_OFFLINE"]
+    else:
+        os.environ["HF_HUB_OFFLINE"] = before
 
 
-def test_a_directory_without_weights_says_nothing_of_them(tmp_path: Path) -> None:
-    """Or all models whose weights are streamed from elsewhere would be one."""
-    (tmp_path / "config.json").write_text("{}")
-    assert weights_digest(str(tmp_path)) == ""
-    assert weights_digest("org/model") == ""
+def config(*tiers: dict[str, Any], **fields: Any) -> Config:
+    return manager_rig.config_of(*(tiers or (manager_rig.memory_tier(),)), **fields)
+
+
+def namespace(
+    vllm_config: VllmConfig, *, ranks: Sequence[RankGeometry] | None = None, weights: str = "w", **fields: Any
+) -> Namespace:
+    """Return the namespace of an engine of one rank with this configuration."""
+    return build_namespace(
+        vllm_config,
+        manager_rig.offloading_config(),
+        config(**fields),
+        manager_rig.ranks() if ranks is None else ranks,
+        {"model_config": weights},
+    )
+
+
+@pytest.fixture(scope="module")
+def base(build: Build) -> Namespace:
+    return namespace(build())
 
 
 @pytest.mark.parametrize(
-    "other",
+    "arguments",
     [
-        {"commit": "b"},
+        {"max_model_len": 1024},  # chooses the factors of LongRoPE
+        {"quantization_config": {"linear": {"weight": "fp8_per_tensor_static"}}},
+        {"model_impl": "transformers"},
+        {"code_revision": "abc"},
+        {"dtype": "bfloat16"},
+        {"block_size": 32},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["2"]},
+        {"enable_prefix_caching": False},
+        {"generation_config": "vllm"},  # Llama 4 takes the temperature of its attention from there
+        {"override_generation_config": {"attn_temperature_tuning": False}},
+        {"tokenizer_mode": "slow"},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
         {"load_format": "dummy"},
-        {"dtype": "float16"},
-        {"quantization": "fp8"},
-        {"model_weights": "s3:"},
+        {"enable_lora": True},
+        {"disable_sliding_window": True},
+        {"additional_config": {"x": 1}},
+    ],
+    ids="-".join,
+)
+def test_what_may_change_a_byte_parts_two_servers(build: Build, base: Namespace, arguments: dict[str, Any]) -> None:
+    assert namespace(build(**arguments)).digest != base.digest
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_num_seqs": 3},
+        {"max_num_batched_tokens": 8192},
+        {"enforce_eager": True},
+        {"gpu_memory_utilization": 0.5},
+        {"served_model_name": "another"},
+        {"seed": 7},
+        {"disable_log_stats": True},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+        {"max_logprobs": 3},
+        {"num_gpu_blocks_override": 77},
+        {"shutdown_timeout": 30},
+        {"scheduling_policy": "priority"},
+        {"download_dir": "/elsewhere"},
+    ],
+    ids="-".join,
+)
+def test_what_cannot_does_not(build: Build, base: Namespace, arguments: dict[str, Any]) -> None:
+    other = namespace(build(**arguments))
+    assert other.fields == base.fields
+    assert other.digest == base.digest
+
+
+def test_layer_skipping_tells_two_lists_apart(build: Build) -> None:
+    """Both make blocks of the same size."""
+    two, three = (build(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[layer]) for layer in "23")
+    assert namespace(two).digest != namespace(three).digest
+
+
+@pytest.mark.parametrize("name", ["cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"])
+def test_which_tokens_lie_on_which_rank(build: Build, base: Namespace, name: str) -> None:
+    """With context parallelism: the same sizes, other tokens."""
+    other = build()
+    other.parallel_config = replace_parallel(other.parallel_config, **{name: 16})
+    assert namespace(other).digest != base.digest
+
+
+def replace_parallel(parallel: ParallelConfig, **fields: Any) -> ParallelConfig:
+    """Return a copy with other fields, past the checks that want devices for them."""
+    copy = object.__new__(ParallelConfig)
+    copy.__dict__.update(parallel.__dict__, **fields)
+    return copy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mm_processor_kwargs": {"size": {"height": 28, "width": 28}}},
+        {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
+        {"limit_mm_per_prompt": {"image": 0}, "language_model_only": True},
+    ],
+    ids="-".join,
+)
+def test_how_images_are_processed_parts_two_servers(build: Build, arguments: dict[str, Any]) -> None:
+    """The engine's own arguments are in no block hash."""
+    assert namespace(build("vision", **arguments)).digest != namespace(build("vision")).digest
+
+
+def test_the_name_counts_beside_the_weights(build: Build, base: Namespace, models: Path, tmp_path: Path) -> None:
+    """``base`` and ``base-ft`` share nothing, ``a/base`` and ``b/base`` do where the files are the same."""
+    (models / "base-ft").symlink_to(models / "base")
+    assert namespace(build("base-ft")).digest != base.digest
+    elsewhere = tmp_path / "base"
+    elsewhere.symlink_to(models / "base")
+    moved = EngineArgs(model=str(elsewhere), dtype="float32", skip_tokenizer_init=True, max_model_len=512)
+    assert namespace(moved.create_engine_config()).digest == base.digest
+    assert namespace(build(), weights="others").digest != base.digest
+
+
+def test_a_config_with_keys_of_several_types(build: Build, base: Namespace) -> None:
+    """``sort_keys`` of json raises on them."""
+    mixed = build()
+    mixed.model_config.hf_config.mixed = {1: "a", "1": "b"}
+    assert namespace(mixed).digest != base.digest
+
+
+def test_what_ranks_have_allocated_counts(build: Build, base: Namespace) -> None:
+    (rank,) = manager_rig.ranks()
+    for other in (
+        replace(rank, digest="f" * 64),
+        replace(rank, slot_bytes=(2 * manager_rig.SLOT,)),
+        replace(rank, attention_backends=("FLASH_ATTN",)),
+    ):
+        assert namespace(build(), ranks=[other]).digest != base.digest
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [("VLLM_MLA_DISABLE", True), ("NVIDIA_TF32_OVERRIDE", True), ("VLLM_LOGGING_LEVEL", False), ("HOME", False)],
+)
+def test_environment(
+    build: Build, base: Namespace, monkeypatch: pytest.MonkeyPatch, name: str, *, counts: bool
+) -> None:
+    """Variables that choose kernels, layouts or precision."""
+    vllm_config = build()
+    monkeypatch.setenv(name, "1")
+    assert (namespace(vllm_config).digest != base.digest) is counts
+
+
+def test_a_version_of_transformers_counts(build: Build, base: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds image processors and rope functions."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")
+    assert namespace(build()).digest != base.digest
+
+
+def test_plugins_count_with_their_versions(
+    build: Build, base: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever they are called; a folder without METADATA, which is enough for vLLM, ends nothing."""
+    found = {base.digest}
+    for version in (None, "1.0", "2.0"):
+        info = tmp_path / str(version) / f"vllm_fancy-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nfancy = vllm_fancy:register\n")
+        if version is not None:
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-fancy\nVersion: {version}\n")
+        with monkeypatch.context() as patch:
+            vllm_config = build()
+            patch.syspath_prepend(str(info.parent))
+            found.add(namespace(vllm_config).digest)
+    assert len(found) == 4
+
+
+def test_a_tokenizer_of_its_own_counts_by_its_files(build: Build, base: Namespace, models: Path) -> None:
+    """Some models make tables from it."""
+    other = build(tokenizer=str(models / "vision"))
+    assert models_of(other)["model_config.tokenizer"].files == str(models / "vision")
+    assert namespace(other).digest != base.digest
+
+
+# Models by name
+
+
+COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+
+
+def model_config(**fields: Any) -> Any:
+    defaults = {"model": "org/tiny", "model_weights": "", "revision": None, "hf_config": SimpleNamespace()}
+    return SimpleNamespace(**{**defaults, **fields})
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path: Path) -> None:
+    """By a ``ResolvedRevision``, a str of another type, or by what huggingface_hub left in the config."""
+    by_commit = ("org/tiny", COMMIT, None)
+    assert name_model(model_config(revision=ResolvedRevision(initial=None, resolved=COMMIT))) == by_commit
+    assert name_model(model_config(hf_config=SimpleNamespace(_commit_hash=COMMIT))) == by_commit
+    repository = tmp_path / "models--org--tiny"
+    offline = repository / "snapshots" / COMMIT
+    offline.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "1a2b").write_text("{}")
+    (offline / "config.json").symlink_to("../../blobs/1a2b")
+    assert name_model(model_config(model=str(offline))) == by_commit
+    (offline / "model.safetensors").write_bytes(b"of my own")
+    assert name_model(model_config(model=str(offline))) == (COMMIT, None, str(offline))
+    assert name_model(model_config(revision="v1")) == ("org/tiny", "v1", None)
+
+
+def test_a_streamed_model_is_known_by_its_address() -> None:
+    """``model`` is a directory of vLLM's own then; and no password of an address gets into a manifest."""
+    streamed = name_model(model_config(model="/cache/1a2b", model_weights="s3://bucket/base"))
+    assert streamed == ("s3://bucket/base", None, None)
+    secret = name_model(model_config(model="/cache/1a2b", model_weights="https://me:hunter2@host/base"))
+    assert "hunter2" not in secret.name
+
+
+def test_a_draft_model_counts_with_its_weights(build: Build, models: Path) -> None:
+    """Its layers' KV is stored, too."""
+    write_model(models / "draft", TINY)
+    vllm_config = build(
+        speculative_config={"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": 2}
+    )
+    assert set(models_of(vllm_config)) == {"model_config", "speculative_config.draft_model_config"}
+    digests = {
+        build_namespace(
+            vllm_config,
+            manager_rig.offloading_config(),
+            config(),
+            manager_rig.ranks(),
+            {"model_config": "w", "speculative_config.draft_model_config": draft},
+        ).digest
+        for draft in "ab"
+    }
+    assert len(digests) == 2
+
+
+# When to stay off
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "words"),
+    [
+        ({}, {}, None),
+        ({"enable_prefix_caching": False}, {}, "prefix caching is off"),
+        ({"enable_prefix_caching": False}, {"serve_without_prefix_caching": True}, None),
+        ({"prefix_caching_hash_algo": "xxhash"}, {}, "PYTHONHASHSEED"),
+        ({"prefix_caching_hash_algo": "sha256_cbor"}, {}, None),
     ],
 )
-def test_what_decides_the_weights_decides_the_digest(other: dict[str, Any]) -> None:
-    assert model_digest(config(**{"commit": "a", **other}), "w") != model_digest(config(commit="a"), "w")
+def test_reasons_to_stay_off(
+    build: Build,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    fields: dict[str, Any],
+    words: str | None,
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    reason = reason_to_stay_off(build(**arguments), config(manager_rig.slab_tier(tmp_path), **fields))
+    assert (reason is None) if words is None else (reason is not None and words in reason)
 
 
-def test_the_order_of_a_set_decides_nothing() -> None:
-    """A set of strings comes out in another order in each process, and the digest must not."""
-    one, other = {0, 8}, {8, 0}
-    assert str(one) != str(other), "they no longer show what they are here to show"
-    digests = {
-        model_digest(config(hf_config=SimpleNamespace(to_dict=lambda items=items: {"items": items})), "w")
-        for items in (one, other)
-    }
-    assert len(digests) == 1
+def test_hashes_of_one_process_are_good_enough_for_memory(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a seed makes them good for all."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    seedless = build(prefix_caching_hash_algo="xxhash")
+    assert reason_to_stay_off(seedless, config(manager_rig.memory_tier())) is None
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert reason_to_stay_off(seedless, config(manager_rig.slab_tier(Path("/nowhere")))) is None
 
 
-def test_a_weight_file_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path) -> None:
-    """A dangling link among the weights: the operator reads which file, not a traceback from the middle of nowhere."""
-    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
-    with pytest.raises(NamespaceError, match=r"unreadable: .*model\.safetensors"):
-        weights_digest(str(tmp_path))
+# Requests
+
+
+def request(*identifiers: str, lora: str = "", mm_hash: str | None = None) -> Any:
+    features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=f"{lora}:{name}" if lora else name,
+            mm_position=PlaceholderRange(0, 4),
+            mm_hash=mm_hash or name,
+        )
+        for name in identifiers
+    ]
+    return SimpleNamespace(mm_features=features, lora_request=SimpleNamespace(lora_name=lora) if lora else None)
+
+
+def test_only_digests_of_content_are_lasting_names() -> None:
+    assert has_lasting_keys(request())
+    assert has_lasting_keys(request("a" * 64))
+    assert has_lasting_keys(request("a" * 128, "0" * 64))
+    assert has_lasting_keys(request("a" * 64, lora="adapter"))
+    assert not has_lasting_keys(request("my-cat", lora="adapter"))
+    assert not has_lasting_keys(request("my-cat", mm_hash="a" * 64)), "the identifier is what block hashes hold"
+    for name in ("renderer0-mm-0-image-0", "my-cat", "", "a" * 63, "A" * 64, f"{'a' * 64}\n"):
+        assert not has_lasting_keys(request("a" * 64, name)), name
+
+
+def test_images_that_are_counted_have_no_lasting_names(build: Build) -> None:
+    """Whatever they look like: a request's own arguments turn the counter into a digest of it."""
+    counted = build("vision", enable_prefix_caching=False, mm_processor_cache_gb=0)
+    assert counts_media(counted)
+    assert not has_lasting_keys(request("a" * 64), counts_media=True)
+    assert has_lasting_keys(request(), counts_media=True)
+    assert "counter" in str(sentence_about_media(counted))
+    for vllm_config in (
+        build("vision", mm_processor_cache_gb=0),
+        build("vision", enable_prefix_caching=False),
+        build("vision"),
+    ):
+        assert not counts_media(vllm_config)
+        assert "uuid" in str(sentence_about_media(vllm_config))
+    assert not counts_media(build(enable_prefix_caching=False))
+    assert sentence_about_media(build()) is None
+
+
+# What a rank has allocated
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float16)
+BLOCKS = 8
+
+
+def digest(
+    specs: dict[str, Any] | None = None,
+    *,
+    blocks: int = BLOCKS,
+    dtype: torch.dtype = torch.float16,
+    names: Sequence[str] = ("0", "1"),
+    layers: dict[str, Any] | None = None,
+    transposed: bool = False,
+    **group: Any,
+) -> str:
+    """Return the digest of two layers, each with a tensor of its own."""
+    spec = FULL if specs is None else UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    kv_cache_config = KVCacheConfig(blocks, [], [KVCacheGroupSpec(list(names), spec, **group)])
+    caches = {}
+    for name in names:
+        page = torch.zeros((blocks, 2, 16, 16), dtype=dtype)
+        caches[name] = page.transpose(1, 2) if transposed else page
+    context = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers or {}))
+    return allocation_digest(context, kv_cache_config, caches)  # type: ignore[arg-type]
+
+
+def test_the_digest_of_a_rank_is_of_its_layers() -> None:
+    half = replace(FULL, dtype=torch.bfloat16)
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float16, sliding_window=32)
+    scaled = {"0": SimpleNamespace(_k_scale_float=0.5, _v_scale_float=1.0)}
+    found = [
+        digest(),
+        digest({"0": FULL, "1": half}),
+        digest({"0": half, "1": FULL}),
+        digest({"0": window, "1": window}),
+        digest(dtype=torch.bfloat16),
+        digest(names=("1", "0")),
+        digest(names=("0", "2")),
+        digest(names=("0",)),
+        digest(transposed=True),
+        digest(is_eagle_group=True),
+        digest(layers=scaled),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_how_many_blocks_there_are_is_not_in_the_digest() -> None:
+    """Nor where they lie: another share of the memory, another GPU of the kind."""
+    assert digest(blocks=3) == digest(blocks=BLOCKS) == digest(blocks=16)

@@ -38,7 +38,7 @@ class Steps:
         spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=manager_rig.vllm_config())
         self.scheduler = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
         self.manager = self.scheduler.offload_manager
-        self.manager.open((manager_rig.SLOT,), caches, ["CPU_ATTN"])
+        self.manager.open(manager_rig.ranks())
 
     def _sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)

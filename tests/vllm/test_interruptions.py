@@ -77,6 +77,18 @@ def test_a_reset_while_stores_are_under_way(engine: Engine, right: list[Answer])
     assert all(answer.external_hit_tokens for answer in answers)
 
 
+def test_a_running_request_that_a_reset_preempts_is_loaded_in_the_same_step(workshop: Workshop) -> None:
+    """Over and over, while its chunks are being stored and when they are: the engine lives, and answers as always."""
+    with workshop.start_engine() as reference:
+        right = reference.generate(OTHERS, max_tokens=24, together=True)
+    with workshop.start_engine(connector=file_tier(workshop.scratch / "kv-reset-running")) as engine:
+        answers, resets = engine.generate_through_resets(OTHERS, max_tokens=24, every=3)
+        assert resets > 3
+        assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
+        assert engine.metrics()["vllm:kv_offload_load_bytes"] > 0, "nothing was loaded, so nothing was shown"
+        assert engine.settle(), "something is still waiting"
+
+
 def test_preempted_requests(workshop: Workshop) -> None:
     """Six requests on a KV cache for three: some are preempted and come back, from files or computed anew."""
     with workshop.start_engine() as reference:

@@ -83,7 +83,7 @@ class Rig:
             [[CanonicalKVCacheRef(index, PAGE) for index in range(LAYERS)]],
         )
         self.worker = NixlOffloadingWorker(offloading, config, caches)
-        (self.slot_bytes,) = self.worker.geometry().slot_bytes
+        (self.slot_bytes,) = self.worker.geometry("digest").slot_bytes
         self.place = SlabPlace(
             directory=str(directory),
             rank_namespaces=(b"r" * 32,),

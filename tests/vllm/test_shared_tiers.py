@@ -149,24 +149,25 @@ def test_two_engines(
     _load(first, [FORK], right[shape][-1:])
 
 
-def test_two_ranks(server: RcloneServer, workshop: Workshop) -> None:
+@pytest.mark.parametrize("name", ["obj", "tree"])
+def test_two_ranks(server: RcloneServer, workshop: Workshop, name: str) -> None:
     """Two engines with tensor parallelism 2: each rank of the second takes what its like in the first has stored.
 
     A shard of one rank vanishes: both ranks compute, the answer is the same, and the chunk is whole again. An engine
     with one rank finds nothing of this.
     """
-    medium = bucket(server, "obj", prefix="ranks")
+    medium = tree(workshop.scratch / "ranks") if name == "tree" else bucket(server, name, prefix="ranks")
     engines: list[Engine] = []
     side_by_side(*[lambda: engines.append(_start(workshop, medium, **TWO_RANKS))] * 2)
     first, second = engines
     expected = until_stored(first, medium, PROMPTS, 2 * len(PROMPTS) * FULL_TOKENS // CHUNK_TOKENS)
     stored_bytes = first.stored_bytes()
-    assert {name.rank for name in map(parse_shard_name, medium.shards()) if name} == {0, 1}
+    assert {shard.rank for shard in map(parse_shard_name, medium.shards()) if shard} == {0, 1}
 
     answers = _load(second, PROMPTS, expected)
     assert hits(answers) * token_bytes() == stored_bytes
     for rank in (0, 1):
-        gone = next(name for name in medium.shards() if name.endswith(f".{rank:04x}"))
+        gone = next(shard for shard in medium.shards() if shard.endswith(f".{rank:04x}"))
         medium.delete(gone)
         assert second.reset_prefix_cache()
         _assert_same(second.generate(PROMPTS), expected)

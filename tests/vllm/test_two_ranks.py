@@ -27,17 +27,22 @@ def directory(workshop: Workshop) -> Path:
     return workshop.scratch / "kv-ranks"
 
 
-@pytest.fixture(scope="module")
-def engine(workshop: Workshop, directory: Path) -> Iterator[Engine]:
+def _start(workshop: Workshop, directory: Path) -> Engine:
     """Two ranks, each a process with a slab of its own."""
-    with workshop.start_engine(
+    return workshop.start_engine(
         connector=file_tier(directory),
         in_process=False,
         # Two ranks on a machine with one NUMA node.
         environment={"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"},
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
-    ) as started:
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(workshop: Workshop, directory: Path) -> Iterator[Engine]:
+    """The engine of all tests but the last, which ends it."""
+    with _start(workshop, directory) as started:
         yield started
 
 
@@ -114,3 +119,17 @@ def test_a_load_that_fails_on_one_rank(engine: Engine, directory: Path, right: l
     assert engine.settle()
     _until_stored(engine, PROMPTS, right)
     assert len(PROMPTS[0]) == FULL_TOKENS + TAIL_TOKENS
+
+
+def test_another_server_finds_what_the_first_has_stored(
+    workshop: Workshop, engine: Engine, directory: Path, right: list[Answer]
+) -> None:
+    """Each rank of the second tells the same of itself as its like in the first, so both have one namespace."""
+    namespaces = sorted(path.parent for path in directory.glob("*/index.sqlite"))
+    engine.stop()
+    with _start(workshop, directory) as second:
+        answers = second.generate(PROMPTS)
+        assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(PROMPTS)
+        assert all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
+    assert sorted(path.parent for path in directory.glob("*/index.sqlite")) == namespaces
+    assert len(namespaces) == 1

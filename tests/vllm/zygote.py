@@ -231,9 +231,11 @@ def _save_work() -> None:
     # vLLM looks at a model's class in a process of its own (no CUDA is to be initialised), which imports all anew.
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda look: look()
-    # Ranks and scheduler spin for a second after each message before they sleep until the next one.
+    # Ranks and scheduler spin for a second after each message before they sleep until the next one. Of those that sleep
+    # at once vLLM wakes some up only when they look for themselves, which they do every 5 s.
     messages: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
     messages.SpinCondition.__init__.__defaults__ = (0.0,)
+    messages.SHM_READER_RECHECK_INTERVAL_MS = 10
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The process in which ``nixl-offload check`` starts movers: a library that crashes or hangs there ends a task, not us.
+"""The process in which ``nixl-offload check`` starts movers, or asks vLLM: a library that crashes or hangs there ends a
+task, not us.
 
-Threading: one thread. Ownership: ``Trials`` owns its process; ``close`` (the end of the ``with``) kills it. It is
-started at the first task; tasks run one after the other while the caller does other things.
+Threading: one thread. Ownership: ``Trials`` owns its process and what that starts; ``close`` (the end of the ``with``)
+kills them. It is started at the first task; tasks run one after the other while the caller does other things.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ Answer = dict[str, Any]
 class Trials:
     """Runs tasks of ``trial`` in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """``variables``: what its environment has beside ours."""
+        self._variables = dict(variables or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
         self._answers: dict[int, Answer] = {}
@@ -59,11 +62,12 @@ class Trials:
         return self.answer(self.begin(do, **task))
 
     def close(self) -> None:
-        """Kill the process, whatever it does."""
+        """Kill the process and its children, whatever they do."""
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -88,8 +92,10 @@ class Trials:
             [sys.executable, "-c", code, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # NIXL and cuFile write there whatever went wrong; their exceptions say it as well.
-            stderr=subprocess.DEVNULL,
+            # NIXL, cuFile and vLLM write there whatever went wrong; their exceptions say it as well.
+            stderr=None if os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG" else subprocess.DEVNULL,
+            env={**os.environ, **self._variables},
+            start_new_session=True,
         )
         for task in list(self._waiting):
             self._send(task)

@@ -1,7 +1,7 @@
 """``nixl-offload check [CONFIG]``: proves each tier on this machine, says what is right, what is wrong, what mends it.
 
 Threading: one thread, a process for movers (``child``), a daemon thread per directory. A module per section:
-``machine`` the environment, ``hashes``, ``memory``, ``file``, ``s3``, ``model``;
+``machine`` the environment, ``hashes``, ``servers``, ``memory``, ``file``, ``s3``, ``model``;
 they return lines (``lines``), ``report`` prints them. All are imported late: some bring numpy along.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, TextIO
 
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, load_config
@@ -18,6 +19,7 @@ from nixl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from nixl_offload.cli.check.child import Trials
+    from nixl_offload.cli.check.hashes import ServerArguments
     from nixl_offload.cli.check.lines import Line, Section
     from nixl_offload.cli.check.report import Doing
     from nixl_offload.model_shape import ModelShape
@@ -28,7 +30,8 @@ Tries every tier of CONFIG on this machine, from the libraries down to the bytes
 right, what follows if not, and the command or the line of CONFIG that mends it:
 
     nixl-offload check kv.yaml
-    nixl-offload check kv.yaml --vllm-args "--prefix-caching-hash-algo xxhash --block-size 16"
+    nixl-offload check kv.yaml --vllm-args "Qwen/Qwen3-8B --prefix-caching-hash-algo xxhash"
+    nixl-offload check kv.yaml --vllm-args "Qwen/Qwen3-8B" --vllm-args "Qwen/Qwen3-8B --max-model-len 131072"
     nixl-offload check kv.yaml --model /models/llama/config.json --tp 2 --prefill 8000
     nixl-offload check --path /mnt/nvme/kv             # one directory, without a config
     nixl-offload check kv.yaml --json --no-io          # for a program, without measuring
@@ -36,6 +39,11 @@ right, what follows if not, and the command or the line of CONFIG that mends it:
 Run it where the server runs: as the same user, in the same container, with the same environment. It may run beside
 servers and before the first one: it takes no lock, makes no directory, and removes each scratch file and object that
 it writes (some pages; up to 32 MiB per tier for the speeds, a fraction of a second).
+
+--vllm-args takes what follows `vllm serve`, and NAME=VALUE before it for environment variables of that server alone.
+Where it names a model, vLLM makes its final configuration of it, in a process of its own (ten seconds and more), and
+you see what identifies what such a server stores; given twice, whether the two share, and if not, what differs.
+No engine is started. Like a server, vLLM keeps the model's config in the Hub's cache.
 
     ok        as it should be
     warning   works, but slower, smaller or riskier than it could be
@@ -59,7 +67,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--path", metavar="DIR", help="look at this directory, without a config")
     parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
     parser.add_argument(
-        "--vllm-args", metavar="ARGS", help="the server's own arguments in quotes: will a restart find what was stored?"
+        "--vllm-args",
+        metavar="ARGS",
+        action="append",
+        default=[],
+        help="the server's own arguments in quotes: will a restart find what was stored? Twice: do two servers share?",
     )
     parser.add_argument("--model", metavar="PATH", help="the model's directory or config.json: size up its KV")
     parser.add_argument("--tp", metavar="N", type=int, default=1, help="with --model: tensor parallel size; default 1")
@@ -84,13 +96,21 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     from nixl_offload.cli.check.child import Trials
     from nixl_offload.cli.check.hashes import read_server_arguments
     from nixl_offload.cli.check.report import CheckReport, Doing
+    from nixl_offload.cli.check.servers import read_command_lines, servers_section
 
-    read_server_arguments(arguments.vllm_args)  # what is wrong with it shows before anything is tried
+    # What is wrong with arguments shows before anything is tried.
+    command_lines = read_command_lines(arguments.vllm_args)
+    first = command_lines[0] if command_lines else None
+    server = read_server_arguments(None if first is None else first.words)
+    environment = {**os.environ, **(first.variables if first is not None else {})}
     shape = _read_model(arguments)
     doing = Doing(sys.stderr)
     try:
+        servers = servers_section(command_lines, config, doing)
+        hashes = [_hashes(config, server, environment)] if arguments.path is None else []
         with Trials() as trials:
-            report = CheckReport(tuple(_sections(arguments, config, file, shape, trials, doing)))
+            sections = _sections(arguments, config, file, shape, trials, doing)
+        report = CheckReport((sections[0], *hashes, *servers, *sections[1:]))
     finally:
         doing.clear()
     if arguments.json:
@@ -150,23 +170,22 @@ def _sections(
     environment.add([check_machine.hardware_line(gpu=gpu, words=driver.words)])
     environment.add(check_machine.library_lines(config.tiers, gpu=gpu))
     environment.add(check_machine.plugin_lines(trials, plugins, config.tiers, gpu=gpu))
-    hashes = _hashes(arguments, config) if arguments.path is None else []
     if shape is None:
-        return [environment, *hashes, *sections]
+        return [environment, *sections]
     from nixl_offload.cli.check.model import model_section
 
     with_capacity = arguments.path is None
     model = model_section(shape, config, sections, with_capacity=with_capacity, prefill_tokens_s=arguments.prefill)
-    return [environment, *hashes, *sections, model]
+    return [environment, *sections, model]
 
 
-def _hashes(arguments: argparse.Namespace, config: Config) -> list[Section]:
-    from nixl_offload.cli.check.hashes import hash_lines, read_server_arguments
+def _hashes(config: Config, server: ServerArguments, environment: Mapping[str, str]) -> Section:
+    from nixl_offload.cli.check.hashes import hash_lines
     from nixl_offload.cli.check.lines import Section
 
     section = Section("hashes", "Block hashes")
-    section.add(hash_lines(config, read_server_arguments(arguments.vllm_args), os.environ))
-    return [section]
+    section.add(hash_lines(config, server, environment))
+    return section
 
 
 def _memory(tier: MemoryTier, config: Config, trials: Trials, doing: Doing, *, gpu: bool) -> Section:

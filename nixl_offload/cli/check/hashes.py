@@ -6,8 +6,7 @@ Threading: pure functions.
 from __future__ import annotations
 
 import argparse
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from nixl_offload.cli.check.lines import Line, ok, warning, wrong
@@ -30,28 +29,24 @@ class ServerArguments(NamedTuple):
     """Whether anybody told us the arguments at all."""
 
 
-def read_server_arguments(text: str | None) -> ServerArguments:
-    """Read what ``--vllm-args`` was given. Raises ConfigError when it is no command line."""
-    try:
-        words = shlex.split(text or "")
-    except ValueError as error:
-        raise ConfigError(f"--vllm-args: not a command line: {error}") from error
+def read_server_arguments(words: Sequence[str] | None) -> ServerArguments:
+    """Read what follows ``vllm serve``; None: not given. Raises ConfigError when a value is no value."""
     parser = _Quiet(add_help=False, allow_abbrev=False)
     parser.add_argument("--prefix-caching-hash-algo", "--prefix_caching_hash_algo")
     parser.add_argument("--enable-prefix-caching", "--enable_prefix_caching", action="store_true", default=True)
     parser.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     parser.add_argument("--block-size", "--block_size", type=int)
-    found, _ = parser.parse_known_args(words)
+    found, _ = parser.parse_known_args([] if words is None else [*words])
     return ServerArguments(
-        found.prefix_caching_hash_algo, found.enable_prefix_caching, found.block_size, text is not None
+        found.prefix_caching_hash_algo, found.enable_prefix_caching, found.block_size, words is not None
     )
 
 
 def hash_lines(config: Config, server: ServerArguments, environment: Mapping[str, str]) -> Iterator[Line]:
     """Yield whether hashes last, and whether a chunk is a whole number of blocks."""
     yield _algorithm_line(config, server, environment.get("PYTHONHASHSEED"))
-    if not server.prefix_caching:
-        words = "off (--no-enable-prefix-caching): vLLM may not ask for stored prefixes at all"
+    if not server.prefix_caching and not config.serve_without_prefix_caching:
+        words = "off (--no-enable-prefix-caching): nothing is stored or loaded"
         yield warning("prefix caching", words, "start the server without --no-enable-prefix-caching")
     if server.block_tokens is not None:
         try:
@@ -66,19 +61,21 @@ def hash_lines(config: Config, server: ServerArguments, environment: Mapping[str
 def _algorithm_line(config: Config, server: ServerArguments, seed: str | None) -> Line:
     name = "hash algorithm"
     algorithm = server.hash_algorithm
+    here = {None: "unset", "": "empty"}.get(seed, seed)
+    found = f"found by every server with the same PYTHONHASHSEED (here: {here})"
     if all(isinstance(tier, MemoryTier) for tier in config.tiers):
         return ok(name, "any will do: with a memory tier alone nothing outlives the server")
     if algorithm is None:
-        words = "sha256, vLLM's default: a restart, and other servers, find what was stored"
+        words = f"sha256, vLLM's default: {found}"
         return ok(name, words if server.given else f"{words}. If yours names another, {_SAY}")
     if algorithm in _STEADY:
-        return ok(name, f"{algorithm}: a restart, and other servers of the same algorithm, find what was stored")
+        return ok(name, f"{algorithm}: {found}")
     if algorithm not in _SEEDED:
         mend = "--prefix-caching-hash-algo sha256"
         return wrong(name, f"vLLM knows no {algorithm!r}; it has {', '.join(_STEADY + _SEEDED)}", mend)
     if seed:
-        return ok(name, f"{algorithm} with PYTHONHASHSEED={seed}: found by every server started with the same seed")
-    words = f"{algorithm} without PYTHONHASHSEED: hashes differ in every process, so a restart finds nothing, silently"
+        return ok(name, f"{algorithm}: {found}")
+    words = f"{algorithm} without PYTHONHASHSEED: hashes differ in every process, so nothing is stored or loaded"
     return wrong(name, words, "export PYTHONHASHSEED=0 for every server, or --prefix-caching-hash-algo sha256")
 
 

@@ -1,4 +1,5 @@
-"""What ``nixl-offload check`` does in a process of its own: loads NIXL's plugins, starts movers, measures through them.
+"""What ``nixl-offload check`` does in a process of its own: loads NIXL's plugins, starts movers, measures through them,
+has vLLM make a server's configuration.
 
 Threading: one thread, which drives all movers. Reads tasks as lines of JSON from stdin, answers each by a line. What a
 task raises becomes its answer; what crashes the process is the parent's to tell (``child``).
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import glob
 import json
 import os
@@ -15,7 +17,7 @@ import sys
 from typing import Any, Final
 
 from nixl_offload.config import S3Tier, parse_config
-from nixl_offload.errors import MoverError, NixlOffloadError
+from nixl_offload.errors import ConfigError, MoverError, NixlOffloadError
 
 _CHOICES: Final = ".mover-choice-*.json"
 
@@ -163,6 +165,21 @@ def _choices(directory: str) -> dict[str, Any]:
     }
 
 
+def _server(words: list[str], other: list[str] | None, transfer: dict[str, Any]) -> dict[str, Any]:
+    """Have vLLM read a server's arguments. ``usage``: what is wrong with them."""
+    try:
+        from nixl_offload.vllm.compat import check_version
+
+        check_version()
+        from nixl_offload.vllm.compare import describe
+    except ImportError as error:
+        return {"failed": f"vLLM cannot be imported here: {error}", "mend": "run this check where the server runs"}
+    try:
+        return {"server": dataclasses.asdict(describe(words, other, transfer))}
+    except ConfigError as error:
+        return {"usage": str(error)}
+
+
 def _s3_tier(tier: dict[str, Any]) -> S3Tier:
     (found,) = parse_config({"tiers": [tier]}).tiers
     assert isinstance(found, S3Tier)
@@ -176,6 +193,7 @@ _TASKS: Final[dict[str, Any]] = {
     "objects": _objects,
     "memory": _memory,
     "choices": _choices,
+    "server": _server,
 }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nixl_offload.errors import StoreError
-from nixl_offload.namespace import LOCAL_WEIGHTS, manifest_fits
+from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers.naming import manifest_name, parse_manifest_name, parse_shard_name
@@ -241,9 +241,9 @@ def read_manifest(store: Store, namespace: str) -> dict[str, Any] | None:
 
 
 def model_words(fields: Mapping[str, Any]) -> str | None:
-    """Return what to call a manifest's model, safe to print; local weights by their digest, as they have no name."""
-    model, digest = shown(fields.get("model")), shown(fields.get("model_digest"), 8)
-    return f"local weights {digest}" if model == LOCAL_WEIGHTS and digest else model
+    """Return what to call a manifest's model, safe to print; local weights by their digest too."""
+    model, weights = shown(fields.get("model")), shown(fields.get("weights"), 8)
+    return f"{model} (local weights {weights})" if model and weights else model
 
 
 def shown(value: object, limit: int = _SHOWN_CHARS) -> str | None:

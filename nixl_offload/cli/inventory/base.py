@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
 from nixl_offload.cli.gc.collect import model_words, shown
-from nixl_offload.namespace import manifest_digest, rank_digest
+from nixl_offload.identity.namespace import manifest_digest, rank_digest
 from nixl_offload.types import Key, key_group
 
 BENCH_SCRATCH: Final = b"nxobench".hex()
@@ -20,6 +20,9 @@ BENCH_SCRATCH: Final = b"nxobench".hex()
 them."""
 _MOST_RANKS: Final = 1 << 16
 """A manifest that says more is not believed: whoever counts up to it would never end."""
+_GROUPS: Final = range(1 << 32)
+"""What a key has room for."""
+_MOST_BYTES: Final = 1 << 62
 
 
 class Shard(NamedTuple):
@@ -76,9 +79,12 @@ class Held:
     trouble: str | None = None
     """Why its chunks cannot be listed, if so."""
     digest: bytes | None = field(init=False)
+    _sizes: dict[int, int | tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    """By KV group: bytes of a shard by rank, or one number where older versions had one for all ranks."""
 
     def __post_init__(self) -> None:
         self.digest = manifest_digest(self.manifest)
+        self._sizes = _sizes_of(self._fields.get("groups"), self.ranks)
 
     @property
     def path(self) -> str:
@@ -97,7 +103,7 @@ class Held:
 
     @property
     def ranks(self) -> int | None:
-        """How many shards a chunk has."""
+        """How many ranks the namespace has: the most shards that a chunk can consist of."""
         ranks = self._number("world_size")
         return None if ranks is None or ranks > _MOST_RANKS else ranks
 
@@ -112,14 +118,32 @@ class Held:
         block, blocks = self._number("tokens_per_block"), self.blocks_per_chunk
         return block * blocks if block and blocks else None
 
-    def slot_bytes(self, key: Key) -> int | None:
-        """Bytes of each shard of ``key``, header page and padding included; None where the manifest does not say."""
-        groups = self._fields.get("groups")
-        for group in groups if isinstance(groups, list) else ():
-            if isinstance(group, dict) and group.get("group_id") == key_group(key):
-                size = group.get("slot_bytes")
-                return size if type(size) is int and size > 0 else None
-        return None
+    @property
+    def groups(self) -> Sequence[int]:
+        """The KV groups of which the manifest says how large their shards are."""
+        return tuple(self._sizes)
+
+    def shard_bytes(self, key: Key, rank: int) -> int | None:
+        """Bytes of the shard of ``rank``, header page and padding included; None where the manifest does not say."""
+        sizes = self._sizes.get(key_group(key))
+        if not isinstance(sizes, tuple):
+            return sizes
+        return sizes[rank] if 0 <= rank < len(sizes) else None
+
+    def holders(self, group: int) -> Sequence[int]:
+        """Return the ranks that hold a shard of the group's chunks: all of them, unless the manifest says otherwise."""
+        sizes = self._sizes.get(group)
+        if not isinstance(sizes, tuple):
+            return range(self.ranks or 0)
+        return tuple(rank for rank, size in enumerate(sizes) if size)
+
+    def why_no_shard(self, key: Key, rank: int) -> str | None:
+        """Say why a chunk can have no shard of ``rank``; None where it has one, or nobody can tell."""
+        if self.ranks is None or rank in self.holders(key_group(key)):
+            return None
+        if rank >= self.ranks:
+            return f"there is no rank {rank} in a namespace of {self.ranks}"
+        return f"rank {rank} has no layer of KV group {key_group(key)}"
 
     def rank_digest(self, rank: int) -> bytes | None:
         """Return what the headers of ``rank`` must carry."""
@@ -145,6 +169,18 @@ class Held:
     def _number(self, name: str) -> int | None:
         value = self._fields.get(name)
         return value if type(value) is int and 0 < value < 1 << 31 else None
+
+
+def _sizes_of(groups: object, ranks: int | None) -> dict[int, int | tuple[int, ...]]:
+    """What a manifest says of shards' sizes, as far as it can be true: anybody may have written it."""
+    sizes: dict[int, int | tuple[int, ...]] = {}
+    for group in groups if isinstance(groups, list) and ranks else ():
+        number, size = (group.get("group_id"), group.get("slot_bytes")) if isinstance(group, dict) else (None, None)
+        of_ranks = tuple(size) if isinstance(size, list) and len(size) == ranks else (size,)
+        possible = all(type(each) is int and 0 <= each < _MOST_BYTES for each in of_ranks) and any(of_ranks)
+        if type(number) is int and number in _GROUPS and possible:
+            sizes[number] = of_ranks if isinstance(size, list) else of_ranks[0]
+    return sizes
 
 
 class Inventory(ABC):

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from nixl_offload.errors import TierError
-from nixl_offload.index.database import is_damage, translate
+from nixl_offload.index.database import READABLE, is_damage, translate
 from nixl_offload.types import Key
 
 _ROWS_PER_READ: Final = 10_000
+_SELECT: Final = f"SELECT seq, key, offset, slot_bytes FROM {READABLE}"
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.1
 _T = TypeVar("_T")
@@ -44,21 +45,25 @@ class IndexReader:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def count(self) -> tuple[int, int]:
-        """Return how many rows there are, and the sum of their slots' bytes on one rank."""
-        ((rows, size_bytes),) = self._query("SELECT count(*), coalesce(sum(slot_bytes), 0) FROM slot")
+    def count(self, group: int | None = None) -> tuple[int, int]:
+        """Return how many rows there are, of all KV groups or one, and the sum of their slots' bytes on one rank."""
+        select = "SELECT count(*), coalesce(sum(slot_bytes), 0) FROM slot"
+        if group is None:
+            ((rows, size_bytes),) = self._query(select)
+        else:
+            ((rows, size_bytes),) = self._query(f"{select} WHERE substr(key, -4) = ?", group.to_bytes(4, "big"))
         return rows, size_bytes
 
     def ends(self, limit: int = 8) -> tuple[list[IndexRow], list[IndexRow]]:
         """Return the rows put first and, newest first, those put last."""
-        select = "SELECT seq, key, offset, slot_bytes FROM slot ORDER BY seq"
+        select = f"{_SELECT} ORDER BY seq"
         return self._rows(f"{select} LIMIT ?", limit), self._rows(f"{select} DESC LIMIT ?", limit)
 
     def rows(self, after: int) -> Iterator[IndexRow]:
         """Yield all rows behind ``after``, the first put first; what is put meanwhile may be among them or not."""
         while True:
             some = self._query(
-                "SELECT seq, key, offset, slot_bytes FROM slot WHERE seq > ? ORDER BY seq LIMIT ?",
+                f"{_SELECT} AND seq > ? ORDER BY seq LIMIT ?",
                 after,
                 _ROWS_PER_READ,
             )
@@ -71,7 +76,7 @@ class IndexReader:
         """Return rows whose keys begin with these hex digits."""
         even = bytes.fromhex(digits[: len(digits) // 2 * 2])
         found = self._rows(
-            "SELECT seq, key, offset, slot_bytes FROM slot WHERE key >= ? AND key < ? ORDER BY key LIMIT ?",
+            f"{_SELECT} AND key >= ? AND key < ? ORDER BY key LIMIT ?",
             even,
             even + b"\xff" * (65 - len(even)),
             limit * (16 if len(digits) % 2 else 1),
@@ -80,11 +85,11 @@ class IndexReader:
 
     def get(self, key: Key) -> IndexRow | None:
         """Return the row of ``key``."""
-        return next(iter(self._rows("SELECT seq, key, offset, slot_bytes FROM slot WHERE key = ?", key)), None)
+        return next(iter(self._rows(f"{_SELECT} AND key = ?", key)), None)
 
     def at(self, offset: int) -> IndexRow | None:
         """Return the row that names the slot at ``offset``."""
-        return next(iter(self._rows("SELECT seq, key, offset, slot_bytes FROM slot WHERE offset = ?", offset)), None)
+        return next(iter(self._rows(f"{_SELECT} AND offset = ?", offset)), None)
 
     def _rows(self, statement: str, *values: object) -> list[IndexRow]:
         return list(_sound(self._query(statement, *values)))

@@ -19,11 +19,11 @@ from nixl_offload.cli.inventory.index import IndexReader, IndexRow
 from nixl_offload.config import FileTier
 from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.format import HEADER_BYTES, decode_header
-from nixl_offload.namespace import manifest_fits
+from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.tiers import foreign
 from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.slab_file import rank_file_name
-from nixl_offload.types import PAGE_BYTES
+from nixl_offload.types import PAGE_BYTES, key_group
 
 _INDEX_NAME: Final = "index.sqlite"
 _DP_NAME: Final = re.compile(r"dp-[0-9]+")
@@ -54,7 +54,7 @@ class SlabInventory(Inventory):
             holder = shown_holder(self.base) or (shown_holder(root) if part else None)
             for path in _children(root):
                 if not _NAMESPACE_NAME.fullmatch(path.name) or os.path.islink(path) or not os.path.isdir(path):
-                    known = path.name == "lock" or path.name.startswith(foreign.MOVER_CHOICE_PREFIX)
+                    known = path.name == "lock" or path.name.startswith(foreign.SMALL_FILES)
                     self.foreign += not known and not (not part and _DP_NAME.fullmatch(path.name))
                     continue
                 manifest = foreign.read_manifest(path)
@@ -72,10 +72,18 @@ class SlabInventory(Inventory):
         """See Inventory. Ages are those of the first and the last chunk put, by their headers."""
         if held.trouble:
             return Measure(0, 0, 0, None, None)
-        rows, size_bytes = self.index(held).count()
-        ranks = self._rank_count(held)
-        ages = [age for some in self.index(held).ends() if (age := self._first_age(held, some)) is not None]
-        return Measure(rows, rows * ranks, size_bytes * ranks, min(ages, default=None), max(ages, default=None))
+        index = self.index(held)
+        chunks, size_bytes = index.count()
+        holders = {len(held.holders(group)) for group in held.groups} or {len(self._ranks_of(held, None))}
+        if len(holders) == 1:
+            (ranks,) = holders
+            shards, size_bytes = chunks * ranks, size_bytes * ranks
+        else:  # a pipeline stage has no layer of some group
+            counts = [(len(held.holders(group)), *index.count(group)) for group in held.groups]
+            shards = sum(ranks * rows for ranks, rows, _ in counts)
+            size_bytes = sum(ranks * slots_bytes for ranks, _, slots_bytes in counts)
+        ages = [age for some in index.ends() if (age := self._first_age(held, some)) is not None]
+        return Measure(chunks, shards, size_bytes, min(ages, default=None), max(ages, default=None))
 
     def chunks(self, held: Held, after: str = "") -> Iterator[Chunk]:
         """See Inventory. The first put comes first."""
@@ -166,19 +174,20 @@ class SlabInventory(Inventory):
             return "no index: its chunks are not known" if error.cause == "missing" else str(error)
         return None
 
-    def _rank_count(self, held: Held) -> int:
+    def _ranks_of(self, held: Held, group: int | None) -> Sequence[int]:
+        """Return the ranks that hold a shard; without a manifest as many as have a slab. ``group`` None: of any."""
         if held.ranks is not None:
-            return held.ranks
+            return range(held.ranks) if group is None else held.holders(group)
         if held.path not in self._ranks:
             numbers = [_SLAB_NAME.fullmatch(path.name) for path in _children(self.base / held.path)]
             self._ranks[held.path] = max((int(number[1]) + 1 for number in numbers if number), default=1)
-        return self._ranks[held.path]
+        return range(self._ranks[held.path])
 
     def _chunk(self, held: Held, row: IndexRow) -> Chunk:
         directory = f"{self.where}/{held.path}"
         shards = tuple(
             Shard(rank, f"{directory}/{rank_file_name(rank)}@{row.offset}", row.slot_bytes, row.offset, None)
-            for rank in range(self._rank_count(held))
+            for rank in self._ranks_of(held, key_group(row.key))
         )
         return Chunk(row.key, shards, str(row.seq))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,6 +17,7 @@ from nixl_offload.cli.shared import TierFailure, attempt, check_namespace, open_
 from nixl_offload.cli.terminal import about_size, moment
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, StoreError
+from nixl_offload.types import key_group
 
 if TYPE_CHECKING:
     from nixl_offload.cli.stat.find import Found
@@ -84,12 +86,26 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         if len(keys) > 1:
             raise ConfigError(f"KEY: several begin so: {', '.join(keys[:4])}{', …' if len(keys) > 4 else ''}")
         shards = [_look(item, arguments) for item in found]
+        missing = _missing(found) if arguments.verify else []
     if arguments.json:
-        print(json.dumps({"shards": shards}, indent=2), file=out)
+        print(json.dumps({"shards": shards, "missing": missing}, indent=2), file=out)
     else:
         for shard in shards:
             _print(shard, out)
-    return 1 if failures or any(shard["wrong"] for shard in shards) else 0
+        for lacking in missing:
+            print(f"WRONG  {lacking['where']}, {lacking['namespace']}: rank {lacking['rank']}: missing", file=out)
+    return 1 if failures or missing or any(shard["wrong"] for shard in shards) else 0
+
+
+def _missing(found: Sequence[Found]) -> list[dict[str, Any]]:
+    """Return what each chunk lacks, as plain data: the shards of ranks that must have one."""
+    chunks = {(item.inventory.where, item.held.path, item.chunk.key): item for item in found}
+    return [
+        {"tier": item.inventory.kind, "where": item.inventory.where, "namespace": item.held.path, "rank": rank}
+        for item in chunks.values()
+        for rank in item.held.holders(key_group(item.chunk.key))
+        if rank not in {shard.rank for shard in item.chunk.shards}
+    ]
 
 
 def _look(found: Found, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -128,8 +144,8 @@ def _look(found: Found, arguments: argparse.Namespace) -> dict[str, Any]:
     if len(fields) > 1:
         sums = block_checksums_of(page)
         told["block_checksums"] = [f"{value:016x}" for value in sums] if arguments.blocks else len(sums)
-    if held.ranks is not None and shard.rank >= held.ranks:
-        told["wrong"].append(f"rank: there is no rank {shard.rank} in a namespace of {held.ranks}")
+    if (words := held.why_no_shard(chunk.key, shard.rank)) is not None:
+        told["wrong"].append(f"rank: {words}")
     if arguments.verify:
         problem = check_shard(inventory.read_into, held, chunk, shard, buffer)
         told["verified"] = problem is None

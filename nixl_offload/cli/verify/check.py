@@ -87,12 +87,13 @@ def check_identity(header: ShardHeader, held: Held, chunk: Chunk, shard: Shard) 
             f"the shard holds {header.blocks_per_chunk} blocks, expected {held.blocks_per_chunk}", reason="blocks"
         )
     needed_bytes = slot_bytes(header.blocks_per_chunk, header.block_bytes)
-    promised_bytes = held.slot_bytes(chunk.key)
+    promised_bytes = held.shard_bytes(chunk.key, shard.rank)
     if promised_bytes not in (None, needed_bytes):
         raise FormatError(
-            f"by its header the shard has {needed_bytes} bytes, the namespace's have {promised_bytes}", reason="length"
+            f"by its header the shard has {needed_bytes} bytes, those of rank {shard.rank} have {promised_bytes}",
+            reason="length",
         )
-    # A slot may be larger than its shard: where groups share a class. An object has exactly the shard's size.
+    # A slot has room for the largest shard of all ranks and of groups that share its class; an object has its own size.
     if shard.size_bytes < needed_bytes or (shard.modified_s is not None and shard.size_bytes != needed_bytes):
         raise FormatError(
             f"by its header the shard has {needed_bytes} bytes, there are {shard.size_bytes}", reason="length"

@@ -1,4 +1,5 @@
-"""What ``verify --delete-bad`` does: away with all shards of a bad chunk, if it is still the same bad one.
+"""What ``verify --delete-bad`` does: away with all shards of a bad chunk, if it is still the same bad one. Of a chunk
+that is whole but for shards of ranks that can have none, only those go.
 
 Threading: the main thread of ``verify``. In a tree or a bucket servers go on: what is gone is computed anew. In a slab
 only the holder of the directory's lock may touch the index, so that the lock is taken for a few chunks at a time,
@@ -45,13 +46,18 @@ def delete_bad(inventory: Inventory, held: Held, bad: Sequence[Verdict]) -> list
 
 
 def _from_store(inventory: SharedInventory, held: Held, verdict: Verdict) -> Deleted:
+    bad, words = verdict.chunk, "deleted"
+    if all(problem.reason == "rank" for problem in verdict.problems):
+        strays = {problem.place for problem in verdict.problems}
+        bad = bad._replace(shards=tuple(shard for shard in bad.shards if shard.place in strays))
+        words = "deleted what belongs to no rank; the chunk stays"
     try:
         if inventory.look_again(held, verdict.chunk) != verdict.chunk:
             return Deleted(verdict, False, "changed meanwhile, left")
-        inventory.delete(verdict.chunk)
+        inventory.delete(bad)
     except StoreError as error:
         return Deleted(verdict, False, str(error))
-    return Deleted(verdict, True, "deleted")
+    return Deleted(verdict, True, words)
 
 
 def _from_slab(inventory: SlabInventory, held: Held, bad: Sequence[Verdict]) -> list[Deleted]:

@@ -14,6 +14,7 @@ from nixl_offload.cli.inventory.slab import SlabInventory
 from nixl_offload.cli.verify.check import Buffer, Problem, check_shard
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.tiers.sweep import GRACE_S
+from nixl_offload.types import key_group
 
 GOOD: Final = "good"
 BAD: Final = "bad"
@@ -103,22 +104,22 @@ class Judge:
         if reasons == {"other"} and len(problems) == len(chunk.shards) and self._inventory.layout == "slab":
             return STALE
         times_s = [shard.modified_s for shard in chunk.shards if shard.modified_s is not None]
-        if reasons == {"missing"} and times_s and max(times_s) > time.time() - GRACE_S:
+        if reasons - {"rank"} == {"missing"} and times_s and max(times_s) > time.time() - GRACE_S:
             return UNFINISHED
         return BAD
 
     def _look(self, held: Held, chunk: Chunk) -> tuple[Problem, ...]:
         problems = []
         for shard in chunk.shards:
-            if held.ranks is not None and shard.rank >= held.ranks:
-                words = f"there is no rank {shard.rank} in a namespace of {held.ranks}"
+            words = held.why_no_shard(chunk.key, shard.rank)
+            if words is not None:
                 problems.append(Problem(shard.rank, shard.place, "rank", words))
                 continue
             problem = check_shard(self._read, held, chunk, shard, self._buffer())
             if problem is not None:
                 problems.append(problem)
         there = {shard.rank for shard in chunk.shards}
-        for rank in sorted(set(range(held.ranks or 0)) - there):
+        for rank in sorted(set(held.holders(key_group(chunk.key))) - there):
             words = f"the shard of rank {rank} is not there: the chunk is incomplete, and cannot be loaded"
             problems.append(Problem(rank, "", "missing", words))
         return tuple(problems)

@@ -23,7 +23,7 @@ from nixl_offload.errors import ConfigError
 if TYPE_CHECKING:
     from nixl_offload.cli.warm.copy import Copied
     from nixl_offload.cli.warm.source import Selection
-    from nixl_offload.namespace import Namespace
+    from nixl_offload.identity.namespace import Namespace
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _EACH_S: Final = 0.2

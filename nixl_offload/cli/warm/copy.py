@@ -22,7 +22,7 @@ from nixl_offload.cli.warm.target import Place, Target
 from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.format import HEADER_BYTES, Expected, check_header, decode_header, verify_payload
 from nixl_offload.format import slot_bytes as format_slot_bytes
-from nixl_offload.namespace import Namespace
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.naming import shard_name
 from nixl_offload.types import Key, key_group
@@ -259,21 +259,21 @@ class _Crew:
 
     def _carry(self, place: Place, buffer: memoryview) -> _Ended:
         """Copy what the target lacks of a chunk. Nothing is put in place that was not verified whole before."""
-        size, moved_bytes, name = place.candidate.slot_bytes, 0, ""
+        sizes, moved_bytes, name = place.candidate.sizes, 0, ""
         try:
             missing = self._target.missing_ranks(place)
             if not missing:
                 return _Ended(place, "present", 0)
-            self._throttle.wait(size * len(missing), self.stop)
+            self._throttle.wait(sum(sizes[rank] for rank in missing), self.stop)
             for rank in missing:
                 if self.stop.is_set():
                     return _Ended(place, "stopped", moved_bytes)
                 name = shard_name(self._namespace.name, place.candidate.key, rank)
-                with buffer[:size] as image:
+                with buffer[: sizes[rank]] as image:
                     self._store.read_into(name, 0, image)
                     verify_image(image, self._namespace, place.candidate.key, rank)
                     self._target.write(place, rank, image)
-                moved_bytes += size
+                moved_bytes += sizes[rank]
         except FormatError as error:
             return _Ended(place, "damaged", moved_bytes, f"{name}: {error}")
         except StoreError as error:

@@ -19,8 +19,8 @@ from nixl_offload.cli.warm.source import Candidate
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
 from nixl_offload.format import HEADER_BYTES, decode_header
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
-from nixl_offload.namespace import Namespace
 from nixl_offload.stores.tree import TreeStore
 from nixl_offload.tiers import foreign
 from nixl_offload.tiers.chores import WriteManifest
@@ -95,7 +95,6 @@ class TreeTarget(Target):
         self._store = TreeStore(tier.path)
         self.where = self._store.where
         self._name = namespace.name
-        self._ranks = namespace.fields.world_size
         used_bytes = ours_bytes = 0
         for info in self._store.list(""):
             used_bytes += info.size_bytes
@@ -108,10 +107,9 @@ class TreeTarget(Target):
 
     def begin(self, candidate: Candidate) -> Place | None:
         """See Target."""
-        size = self._ranks * candidate.slot_bytes
-        if size > self.room_bytes:
+        if candidate.total_bytes > self.room_bytes:
             return None
-        self.room_bytes -= size
+        self.room_bytes -= candidate.total_bytes
         return Place(candidate, None)
 
     def has(self, candidate: Candidate) -> bool:
@@ -120,8 +118,9 @@ class TreeTarget(Target):
 
     def missing_ranks(self, place: Place) -> Sequence[int]:
         """See Target. The shard that servers ask for when they want to know of the chunk comes last."""
-        last = witness_rank(place.candidate.key, self._ranks)
-        missing = [rank for rank in range(self._ranks) if not self._has_shard(place.candidate, rank)]
+        holders = place.candidate.holders
+        last = witness_rank(place.candidate.key, holders)
+        missing = [rank for rank in holders if not self._has_shard(place.candidate, rank)]
         return sorted(missing, key=lambda rank: rank == last)
 
     def write(self, place: Place, rank: int, image: memoryview) -> None:
@@ -131,7 +130,7 @@ class TreeTarget(Target):
     def end(self, place: Place, *, stored: bool) -> None:
         """See Target. Shards that came without the others stay; a later run completes them."""
         if not stored:
-            self.room_bytes += self._ranks * place.candidate.slot_bytes
+            self.room_bytes += place.candidate.total_bytes
 
     def finish(self, copied: Sequence[Key]) -> None:
         """See Target. Every file is there since its rename."""
@@ -142,7 +141,7 @@ class TreeTarget(Target):
 
     def _has_shard(self, candidate: Candidate, rank: int) -> bool:
         info = self._store.head(shard_name(self._name, candidate.key, rank))
-        return info is not None and info.size_bytes == candidate.slot_bytes
+        return info is not None and info.size_bytes == candidate.sizes[rank]
 
 
 class SlabTarget(Target):
@@ -157,10 +156,11 @@ class SlabTarget(Target):
         self.where = tier.path
         self._namespace = namespace
         self._ranks = namespace.fields.world_size
-        self._fds: list[int] = []
-        self._slabs: list[SlabFile] = []
+        self._fds: dict[int, int] = {}
+        self._slabs: dict[int, SlabFile] = {}
+        """By rank, of those that hold anything."""
         _refuse_what_is_not_one_slab(tier, namespace, replace=replace)
-        sizes = sorted({group.slot_bytes for group in namespace.fields.groups})
+        sizes = sorted({namespace.slot_bytes(group.group_id) for group in namespace.fields.groups})
         try:
             self._tier = FileTier.open(
                 tier, position=0, namespace=namespace, slot_classes=sizes, world_size=self._ranks
@@ -193,8 +193,8 @@ class SlabTarget(Target):
         if location is None:
             return None
         try:
-            for slab in self._slabs:
-                slab.ensure(location.offset, location.slot_bytes)
+            for rank in candidate.holders:
+                self._slabs[rank].ensure(location.offset, location.slot_bytes)
         except TierError:
             self._tier.abort(candidate.key)
             raise
@@ -207,7 +207,7 @@ class SlabTarget(Target):
             return False
         location = self._tier.pin(candidate.key)
         try:
-            whole = all(self._has_header(rank, candidate.key, location) for rank in range(self._ranks))
+            whole = all(self._has_header(rank, candidate.key, location) for rank in candidate.holders)
         finally:
             self._tier.unpin(candidate.key)
         if not whole:
@@ -217,7 +217,7 @@ class SlabTarget(Target):
 
     def missing_ranks(self, place: Place) -> Sequence[int]:
         """See Target. A new slot holds nothing yet."""
-        return range(self._ranks)
+        return place.candidate.holders
 
     def write(self, place: Place, rank: int, image: memoryview) -> None:
         """See Target."""
@@ -240,7 +240,7 @@ class SlabTarget(Target):
     def finish(self, copied: Sequence[Key]) -> None:
         """See Target. Syncs the slabs, then has the index name the most wanted last: what is first there goes first."""
         try:
-            for fd in self._fds:
+            for fd in self._fds.values():
                 os.fsync(fd)
         except OSError as error:
             raise tier_error(error, f"cannot sync the slabs in {self.where}") from error
@@ -249,23 +249,24 @@ class SlabTarget(Target):
 
     def close(self) -> None:
         """See Target."""
-        fds, self._fds = self._fds, []
-        for fd in fds:
+        fds, self._fds = self._fds, {}
+        for fd in fds.values():
             os.close(fd)
-        for slab in self._slabs:
+        for slab in self._slabs.values():
             slab.close()
         self._tier.close()
 
     def _open_slabs(self, tier: FileTierConfig) -> None:
         place = self._tier.place
-        for rank in range(self._ranks):
+        groups = [group.group_id for group in self._namespace.fields.groups]
+        for rank in sorted({rank for group in groups for rank in self._namespace.holders(group)}):
             path = os.path.join(place.directory, rank_file_name(rank))
             slab = SlabFile(path, place.rank_bytes, place.extent_bytes, direct_io=tier.direct_io)
             slab.open()
-            self._slabs.append(slab)
+            self._slabs[rank] = slab
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if slab.direct_io else 0)
             try:
-                self._fds.append(os.open(path, flags))
+                self._fds[rank] = os.open(path, flags)
             except OSError as error:
                 raise tier_error(error, f"cannot open {path}") from error
 

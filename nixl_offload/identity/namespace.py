@@ -1,0 +1,246 @@
+"""The fingerprint of everything that makes stored bytes interchangeable. Two engines that differ in any of it never
+see each other's chunks.
+
+Threading: immutable values and pure functions, safe anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from nixl_offload.errors import NamespaceError
+
+FORMAT_VERSION: Final = 1
+"""Version of the bytes of a stored chunk. A new one makes a new namespace, so that old chunks are never read."""
+
+_DOMAIN: Final = b"nixl-offload namespace 2\0"
+_DOMAIN_1: Final = b"nixl-offload namespace 1\0"
+"""Of manifests that older versions wrote, which have no ``ranks``: their namespaces can still be listed and deleted."""
+_RANK_DOMAIN: Final = b"nixl-offload rank 1\0"
+_SHORT_NAME_CHARS: Final = 32
+
+
+Setting = bool | int | float | str | None
+"""A leaf of a configuration. Types count: true, 1 and "1" are three values."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFields:
+    """One KV-cache group of the model."""
+
+    group_id: int
+    tokens_per_block: int
+    slot_bytes: tuple[int, ...]
+    """By rank: bytes of its shard of a chunk, header page and padding included; 0: it has no layer of the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFields:
+    """What the fingerprint covers. Which rank a shard belongs to is not part of it: see ``Namespace.rank_digest``."""
+
+    tenant: str
+    engine: str
+    """Serving engine and its version, such as ``vllm 0.33.0``: it decides what lies where inside a block."""
+    platform: str
+    """Kind of device, as far as kernels lay values out differently, such as ``cuda:9.0``."""
+    attention_backend: str | None
+    """Names of the backends in use, chosen by the operator or not, joined by "+"; None when the ranks named none."""
+    model: str
+    """Name as served; of a local model the last part of its path."""
+    revision: str | None
+    """The commit of a model from the Hub, where it is known, else what was asked for."""
+    weights: str | None
+    """Digest of a local model's files; None where the name and the revision tell (``identity.weights``)."""
+    dtype: str
+    """Of the KV cache, ``fp8_e4m3`` and the like included."""
+    kv_layout: str
+    """Order of layers, blocks, heads, tokens and channels in memory, such as ``LBHNC``."""
+    tokens_per_block: int
+    """Of the group with the largest blocks."""
+    blocks_per_chunk: int
+    tokens_per_hash: int
+    hash_algorithm: str
+    """Of vLLM's block hashes."""
+    hash_seed: str | None
+    """PYTHONHASHSEED, which seeds block hashes where it is set."""
+    groups: tuple[GroupFields, ...]
+    """In any order; group ids are unique."""
+    ranks: tuple[str, ...]
+    """By rank: a digest of what it has allocated, layer by layer."""
+    settings: Mapping[str, Setting]
+    """Everything else in the engine's configuration that is not known to be harmless, by its path."""
+    tp: int
+    pp: int
+    pcp: int
+    dcp: int
+    world_size: int
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A fingerprint and what went into it. Make one with ``make_namespace``."""
+
+    fields: NamespaceFields
+    digest: bytes
+    """SHA-256 of the canonical fields, 32 bytes. The same on every rank."""
+    _slot_bytes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _holders: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        slot_bytes = {group.group_id: group.slot_bytes for group in self.fields.groups}
+        holders = {number: tuple(rank for rank, size in enumerate(of) if size) for number, of in slot_bytes.items()}
+        object.__setattr__(self, "_slot_bytes", slot_bytes)
+        object.__setattr__(self, "_holders", holders)
+
+    @property
+    def name(self) -> str:
+        """Short name for directories and object prefixes: the first 128 bits in hex, nothing a user typed."""
+        return self.digest.hex()[:_SHORT_NAME_CHARS]
+
+    def rank_digest(self, rank: int) -> bytes:
+        """Return the 32 bytes that the shard headers of ``rank`` carry. Raises NamespaceError (impossible rank)."""
+        if not 0 <= rank < self.fields.world_size:
+            raise NamespaceError(f"rank {rank} is outside the world of {self.fields.world_size} ranks")
+        return rank_digest(self.digest, rank)
+
+    def shard_bytes(self, group_id: int, rank: int) -> int:
+        """Return how large the shard of ``rank`` is in each chunk of a group; 0: it has none.
+
+        Raises LookupError for a group or rank that there is not.
+        """
+        return self._slot_bytes[group_id][rank]
+
+    def slot_bytes(self, group_id: int) -> int:
+        """Return the slot that a chunk of the group takes in a slab or in memory, where slots are equal on all ranks:
+        the largest shard. Raises LookupError (no such group).
+        """
+        return max(self._slot_bytes[group_id])
+
+    def holders(self, group_id: int) -> tuple[int, ...]:
+        """Return the ranks that hold a shard of the group's chunks, in order. Raises LookupError (no such group)."""
+        return self._holders[group_id]
+
+    def manifest(self) -> dict[str, Any]:
+        """Return digest and fields as plain data for a human to read next to the chunks; never read back as truth."""
+        return {"namespace": self.digest.hex(), "fields": _plain(self.fields)}
+
+
+def make_namespace(namespace_fields: NamespaceFields) -> Namespace:
+    """Fingerprint ``namespace_fields``.
+
+    Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a field that is
+    quietly wrong would let foreign bytes in.
+    """
+    _check(namespace_fields, "namespace")
+    if not namespace_fields.groups:
+        raise NamespaceError("namespace.groups is empty; a model has at least one KV-cache group")
+    for position, group in enumerate(namespace_fields.groups):
+        if type(group) is not GroupFields:
+            raise NamespaceError(f"namespace.groups[{position}] must be GroupFields, not {type(group).__name__}")
+        _check(group, f"namespace.groups[{position}]")
+        _check_sizes(group.slot_bytes, namespace_fields.world_size, f"namespace.groups[{position}].slot_bytes")
+    ids = [group.group_id for group in namespace_fields.groups]
+    if len(set(ids)) != len(ids):
+        raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
+    if len(namespace_fields.ranks) != namespace_fields.world_size:
+        raise NamespaceError(
+            f"namespace.ranks has {len(namespace_fields.ranks)} digests for {namespace_fields.world_size} ranks"
+        )
+    for position, rank in enumerate(namespace_fields.ranks):
+        if type(rank) is not str or not rank:
+            raise NamespaceError(f"namespace.ranks[{position}] must be a digest, not {rank!r}")
+    for path, value in namespace_fields.settings.items():
+        _check_setting(path, value)
+    return Namespace(namespace_fields, _fingerprint(_plain(namespace_fields)))
+
+
+def manifest_fits(manifest: object, name: str) -> bool:
+    """Whether plain data, read from where anybody may have written it, is the manifest of the namespace ``name``.
+
+    Its fields make the fingerprint, so that nobody can pass a namespace off as another tenant's.
+    """
+    digest = manifest_digest(manifest)
+    return digest is not None and digest.hex()[:_SHORT_NAME_CHARS] == name
+
+
+def manifest_digest(manifest: object) -> bytes | None:
+    """Return the fingerprint that the fields of plain data make, which may be anything; None where they make none."""
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("fields"), dict):
+        return None
+    try:
+        return _fingerprint(manifest["fields"])
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def rank_digest(digest: bytes, rank: int) -> bytes:
+    """Return the 32 bytes that the headers of ``rank`` carry in the namespace with this ``digest``."""
+    return hashlib.sha256(_RANK_DOMAIN + digest + rank.to_bytes(4, "big")).digest()
+
+
+def _fingerprint(plain: dict[str, Any]) -> bytes:
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    domain = _DOMAIN if "ranks" in plain else _DOMAIN_1
+    return hashlib.sha256(domain + canonical.encode("ascii")).digest()
+
+
+def _plain(value: NamespaceFields) -> dict[str, Any]:
+    plain: dict[str, Any] = {item.name: getattr(value, item.name) for item in fields(value)}
+    groups = sorted(value.groups, key=lambda group: group.group_id)
+    plain["groups"] = [
+        {"group_id": each.group_id, "tokens_per_block": each.tokens_per_block, "slot_bytes": list(each.slot_bytes)}
+        for each in groups
+    ]
+    plain["ranks"] = list(value.ranks)
+    plain["settings"] = dict(value.settings)
+    return plain
+
+
+_TYPES: Final[dict[str, type]] = {
+    "str": str,
+    "int": int,
+    "tuple[GroupFields, ...]": tuple,
+    "tuple[int, ...]": tuple,
+    "tuple[str, ...]": tuple,
+    "Mapping[str, Setting]": dict,
+}
+
+
+def _check(value: NamespaceFields | GroupFields, where: str) -> None:
+    """Types and ranges by the annotations: dataclasses check neither, and True, 1 and "1" must not mix."""
+    for item in fields(value):
+        found = getattr(value, item.name)
+        annotation = str(item.type)
+        if found is None and annotation.endswith(" | None"):
+            continue
+        if type(found) is not _TYPES[annotation.removesuffix(" | None")]:
+            raise NamespaceError(f"{where}.{item.name} must be {annotation}, not {type(found).__name__}")
+        if found == "":
+            raise NamespaceError(f"{where}.{item.name} is empty")
+        least = 0 if item.name == "group_id" else 1
+        if isinstance(found, int) and found < least:
+            raise NamespaceError(f"{where}.{item.name} is {found}; allowed: {least} or more")
+
+
+def _check_sizes(slot_bytes: tuple[int, ...], world_size: int, where: str) -> None:
+    if len(slot_bytes) != world_size:
+        raise NamespaceError(f"{where} has {len(slot_bytes)} sizes for {world_size} ranks")
+    if any(type(size) is not int or size < 0 for size in slot_bytes):
+        raise NamespaceError(f"{where} must be numbers of bytes, not {slot_bytes!r}")
+    if not any(slot_bytes):
+        raise NamespaceError(f"{where} is 0 on every rank: nobody has a layer of this group")
+
+
+def _check_setting(path: object, value: object) -> None:
+    if type(path) is not str or not path:
+        raise NamespaceError(f"namespace.settings: {path!r} is not the path of a setting")
+    if value is not None and type(value) not in (bool, int, float, str):
+        raise NamespaceError(f"namespace.settings.{path} must be a plain value, not {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise NamespaceError(f"namespace.settings.{path} is {value}, which JSON has no number for")

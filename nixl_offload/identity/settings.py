@@ -1,0 +1,240 @@
+"""Makes plain settings, ``path -> value``, out of a tree of configuration objects: everything but what is excused.
+
+Equal configurations give equal settings in every process, and different ones give different settings. What cannot be
+compared between processes gets a value that no other process has: that costs a cold cache, not a wrong answer.
+
+Threading: pure functions, but for files that a setting names (``*_path``), which count by their content.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Final
+
+from nixl_offload.identity.namespace import Setting
+
+_LONG_CHARS: Final = 160
+_MOST_LEAVES: Final = 256
+"""A mapping or object with more of them counts as one digest: the manifest stays short."""
+_MOST_DEPTH: Final = 32
+_FILE_MAX_BYTES: Final = 64 << 20
+_SECRET: Final = re.compile(
+    r"auth|bearer|cookie|credential|jwt|key|pass|pwd|sas\b|secret|signature|token", re.IGNORECASE
+)
+"""What names a secret, and many a harmless text, which counts by its digest just as well."""
+_HOLDS_SECRET: Final = re.compile(
+    r"(auth\w*|bearer|cookie|key|passw\w*|pwd|secret|token)[\"']?\s*[:=\s]", re.IGNORECASE
+)
+_URL_WITH_USER: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*@", re.IGNORECASE)
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class Settings:
+    """What was found."""
+
+    values: dict[str, Setting] = field(default_factory=dict)
+    incomparable: list[str] = field(default_factory=list)
+    """Paths whose values mean nothing in another process: nothing is shared, or found after a restart."""
+
+
+def collect(value: object, excused: Mapping[str, Mapping[str, str]]) -> Settings:
+    """Return the settings of ``value``: dataclasses, mappings, sequences, and objects by their attributes.
+
+    ``excused`` names, by class, the fields that are left out; those of a base class hold for derived classes, those of
+    ``PretrainedConfig`` for everything that has ``to_dict``.
+    """
+    settings = Settings()
+    walk = _Walk(excused, settings.incomparable)
+    for path, leaf in walk.leaves(value, ""):
+        settings.values[path] = leaf
+    return settings
+
+
+def digest_of(text: str) -> str:
+    """Return a short stand-in for ``text``, which is long, or secret."""
+    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+def plain_text(name: str, text: str) -> str:
+    """Return ``text``, or its digest where it is long or may hold a secret. ``name``: of the setting, or its path."""
+    secret = _SECRET.search(name) or _HOLDS_SECRET.search(text) or _URL_WITH_USER.search(text)
+    if secret or len(text) > _LONG_CHARS:
+        return digest_of(text)
+    return text
+
+
+@dataclass(slots=True)
+class _Walk:
+    excused: Mapping[str, Mapping[str, str]]
+    incomparable: list[str]
+    inside: list[int] = field(default_factory=list)
+    """Identities of the objects that are being walked, outermost first."""
+    done: dict[int, tuple[object, str]] = field(default_factory=dict)
+    """By identity: an object that was walked, and where."""
+
+    def leaves(self, value: object, path: str) -> Iterator[tuple[str, Setting]]:
+        """Yield the leaves below ``value``, or ``value`` itself where it is one."""
+        scalar = _scalar(value)
+        if not isinstance(scalar, _NoScalar):
+            yield path, text_setting(path, scalar) if isinstance(scalar, str) else scalar
+        elif id(value) in self.inside:
+            yield path, "(itself)"
+        elif id(value) in self.done:
+            yield path, f"(as {self.done[id(value)][1]})"
+        elif len(self.inside) >= _MOST_DEPTH:
+            yield path, self._incomparable(path)
+        else:
+            self.inside.append(id(value))
+            try:
+                if isinstance(value, (Sequence, Set)):
+                    yield path, plain_text(path, self._list_text(value, path))
+                else:
+                    yield from self._below(value, path)
+                    self.done[id(value)] = (value, path)
+            finally:
+                self.inside.pop()
+
+    def _below(self, value: object, path: str) -> Iterator[tuple[str, Setting]]:
+        items = self._items(value)
+        if items is None:
+            text = repr(value)
+            # Long arrays are abbreviated.
+            is_known = not _ADDRESS.search(text) and not hasattr(value, "shape")
+            yield path, plain_text(path, text) if is_known else self._incomparable(path)
+            return
+        found = [leaf for name, item in items for leaf in self.leaves(item, f"{path}.{name}" if path else name)]
+        if not isinstance(value, Mapping) and path:
+            found.insert(0, (f"{path}.(type)", type(value).__qualname__))
+        if not found:
+            yield path, "(empty)"
+        elif len(found) > _MOST_LEAVES and path.count(".") > 0:
+            yield path, digest_of(json.dumps(found))
+        else:
+            yield from found
+
+    def _items(self, value: object) -> list[tuple[str, object]] | None:
+        """Return names and values below ``value``; None where nothing can be seen of it.
+
+        A ``PretrainedConfig`` is a dataclass, too, whose fields are not all that it has; so it comes first.
+        """
+        model_config = _model_config_of(value)
+        if model_config is not None:
+            excused = self.excused.get("PretrainedConfig", {})
+            return [(_key(name), _without(item, excused)) for name, item in model_config.items() if name not in excused]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            left_out = self._excused_of(type(value))
+            names = [item.name for item in dataclasses.fields(value) if item.name not in left_out]
+            return [(name, getattr(value, name, None)) for name in names]
+        if isinstance(value, Mapping):
+            return sorted(((_key(key), item) for key, item in value.items()), key=lambda pair: pair[0])
+        attributes = getattr(value, "__dict__", None)
+        if attributes and not callable(value):
+            left_out = self._excused_of(type(value))
+            return sorted(((name, item) for name, item in attributes.items() if name not in left_out), key=_first)
+        return None
+
+    def _excused_of(self, kind: type) -> set[str]:
+        return {name for base in kind.__mro__ for name in self.excused.get(base.__name__, ())}
+
+    def _list_text(self, value: Sequence[object] | Set[object], path: str) -> str:
+        parts = [dict(self.leaves(item, f"{path}[{number}]")) for number, item in enumerate(value)]
+        # Paths below an item are as long as where it stands; only what follows is its own.
+        texts = [_item_text(part, f"{path}[{number}]") for number, part in enumerate(parts)]
+        return "[" + ", ".join(sorted(texts) if isinstance(value, Set) else texts) + "]"
+
+    def _incomparable(self, path: str) -> str:
+        self.incomparable.append(path)
+        return f"(of this process alone) {uuid.uuid4().hex}"
+
+
+class _NoScalar:
+    """What ``_scalar`` returns for what is no leaf by its type."""
+
+
+_NO_SCALAR: Final = _NoScalar()
+
+
+def _scalar(value: object) -> Setting | _NoScalar:
+    """Return what is a leaf by its type. Subclasses of str and numbers count as what they are derived from."""
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else repr(float(value))
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (bytes, bytearray)):
+        return digest_of(bytes(value).hex())
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, type) or (inspect.isroutine(value) and "<" not in value.__qualname__):
+        return f"{value.__module__}.{value.__qualname__}"  # a lambda's name says nothing of it
+    return _NO_SCALAR
+
+
+def _item_text(part: Mapping[str, Setting], path: str) -> str:
+    return (
+        json.dumps({name[len(path) :]: leaf for name, leaf in part.items()})
+        if list(part) != [path]
+        else (json.dumps(part[path]))
+    )
+
+
+def text_setting(path: str, text: str) -> str:
+    """Return what a text counts as: itself, or a digest where ``plain_text`` says so, or where it names a file, which
+    counts by its content. Such a file may be another one tomorrow.
+    """
+    if (os.path.isabs(text) or path.endswith(("_path", "_file"))) and os.path.isfile(text):
+        try:
+            with open(text, "rb") as file:
+                content = file.read(_FILE_MAX_BYTES + 1)
+        except OSError:
+            return plain_text(path, text)
+        if len(content) <= _FILE_MAX_BYTES:
+            return f"file {digest_of(hashlib.sha256(content).hexdigest())}"
+    return plain_text(path, text)
+
+
+def _model_config_of(value: object) -> Mapping[str, object] | None:
+    """Return what a ``PretrainedConfig`` would write to ``config.json``; its parts are mappings there."""
+    to_dict = getattr(value, "to_dict", None)
+    if isinstance(value, type) or not callable(to_dict):
+        return None
+    try:
+        found = to_dict()
+    except Exception:  # noqa: BLE001 - a config of a model's own code may not manage; its attributes are there
+        return None
+    return found if isinstance(found, Mapping) else None
+
+
+def _key(key: object) -> str:
+    """Name a key so that 1 and "1" stay apart, and ``{"a.b": ...}`` and ``{"a": {"b": ...}}``."""
+    if not isinstance(key, str):
+        return f"({type(key).__name__}) {key}"
+    return json.dumps(str.__str__(key)) if re.search(r"[.\[\]()\"]", key) else str.__str__(key)
+
+
+def _without(value: object, names: Mapping[str, str]) -> object:
+    """Return ``value`` without these keys, however deep they lie in mappings."""
+    if isinstance(value, Mapping):
+        return {key: _without(item, names) for key, item in value.items() if key not in names}
+    return value
+
+
+def _first(pair: tuple[str, object]) -> str:
+    return pair[0]

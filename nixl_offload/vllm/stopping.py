@@ -1,0 +1,30 @@
+"""What is said at start of how vLLM will stop.
+
+Threading: a pure function.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nixl_offload.config import Config, MemoryTier
+from nixl_offload.units import format_duration
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def sentence_about_stopping(vllm_config: VllmConfig, config: Config) -> str | None:
+    """Return a sentence for the operator where vLLM will kill the ranks before ``drain_timeout`` is over, else None.
+
+    That is vLLM's default. Where nothing but memory is configured it does not matter.
+    """
+    patience_s, drain_s = vllm_config.shutdown_timeout, config.drain_timeout_s
+    if patience_s > drain_s or all(isinstance(tier, MemoryTier) for tier in config.tiers):
+        return None
+    when = f"{patience_s} s after" if patience_s else "as soon as"
+    return (
+        f"vLLM will kill this engine {when} it is told to stop, so what is still on its way to storage then has to be "
+        "computed again: run vllm serve with --shutdown-timeout, some seconds above drain_timeout "
+        f"({format_duration(drain_s)})"
+    )

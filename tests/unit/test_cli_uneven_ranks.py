@@ -1,0 +1,305 @@
+"""The commands over chunks whose shards differ from rank to rank, as those of uneven pipeline stages do: what is whole
+is whole for them, too; and over namespaces of versions that knew one size for all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import yaml
+
+from nixl_offload.checksum import block_checksums
+from nixl_offload.cli.inventory.base import Held
+from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header, slot_bytes
+from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace, manifest_digest, rank_digest
+from nixl_offload.stores.base import Store
+from nixl_offload.stores.tree import TreeStore
+from nixl_offload.tiers.naming import manifest_name, shard_name
+from nixl_offload.tiers.slab_file import rank_file_name
+from nixl_offload.types import Key
+from tests.unit.gc_rig import namespace_of, put, put_manifest
+from tests.unit.stored_rig import Cli
+
+BLOCKS: Final = 4
+LAYER_BYTES: Final = 3000
+LAYERS: Final = ((4, 3, 3, 0), (0, 1, 0, 0))
+"""By KV group and rank: the stages of a pipeline. The last has no layer of any group."""
+SIZES: Final = [tuple(slot_bytes(BLOCKS, LAYER_BYTES * n) if n else 0 for n in ranks) for ranks in LAYERS]
+CHUNKS: Final = 6
+"""Of each group."""
+
+
+def space() -> Namespace:
+    fields = namespace_of().fields
+    groups = tuple(GroupFields(number, 16, sizes) for number, sizes in enumerate(SIZES))
+    return make_namespace(
+        replace(fields, groups=groups, blocks_per_chunk=BLOCKS, tp=1, pp=4, world_size=4, ranks=("a", "b", "c", "d"))
+    )
+
+
+SPACE: Final = space()
+
+
+def key(number: int, group: int) -> Key:
+    return Key(random.Random(number).randbytes(32) + group.to_bytes(4, "big"))
+
+
+KEYS: Final = [key(number, group) for group in range(2) for number in range(CHUNKS)]
+SHARDS: Final = [(each, rank) for each in KEYS for rank in range(4) if LAYERS[each[-1]][rank]]
+
+
+def image(of: Key, rank: int, digest: bytes = SPACE.digest, layers: int | None = None) -> bytes:
+    """A shard as that rank would have stored it: of so many layers in the namespace with this digest."""
+    block_bytes = LAYER_BYTES * (LAYERS[of[-1]][rank] if layers is None else layers)
+    content = bytearray(random.Random(of + bytes([rank])).randbytes(slot_bytes(BLOCKS, block_bytes)))
+    payload = np.frombuffer(content, dtype=np.uint8)[HEADER_BYTES:][: BLOCKS * block_bytes]
+    expected = Expected(rank_digest(digest, rank), of, of[-1], BLOCKS, block_bytes)
+    header = make_header(expected, block_checksums(payload.reshape(BLOCKS, block_bytes)))
+    encode_header(header, memoryview(content)[:HEADER_BYTES])
+    return bytes(content)
+
+
+def fill(store: Store) -> None:
+    put_manifest(store, SPACE)
+    for each, rank in SHARDS:
+        store.write(shard_name(SPACE.name, each, rank), memoryview(image(each, rank)))
+
+
+class Tiers:
+    """A tree that is full, and configs for it and for a nearer directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.shared, self.near = directory / "shared", directory / "near"
+        self.store = TreeStore(str(self.shared))
+        fill(self.store)
+        self.tree = self.config(directory / "tree.yaml", self.shared, "tree")
+        self.slab = self.config(directory / "slab.yaml", self.near, "slab")
+        self.other_tree = self.config(directory / "other.yaml", self.near, "tree")
+
+    @staticmethod
+    def config(file: Path, path: Path, layout: str) -> Path:
+        tier = {"kind": "file", "layout": layout, "path": str(path), "capacity": "128MiB"}
+        file.write_text(yaml.safe_dump({"tiers": [tier]}))
+        return file
+
+
+@pytest.fixture
+def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiers:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Tiers(tmp_path)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+def test_whole_chunks_verify_and_are_counted_shard_by_shard(tiers: Tiers, cli: Cli) -> None:
+    assert cli("verify", tiers.tree, "--json") == 0
+    assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == 2 * CHUNKS
+    assert cli("ls", tiers.tree, "--json") == 0
+    (listed,) = cli.json["tiers"][0]["namespaces"]
+    assert (listed["chunks"], listed["shards"], listed["bytes"]) == (
+        2 * CHUNKS,
+        len(SHARDS),
+        CHUNKS * sum(map(sum, SIZES)),
+    )
+    assert cli("stat", tiers.tree, KEYS[0].hex(), "--verify", "--json") == 0
+    assert [(shard["rank"], shard["bytes"], shard["verified"]) for shard in cli.json["shards"]] == [
+        (rank, size, True) for rank, size in enumerate(SIZES[0]) if size
+    ]
+
+
+def test_what_is_not_a_ranks_own_is_told(tiers: Tiers, cli: Cli) -> None:
+    """A shard that is missing, one of another rank, and one of a rank that has no layer of the group."""
+    old_s = time.time() - 86_400
+    tiers.store.delete([shard_name(SPACE.name, KEYS[0], 1)])
+    put(tiers.store, shard_name(SPACE.name, KEYS[CHUNKS], 0), SIZES[1][1])
+    tiers.store.write(shard_name(SPACE.name, KEYS[1], 2), memoryview(image(KEYS[1], 0)))
+    for path in tiers.shared.rglob("*"):
+        os.utime(path, (old_s, old_s))
+    assert cli("verify", tiers.tree, "--json") == 1
+    problems = [(line["key"], each["rank"], each["reason"]) for line in cli.lines[:-1] for each in line["problems"]]
+    assert sorted(problems) == sorted(
+        [
+            (KEYS[0].hex(), 1, "missing"),
+            (KEYS[CHUNKS].hex(), 0, "rank"),
+            (KEYS[1].hex(), 2, "namespace"),
+        ]
+    )
+    assert cli("stat", tiers.tree, shard_name(SPACE.name, KEYS[CHUNKS], 0)) == 1
+    assert "rank 0 has no layer of KV group 1" in cli.out
+
+
+def test_a_stray_shard_harms_no_chunk(tiers: Tiers, cli: Cli) -> None:
+    """One of a rank that does not exist, and one of a rank that has no layer of the group: told, passed over by warm,
+    and all that ``verify --delete-bad`` deletes.
+    """
+    strays = [shard_name(SPACE.name, KEYS[0], 0xFFFF), shard_name(SPACE.name, KEYS[CHUNKS], 0)]
+    put(tiers.store, strays[0], 0)
+    put(tiers.store, strays[1], SIZES[1][1])
+    for path in tiers.shared.rglob("*"):
+        os.utime(path, (1, 1))
+    assert cli("warm", tiers.slab, "--from", tiers.shared, "--json") == 0
+    assert (cli.json["copied"], cli.json["left_out"]["incomplete"]) == (2 * CHUNKS, 0)
+    assert cli("verify", tiers.tree, "--delete-bad", "--json") == 1
+    told = [(each["place"], each["reason"]) for line in cli.lines[:-1] for each in line["problems"]]
+    assert sorted(told) == sorted((name, "rank") for name in strays)
+    assert [tiers.store.head(name) for name in strays] == [None, None]
+    assert cli("verify", tiers.tree, "--json") == 0
+    assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == 2 * CHUNKS
+
+
+def test_stat_tells_which_rank_has_no_shard(tiers: Tiers, cli: Cli) -> None:
+    tiers.store.delete([shard_name(SPACE.name, KEYS[0], 1)])
+    assert cli("stat", tiers.tree, KEYS[0].hex()) == 0
+    assert cli("stat", tiers.tree, KEYS[0].hex(), "--verify") == 1
+    assert cli.out.rstrip().endswith(": rank 1: missing")
+    assert cli("stat", tiers.tree, KEYS[0].hex(), "--verify", "--json") == 1
+    assert [each["rank"] for each in cli.json["missing"]] == [1]
+
+
+def test_warm_fills_a_slab_with_slots_of_the_largest_and_leaves_ranks_without_layers_out(
+    tiers: Tiers, cli: Cli
+) -> None:
+    assert cli("warm", tiers.slab, "--from", tiers.shared, "--json") == 0
+    assert (cli.json["copied"], cli.json["copied_bytes"]) == (2 * CHUNKS, CHUNKS * sum(map(sum, SIZES)))
+    slabs = {path.name for path in (tiers.near / SPACE.name).glob("*.slab")}
+    assert slabs == {rank_file_name(rank) for rank in range(3)}
+    assert cli("verify", tiers.slab, "--json") == 0
+    assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == 2 * CHUNKS
+    assert cli("ls", tiers.slab, "--json") == 0
+    (listed,) = cli.json["tiers"][0]["namespaces"]
+    assert (listed["chunks"], listed["shards"]) == (2 * CHUNKS, len(SHARDS))
+    assert listed["bytes"] == CHUNKS * (3 * max(SIZES[0]) + max(SIZES[1]))
+    assert cli("ls", tiers.slab, "--keys", "--json") == 0
+    assert Counter(shard["rank"] for line in cli.lines for shard in line["shards"]) == Counter(r for _, r in SHARDS)
+    for line in cli.lines:
+        for shard in line["shards"]:
+            path, _, offset = shard["place"].rpartition("@")
+            wanted = image(Key(bytes.fromhex(line["key"])), shard["rank"])
+            assert Path(path).read_bytes()[int(offset) :][: len(wanted)] == wanted
+    assert cli("warm", tiers.slab, "--from", tiers.shared, "--json") == 0
+    assert (cli.json["copied"], cli.json["present"]) == (0, 2 * CHUNKS)
+
+
+def test_warm_copies_to_a_tree_each_shard_with_its_size_and_completes_what_is_there(tiers: Tiers, cli: Cli) -> None:
+    assert cli("warm", tiers.other_tree, "--from", tiers.shared, "--json") == 0
+    assert cli.json["copied_bytes"] == CHUNKS * sum(map(sum, SIZES))
+    near = TreeStore(str(tiers.near))
+    for each, rank in SHARDS:
+        info = near.head(shard_name(SPACE.name, each, rank))
+        assert info is not None
+        assert info.size_bytes == SIZES[each[-1]][rank]
+    near.delete([shard_name(SPACE.name, KEYS[2], 2)])
+    assert cli("warm", tiers.other_tree, "--from", tiers.shared, "--json") == 0
+    assert (cli.json["copied"], cli.json["copied_bytes"], cli.json["present"]) == (1, SIZES[0][2], 2 * CHUNKS - 1)
+    assert cli("verify", tiers.other_tree) == 0
+
+
+def test_warm_passes_over_what_a_rank_of_another_size_has_left(tiers: Tiers, cli: Cli) -> None:
+    put(tiers.store, shard_name(SPACE.name, KEYS[3], 1), SIZES[0][0])
+    assert cli("warm", tiers.other_tree, "--from", tiers.shared, "--json") == 0
+    assert (cli.json["copied"], cli.json["left_out"]["incomplete"]) == (2 * CHUNKS - 1, 1)
+
+
+def older_manifest() -> dict[str, Any]:
+    """What a version wrote that had one size for all ranks."""
+    group = {
+        "group_id": 0,
+        "layer_count": 4,
+        "layers_digest": "ab",
+        "tokens_per_block": 16,
+        "slot_bytes": SIZES[0][0],
+        "spec": "full attention",
+    }
+    plain = {
+        **SPACE.manifest()["fields"],
+        "groups": [group],
+        "model_digest": "cd",
+        "model": "org/older",
+        "world_size": 2,
+    }
+    for name in ("ranks", "settings", "weights"):
+        del plain[name]
+    digest = manifest_digest({"fields": plain})
+    assert digest is not None
+    return {"namespace": digest.hex(), "fields": plain}
+
+
+def test_chunks_of_an_older_version_are_listed_verified_and_collected_and_warm_says_no(
+    tmp_path: Path, cli: Cli, tiers: Tiers
+) -> None:
+    manifest = older_manifest()
+    older, root = manifest["namespace"][:32], tmp_path / "older"
+    store = TreeStore(str(root))
+    store.write(manifest_name(older), memoryview(json.dumps(manifest).encode()))
+    for rank in range(2):
+        shard = image(KEYS[0], rank, bytes.fromhex(manifest["namespace"]), layers=4)
+        store.write(shard_name(older, KEYS[0], rank), memoryview(shard))
+    file = tiers.config(tmp_path / "older.yaml", root, "tree")
+    assert cli("ls", file) == 0
+    assert f"namespace {older}: tenant default, model org/older" in cli.out
+    assert cli("verify", file, "--json") == 0
+    assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == 1
+    put(store, shard_name(older, KEYS[0], 1), SIZES[0][1])
+    assert cli("verify", file) == 1, "its own size, by the manifest, is another"
+    assert cli("warm", tiers.slab, "--from", root) == 2
+    assert "was written by another version of nixl-offload; only that version can copy it" in cli.err
+    for path in root.rglob("*"):
+        os.utime(path, (1, 1))
+    for _ in range(2):  # the chunk, then the manifest, which describes nothing any more
+        assert cli("gc", file, "--older-than", "1h", "--delete") == 0
+    assert list(store.list(f"{older}/")) == []
+
+
+@pytest.mark.parametrize(
+    "sizes", [[0, 0], [1], [1, 2, 3], [-1, 1], [True, 1], ["1", 1], "11", 0, -1, True, None, [1, 1 << 62]]
+)
+def test_sizes_that_cannot_be_true_say_nothing(sizes: object) -> None:
+    """Anybody may have written a manifest; then the header alone tells."""
+    held = Held("0" * 32, {"fields": {"world_size": 2, "groups": [{"group_id": 0, "slot_bytes": sizes}]}})
+    assert (held.shard_bytes(KEYS[0], 0), list(held.holders(0)), held.groups) == (None, [0, 1], ())
+
+
+@pytest.mark.parametrize("group", [-1, 1 << 32, 1 << 40, True, "0"])
+def test_a_group_that_no_key_can_name_says_nothing(group: object) -> None:
+    """A slab's index counts by the groups of the manifest; a key has four bytes for them."""
+    held = Held("0" * 32, {"fields": {"world_size": 2, "groups": [{"group_id": group, "slot_bytes": [8192, 8192]}]}})
+    assert held.groups == ()
+
+
+def forged(**changes: Any) -> dict[str, Any]:
+    """The manifest of a namespace that says of itself what cannot be."""
+    plain = {**SPACE.manifest()["fields"], **changes}
+    digest = manifest_digest({"fields": plain})
+    assert digest is not None
+    return {"namespace": digest.hex(), "fields": plain}
+
+
+@pytest.mark.parametrize("size", [1, 4096, 8193])
+def test_warm_ends_for_sizes_that_no_shard_has(tmp_path: Path, tiers: Tiers, cli: Cli, size: int) -> None:
+    groups = [{"group_id": 0, "tokens_per_block": 16, "slot_bytes": [size, size, 0, 0]}]
+    manifest = forged(groups=groups)
+    store = TreeStore(str(tmp_path / "forged"))
+    store.write(manifest_name(manifest["namespace"][:32]), memoryview(json.dumps(manifest).encode()))
+    assert cli("warm", tiers.slab, "--from", tmp_path / "forged") == 2
+    assert "cannot be true: a shard is a header page and whole pages" in cli.err
+
+
+def test_warm_prints_nothing_that_a_terminal_obeys(tmp_path: Path, tiers: Tiers, cli: Cli) -> None:
+    manifest = forged(settings={"\x1b]0;so\x07": []})
+    store = TreeStore(str(tmp_path / "forged"))
+    store.write(manifest_name(manifest["namespace"][:32]), memoryview(json.dumps(manifest).encode()))
+    assert cli("warm", tiers.slab, "--from", tmp_path / "forged") == 2
+    assert "namespace.settings.?]0;so?" in cli.err
+    assert "\x1b" not in cli.err

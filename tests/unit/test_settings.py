@@ -1,0 +1,245 @@
+"""Settings: equal configurations give equal ones in every process, different ones never do, and no secret gets in."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_offload.identity.namespace import Setting
+from nixl_offload.identity.settings import collect
+
+
+def settings(value: Any, excused: dict[str, dict[str, str]] | None = None) -> dict[str, Setting]:
+    found = collect(value, excused or {})
+    assert not found.incomparable
+    return found.values
+
+
+def as_json(value: Any) -> str:
+    """Return the settings as the namespace digests them: in JSON true, 1 and 1.0 are three values."""
+    return json.dumps(settings(value), sort_keys=True)
+
+
+class Kernel(enum.Enum):
+    """A choice."""
+
+    FAST = 1
+    EXACT = 2
+
+
+class Revision(str):
+    """As huggingface_hub's: a str of another type, which prints as itself."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "something else"
+
+
+@dataclasses.dataclass
+class Base:
+    """A configuration."""
+
+    size: int = 1
+    port: int = 80
+
+
+@dataclasses.dataclass
+class Derived(Base):
+    """A configuration of another kind."""
+
+    kernel: Kernel = Kernel.FAST
+    parts: list[Any] = dataclasses.field(default_factory=list)
+
+
+class Plain:
+    """No dataclass: its attributes count."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+def test_fields_are_named_by_their_path() -> None:
+    found = settings({"outer": Derived(parts=[1, Base()]), "none": None})
+    assert found == {
+        "none": None,
+        "outer.(type)": "Derived",
+        "outer.size": 1,
+        "outer.port": 80,
+        "outer.kernel": "Kernel.FAST",
+        "outer.parts": '[1, {".(type)": "Base", ".size": 1, ".port": 80}]',
+    }
+
+
+def test_excused_fields_of_a_base_class_are_left_out_of_derived_ones() -> None:
+    assert "port" not in settings(Derived(), {"Base": {"port": "a port"}})
+    assert "size" in settings(Derived(), {"Base": {"port": "a port"}})
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": 1}, {"a": True}),
+        ({"a": 1}, {"a": "1"}),
+        ({"a": 1}, {"a": 1.0}),
+        ({"a": None}, {"a": "None"}),
+        ({"a": None}, {}),
+        ({"a": []}, {"a": [None]}),
+        ({"a": [1]}, {"a": ["1"]}),
+        ({"a": [[1], 2]}, {"a": [[1, 2]]}),
+        ({"a": {}}, {"a": None}),
+        ({"a.b": 1}, {"a": {"b": 1}}),
+        ({1: "x"}, {"1": "x"}),
+        ({"a": "x" * 500}, {"a": "x" * 499 + "y"}),
+        ({"a": Kernel.FAST}, {"a": Kernel.EXACT}),
+        ({"a": Base()}, {"a": Plain(size=1, port=80)}),
+        ({"a": Plain(x=1)}, {"a": Plain(x=2)}),
+        ({"a": float("inf")}, {"a": float("nan")}),
+        ({"a": b"1"}, {"a": b"2"}),
+        ({"a": int}, {"a": float}),
+        ({"a": len}, {"a": max}),
+        ({"a": {"deep": {"er": [{"est": 1}]}}}, {"a": {"deep": {"er": [{"est": 2}]}}}),
+        ({"password": "one"}, {"password": "two"}),
+    ],
+)
+def test_different_values_differ(one: Any, other: Any) -> None:
+    assert as_json(one) != as_json(other)
+
+
+def test_keys_of_several_types_are_sorted() -> None:
+    """As in ``id2label`` of a model config; sorting them as they are raises TypeError."""
+    assert settings({"a": {1: "x", "1": "y", None: "z"}}) == settings({"a": {None: "z", "1": "y", 1: "x"}})
+    assert len(settings({"a": {1: "x", "1": "y", None: "z"}})) == 3
+
+
+def test_a_subclass_of_str_counts_as_the_text_that_it_is() -> None:
+    assert settings({"revision": Revision("main")}) == settings({"revision": "main"})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON, JSON)
+def test_settings_are_equal_exactly_where_values_are(one: Any, other: Any) -> None:
+    """JSON tells True, 1 and 1.0 apart, as settings must."""
+    same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    assert (as_json({"root": one}) == as_json({"root": other})) is same
+
+
+def test_another_process_finds_the_same() -> None:
+    """Sets of strings come out in another order in each process."""
+    program = (
+        "import json; from nixl_offload.identity.settings import collect;"
+        "print(json.dumps(collect({'a': {'x', 'y', 'z', 'w'}, 'b': frozenset(['q', 'r', 's'])}, {}).values))"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in range(4)
+    }
+    assert len(printed) == 1
+
+
+@pytest.mark.parametrize("value", [lambda: 1, object(), Plain(inner=object())], ids=["lambda", "object", "inside"])
+def test_what_cannot_be_compared_is_shared_with_nobody(value: Any) -> None:
+    """Equal settings would say that two servers compute the same, and nobody knows."""
+    first, second = collect({"a": value}, {}), collect({"a": value}, {})
+    assert first.incomparable
+    assert first.values != second.values
+
+
+def test_cycles_and_repeats_end() -> None:
+    one = Plain(name="one")
+    one.itself = one  # type: ignore[attr-defined]
+    twice = Base()
+    found = settings({"a": one, "b": twice, "c": twice})
+    assert found["a.itself"] == "(itself)"
+    assert found["c"] == "(as b)"
+
+
+def test_depth_is_bounded() -> None:
+    deep: Any = 1
+    for _ in range(500):
+        deep = {"x": deep}
+    assert collect({"a": deep}, {}).incomparable
+
+
+def test_large_parts_count_as_one_digest() -> None:
+    """A manifest must stay readable, whatever a model's config holds."""
+    large = {"config": {"layers": {f"layer{n}": n for n in range(5000)}}}
+    found = settings(large)
+    assert list(found) == ["config.layers"]
+    large["config"]["layers"]["layer4999"] = 0
+    assert settings(large) != found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"api_key": "hunter2"},
+        {"loader": {"aws_secret_access_key": "hunter2"}},
+        {"HF_TOKEN": "hunter2"},
+        {"where": "https://user:hunter2@example.org/model"},
+        {"list": ["https://user:hunter2@example.org/model"]},
+        {"session": Plain(auth_token="hunter2")},
+        {"credentials": ["hunter2"]},
+        *({"config": {name: "hunter2"}} for name in ("token", "Authorization", "pwd", "jwt", "sas", "passphrase")),
+        {"client.secret.v": "hunter2"},
+        {"secrets": {"of": {"mine": "hunter2"}}},
+        {"headers": ["x-api-key: hunter2"]},
+        {"headers": [{"Authorization": "Bearer hunter2"}]},
+        {"loader": "--token hunter2"},
+    ],
+)
+def test_no_secret_gets_in(value: Any) -> None:
+    """Settings are written to a manifest in the bucket."""
+    assert "hunter2" not in json.dumps(settings(value))
+
+
+def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    file.write_text("{}")
+    before = settings({"fp8_scale_path": str(file)})
+    file.write_text("{ }")
+    assert settings({"fp8_scale_path": str(file)}) != before
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_text("{}")
+    assert settings({"fp8_scale_path": str(elsewhere)}) == before
+    assert settings({"fp8_scale_path": "/no/such/file"})["fp8_scale_path"] == "/no/such/file"
+
+
+def test_a_model_config_counts_without_where_it_was_read() -> None:
+    """And one that cannot describe itself counts by its attributes."""
+    config = {"layers": 2, "_name_or_path": "/a", "text_config": {"layers": 3, "_name_or_path": "/b"}}
+    excused = {"PretrainedConfig": {"_name_or_path": "where it was read"}}
+    found = settings({"hf": SimpleNamespace(to_dict=lambda: config)}, excused)
+    assert found == {"hf.(type)": "SimpleNamespace", "hf.layers": 2, "hf.text_config.layers": 3}
+
+    class Broken:
+        def __init__(self) -> None:
+            self.layers = 2
+
+        def to_dict(self) -> dict[str, Any]:
+            raise TypeError("not JSON")
+
+    assert settings({"hf": Broken()})["hf.layers"] == 2

@@ -1,0 +1,167 @@
+"""A shared tier whose ranks write shards of different sizes, as uneven pipeline stages do, or none at all: each shard
+is believed by its own rank's size, only ranks that hold one are asked, and nobody's chunks are taken for damaged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import pytest
+
+from nixl_offload.tiers.naming import parse_shard_name, shard_name, shards_of, witness_of, witness_rank
+from nixl_offload.types import Key, Lookup, Outcome
+from tests.unit.shared_rig import MemoryStore, Rig, key_of, keys_of, namespace_of
+
+FOUR_LAYERS, THREE_LAYERS = 20_480, 16_384
+SIZES: Final = [(FOUR_LAYERS, THREE_LAYERS, THREE_LAYERS), (0, THREE_LAYERS, FOUR_LAYERS)]
+"""By KV group and rank: three stages, of which the first has no layer of group 1."""
+SPACE: Final = namespace_of(3, sizes=SIZES)
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def make(store: MemoryStore) -> Iterator[MakeRig]:
+    rigs: list[Rig] = []
+
+    def build(**arguments: object) -> Rig:
+        rigs.append(Rig(store, namespace=SPACE, **arguments))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        rig.tier._presence.check()
+        rig.tier.close()
+
+
+def keys_of_witness(rank: int, count: int, group: int = 0) -> list[Key]:
+    """Keys for which the shard of ``rank`` is the one that is asked for."""
+    numbered = (key_of(number, group) for number in range(1000))
+    return [key for key in numbered if witness_rank(key, SPACE.holders(group)) == rank][:count]
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_whole_chunks_are_found_whichever_rank_stands_for_them_and_nothing_is_deleted(
+    make: MakeRig, store: MemoryStore, group: int
+) -> None:
+    rig, keys = make(), keys_of(60, group=group)
+    rig.put(*keys)
+    assert rig.hits("a", keys) == 60
+    rig.settle()
+    assert {shard.rank for name in store.names("head") if (shard := parse_shard_name(name))} <= set(
+        SPACE.holders(group)
+    )
+    assert (rig.tier.counts().damaged, store.names("delete")) == (0, [])
+
+
+def test_the_witnesses_are_spread_over_the_ranks_that_hold_a_shard_and_as_ever_where_all_do() -> None:
+    for group, holders in ((0, (0, 1, 2)), (1, (1, 2))):
+        keys = keys_of(3000, group=group)
+        shares = Counter(witness_rank(key, holders) for key in keys)
+        assert set(shares) == set(holders)
+        assert min(shares.values()) > 3000 / len(holders) * 0.9
+        for key in keys[:50]:
+            witness, rank = witness_of(SPACE, key), witness_rank(key, holders)
+            assert witness == (shard_name(SPACE.name, key, rank), SIZES[group][rank])
+            assert shards_of(SPACE, key)[0] == witness
+            assert sorted(shards_of(SPACE, key)) == [(shard_name(SPACE.name, key, r), SIZES[group][r]) for r in holders]
+    for key in keys_of(50):
+        assert witness_rank(key, range(8)) == int.from_bytes(key[:4], "big") % 8, "chunks that are stored stay found"
+
+
+def test_a_shard_as_large_as_another_ranks_is_damaged_and_goes_with_the_others(
+    make: MakeRig, store: MemoryStore
+) -> None:
+    rig, [key] = make(), keys_of_witness(1, 1)
+    rig.put(key, size_bytes=FOUR_LAYERS)
+    assert rig.hits("a", [key]) == 0
+    rig.settle()
+    assert rig.tier.counts().damaged == 1
+    assert sorted(store.names("delete")) == sorted(rig.names(key))
+
+
+def test_warm_start_takes_chunks_of_which_every_holder_has_its_own_size(make: MakeRig, store: MemoryStore) -> None:
+    whole = [*keys_of(10), *keys_of(10, group=1)]
+    short, swapped, foreign = key_of(20), key_of(21), key_of(22, group=7)
+    names = {key: [shard_name(SPACE.name, key, rank) for rank in range(3)] for key in (*whole, short, swapped, foreign)}
+    make().put(*whole)
+    store.put(names[short][0], FOUR_LAYERS)
+    store.put(names[short][1], THREE_LAYERS)
+    for name, size_bytes in zip(names[swapped], reversed(SIZES[0]), strict=True):
+        store.put(name, size_bytes)
+    for name in names[foreign]:  # of a group that this model does not have
+        store.put(name, THREE_LAYERS)
+    rig = make(warm_start=True)
+    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
+    assert rig.tier.counts().listed == len(whole) == len(rig.tier)
+    assert [rig.ask(f"{key.hex()}", [key]) for key in whole] == [[Lookup.HIT]] * len(whole)
+    assert store.names("head") == []
+
+
+def test_after_a_failed_load_a_whole_chunk_is_known_for_whole(make: MakeRig, store: MemoryStore) -> None:
+    """All is there with its own size, so it is the reading that fails; were it not whole, nothing would be wrong."""
+    for group in (0, 1):
+        rig, keys = make(), keys_of(4, group=group)
+        rig.put(*keys)
+        assert rig.hits("a", keys) == 4
+        for key in keys:
+            rig.tier.loaded([key], {key: Outcome.FAILED}, rig.now())
+        rig.settle()
+        assert rig.tier.trouble == "loads"
+    assert store.names("delete") == []
+
+
+def test_what_a_rank_could_not_store_is_deleted_where_there_is_anything(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(), [key_of(0), key_of(1, group=1)]
+    for key in keys:
+        assert rig.tier.reserve(key, SPACE.slot_bytes(0), []) is not None
+        rig.put(key, ranks=[1])
+        rig.tier.abort(key)
+    rig.tier.stored(keys, dict.fromkeys(keys, Outcome.DROPPED), rig.now())
+    rig.settle()
+    assert sorted(store.names("delete")) == sorted([*rig.names(keys[0]), *rig.names(keys[1])])
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_what_another_server_has_stored_whole_stays_whatever_becomes_of_our_store(
+    make: MakeRig, store: MemoryStore, group: int
+) -> None:
+    """This server had looked in vain, the other one was quicker, and one of our ranks dropped or failed its part."""
+    rig, keys = make(), keys_of(3, group=group)
+    for key in keys:
+        assert rig.tier.reserve(key, SPACE.slot_bytes(group), []) is not None
+    rig.put(*keys)
+    for key in keys[:2]:
+        rig.tier.abort(key)
+    rig.tier.stored(keys[:2], {keys[0]: Outcome.DROPPED, keys[1]: Outcome.FAILED}, rig.now())
+    rig.tier.retire(keys[2])
+    rig.settle()
+    assert store.names("delete") == []
+    assert rig.tier.counts().discarded == 0
+
+
+def test_chunks_in_use_are_refreshed_on_every_rank_that_holds_one(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(ttl_s=3600.0), [*keys_of(3), *keys_of(3, group=1)]
+    rig.put(*keys, age_s=2000.0)
+    assert [rig.hits(f"{key.hex()}", [key]) for key in keys] == [1] * 6
+    for key in keys:
+        rig.tier.touch(key)
+    rig.settle()
+    assert sorted(store.names("refresh")) == sorted(name for key in keys for name in rig.names(key))
+    assert (rig.tier.counts().refreshed, len(rig.tier)) == (6, 6)
+    assert store.names("delete") == []
+
+
+def test_a_group_that_the_model_does_not_have_is_a_miss_without_a_question(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(), keys_of(5, group=7)
+    assert rig.hits("a", keys) == 0
+    rig.tier.loaded(keys, dict.fromkeys(keys, Outcome.CORRUPT), rig.now())
+    rig.settle()
+    assert rig.tier.in_use
+    assert (store.names("head"), store.names("delete")) == ([], [])

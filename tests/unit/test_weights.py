@@ -1,0 +1,433 @@
+"""A local model is known by the content of its files: any byte that counts, whatever is read how, errors, the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nixl_offload.errors import NamespaceError
+from nixl_offload.identity import weights
+from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest, is_local
+from nixl_offload.identity.weights_files import HARMLESS, is_harmless
+
+PATIENCE_S = 60.0
+LONG_BYTES = 1 << 30
+"""A file without blocks, of zeros: reading it takes some tenths of a second, and no space."""
+
+
+def digest_of(model: Path, threads: int = 2) -> str:
+    """Return the digest of ``model``, made from nothing."""
+    digest = WeightsDigest(str(model), None, threads=threads)
+    assert digest.wait(PATIENCE_S)
+    return digest.result()
+
+
+def error_of(model: Path) -> str:
+    """Return what is said of a model that cannot be known."""
+    with pytest.raises(NamespaceError) as caught:
+        digest_of(model)
+    return str(caught.value)
+
+
+def write_safetensors(path: Path, tensors: dict[str, bytes]) -> dict[str, int]:
+    """Write a file of that format; return where each tensor begins."""
+    header, at = {}, 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
+    return {name: 8 + len(text) + entry["data_offsets"][0] for name, entry in header.items()}
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip the lowest bit of one byte."""
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Return a small checkpoint of two shards."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for shard in range(2):
+        tensors = {f"layers.{2 * shard + layer}.{name}": os.urandom(500) for layer in (0, 1) for name in "qkv"}
+        write_safetensors(directory / f"model-0000{shard + 1}-of-00002.safetensors", tensors)
+    (directory / "config.json").write_text('{"hidden_size": 64}')
+    return directory
+
+
+def test_a_change_of_any_single_tensor_changes_the_digest(model: Path) -> None:
+    """One bit in one tensor, whichever, and no two such changes look alike."""
+    tensors = {f"layers.{layer}.{name}": os.urandom(64) for layer in range(8) for name in ("q", "k", "v", "mlp")}
+    path = model / "model-00001-of-00002.safetensors"
+    offsets = write_safetensors(path, tensors)
+    seen = {digest_of(model)}
+    for name, data in tensors.items():
+        at = offsets[name] + len(data) // 2
+        flip(path, at)
+        seen.add(digest_of(model))
+        flip(path, at)
+    assert len(seen) == 1 + len(tensors)
+    assert digest_of(model) in seen
+
+
+def test_every_byte_of_a_large_file_counts(model: Path) -> None:
+    """The first, the last, and those at both sides of the borders of pieces and of what is read at a time."""
+    path = model / "large.bin"
+    size_bytes = PIECE_BYTES + 1000
+    with path.open("wb") as file:
+        file.truncate(size_bytes)
+    borders = (0, 1 << 20, weights._BUFFER_BYTES, PIECE_BYTES)
+    places = sorted({place for border in borders for place in (border - 1, border, border + 1)} | {size_bytes - 1})
+    seen = {digest_of(model)}
+    for place in places[1:]:
+        flip(path, place)
+        seen.add(digest_of(model))
+        flip(path, place)
+    with path.open("ab") as file:
+        file.write(b"\0")
+    seen.add(digest_of(model))
+    assert places[0] == -1
+    assert len(seen) == len(places) + 1
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(min_size=1, max_size=300), place=st.integers(min_value=0))
+def test_every_byte_of_a_small_file_counts(tmp_path: Path, content: bytes, place: int) -> None:
+    """Whatever the content, and wherever the byte."""
+    path = tmp_path / "weights.bin"
+    path.write_bytes(content)
+    before = digest_of(tmp_path)
+    flip(path, place % len(content))
+    assert digest_of(tmp_path) != before
+    path.write_bytes(content)
+    assert digest_of(tmp_path) == before
+
+
+def test_names_count(model: Path) -> None:
+    """The same bytes under another name, and two files that have changed places, are other models."""
+    seen = {digest_of(model)}
+    first, second = sorted(model.glob("*.safetensors"))
+    first.rename(model / "other.safetensors")
+    seen.add(digest_of(model))
+    second.rename(first)
+    (model / "other.safetensors").rename(second)
+    seen.add(digest_of(model))
+    assert len(seen) == 3
+
+
+def test_where_a_model_lies_does_not_count(model: Path, tmp_path: Path) -> None:
+    """Renamed, copied, or reached by a link, it is the same model."""
+    before = digest_of(model)
+    copied = shutil.copytree(model, tmp_path / "copied")
+    link = tmp_path / "link"
+    link.symlink_to(copied)
+    assert digest_of(copied) == digest_of(link) == before
+    assert digest_of(model.rename(tmp_path / "renamed")) == before
+
+
+def test_files_may_be_links(model: Path, tmp_path: Path) -> None:
+    """A snapshot of the Hub links to blobs; what it links to counts, not how it is called."""
+    snapshot, blobs = tmp_path / "snapshot", tmp_path / "blobs"
+    snapshot.mkdir()
+    blobs.mkdir()
+    for number, path in enumerate(sorted(model.iterdir())):
+        blob = shutil.copy(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("..", "blobs", Path(blob).name))
+    assert digest_of(snapshot) == digest_of(model)
+    flip(blobs / "1", 100)
+    assert digest_of(snapshot) != digest_of(model)
+
+
+def test_directories_may_be_links_and_circles(model: Path, tmp_path: Path) -> None:
+    """What lies in a linked directory counts; a link to a directory above ends nothing."""
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "model.safetensors").write_bytes(b"1")
+    before = digest_of(model)
+    (model / "circle").symlink_to(model)
+    assert digest_of(model) == before
+    (model / "encoder").symlink_to(tmp_path / "encoder")
+    linked = digest_of(model)
+    assert linked != before
+    (tmp_path / "encoder" / "model.safetensors").write_bytes(b"2")
+    assert digest_of(model) not in (before, linked)
+
+
+def test_the_order_of_directory_entries_does_not_count() -> None:
+    """Memory filesystems list what was made last first."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        names = ["a.bin", "b.bin", "c.bin", "d.bin"]
+        found = []
+        for number, order in enumerate((names, names[::-1])):
+            directory = Path(folder, str(number))
+            directory.mkdir()
+            for name in order:
+                (directory / name).write_text(name)
+            found.append((os.listdir(directory), digest_of(directory)))
+    assert found[0][0] != found[1][0]
+    assert found[0][1] == found[1][1]
+
+
+def test_the_number_of_threads_does_not_count(model: Path) -> None:
+    """Pieces of one file are read by any of them, in any order."""
+    path = model / "large.bin"
+    with path.open("wb") as file:
+        file.truncate(3 * PIECE_BYTES + 17)
+    for piece in range(4):
+        os.truncate(path, path.stat().st_size)
+        flip(path, piece * PIECE_BYTES + piece)
+    assert len({digest_of(model, threads) for threads in (1, 2, 3, 8)}) == 1
+
+
+def test_names_need_not_be_text(model: Path) -> None:
+    """Bytes that are not UTF-8 name a file as well as any."""
+    before = digest_of(model)
+    Path(os.fsdecode(os.fsencode(model) + b"/\xff.bin")).write_bytes(b"1")
+    assert digest_of(model) != before
+
+
+@pytest.mark.parametrize("pattern", HARMLESS)
+def test_what_the_table_excuses_does_not_count(model: Path, pattern: str) -> None:
+    """Neither that it is there, nor what is in it, nor that it cannot be read."""
+    before = digest_of(model)
+    path = model / pattern.replace("[0-9]", "7").replace("*", "x")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("1")
+    assert digest_of(model) == before
+    path.unlink()
+    path.symlink_to("nowhere")
+    assert digest_of(model) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "added_tokens.json",
+        "audio_tokenizer/config.json",
+        "consolidated.safetensors",
+        "hf_quant_config.json",
+        "kernels/rope.py",
+        "model.safetensors.index.json",
+        "model-rank-0-part-0.safetensors",
+        "modeling_own.py",
+        "np/lm_head.weight",
+        "params.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "quantize_config.json",
+        "something new",
+        "transformer/model.safetensors",
+        "tekken.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "config.json",
+        "video_preprocessor_config.json",
+        "whisper-large-v3/model.safetensors",
+    ],
+)
+def test_everything_else_counts(model: Path, name: str) -> None:
+    """That it is there, and each byte of it."""
+    seen = {digest_of(model)}
+    path = model / name
+    path.parent.mkdir(exist_ok=True)
+    for content in ("", "1", "2"):
+        path.write_text(content)
+        seen.add(digest_of(model))
+    assert len(seen) == 4
+
+
+def test_each_excuse_has_a_reason() -> None:
+    assert all(HARMLESS.values())
+    assert not is_harmless("model.safetensors")
+
+
+def test_what_is_neither_file_nor_directory_does_not_count(model: Path) -> None:
+    """VLLM serves such a directory, and so do we; but weights that are not there are told."""
+    before = digest_of(model)
+    os.mkfifo(model / "fifo")
+    (model / "link").symlink_to("nowhere")
+    (model / "lost+found").mkdir()
+    assert digest_of(model) == before
+
+
+def test_a_model_in_one_file_is_that_file_and_what_its_loader_finds_beside_it(tmp_path: Path) -> None:
+    """GGUF: the other parts of the same model and the projector of images, but no other quantization."""
+    path = tmp_path / "llama-Q4-00001-of-00002.gguf"
+    beside = tmp_path / "llama-Q4-00002-of-00002.gguf"
+    for file in (path, beside):
+        file.write_bytes(b"0")
+    seen = {digest_of(path)}
+    for file in (path, beside, tmp_path / "mmproj-f16.gguf"):
+        file.write_bytes(b"1")
+        seen.add(digest_of(path))
+    assert len(seen) == 4
+    for name in ("llama-Q8-00001-of-00002.gguf", "llama-Q4-00002-of-00003.gguf", "llama-Q4.gguf", "README.md"):
+        (tmp_path / name).write_bytes(b"1")
+    assert digest_of(path) in seen
+    alone = tmp_path / "llama-Q4.gguf"
+    before = digest_of(alone)
+    flip(alone, 0)
+    assert digest_of(alone) != before
+
+
+def test_a_directory_without_weights_is_told(model: Path) -> None:
+    """Its digest covers what is there, and the caller learns that no weights are among it."""
+    digest = WeightsDigest(str(model), None)
+    assert digest.wait(PATIENCE_S)
+    assert digest.weight_files == 2
+    for path in model.glob("*.safetensors"):
+        path.unlink()
+    bare = WeightsDigest(str(model), None)
+    assert bare.wait(PATIENCE_S)
+    assert bare.weight_files == 0
+    assert bare.result() != digest.result()
+
+
+def test_what_is_local(model: Path) -> None:
+    """As for vLLM: a directory or a file that is there; anything else is a name on a hub."""
+    assert is_local(str(model))
+    assert is_local(str(model / "config.json"))
+    assert not is_local(str(model / "nothing"))
+    assert not is_local("meta-llama/Llama-3.1-8B")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path: path.symlink_to("nowhere"), ": No such file or directory"),
+        (lambda path: path.symlink_to(path.name), ": Too many levels of symbolic links"),
+        (os.mkfifo, " is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), " is not a regular file"),
+        (lambda path: path.symlink_to("/proc/self/mem"), ": Input/output error"),
+        (lambda path: path.symlink_to("/proc/self/status"), " changed while it was read"),
+        (lambda path: path.symlink_to("/sys/devices/system/cpu/online"), " changed while it was read"),
+    ],
+    ids=["dangling", "circle", "fifo", "device", "unreadable", "longer than its size", "shorter than its size"],
+)
+def test_a_file_that_cannot_be_read_whole_is_named(model: Path, make: Callable[[Path], None], why: str) -> None:
+    """There is no digest of what could not be read."""
+    path = model / "model-00003-of-00003.safetensors"
+    make(path)
+    assert error_of(model) == f"cannot tell which model this is: {path}{why}"
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "nothing") == (
+        f"cannot tell which model this is: {tmp_path / 'nothing'}: No such file or directory"
+    )
+
+
+def test_a_path_with_more_files_than_a_model_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home directory, say, is not read whole."""
+    monkeypatch.setattr("nixl_offload.identity.weights_files._FILES_MAX", 2)
+    for number in range(3):
+        (tmp_path / str(number)).touch()
+    assert error_of(tmp_path) == f"cannot tell which model {tmp_path} is: it has more than 2 files"
+
+
+def append(model: Path) -> None:
+    with (model / "long.bin").open("ab") as file:
+        file.write(b"1")
+
+
+@pytest.mark.parametrize(
+    ("change", "file"),
+    [
+        (append, "long.bin"),
+        (lambda model: flip(model / "long.bin", 0), "long.bin"),
+        (lambda model: os.truncate(model / "long.bin", 1), "long.bin"),
+        (lambda model: (model / "long.bin").unlink(), "long.bin"),
+        (lambda model: os.replace(model / "config.json", model / "long.bin"), "long.bin"),
+        (lambda model: (model / "new.bin").touch(), "new.bin"),
+        (shutil.rmtree, "(long.bin|model)"),
+    ],
+    ids=["grows", "is written", "shrinks", "vanishes", "is replaced", "comes", "all vanish"],
+)
+def test_a_model_that_changes_while_it_is_read_has_no_digest(
+    model: Path, change: Callable[[Path], None], file: str
+) -> None:
+    """Neither before nor after is what was read."""
+    with (model / "long.bin").open("wb") as long:
+        long.truncate(LONG_BYTES)
+    time.sleep(0.05)  # the kernel's clock for files ticks every 10 ms or so
+    digest = WeightsDigest(str(model), None, threads=1)
+    wait_for_bytes(digest)
+    change(model)
+    assert digest.wait(PATIENCE_S)
+    with pytest.raises(NamespaceError, match=f"{file}: No such file|{file} changed while it was read"):
+        digest.result()
+
+
+def wait_for_bytes(digest: WeightsDigest) -> None:
+    """Return when something has been read, and much has not."""
+    while not digest.progress()[0]:
+        time.sleep(0.0005)
+    assert digest.progress()[0] < digest.progress()[1] // 2
+
+
+def test_close_ends_the_threads_at_once(model: Path) -> None:
+    """What was not read to the end has no digest; closing again, or after the end, does nothing."""
+    with (model / "long.bin").open("wb") as long:
+        long.truncate(8 * LONG_BYTES)
+    threads = set(threading.enumerate())
+    digest = WeightsDigest(str(model), None, threads=2)
+    wait_for_bytes(digest)
+    began_s = time.monotonic()
+    digest.close()
+    digest.close()
+    assert digest.wait(1.0)
+    while set(threading.enumerate()) - threads:
+        assert time.monotonic() - began_s < 1.0
+        time.sleep(0.001)
+    with pytest.raises(NamespaceError, match="stopped"):
+        digest.result()
+
+    (model / "long.bin").unlink()
+    ended = WeightsDigest(str(model), None)
+    assert ended.wait(PATIENCE_S)
+    ended.close()
+    assert ended.result() == digest_of(model)
+
+
+def test_before_the_end_there_is_no_result(model: Path) -> None:
+    """Nobody waits who did not ask to."""
+    with (model / "long.bin").open("wb") as long:
+        long.truncate(LONG_BYTES)
+    digest = WeightsDigest(str(model), None, threads=1)
+    with pytest.raises(NamespaceError, match="have not been read yet"):
+        digest.result()
+    assert not digest.wait(0.0)
+    digest.close()
+
+
+def test_what_takes_long_is_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line now and then while files are read, and one at the end."""
+    monkeypatch.setattr(weights, "_PROGRESS_S", 0.02)
+    monkeypatch.setattr(weights, "_SLOW_S", 0.0)
+    caplog.set_level(logging.INFO, logger=weights.__name__)
+    with (model / "long.bin").open("wb") as long:
+        long.truncate(LONG_BYTES)
+    digest_of(model, threads=1)
+    *during, end = caplog.messages
+    assert during
+    assert all(line.startswith(f"Reading the files of {model}, to know which weights they are: ") for line in during)
+    assert end.startswith(f"Read the files of {model}, to know which weights they are: 1.0 of 1.0 GiB in ")

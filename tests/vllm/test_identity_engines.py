@@ -1,0 +1,327 @@
+"""Proves over running vLLMs that two configurations which compute different KV never answer from each other's bytes,
+and that equal ones do. In every test the second engine would hit all of the first's chunks if they agreed on a
+namespace, and its logprobs would not be those of an engine without a cache.
+
+Prompts are cut as in ``damage``: one prefill step is one chunk, so answers are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from examples.demo.model import TINY, write_model
+from tests.vllm import vision
+from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, Prompt, chunk_prompts
+from tests.vllm.families import IMAGE_TOKENS, write_long_rope, write_mla, write_vision
+from tests.vllm.harness import Answer, Engine, Workshop, file_tier
+from tests.vllm.hub_stand_in import HubStandIn
+from tests.vllm.shared_rig import RECOVERY_DEADLINE_S, Medium, hits, said, tree
+
+PROMPTS = chunk_prompts(2, seed=501)
+ALL_HITS = len(PROMPTS) * FULL_TOKENS
+
+Config = Mapping[str, Any]
+
+
+class Engines:
+    """Starts engines with the options of this module."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self.scratch = workshop.scratch
+        self._workshop = workshop
+
+    def start(self, connector: Config | None = None, **options: Any) -> Engine:
+        """Start an engine; ``options`` as in ``Workshop.start_engine``."""
+        return self._workshop.start_engine(connector=connector, **{**ENGINE_OPTIONS, **options})
+
+    def answers(self, connector: Config | None = None, **options: Any) -> list[Answer]:
+        """Return what a new engine answers to ``PROMPTS``. It is stopped when all is stored."""
+        with self.start(connector, **options) as engine:
+            answers = engine.generate(PROMPTS)
+            assert engine.settle()
+            engine.stop()
+        return answers
+
+    def assert_shares(self, right: list[Answer], connector: Config, **options: Any) -> None:
+        """Assert that a new engine takes every full chunk from the tier and answers ``right``."""
+        with self.start(connector, **options) as engine:
+            assert_loads(engine, right)
+            engine.stop()
+
+    def assert_shares_nothing(self, right: list[Answer], connector: Config, **options: Any) -> None:
+        """Assert that a new engine takes nothing from the tier and answers ``right``."""
+        answers = self.answers(connector, **options)
+        assert hits(answers) == 0
+        assert_same(answers, right)
+
+
+def assert_same(answers: list[Answer], right: list[Answer]) -> None:
+    """Assert that tokens and logprobs are the same, to the last bit."""
+    assert [(answer.tokens, answer.logprobs) for answer in answers] == [(each.tokens, each.logprobs) for each in right]
+
+
+def assert_loads(engine: Engine, right: list[Answer], prompts: list[Prompt] = PROMPTS) -> None:
+    """Assert that every full chunk comes from the tier. A busy machine may miss a deadline, so it may try again."""
+    deadline = time.monotonic() + RECOVERY_DEADLINE_S
+    while True:
+        answers = engine.generate(prompts)
+        assert_same(answers, right)
+        if hits(answers) == len(prompts) * FULL_TOKENS:
+            return
+        assert time.monotonic() < deadline, f"{hits(answers)} tokens were loaded{said(engine)}"
+        assert engine.settle()
+        assert engine.reset_prefix_cache()
+
+
+@pytest.fixture(scope="module")
+def engines(workshop: Workshop) -> Engines:
+    """Starts engines."""
+    return Engines(workshop)
+
+
+@pytest.fixture
+def shared(workshop: Workshop, request: pytest.FixtureRequest) -> Medium:
+    """A directory of the test's own, shared by its engines."""
+    return tree(workshop.scratch / f"kv-{request.node.name}")
+
+
+def test_long_rope(engines: Engines, shared: Medium) -> None:
+    """LongRoPE takes other factors when ``max_model_len`` exceeds the length that the model was trained for.
+
+    First a restart on a slab, then two servers on a tree, then a restart with the old length.
+    """
+    model = write_long_rope(engines.scratch / "long-rope", original_tokens=2048)
+    long: dict[str, Any] = {"model": model, "max_model_len": 4096}
+    short: dict[str, Any] = {"model": model, "max_model_len": 2048}
+    right = engines.answers(**short)
+    slab = file_tier(engines.scratch / "kv-long-rope")
+    stored = engines.answers(slab, **long)
+    engines.assert_shares_nothing(right, slab, **short)
+    with engines.start(shared.config(), **long) as server:
+        assert_same(server.generate(PROMPTS), stored)
+        assert server.settle()
+        engines.assert_shares_nothing(right, shared.config(), **short)
+    engines.assert_shares(stored, slab, **long)
+
+
+@pytest.fixture(scope="module")
+def base(engines: Engines) -> Path:
+    """A checkpoint whose answers ``stored`` holds."""
+    return write_model(engines.scratch / "first" / "model", TINY)
+
+
+@pytest.fixture(scope="module")
+def common(engines: Engines) -> Medium:
+    """A directory in which an engine with ``base`` has stored."""
+    return tree(engines.scratch / "kv-weights")
+
+
+@pytest.fixture(scope="module")
+def stored(engines: Engines, base: Path, common: Medium) -> list[Answer]:
+    """What that engine answered."""
+    return engines.answers(common.config(), model=base)
+
+
+def _change(checkpoint: Path, tensor: str, row: int | slice) -> None:
+    """Turn the sign of some rows, in place: length and header of the file stay as they are."""
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    changed = {name: each.clone() for name, each in tensors.items()}
+    changed[tensor][row] *= -1
+    del tensors
+    save_file(changed, checkpoint / "changed", metadata={"format": "pt"})
+    data = (checkpoint / "changed").read_bytes()
+    (checkpoint / "changed").unlink()
+    assert len(data) == file.stat().st_size
+    with file.open("r+b") as same:
+        same.write(data)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "row"),
+    [("model.layers.2.self_attn.k_proj.weight", slice(None)), ("model.embed_tokens.weight", PROMPTS[0][0])],
+    ids=["one-tensor", "one-row"],
+)
+def test_one_changed_tensor(
+    tensor: str, row: int | slice, engines: Engines, base: Path, common: Medium, stored: list[Answer]
+) -> None:
+    """A copy of the checkpoint in another place shares; changed in one tensor, under the same name, it does not."""
+    copy = engines.scratch / f"second-{tensor}" / base.name
+    shutil.copytree(base, copy)
+    engines.assert_shares(stored, common.config(), model=copy)
+    _change(copy, tensor, row)
+    right = engines.answers(model=copy)
+    assert right != stored
+    engines.assert_shares_nothing(right, common.config(), model=copy)
+
+
+def test_the_name_counts(engines: Engines, base: Path, common: Medium, stored: list[Answer]) -> None:
+    """The same bytes under another name are another model."""
+    renamed = shutil.copytree(base, base.with_name(f"{base.name}-ft"))
+    engines.assert_shares_nothing(stored, common.config(), model=renamed)
+
+
+def test_layers_without_fp8(engines: Engines) -> None:
+    """Two engines leave different layers of the KV cache unquantized; a block has the same length in both."""
+    slab = file_tier(engines.scratch / "kv-fp8")
+    second: dict[str, Any] = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["2"]}
+    third = {**second, "kv_cache_dtype_skip_layers": ["3"]}
+    right = engines.answers(**third)
+    stored = engines.answers(slab, **second)
+    engines.assert_shares_nothing(right, slab, **third)
+    engines.assert_shares(stored, slab, **second)
+
+
+def _assert_stays_off(engine: Engine, medium: Medium, right: list[Answer]) -> None:
+    """Assert that the engine stores nothing, loads nothing, and says so once."""
+    for _ in range(2):
+        answers = engine.generate(PROMPTS)
+        assert hits(answers) == 0
+        assert_same(answers, right)
+        assert engine.settle()
+    assert engine.stored_bytes() == 0
+    assert not medium.shards()
+    engine.stop()
+    lines = [line for line in engine.log.read_text().splitlines() if "serve_without_prefix_caching" in line]
+    assert len(lines) == 1, "it says once that it is off, and what overrules that"
+
+
+def test_mla_on_a_cpu(engines: Engines, shared: Medium) -> None:
+    """Here vLLM turns prefix caching off, for its prefill ignores cached context: every hit is answered wrongly."""
+    model = write_mla(engines.scratch / "mla")
+    right = engines.answers(model=model)
+    with engines.start(shared.config(), model=model) as engine:
+        _assert_stays_off(engine, shared, right)
+
+
+def test_prefix_caching_turned_off_by_the_user(engines: Engines, shared: Medium) -> None:
+    """Nothing is stored or loaded, in whichever process, unless our config overrules that."""
+    off: dict[str, Any] = {"enable_prefix_caching": False}
+    right = engines.answers(**off)
+    with engines.start(shared.config(), in_process=False, **off) as engine:
+        _assert_stays_off(engine, shared, right)
+    served = shared.config(serve_without_prefix_caching=True)
+    assert_same(engines.answers(served, **off), right)
+    engines.assert_shares(right, served, **off)
+
+
+RED, BLUE = "red", "blue"
+TEXT = [prompt[IMAGE_TOKENS:] for prompt in PROMPTS]
+"""With an image before them as long as ``PROMPTS``."""
+SEEING: dict[str, Any] = {"skip_tokenizer_init": False, "environment": vision.ENVIRONMENT}
+
+
+def _look(engine: Engine, colour: str, **more: Any) -> list[Answer]:
+    """Return what the engine answers to ``TEXT`` about an image. It keeps nothing on its device afterwards."""
+    engine.call("show", colour=colour, **more)
+    answers = engine.generate(TEXT)
+    assert engine.settle()
+    assert engine.reset_prefix_cache()
+    return answers
+
+
+class Sights:
+    """A model that sees, and what an engine without a connector answers about images."""
+
+    def __init__(self, engines: Engines) -> None:
+        self.model = write_vision(engines.scratch / "vision")
+        with engines.start(model=self.model, **SEEING) as engine:
+            self.right = {colour: _look(engine, colour) for colour in (RED, BLUE)}
+        assert self.right[RED] != self.right[BLUE]
+
+
+@pytest.fixture(scope="module")
+def sights(engines: Engines) -> Sights:
+    """A model that sees."""
+    return Sights(engines)
+
+
+def test_images(engines: Engines, sights: Sights, shared: Medium) -> None:
+    """An image is known by its content: by another engine, too, but not where the model is shown it differently.
+
+    Requests whose images have a user's uuid for a name neither store nor load: it may name anything.
+    """
+    options: dict[str, Any] = {"model": sights.model, **SEEING}
+    named = {"multi_modal_uuids": {"image": ["mine"]}}
+    with engines.start(shared.config(), **options) as engine:
+        assert hits(_look(engine, RED)) == 0
+        before = shared.shards()
+        assert hits(_look(engine, RED, **named)) == 0
+        assert before
+        assert shared.shards() == before
+        engine.stop()
+    with engines.start(shared.config(), **options) as engine:
+        for more in (named, {}):
+            blue = _look(engine, BLUE, **more)
+            assert hits(blue) == 0
+            assert_same(blue, sights.right[BLUE])
+        engine.call("show", colour=RED)
+        assert_loads(engine, sights.right[RED], TEXT)
+        engine.stop()
+
+    options["mm_processor_kwargs"] = {"do_normalize": False}
+    with engines.start(**options) as engine:
+        right = _look(engine, RED)
+    with engines.start(shared.config(), **options) as engine:
+        answers = _look(engine, RED)
+        assert hits(answers) == 0
+        assert_same(answers, right)
+        engine.stop()
+
+
+def test_images_that_vllm_counts(engines: Engines, sights: Sights, shared: Medium) -> None:
+    """Without prefix caching and processor cache vLLM names the first image of each process alike, and with options
+    of its own in the request by a digest of that. Such requests neither store nor load; those without images do.
+    """
+    counting = {"model": sights.model, "enable_prefix_caching": False, "mm_processor_cache_gb": 0, **SEEING}
+    with engines.start(**counting) as engine:
+        right = engine.generate(PROMPTS)
+    config = shared.config(serve_without_prefix_caching=True)
+    options: tuple[dict[str, Any], ...] = ({}, {"mm_processor_kwargs": {"do_rescale": True}})
+    for colour in (RED, BLUE):
+        with engines.start(config, **counting) as engine:
+            for more in options:
+                answers = _look(engine, colour, **more)
+                assert hits(answers) == 0
+                assert_same(answers, sights.right[colour])
+            engine.call("show", colour=None)
+            if colour == RED:
+                assert not shared.shards()
+                assert_same(engine.generate(PROMPTS), right)
+                assert engine.settle()
+            else:
+                assert_loads(engine, right)
+            engine.stop()
+
+
+@pytest.fixture
+def hub() -> Iterator[HubStandIn]:
+    """A Hub that has nothing yet."""
+    with HubStandIn() as started:
+        yield started
+
+
+def test_a_model_from_the_hub(hub: HubStandIn, engines: Engines, shared: Medium) -> None:
+    """A model is its name and its commit, whether the Hub was asked or only its cache; a new commit is a new model."""
+    name, cache = "org/tiny", engines.scratch / "hub"
+    weights = [write_model(engines.scratch / f"published-{seed}", TINY, seed=seed) for seed in (1, 2)]
+    first = hub.publish(name, weights[0])
+    stored = engines.answers(shared.config(), model=name, environment=hub.environment(cache))
+    offline = hub.environment(cache, offline=True)
+    engines.assert_shares(stored, shared.config(), model=name, environment=offline)
+
+    second = hub.publish(name, weights[1])
+    right = engines.answers(model=weights[1])
+    engines.assert_shares_nothing(right, shared.config(), model=name, environment=hub.environment(cache))
+
+    manifests = [json.loads(path.read_text()) for path in shared.directory.glob("*/manifest.json")]
+    told = {(manifest["fields"]["model"], manifest["fields"]["revision"]) for manifest in manifests}
+    assert told == {(name, first), (name, second)}

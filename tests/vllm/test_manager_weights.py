@@ -1,0 +1,153 @@
+"""A start does not wait for a large local model to be read: the tiers open in a later step, and until then every
+lookup is a miss. What goes wrong on the way turns offloading off and ends nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+
+from nixl_offload.identity.weights import WeightsDigest
+from nixl_offload.vllm import opening
+from nixl_offload.vllm.manager import NixlOffloadManager, Refused
+from nixl_offload.vllm.messages import ChunkSpec
+from tests.vllm import manager_rig
+
+DEADLINE_S = 30.0
+
+
+class Gated(WeightsDigest):
+    """The real thing, which begins when the test says so: a disk that is slow for as long as it takes."""
+
+    gate = threading.Event()
+
+    def _run(self) -> None:
+        self.gate.wait(DEADLINE_S)
+        super()._run()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is not set, nothing is read of any model."""
+    monkeypatch.setattr(opening, "WeightsDigest", Gated)
+    Gated.gate = threading.Event()
+    yield Gated.gate
+    Gated.gate.set()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+def manager_of(model: Path, path: Path) -> NixlOffloadManager:
+    vllm_config: Any = manager_rig.vllm_config()
+    vllm_config.model_config.model = str(model)
+    config = manager_rig.config_of(manager_rig.slab_tier(path))
+    return NixlOffloadManager(manager_rig.offloading_config(), config, vllm_config)
+
+
+def ask(manager: NixlOffloadManager) -> None:
+    """A request comes, and a step is scheduled."""
+    manager.on_new_request(manager_rig.request("new"))
+    manager.on_schedule_end(ScheduleEndContext([], []))
+
+
+def opened(manager: NixlOffloadManager) -> None:
+    """Wait until the tiers are open, or have failed to."""
+    assert manager._opening is not None
+    assert manager._opening.wait(DEADLINE_S, 0.0)
+
+
+def stored(manager: NixlOffloadManager, *numbers: int) -> tuple[bytes, ...]:
+    """Offer chunks; return those that are taken."""
+    output = manager.prepare_store(manager_rig.keys(*numbers), manager_rig.request())
+    assert output is not None
+    assert isinstance(output.store_spec, ChunkSpec)
+    return output.store_spec.keys
+
+
+def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, gate: threading.Event) -> None:
+    manager = manager_of(model, tmp_path / "kv")
+    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
+    ask(manager)
+    assert stored(manager, 1) == ()
+    assert manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.MISS
+    assert not list(tmp_path.glob("kv/*/index.sqlite"))
+    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)  # vLLM wakes up, meanwhile
+
+    gate.set()
+    opened(manager)
+    ask(manager)
+    assert stored(manager, 1) == tuple(manager_rig.keys(1))
+    manager.shutdown()
+
+
+def test_a_start_waits_for_what_is_quick(model: Path, tmp_path: Path) -> None:
+    manager = manager_of(model, tmp_path / "kv")
+    manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+    assert stored(manager, 1) == tuple(manager_rig.keys(1))
+    manager.shutdown()
+
+
+def test_weights_that_cannot_be_read_turn_offloading_off(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At start, and likewise later."""
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(tmp_path / "gone")
+    manager = manager_of(model, tmp_path / "kv")
+    manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+    ask(manager)
+    assert stored(manager, 1) == ()
+    assert "Offloading is off until the engine restarts" in caplog.text
+    assert "model.safetensors" in caplog.text
+    manager.shutdown()
+
+
+def test_a_tier_that_fails_later_turns_offloading_off(
+    model: Path, tmp_path: Path, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At start it ends the engine, with a sentence for whoever starts it; nobody is there to read it any more."""
+    manager = manager_of(model, tmp_path / "kv")
+    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
+    (tmp_path / "kv").write_text("a file where the directory should be")
+    gate.set()
+    opened(manager)
+    ask(manager)
+    ask(manager)
+    assert stored(manager, 1) == ()
+    assert caplog.text.count("Offloading is off until the engine restarts") == 1
+    manager.shutdown()
+
+
+def test_a_shutdown_does_not_wait_for_weights(model: Path, tmp_path: Path, gate: threading.Event) -> None:
+    manager = manager_of(model, tmp_path / "kv")
+    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
+    manager.shutdown()
+    assert not gate.is_set()
+
+
+def test_a_request_with_worthless_keys_is_left_alone(tmp_path: Path) -> None:
+    """It finds nothing that others have stored, and stores nothing."""
+    rig = manager_rig.Rig(manager_rig.config_of(manager_rig.slab_tier(tmp_path)))
+    rig.store(1)
+    refused = manager_rig.request("refused")
+    refused.set_state(Refused())
+    assert rig.manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.HIT
+    assert rig.manager.lookup(manager_rig.key(1), refused) is LookupResult.MISS
+    output = rig.manager.prepare_store(manager_rig.keys(2), refused)
+    assert output is not None
+    assert output.keys_to_store == []
+    rig.close()

@@ -1,0 +1,329 @@
+"""Proves, over slab, tree and bucket, that pipeline stages of any shape share a cache: even ones, uneven ones, stages
+without any layer of a KV cache group, and stages without any layer at all. What one server has stored a second one of
+the same configuration loads on every rank, byte by byte, and nobody deletes or rewrites any of it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.distributed.utils import get_pp_indices
+
+from examples.demo.model import ModelShape, write_model
+from nixl_offload.cli.main import main
+from nixl_offload.tiers.naming import parse_shard_name
+from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.types import Key, Outcome, key_group
+from tests.s3.servers import RcloneServer
+from tests.vllm.harness import tree_tier
+from tests.vllm.pipeline_rig import BLOCK_TOKENS, CHUNK_TOKENS, PAGE_BYTES, PlayedEngine, played, vllm_config_of
+
+CHUNKS = 5
+PROMPTS = [random.Random(seed).choices(range(512), k=CHUNKS * CHUNK_TOKENS + 20) for seed in range(3)]
+FULL_TOKENS = [CHUNKS * CHUNK_TOKENS] * len(PROMPTS)
+HEADER_BYTES = 4096
+DEADLINE_S = 60.0
+
+
+def by_vllm(layers: int, stages: int) -> tuple[str, ...]:
+    """Layers of full attention, as vLLM deals them out to pipeline stages."""
+    bounds = [get_pp_indices(layers, rank, stages) for rank in range(stages)]
+    return tuple("F" * (end - begin) for begin, end in bounds)
+
+
+STAGES = {
+    "two, even": by_vllm(4, 2),
+    "two, uneven": ("FFFF", "FFF"),
+    "three, even": by_vllm(6, 3),
+    "three, uneven": by_vllm(7, 3),
+    "windows in the first alone": ("SS", "FF", "FF"),
+    "windows in the last alone": ("FFF", "FFFF", "SSS"),
+    "one without layers": ("FF", "", "FFF"),
+    "the first without layers": ("", "FF"),
+}
+MEDIA = ("slab", "tree", "bucket")
+
+
+class Shard(NamedTuple):
+    """What lies there of a rank's shard; a slab is taken for one."""
+
+    size_bytes: int
+    content: bytes
+    modified_ns: int | None
+    """None for a slab: its last page is written when it is opened."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """Storage that servers share, one after the other or at the same time."""
+
+    name: str
+    tier: Mapping[str, Any]
+    directory: Path
+    forget: Callable[[], None] = lambda: None
+    """Makes an S3 server look at its files again."""
+
+    @property
+    def many_writers(self) -> bool:
+        return self.name != "slab"
+
+    def shards(self) -> dict[str, Shard]:
+        """Everything that holds KV, by its name."""
+        found = {}
+        for path in self.directory.rglob("*"):
+            name = path.relative_to(self.directory).as_posix()
+            if path.suffix == ".slab" or parse_shard_name(name) is not None:
+                status, content = path.stat(), sha256(path.read_bytes()).digest()
+                found[name] = Shard(status.st_size, content, status.st_mtime_ns if self.many_writers else None)
+        return found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RcloneServer]:
+    with RcloneServer() as started, pytest.MonkeyPatch.context() as patch:
+        for name, value in started.environment.items():
+            patch.setenv(name, value)
+        yield started
+
+
+@pytest.fixture
+def medium(request: pytest.FixtureRequest, server: RcloneServer, tmp_path: Path) -> Medium:
+    if request.param == "slab":
+        return Medium("slab", {"kind": "file", "path": str(tmp_path / "slab"), "capacity": "64MiB"}, tmp_path / "slab")
+    if request.param == "tree":
+        return Medium("tree", tree_tier(tmp_path / "tree"), tmp_path / "tree")
+    prefix = tmp_path.name
+    return Medium("bucket", server.tier(prefix, mover="obstore"), server.directory / prefix, server.forget)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint for vLLM's configuration to name; nobody runs it."""
+    shape = ModelShape(layers=12, hidden=64, heads=2, kv_heads=1, intermediate=64, vocab=512, max_tokens=2048)
+    return write_model(tmp_path_factory.mktemp("model") / "base", shape)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with played():
+        yield
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(model: Path) -> Start:
+    @contextmanager
+    def started(
+        stages: Sequence[str], *tiers: Mapping[str, Any], layout: str = "LBHNC", **fields: Any
+    ) -> Iterator[PlayedEngine]:
+        connector = {"staging": "8MiB", "tiers": [dict(tier) for tier in tiers], **fields}
+        engine = PlayedEngine(vllm_config_of(model, stages, connector), stages, layout)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    return started
+
+
+def shard_bytes(engine: PlayedEngine) -> list[list[int]]:
+    """By KV cache group and rank: how large a shard must be, by the layers that vLLM has given each rank."""
+    page_bytes = CHUNK_TOKENS // BLOCK_TOKENS * PAGE_BYTES
+    groups = zip(*(rank.groups for rank in engine.ranks), strict=True)
+    return [[HEADER_BYTES + len(names) * page_bytes if names else 0 for names in group] for group in groups]
+
+
+def assert_whole(medium: Medium, engine: PlayedEngine) -> int:
+    """Every chunk has one shard for each rank with a layer of its group, of that rank's own size. Returns how many."""
+    sizes, found = shard_bytes(engine), keys_in(medium)
+    assert {key_group(key) for key in found} == set(range(len(sizes)))
+    for key, of_ranks in found.items():
+        assert of_ranks == {rank: size for rank, size in enumerate(sizes[key_group(key)]) if size}
+    return len(found)
+
+
+def keys_in(medium: Medium) -> dict[Key, dict[int, int]]:
+    """The chunks that lie there, with the size of each shard by rank."""
+    found: dict[Key, dict[int, int]] = {}
+    for name, shard in medium.shards().items():
+        parsed = parse_shard_name(name)
+        assert parsed is not None
+        found.setdefault(parsed.key, {})[parsed.rank] = shard.size_bytes
+    return found
+
+
+def command(*arguments: object) -> str:
+    """Run one that must succeed; return what it prints."""
+    with redirect_stdout(io.StringIO()) as out:
+        assert main([str(argument) for argument in arguments]) == 0
+    return out.getvalue()
+
+
+def shared_tier(engine: PlayedEngine) -> SharedTier:
+    tier = engine.manager._tiers[-1]
+    assert isinstance(tier, SharedTier)
+    return tier
+
+
+@pytest.mark.parametrize("medium", MEDIA, indirect=True)
+@pytest.mark.parametrize("stages", STAGES.values(), ids=list(STAGES))
+def test_a_second_server_hits_what_the_first_has_stored(
+    start: Start, medium: Medium, stages: Sequence[str], tmp_path: Path
+) -> None:
+    with start(stages, medium.tier) as first:
+        assert first.generate(PROMPTS) == [0] * len(PROMPTS)
+        stored = first.moved("store")
+        assert [size > 0 for size in stored] == [bool(kinds) for kinds in stages]
+        if medium.many_writers:
+            medium.forget()
+            chunks = assert_whole(medium, first)
+    before = medium.shards()
+    with start(stages, medium.tier) as second:
+        assert second.generate(PROMPTS) == FULL_TOKENS
+        assert second.wrong() == []
+        # Of a window only the end is loaded.
+        loaded = second.moved("load")
+        assert all(size <= of for size, of in zip(loaded, stored, strict=True))
+        assert [size == of for size, of in zip(loaded, stored, strict=True)] == ["S" not in kinds for kinds in stages]
+        second.reset_prefix_cache()
+        assert second.generate(PROMPTS) == FULL_TOKENS
+        assert (second.moved("store"), second.wrong()) == ([0] * len(stages), [])
+        if medium.many_writers:
+            counts = shared_tier(second).counts()
+            assert (counts.damaged, counts.discarded, counts.failed_loads) == (0, 0, 0)
+    assert medium.shards() == before
+    file = tmp_path / "kv.yaml"
+    file.write_text(yaml.safe_dump({"tiers": [dict(medium.tier)]}))
+    (verified,) = json.loads(command("verify", file, "--json").splitlines()[-1])["tiers"]
+    assert set(verified["chunks"].values()) == {0, verified["chunks"]["good"]}
+    assert verified["chunks"]["good"] == chunks if medium.many_writers else verified["chunks"]["good"] > 0
+
+
+@pytest.mark.parametrize("medium", ["tree", "bucket"], indirect=True)
+@pytest.mark.parametrize("stages", [STAGES["two, uneven"], STAGES["windows in the last alone"]], ids=["uneven", "gaps"])
+def test_servers_at_the_same_time_list_look_again_and_refresh_and_all_of_it_stays(
+    start: Start, medium: Medium, stages: Sequence[str]
+) -> None:
+    """A warm start believes in every chunk without a question; a look after failed loads finds them whole; refreshing
+    makes them young without another byte.
+    """
+    ttl = {"ttl": "1h"} if medium.name == "bucket" else {}
+    with start(stages, medium.tier) as first:
+        first.generate(PROMPTS)
+        medium.forget()
+        chunks, before = assert_whole(medium, first), medium.shards()
+        with start(stages, {**medium.tier, "warm_start": True, **ttl}) as second:
+            tier = shared_tier(second)
+            _until(lambda: tier.counts().listed == chunks and tier._listing is None, second)
+            assert second.generate(PROMPTS) == FULL_TOKENS
+            assert (tier.counts().probes.heads, second.wrong()) == (0, [])
+            if ttl:
+                old_s = time.time() - 2400.0
+                for name in before:
+                    os.utime(medium.directory / name, (old_s, old_s))
+                medium.forget()
+                before = medium.shards()
+            for key in sorted(keys_in(medium))[:3]:
+                tier.loaded([key], {key: Outcome.FAILED}, time.monotonic())
+            _until(lambda: tier.trouble == "loads", second)
+        first.reset_prefix_cache()
+        assert first.generate(PROMPTS) == FULL_TOKENS, "the first still has all it stored"
+        assert medium.shards() == before
+        if ttl:
+            with start(stages, {**medium.tier, "warm_start": True, **ttl}) as third:
+                tier = shared_tier(third)
+                _until(lambda: tier._listing is None, third)
+                assert third.generate(PROMPTS) == FULL_TOKENS
+                _until(lambda: tier.counts().refreshed > 0 and tier._prober.idle, third)
+                # This server keeps the time of a copy to itself; only HEAD tells it. A refresh that met an error has
+                # made some shards young and does not count its chunk.
+                infos = {name: tier._store.head(name) for name in before}
+                old = {name for name, info in infos.items() if info is None or info.modified_s <= old_s + 60.0}
+                young = {key for key in keys_in(medium) if not any(key.hex() in name for name in old)}
+                assert len(young) >= tier.counts().refreshed
+                assert _contents(medium.shards()) == _contents(before)
+                assert third.wrong() == []
+
+
+def _contents(shards: Mapping[str, Shard]) -> dict[str, bytes]:
+    return {name: shard.content for name, shard in shards.items()}
+
+
+def _until(condition: Callable[[], bool], engine: PlayedEngine) -> None:
+    """Step on until it is so."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S} s in vain"
+        engine.generate([[1] * 8])
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize(
+    "stages", [STAGES["two, uneven"], STAGES["windows in the first alone"], STAGES["one without layers"]], ids=str
+)
+def test_a_chain_of_memory_slab_and_bucket_holds_every_chunk_in_each(
+    start: Start, server: RcloneServer, tmp_path: Path, stages: Sequence[str], layout: str
+) -> None:
+    """Write-through, and what a load leaves in memory, pass over the ranks that hold nothing of a chunk; also where
+    vLLM packs the layers of all groups into blocks.
+    """
+    slab = Medium("slab", {"kind": "file", "path": str(tmp_path / "slab"), "capacity": "64MiB"}, tmp_path / "slab")
+    bucket = Medium("bucket", server.tier(tmp_path.name, mover="obstore"), server.directory / tmp_path.name)
+    memory = {"kind": "memory", "capacity": "16MiB"}
+    filled = [bool(kinds) for kinds in stages]
+    with start(stages, memory, slab.tier, bucket.tier, layout=layout) as first:
+        first.generate(PROMPTS)
+        server.forget()
+        chunks = assert_whole(bucket, first)
+        assert [size > 0 for size in first.moved("move_in")] == filled
+        assert [len(tier) for tier in first.manager._tiers] == [chunks] * 3
+    before = slab.shards(), bucket.shards()
+    for tiers in ([slab.tier], [bucket.tier], [memory, slab.tier, bucket.tier]):
+        assert (slab.shards(), bucket.shards()) == before
+        with start(stages, *tiers, layout=layout) as second:
+            assert second.generate(PROMPTS) == FULL_TOKENS
+            second.reset_prefix_cache()
+            assert second.generate(PROMPTS) == FULL_TOKENS
+            assert second.wrong() == []
+            assert [size > 0 for size in second.moved("load")] == filled
+            assert second.moved("store") == [0] * len(stages)
+    # What memory has kept goes on to tiers of which it is not known that they have it: the same bytes.
+    assert (slab.shards(), _contents(bucket.shards())) == (before[0], _contents(before[1]))
+
+
+def test_a_rank_without_layers_takes_no_memory_and_opens_no_mover(start: Start, tmp_path: Path) -> None:
+    stages = STAGES["one without layers"]
+    memory = {"kind": "memory", "capacity": "16MiB"}
+    with start(stages, memory, tree_tier(tmp_path / "tree")) as engine:
+        engine.generate(PROMPTS)
+        workers = [rank.worker for rank in engine.ranks]
+        assert [worker._host is None for worker in workers] == [False, True, False]
+        assert [len(worker._engine._live) for worker in workers] == [2, 0, 2]
+        assert workers[1].layout.empty_groups == set(range(len(workers[1].layout.groups)))
+
+
+def test_other_stages_share_nothing(start: Start, tmp_path: Path) -> None:
+    """Shards of other sizes are never looked for under the same name."""
+    tree = tree_tier(tmp_path / "tree")
+    for stages in (("FFFF", "FFF"), ("FFF", "FFFF"), ("FFFFFFF",)):
+        with start(stages, tree) as engine:
+            assert engine.generate(PROMPTS[:1]) == [0]
