@@ -23,8 +23,8 @@ from nixl_offload.movers.base import FileId, MemoryRegion, Mover, Op, Transfer, 
 from nixl_offload.movers.select_object import make_mover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.naming import shard_name
-from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Asker, Key, Lookup
 
 OURS: dict[str, Literal["obj", "obstore", "boto3"]] = {

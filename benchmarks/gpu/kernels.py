@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.rounds import Row, Run, WrongBytesError, contest, unit
 from benchmarks.gpu.scene import KIB, MIB, Scene
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine.kernels.base import GroupKernels, Page
 from nixl_offload.engine.kernels.select import open_kernels
 from nixl_offload.engine.kernels.torch_kernels import TorchKernels

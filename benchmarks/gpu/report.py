@@ -105,7 +105,7 @@ def _filesystem(directory: Path) -> str:
 
 def _gds(directory: Path) -> str:
     try:
-        from nixl_offload.movers.gds import gds_report
+        from nixl_offload.hardware.gds import gds_report
     except ImportError as error:
         return reason(error)
     return gds_report(str(directory)).verdict

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine.streams import CudaStreams, Device, HostStreams
 from nixl_offload.errors import MoverError
-from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover
 from nixl_offload.movers.select import MoverChoice, open_mover
 

@@ -17,9 +17,9 @@ import torch
 from benchmarks.gpu.rounds import Contest, Row, Run, WrongBytesError, contest, reason, unit
 from benchmarks.gpu.scene import PIECES_BYTES, Cache, Scene
 from nixl_offload.engine import ChunkIO, Engine
-from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.movers.select import MoverChoice
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
 
 NEVER = 1 << 40

@@ -10,7 +10,7 @@ from nixl_offload.catalog.catalog import Catalog, Counts
 from nixl_offload.catalog.changes import Change
 from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Grant, Kind, LoadGrant, MoveGrant, Settled
-from nixl_offload.catalog.tier import Tier
+from nixl_offload.tiers.base import Tier
 
 __all__ = [
     "NOBODY",

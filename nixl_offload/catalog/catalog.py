@@ -16,8 +16,8 @@ from nixl_offload.catalog.changes import Change, Changes
 from nixl_offload.catalog.moves import ChainOptions, Move, WriteThrough
 from nixl_offload.catalog.placing import Placing
 from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Grant, Kind, LoadGrant, MoveGrant, Settled, Ticket
-from nixl_offload.catalog.tier import Tier
 from nixl_offload.index import State
+from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
 
 _HIT, _PENDING, _RETRY = Lookup.HIT, Lookup.PENDING, Lookup.RETRY

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
 
-from nixl_offload.catalog.tier import Tier
 from nixl_offload.index import State
+from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Location, Outcome
 
 PATIENCE_S: Final = 30.0

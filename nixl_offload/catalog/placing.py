@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from nixl_offload.catalog.tier import Tier
 from nixl_offload.index import State
+from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Location
 
 

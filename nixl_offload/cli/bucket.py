@@ -10,7 +10,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from nixl_offload.cli.shared import s3_tier
+from nixl_offload.cli.common import s3_tier
 from nixl_offload.config import load_config
 from nixl_offload.errors import NotSupportedError, StoreError
 

@@ -36,10 +36,10 @@ from nixl_offload.engine.choice.machine import Fingerprint, fingerprint
 from nixl_offload.engine.choice.memory import aligned_tensor
 from nixl_offload.engine.choice.runner import words
 from nixl_offload.engine.choice.trial import hold_trial
-from nixl_offload.engine.cores import unbound
 from nixl_offload.engine.image import Way
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverUnavailableError, TierError
+from nixl_offload.hardware.cores import unbound
 from nixl_offload.movers.base import MemoryRegion, Mover
 from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
 from nixl_offload.tiers.lock import DirectoryLock

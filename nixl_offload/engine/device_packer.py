@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.packer import BlockIds
 from nixl_offload.engine.queued import DeviceGroups, QueuedSums, taken_back
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
-from nixl_offload.format import HEADER_BYTES
 
 HeaderPage = npt.NDArray[np.uint8]
 """Shape (HEADER_BYTES,), page-locked."""

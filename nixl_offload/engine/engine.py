@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.links.base import Link
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
 from nixl_offload.engine.paths import ChunkPaths
 from nixl_offload.engine.pools import Host, Memory, Staging
@@ -28,7 +28,7 @@ from nixl_offload.engine.staging import DeviceStagingPool, StagingPool
 from nixl_offload.engine.streams import READY, Device, device_of
 from nixl_offload.engine.tally import Equipment, Standing, Waiting
 from nixl_offload.engine.ways.context import Context
-from nixl_offload.layout import KVLayout
+from nixl_offload.tiers.link import Link
 
 logger = logging.getLogger(__name__)
 

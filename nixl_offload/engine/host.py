@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.engine import host_limits
 from nixl_offload.engine.staging import Slot
 from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.hardware import memory_limits
 from nixl_offload.movers.base import MemoryRegion
 from nixl_offload.types import PAGE_BYTES, align_up
 from nixl_offload.units import format_size
@@ -74,7 +74,7 @@ class HostSlab:
         device: int = 0,
         sharers: int = 1,
         progress: Progress | None = None,
-        root: Path = host_limits.ROOT,
+        root: Path = memory_limits.ROOT,
     ) -> None:
         """Allocate and prefault, which takes one to four seconds per GiB on a busy virtual machine.
 
@@ -181,7 +181,7 @@ class HostSlab:
 
     def _require_room(self, wanted_bytes: int) -> None:
         """Raise TierError unless ``wanted_bytes`` can still be had, with something left for others."""
-        available_bytes, limited_by = host_limits.room(self._root)
+        available_bytes, limited_by = memory_limits.room(self._root)
         usable_bytes = available_bytes - min(int(available_bytes * RESERVE_SHARE), RESERVE_LIMIT_BYTES)
         if wanted_bytes <= usable_bytes:
             return

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import ChunkIO
 from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.errors import LayoutError
-from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header
-from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Extents
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
 

@@ -17,7 +17,9 @@ from typing import Literal
 
 import torch
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, check_header, verify_blocks
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.engine import STORE_GRACE_S, WAIT_LIMIT_S
 from nixl_offload.engine.host import HostSlab
@@ -31,8 +33,6 @@ from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.streams import Device, Fence
 from nixl_offload.engine.tally import Equipment, Standing, Waiting
 from nixl_offload.errors import FormatError, LayoutError
-from nixl_offload.format import HEADER_BYTES, check_header, verify_blocks
-from nixl_offload.layout import KVLayout
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)

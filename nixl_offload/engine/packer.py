@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.bands import Band, bands_of
 from nixl_offload.engine.host import PIN_PIECE_BYTES
 from nixl_offload.engine.kernels.base import GroupKernels, Page
 from nixl_offload.engine.queued import DeviceGroups, QueuedSums, taken_back
 from nixl_offload.engine.streams import READY, Device, Fence, ReadyFence, Stream, device_of
 from nixl_offload.errors import LayoutError
-from nixl_offload.layout import KVLayout
 
 BlockIds = npt.NDArray[np.int32]
 Payload = npt.NDArray[np.uint8]

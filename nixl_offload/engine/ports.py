@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.chunk.layout import KVLayout, chunk_extents
 from nixl_offload.engine import image
 from nixl_offload.engine.image import GroupPlan, Way
-from nixl_offload.engine.links.base import Link, Target
 from nixl_offload.engine.pools import Memory
 from nixl_offload.engine.records import ChunkIO
 from nixl_offload.engine.registrar import Place, Registrar, why_not_direct
 from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
-from nixl_offload.format import HEADER_BYTES
-from nixl_offload.layout import KVLayout, chunk_extents
 from nixl_offload.movers.base import Extents, MemoryId, Op, Transfer
+from nixl_offload.tiers.link import Link, Target
 
 logger = logging.getLogger(__name__)
 

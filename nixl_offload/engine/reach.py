@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import FileTier
 from nixl_offload.engine.choose import Choice, Shape, choose, open_file_mover
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
@@ -20,7 +21,6 @@ from nixl_offload.engine.pools import Staging
 from nixl_offload.engine.staging import MIN_SLOTS
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverUnavailableError
-from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Mover
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size

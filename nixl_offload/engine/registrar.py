@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.pools import Memory
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
-from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 
+from nixl_offload.chunk.header import MAX_KEY_BYTES
 from nixl_offload.errors import TierError
-from nixl_offload.format import MAX_KEY_BYTES
 from nixl_offload.types import Key
 
 BATCH_OPS = 1024

@@ -11,7 +11,7 @@ from typing import Literal
 from nixl_offload.config.schema import FileTier, S3Tier
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.tree import TreeStore
+from nixl_offload.stores.directory import TreeStore
 
 logger = logging.getLogger(__name__)
 

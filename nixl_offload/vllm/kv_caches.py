@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
-from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec

@@ -31,13 +31,13 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import NOWHERE, Catalog
+from nixl_offload.catalog.estimate import LoadOrRecompute, Part
 from nixl_offload.config import Config
 from nixl_offload.engine import Standing, Work
 from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
-from nixl_offload.estimate import LoadOrRecompute, Part
-from nixl_offload.tiers.file import FileTier
-from nixl_offload.tiers.memory import MemoryTier
-from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.tiers.memory.tier import MemoryTier
+from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slab.tier import FileTier
 from nixl_offload.types import Asker, Key, Lookup, key_group
 from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, Place, RankGeometry, TicketReport
 from nixl_offload.vllm.metrics import Telling

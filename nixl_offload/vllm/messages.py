@@ -16,9 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from nixl_offload.engine import Standing, Work
-from nixl_offload.tiers.file import SlabPlace
-from nixl_offload.tiers.memory import MemoryPlace
-from nixl_offload.tiers.shared import SharedPlace
+from nixl_offload.tiers.memory.tier import MemoryPlace
+from nixl_offload.tiers.shared.tier import SharedPlace
+from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Key, Location, Outcome, worst
 
 Place = MemoryPlace | SlabPlace | SharedPlace

@@ -20,11 +20,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from nixl_offload.catalog import Counts, Settled
+from nixl_offload.catalog.estimate import Decision, Part
 from nixl_offload.engine import Standing, Work
-from nixl_offload.estimate import Decision, Part
 from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.tiers.shared import SharedTier
-from nixl_offload.tiers.slots import SlotTier
+from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import metric_names as names
 from nixl_offload.vllm.metric_names import Metric

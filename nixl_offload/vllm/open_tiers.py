@@ -13,9 +13,9 @@ from nixl_offload.config import FileTier as FileTierSettings
 from nixl_offload.config import MemoryTier as MemoryTierSettings
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.file import FileTier
-from nixl_offload.tiers.memory import MemoryTier, rank_memory_bytes
-from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.tiers.memory.tier import MemoryTier, rank_memory_bytes
+from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slab.tier import FileTier
 
 
 def open_tier(

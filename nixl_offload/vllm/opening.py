@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nixl_offload.config import Config
-from nixl_offload.engine.cores import unbound
+from nixl_offload.hardware.cores import unbound
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
-from nixl_offload.tiers.file import FileTier
-from nixl_offload.tiers.memory import MemoryTier
-from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.tiers.memory.tier import MemoryTier
+from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slab.tier import FileTier
 from nixl_offload.vllm.identity import build_namespace, models_of, warn_about_weights
 from nixl_offload.vllm.open_tiers import open_tier
 

@@ -17,29 +17,29 @@ from pathlib import Path
 import torch
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, Tier
 from nixl_offload.engine import ChainEngine, Engine
 from nixl_offload.engine.chain import TierEngine
 from nixl_offload.engine.choose import Choice
-from nixl_offload.engine.cores import unbound
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.links.base import Link
-from nixl_offload.engine.links.objects import ObjectLink
-from nixl_offload.engine.links.slab import SlabLink
-from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.queued import DeviceGroups
 from nixl_offload.engine.reach import Reach, choose_way, reach_files, spared_bytes, ways_of
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import NixlOffloadError
-from nixl_offload.layout import KVLayout
+from nixl_offload.hardware.cores import unbound
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.file import SlabPlace
-from nixl_offload.tiers.memory import MemoryPlace, rank_memory_bytes
-from nixl_offload.tiers.shared import SharedPlace
-from nixl_offload.tiers.slab_file import SlabFile, make_private_directory, rank_file_name
+from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.memory.tier import MemoryPlace, rank_memory_bytes
+from nixl_offload.tiers.s3.link import ObjectLink
+from nixl_offload.tiers.shared.tier import SharedPlace
+from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.tiers.slab.file import SlabFile, make_private_directory, rank_file_name
+from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.vllm.messages import Place
 
 logger = logging.getLogger(__name__)

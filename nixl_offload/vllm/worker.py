@@ -27,13 +27,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from nixl_offload.chunk.layout import split_job
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO, Standing, Work
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.reach import Reach
 from nixl_offload.errors import LayoutError, NixlOffloadError
-from nixl_offload.layout import split_job
 from nixl_offload.types import Outcome, key_group
 from nixl_offload.vllm.kv_caches import canonical_layout, without_padding
 from nixl_offload.vllm.messages import (

@@ -19,15 +19,15 @@ import pytest
 from nixl_offload.config.schema import S3Tier
 from nixl_offload.errors import MoverUnavailableError, StoreError
 from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl_plugins import object_plugin
 from nixl_offload.movers.select import OpenedMover
 from nixl_offload.movers.select_object import make_mover, open_object_mover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
+from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.stores.tree import TreeStore
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.testing.mover_suite import MIB, extents
 from nixl_offload.testing.object_mover_suite import ObjectRig
 from tests.s3.proxy import Answer, FaultProxy, Hold, Reset, Stall

@@ -14,8 +14,8 @@ from nixl_offload.movers.base import Mover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select_object import make_mover
 from nixl_offload.movers.store import StoreMover
+from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.stores.tree import TreeStore
 from nixl_offload.testing.object_mover_suite import ObjectMoverSuite, RawObjects
 from tests.s3.servers import RcloneServer
 

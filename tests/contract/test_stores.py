@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 
 from nixl_offload.config.schema import S3Tier
+from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.stores.tree import TreeStore
 from nixl_offload.testing.store_suite import StoreRig, StoreSuite
 from tests.s3.servers import MotoServer, RcloneServer, S3Server
 

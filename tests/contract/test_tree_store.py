@@ -15,8 +15,8 @@ import pytest
 
 from nixl_offload.config.schema import FileTier
 from nixl_offload.errors import StoreError
+from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.stores.tree import TreeStore
 from nixl_offload.testing.store_suite import cause_of, read, write
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import pump
 from nixl_offload.engine.ways.context import QUARANTINE_S
-from nixl_offload.format import HEADER_BYTES
 from nixl_offload.movers.base import Op
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Outcome
 from tests.unit.device_lab import Lab, faulty, memory_of, open_lab, packer_of
 from tests.unit.kv_shapes import DeviceCopyMover, DeviceRig, Way, until

@@ -20,8 +20,8 @@ from nixl_offload.engine.ways.context import QUARANTINE_S
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
+from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, until
 

@@ -21,10 +21,10 @@ import pytest
 
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.identity.namespace import Namespace
-from nixl_offload.tiers import slab_file
-from nixl_offload.tiers.directory import TierDirectory
 from nixl_offload.tiers.lock import DirectoryLock
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.tiers.slab import file as slab_file
+from nixl_offload.tiers.slab.directory import TierDirectory
+from nixl_offload.tiers.slab.file import SlabFile
 
 if TYPE_CHECKING:
     from conftest import SmallFilesystem

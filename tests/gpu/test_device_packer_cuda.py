@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine import staging
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import staging
 from nixl_offload.engine.streams import device_of
 from nixl_offload.errors import MoverError
-from nixl_offload.format import HEADER_BYTES
 from nixl_offload.movers.base import MemoryKind, Mover, Op
-from nixl_offload.movers.faults import FaultyMover
 from nixl_offload.movers.select import open_mover
+from nixl_offload.testing.faulty_mover import FaultyMover
 from nixl_offload.types import Outcome
 from tests.unit.kv_shapes import KIB, SHAPES, DeviceRig, KVShape, Way, assert_round_trip
 

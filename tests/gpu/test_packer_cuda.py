@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import ChunkIO
 from nixl_offload.engine import host as host_module
 from nixl_offload.engine import packer as packer_module
@@ -20,7 +21,6 @@ from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.packer import BusPacker, HostPacker
 from nixl_offload.engine.staging import StagingPool
 from nixl_offload.engine.streams import READY, Fence, device_of
-from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.types import Key, Location, Outcome
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from nixl_offload.index import State
-from nixl_offload.tiers.slots import SlotTier
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Outcome
 from tests.model.chain_engine import SLOT_MAX, Engine, Ticket
 from tests.model.chain_world import SLOT_CLASSES, slot_bytes

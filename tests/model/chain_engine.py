@@ -16,10 +16,10 @@ from nixl_offload.catalog import Catalog, ChainOptions
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.config.schema import MemoryTier as MemoryTierConfig
 from nixl_offload.index import State
-from nixl_offload.tiers.file import FileTier
-from nixl_offload.tiers.memory import MemoryTier
-from nixl_offload.tiers.shared import SharedTier
-from nixl_offload.tiers.slots import SlotTier
+from nixl_offload.tiers.memory.tier import MemoryTier
+from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slab.tier import FileTier
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Outcome
 from tests.model.chain_world import RANKS, SLOT_CLASSES, Copy, ObjectStore, World, slot_bytes
 from tests.unit.shared_rig import namespace_of, options

@@ -14,7 +14,7 @@ from functools import cache
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.tiers.naming import shard_name
+from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Location, Outcome, key_group
 
 RANKS = 2

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nixl_offload.catalog import Catalog, Grant
 from nixl_offload.errors import StoreError
-from nixl_offload.tiers.shared import RESET_MARGIN_S
+from nixl_offload.tiers.shared.tier import RESET_MARGIN_S
 from nixl_offload.types import Asker, Key, Lookup, Outcome
 from tests.unit.shared_rig import SLOT, MemoryStore, Rig, keys_of, namespace_of
 

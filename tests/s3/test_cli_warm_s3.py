@@ -16,8 +16,8 @@ from nixl_offload.config import S3Tier, parse_config
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.file import FileTier
-from nixl_offload.tiers.slab_file import rank_file_name
+from nixl_offload.tiers.slab.file import rank_file_name
+from nixl_offload.tiers.slab.tier import FileTier
 from tests.unit.warm_rig import RANKS, SLOT_BYTES, image, key, namespace, put_chunk, put_manifest
 
 from .servers import RcloneServer

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.config.schema import S3Tier
 from nixl_offload.engine import image
 from nixl_offload.errors import NixlOffloadError
-from nixl_offload.format import HEADER_BYTES
 from nixl_offload.movers.base import Mover
-from nixl_offload.movers.faults import FaultyMover
 from nixl_offload.movers.select_object import make_mover
 from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.naming import shard_name
+from nixl_offload.testing.faulty_mover import FaultyMover
+from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
 from tests.unit.link_rig import NAMESPACE_NAME, Watched, objects

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from nixl_offload.catalog import Catalog, ChainOptions, Grant, MoveGrant, Settled
 from nixl_offload.index import DurableIndex, Index, State
-from nixl_offload.tiers.file import FileTier, SlabPlace
-from nixl_offload.tiers.memory import MemoryPlace, MemoryTier
-from nixl_offload.tiers.shared import SharedTier
-from nixl_offload.tiers.slab import SlabAllocator
+from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
+from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slab.tier import FileTier, SlabPlace
+from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Key, Outcome
 from tests.unit.shared_rig import MemoryStore, namespace_of, options
 

@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import ChunkIO, Engine, JobResult
 from nixl_offload.engine.chain import ChainEngine, MoveIO, MoveResult, TierEngine
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.links.base import Link
-from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.engine.memory import MemoryEngine
-from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header
-from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
 from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Shape, kv_cache
 

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.checksum import block_checksums
-from nixl_offload.checksum_torch import block_checksums_torch
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.checksum_torch import block_checksums_torch
 
 # Around every boundary of the algorithm: the short forms, a stripe (64), a round (1024), multiples of eight or not.
 LENGTHS = [1, 8, 16, 17, 128, 129, 240, 241, 248, 255, 256, 257, 320, 1023, 1024, 1025, 1087, 1088, 1089]

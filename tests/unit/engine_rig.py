@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import ChunkIO, Engine, JobResult
-from nixl_offload.engine.links.base import Link
-from nixl_offload.engine.links.slab import SlabLink
-from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
 
 NAMESPACE = bytes(range(32))

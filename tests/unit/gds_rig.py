@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from nixl_offload.movers.gds import Fact, GdsReport, gds_report
+from nixl_offload.hardware.gds import Fact, GdsReport, gds_report
 
 OPEN_DRIVER = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (root@host)\nGCC version: 12\n"

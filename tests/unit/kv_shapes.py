@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import ChunkIO, Engine, JobResult
-from nixl_offload.engine.links.base import Link
-from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
-from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import PAGE_BYTES, Key, Location, Outcome, align_up
 
 NAMESPACE = bytes(range(32))

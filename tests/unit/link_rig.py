@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from nixl_offload.engine.links.base import Link
-from nixl_offload.engine.links.objects import ObjectLink
-from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.faults import FaultyMover
+from nixl_offload.testing.faulty_mover import FaultyMover
+from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.s3.link import ObjectLink
+from nixl_offload.tiers.shared_dir.link import TreeLink
 
 NAMESPACE_NAME = "0123456789abcdef" * 2
 LinkMaker = Callable[[Mover, Callable[[], float]], Link]

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import ChunkIO, JobResult
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, Parts, pages_of
 from nixl_offload.engine.streams import Fence
-from nixl_offload.layout import KVLayout
 from nixl_offload.types import Location
 from tests.unit.engine_rig import NAMESPACE, SHAPES, Driven, Shape, kv_cache
 

@@ -14,8 +14,8 @@ from nixl_offload.config.schema import LookupOptions
 from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.tiers.naming import shard_name
-from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Asker, Key, Lookup, key_group
 
 SLOT = 8192

@@ -20,9 +20,9 @@ from nixl_offload.config import parse_config
 from nixl_offload.engine import ChunkIO
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.file import FileTier
-from nixl_offload.tiers.naming import shard_name
-from nixl_offload.tiers.slab_file import SlabFile, rank_file_name
+from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
+from nixl_offload.tiers.slab.tier import FileTier
 from nixl_offload.types import Key, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, Rig
 from tests.unit.gc_rig import RANKS, key, namespace_of, put_manifest

@@ -13,8 +13,8 @@ import pytest
 
 from nixl_offload.catalog import Catalog, Change
 from nixl_offload.index import DurableIndex, Index, State
-from nixl_offload.tiers.file import FileTier, SlabPlace
-from nixl_offload.tiers.slab import SlabAllocator
+from nixl_offload.tiers.slab.tier import FileTier, SlabPlace
+from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Asker, Key, Lookup, Outcome
 
 SLOT = 8192

@@ -17,8 +17,8 @@ from nixl_offload.catalog import Change
 from nixl_offload.catalog import moves as moves_module
 from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.tiers.memory import MemoryTier
-from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.tiers.memory.tier import MemoryTier
+from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Asker, Lookup, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
 

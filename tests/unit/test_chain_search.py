@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_offload.tiers.chain_search import ChainSearch
+from nixl_offload.tiers.shared.chain_search import ChainSearch
 
 
 def _run(search: ChainSearch, is_there: Callable[[int], bool]) -> None:

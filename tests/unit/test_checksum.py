@@ -9,8 +9,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.checksum import block_checksum, block_checksums
-from nixl_offload.checksum_torch import SHORT_BYTES, block_checksums_torch, xxh3_64_torch
+from nixl_offload.chunk.checksum import block_checksum, block_checksums
+from nixl_offload.chunk.checksum_torch import SHORT_BYTES, block_checksums_torch, xxh3_64_torch
 from tests.unit.checksum_rig import (
     assert_agreement_at_every_length,
     assert_agreement_on_rows_not_packed,
@@ -50,7 +50,7 @@ def test_torch_reads_rows_that_are_not_packed() -> None:
 def test_torch_sums_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scratch memory is bounded by summing slice after slice; where they are cut changes nothing."""
     payload = random_rows(3, 20_001)
-    monkeypatch.setattr("nixl_offload.checksum_torch._SLICE_BYTES", 7 * 1024)
+    monkeypatch.setattr("nixl_offload.chunk.checksum_torch._SLICE_BYTES", 7 * 1024)
     np.testing.assert_array_equal(block_checksums_torch(torch.from_numpy(payload)), block_checksums(payload))
 
 

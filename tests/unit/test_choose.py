@@ -35,11 +35,11 @@ from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import OpenedMover, Probe
-from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers.directory import TierDirectory
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
+from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.types import PAGE_BYTES
 from tests.unit.gc_rig import namespace_of, put_chunk, put_manifest
 

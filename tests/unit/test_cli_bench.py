@@ -21,11 +21,11 @@ from nixl_offload.cli.main import main
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.config import parse_config
 from nixl_offload.engine import ChunkIO, Engine
-from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers.file import FileTier
-from nixl_offload.tiers.foreign import survey
-from nixl_offload.tiers.naming import shard_name
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slab.other_namespaces import survey
+from nixl_offload.tiers.slab.tier import FileTier
 
 from .warm_rig import RANKS, SLOT_BYTES, key, namespace
 

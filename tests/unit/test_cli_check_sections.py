@@ -18,9 +18,9 @@ from nixl_offload.cli.check.lines import Line, Section
 from nixl_offload.cli.check.machine import library_lines, plugin_lines
 from nixl_offload.cli.check.memory import memory_lines
 from nixl_offload.cli.check.model import model_section
+from nixl_offload.cli.model_shape import LLAMA_3_1_8B, model_shape
 from nixl_offload.config import Config, FileTier, MemoryTier, parse_config
 from nixl_offload.errors import ConfigError
-from nixl_offload.model_shape import LLAMA_3_1_8B, model_shape
 
 FILE = {"kind": "file", "path": "/kv", "capacity": "100GiB"}
 MEMORY = {"kind": "memory", "capacity": "1GiB"}

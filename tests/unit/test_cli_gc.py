@@ -19,8 +19,8 @@ from nixl_offload.cli.gc import collect
 from nixl_offload.cli.main import main
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
 from nixl_offload.errors import StoreError
-from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers.naming import manifest_name, shard_name
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared.naming import manifest_name, shard_name
 from tests.unit.gc_rig import RANKS, key, namespace_of, put, put_chunk, put_manifest
 from tests.unit.stored_rig import StoredSlab, stored_namespace
 

@@ -22,7 +22,7 @@ from nixl_offload.cli.inventory.slab import SlabInventory
 from nixl_offload.cli.ls.report import about_age
 from nixl_offload.identity.namespace import make_namespace
 from nixl_offload.index.database import Database
-from nixl_offload.stores.tree import TreeStore
+from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.types import Key
 from tests.unit.gc_rig import key, put, put_chunk, put_manifest

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import yaml
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header, slot_bytes
 from nixl_offload.cli.inventory.base import Held
-from nixl_offload.format import HEADER_BYTES, Expected, encode_header, make_header, slot_bytes
 from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace, manifest_digest, rank_digest
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers.naming import manifest_name, shard_name
-from nixl_offload.tiers.slab_file import rank_file_name
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared.naming import manifest_name, shard_name
+from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.types import Key
 from tests.unit.gc_rig import namespace_of, put, put_manifest
 from tests.unit.stored_rig import Cli

@@ -26,7 +26,7 @@ from nixl_offload.cli.verify.judge import BAD, Verdict
 from nixl_offload.cli.verify.report import bar_text
 from nixl_offload.cli.verify.state import State, TierProgress
 from nixl_offload.errors import StoreError
-from nixl_offload.stores.tree import TreeStore
+from nixl_offload.stores.directory import TreeStore
 from tests.unit.engine_rig import until
 from tests.unit.gc_rig import key
 from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot, stored_namespace

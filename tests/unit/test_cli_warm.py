@@ -23,10 +23,10 @@ from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.config import parse_config
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index import State
-from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers.file import FileTier
-from nixl_offload.tiers.naming import parse_shard_name, witness_rank
-from nixl_offload.tiers.slab_file import rank_file_name
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared.naming import parse_shard_name, witness_rank
+from nixl_offload.tiers.slab.file import rank_file_name
+from nixl_offload.tiers.slab.tier import FileTier
 from nixl_offload.types import Location
 
 from .warm_rig import CHUNK_BYTES, RANKS, SLOT_BYTES, image, key, namespace, put_chunk, put_manifest

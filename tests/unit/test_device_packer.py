@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.packer import HostPacker
@@ -22,7 +23,6 @@ from nixl_offload.engine.queued import page_locked
 from nixl_offload.engine.staging import DeviceSlot, DeviceStagingPool
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
-from nixl_offload.format import HEADER_BYTES
 from tests.unit.device_rig import ThreadedStreams, emulated, settled
 
 BLOCKS = 24

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.ways.context import QUARANTINE_S
-from nixl_offload.format import HEADER_BYTES
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.faults import Fault, FaultKind
+from nixl_offload.testing.faulty_mover import Fault, FaultKind
 from nixl_offload.types import Outcome
 from tests.unit.device_lab import Lab, beside, faulty, open_lab, packer_of
 from tests.unit.kv_shapes import SHAPES, DeviceCopyMover, Way, assert_round_trip, until

@@ -28,7 +28,7 @@ import yaml
 
 from nixl_offload.cli import main as cli
 from nixl_offload.config import parse_config
-from nixl_offload.stores.tree import TreeStore
+from nixl_offload.stores.directory import TreeStore
 from tests.s3.servers import MotoServer
 from tests.unit.warm_rig import namespace, put_chunk, put_manifest
 

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import Engine
-from nixl_offload.engine.links.slab import SlabLink
 from nixl_offload.errors import LayoutError, MoverError
-from nixl_offload.format import HEADER_BYTES
 from nixl_offload.movers.base import Mover, Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
+from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Location, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, assert_every_part_loads, until
 

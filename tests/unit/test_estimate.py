@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.estimate import Decision, LoadOrRecompute, Part, PrefillSpeed, TierSpeed
+from nixl_offload.catalog.estimate import Decision, LoadOrRecompute, Part, PrefillSpeed, TierSpeed
 
 MIB = 1 << 20
 TOKEN_BYTES = 4096

@@ -14,8 +14,8 @@ from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.config import parse_config
 from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.index import State
-from nixl_offload.tiers.directory import TierDirectory
-from nixl_offload.tiers.file import HEAL_EVERY_S, FileTier
+from nixl_offload.tiers.slab.directory import TierDirectory
+from nixl_offload.tiers.slab.tier import HEAL_EVERY_S, FileTier
 from nixl_offload.types import Key, Location
 
 SLOT = 64 << 10

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.checksum import block_checksums
-from nixl_offload.errors import FormatError, LayoutError
-from nixl_offload.format import (
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import (
     HEADER_BYTES,
     MAX_BLOCKS_PER_CHUNK,
     Expected,
@@ -27,6 +26,7 @@ from nixl_offload.format import (
     verify_checksums,
     verify_payload,
 )
+from nixl_offload.errors import FormatError, LayoutError
 
 BLOCKS, BLOCK_BYTES = 4, 600
 EXPECT = Expected(namespace=bytes(range(32)), key=b"k" * 32 + bytes(4), group=0, blocks=BLOCKS, block_bytes=BLOCK_BYTES)

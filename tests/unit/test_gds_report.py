@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.movers import gds as gds_module
-from nixl_offload.movers.cufile import VARIABLES, parse, read_settings
-from nixl_offload.movers.gds import gds_report
+from nixl_offload.hardware import gds as gds_module
+from nixl_offload.hardware.cufile import VARIABLES, parse, read_settings
+from nixl_offload.hardware.gds import gds_report
 from tests.unit.gds_rig import CLOSED_DRIVER, OPEN_DRIVER, Machine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from nixl_offload.engine import host as host_module
-from nixl_offload.engine import host_limits
 from nixl_offload.engine.host import HUGE_PAGE_BYTES, HostSlab
 from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.hardware import memory_limits
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import parse_size
 
@@ -191,7 +191,7 @@ def test_version_2_limits_hold_at_the_group_and_above_it(tmp_path: Path, where: 
     group(top / "pod/engine", "memory.max", "memory.current", "max", 0, "")
     folder = top / where
     group(folder, "memory.max", "memory.current", 300 * MIB, 250 * MIB, f"anon 5\ninactive_file {60 * MIB}\n")
-    found = host_limits.room(root)
+    found = memory_limits.room(root)
     assert found.available_bytes == 110 * MIB
     assert str(folder / "memory.max") in found.limited_by
 
@@ -203,12 +203,12 @@ def test_version_1_limits_hold_too(tmp_path: Path, where: str) -> None:
     folder = root / "sys/fs/cgroup/memory" / where
     statistics = f"total_inactive_file {10 * MIB}\ntotal_active_file {MIB}\n"
     group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", 64 * MIB, 70 * MIB, statistics)
-    assert host_limits.room(root).available_bytes == 5 * MIB
+    assert memory_limits.room(root).available_bytes == 5 * MIB
     (folder / "memory.limit_in_bytes").write_text(str(2**63 - 4096))
-    assert host_limits.room(root).available_bytes == 1024 * MIB
+    assert memory_limits.room(root).available_bytes == 1024 * MIB
 
 
 def test_a_machine_that_says_nothing_limits_nothing(tmp_path: Path) -> None:
-    assert host_limits.room(tmp_path).available_bytes >= 1 << 60
-    real = host_limits.room()
+    assert memory_limits.room(tmp_path).available_bytes >= 1 << 60
+    real = memory_limits.room()
     assert 0 < real.available_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

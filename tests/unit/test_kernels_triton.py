@@ -19,7 +19,7 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
-from nixl_offload import checksum_torch
+from nixl_offload.chunk import checksum_torch
 from nixl_offload.engine.kernels import torch_kernels, triton_code
 from nixl_offload.engine.kernels.select import fault_of, sample
 from nixl_offload.engine.kernels.tiles import Misfit, Tiles

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import ChunkIO, Engine, JobResult
 from nixl_offload.engine.records import Landed
-from nixl_offload.format import HEADER_BYTES
 from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Location, Outcome
 from tests.unit.chain_rig import FILE, ChainRig, make_host
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, until

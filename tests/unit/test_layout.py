@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_offload.errors import LayoutError
-from nixl_offload.format import MAX_BLOCKS_PER_CHUNK, slot_bytes
-from nixl_offload.layout import (
+from nixl_offload.chunk.header import MAX_BLOCKS_PER_CHUNK, slot_bytes
+from nixl_offload.chunk.layout import (
     ChunkBlocks,
     ChunkExtents,
     GroupLayout,
@@ -25,6 +24,7 @@ from nixl_offload.layout import (
     split_job,
     sub_block_ids,
 )
+from nixl_offload.errors import LayoutError
 
 NUM_BLOCKS = 40
 

@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import ChunkIO, Engine
-from nixl_offload.engine.links import objects as object_links
-from nixl_offload.engine.links.chores import ChoreThreads
-from nixl_offload.engine.links.slab import SlabLink
-from nixl_offload.engine.links.tree import TreeLink
-from nixl_offload.format import HEADER_BYTES
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
-from nixl_offload.tiers.naming import parse_shard_name, shard_name
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
+from nixl_offload.tiers.s3 import link as object_links
+from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name
+from nixl_offload.tiers.shared_dir.calls import ChoreThreads
+from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Location, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, until
 from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, Watched, drafts, objects, shards, tree
@@ -441,7 +441,7 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
     """With a call that never returns, on a thread of the link, the interpreter exits at once."""
     program = (
         "import threading\n"
-        "from nixl_offload.engine.links.chores import ChoreThreads\n"
+        "from nixl_offload.tiers.shared_dir.calls import ChoreThreads\n"
         "threads = ChoreThreads('hung')\n"
         "threads.start(threading.Event().wait)\n"
         "threads.close(0.05)\n"

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
 from nixl_offload.engine import memory as memory_module
 from nixl_offload.engine.pump import LEAKED
-from nixl_offload.format import HEADER_BYTES, Expected, check_header
 from nixl_offload.types import Location, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, assert_every_part_loads, until
 from tests.unit.memory_rig import MemoryRig

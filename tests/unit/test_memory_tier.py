@@ -18,7 +18,7 @@ from nixl_offload.config import MemoryTier as MemoryTierConfig
 from nixl_offload.config import parse_config
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
-from nixl_offload.tiers.memory import MemoryTier, rank_memory_bytes
+from nixl_offload.tiers.memory.tier import MemoryTier, rank_memory_bytes
 from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
 from nixl_offload.units import parse_size
 from tests.unit.shared_rig import key_of, keys_of, namespace_of

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from nixl_offload.chunk.header import slot_bytes
+from nixl_offload.cli.model_shape import LLAMA_3_1_8B, KVGroup, model_shape, read_model_shape
 from nixl_offload.errors import ConfigError
-from nixl_offload.format import slot_bytes
-from nixl_offload.model_shape import LLAMA_3_1_8B, KVGroup, model_shape, read_model_shape
 
 
 def llama(layers: int, hidden: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:

@@ -30,9 +30,9 @@ from nixl_offload.movers.base import (
     TransferState,
 )
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
 from nixl_offload.movers.limits import LimitedMover, split_extents
 from nixl_offload.movers.select import SCRATCH_BYTES, candidates, open_mover
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.testing.mover_suite import KIB, MIB, MoverSuite, Rig, extents, rows
 
 PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED

@@ -11,11 +11,11 @@ import pytest
 
 from nixl_offload.errors import MoverError, StoreError
 from nixl_offload.movers.base import MemoryKind, Op, Transfer, TransferState
-from nixl_offload.movers.faults import Fault, FaultKind, FaultyMover
 from nixl_offload.movers.retry import RetryingMover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import ObjectInfo
-from nixl_offload.stores.tree import TreeStore
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.testing.mover_suite import MIB, extents
 from nixl_offload.testing.object_mover_suite import ObjectRig
 from tests.contract.object_rigs import RawDirectory

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.tiers.naming import (
+from nixl_offload.tiers.shared.naming import (
     ShardName,
     manifest_name,
     parse_manifest_name,

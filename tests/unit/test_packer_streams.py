@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine import packer as packer_module
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page

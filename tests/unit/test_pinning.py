@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.errors import MoverError
+from nixl_offload.hardware.cufile import VARIABLES
 from nixl_offload.movers import pinning
 from nixl_offload.movers.base import MemoryKind, MemoryRegion
-from nixl_offload.movers.cufile import VARIABLES
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.pinning import Bar1, check_pinning, find_bar1

@@ -10,10 +10,10 @@ import pytest
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.chain_search import AskAll, ChainSearch
-from nixl_offload.tiers.chores import Discard
-from nixl_offload.tiers.naming import StoredShard
-from nixl_offload.tiers.prober import MAX_CHORES, ChoreEnd, Event, Found, Prober, SearchEnd, Sight, TrialEnd
+from nixl_offload.tiers.shared.background_tasks import Discard
+from nixl_offload.tiers.shared.chain_search import AskAll, ChainSearch
+from nixl_offload.tiers.shared.naming import StoredShard
+from nixl_offload.tiers.shared.prober import MAX_CHORES, ChoreEnd, Event, Found, Prober, SearchEnd, Sight, TrialEnd
 from nixl_offload.types import Key
 from tests.unit.shared_rig import SLOT, WAIT_S, Gate, MemoryStore, keys_of, refuse
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.config import FileTier
 from nixl_offload.engine import reach as reach_module
 from nixl_offload.engine.choose import Choice
@@ -25,7 +26,6 @@ from nixl_offload.engine.reach import (
 )
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverUnavailableError
-from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.movers.copy import CopyMover
 

@@ -15,8 +15,8 @@ import pytest
 from nixl_offload.catalog import Catalog, Change
 from nixl_offload.errors import StoreError
 from nixl_offload.index import State
-from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers.naming import manifest_name, witness_rank
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared.naming import manifest_name, witness_rank
 from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
 from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, key_of, keys_of, refuse
 
@@ -621,7 +621,7 @@ def test_warm_start_knows_whole_chunks_without_a_question(make: MakeRig, store: 
 def test_warm_start_goes_on_where_it_broke_off_and_says_what_it_found(
     make: MakeRig, store: MemoryStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nixl_offload.tiers.listing.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("nixl_offload.tiers.shared.listing.FIRST_PAUSE_S", 0.01)
     caplog.set_level(logging.INFO)
     calls = iter(range(10**6))
 

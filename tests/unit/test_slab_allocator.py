@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from nixl_offload.errors import IndexStateError, LayoutError
-from nixl_offload.tiers.slab import SlabAllocator, choose_extent_bytes
+from nixl_offload.tiers.slot_allocator import SlabAllocator, choose_extent_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SMALL, MIDDLE, LARGE = 4 * KIB, 12 * KIB, 20 * KIB

@@ -9,9 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_offload.stores.base import ObjectInfo
-from nixl_offload.tiers import sweep
-from nixl_offload.tiers.naming import manifest_name, shard_name
-from nixl_offload.tiers.sweep import GRACE_S, Ages, Chunk, Plan, Sweep, Tally, chunks_of, make_plan, manifest_goes
+from nixl_offload.tiers.shared import sweep
+from nixl_offload.tiers.shared.naming import manifest_name, shard_name
+from nixl_offload.tiers.shared.sweep import (
+    GRACE_S,
+    Ages,
+    Chunk,
+    Plan,
+    Sweep,
+    Tally,
+    chunks_of,
+    make_plan,
+    manifest_goes,
+)
 from nixl_offload.types import Key
 
 NS = "0123456789abcdef" * 2

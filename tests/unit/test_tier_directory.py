@@ -15,10 +15,10 @@ import pytest
 
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
-from nixl_offload.tiers.directory import TierDirectory
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
-from nixl_offload.tiers.slab import SlabAllocator
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.tiers.slab.directory import TierDirectory
+from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slot_allocator import SlabAllocator
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLOT = 68 * KIB

@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from nixl_offload.tiers.naming import parse_shard_name, shard_name, shards_of, witness_of, witness_rank
+from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name, shards_of, witness_of, witness_rank
 from nixl_offload.types import Key, Lookup, Outcome
 from tests.unit.shared_rig import MemoryStore, Rig, key_of, keys_of, namespace_of
 

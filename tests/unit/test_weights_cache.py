@@ -20,7 +20,7 @@ from nixl_offload.config import FileTier, parse_config
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
 from nixl_offload.identity.weights_cache import CACHE_PREFIX, WeightsCache, keeps_change_time
 from nixl_offload.identity.weights_files import ModelFile, list_files
-from nixl_offload.tiers import foreign
+from nixl_offload.tiers.slab import other_namespaces
 
 PATIENCE_S = 60.0
 SETTLE_S = 2.1
@@ -355,7 +355,7 @@ def test_a_slab_does_not_take_it_for_somebody_elses(model: Path, tmp_path: Path)
     """Else a second start would find less room, and ls would tell of foreign objects."""
     identify(model, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-    assert foreign.survey(tmp_path, ()) == foreign.Survey((), 0)
+    assert other_namespaces.survey(tmp_path, ()) == other_namespaces.Survey((), 0)
     inventory = SlabInventory(FileTier(kind="file", path=str(tmp_path), capacity="1GiB"))
     assert not list(inventory.namespaces())
     assert inventory.foreign == 0

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo.model import TINY, random_prompts
+from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header
 from nixl_offload.errors import FormatError
-from nixl_offload.format import HEADER_BYTES, ShardHeader, decode_header
 from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop
 
 CHUNK_BYTES = CHUNK_TOKENS * 2 * TINY.layers * TINY.kv_heads * TINY.head_size * 4

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo.model import TINY
-from nixl_offload.format import HEADER_BYTES
-from nixl_offload.tiers.naming import parse_shard_name
+from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import CHUNK_BYTES, FULL_TOKENS, Prompt, Reference, loads_refused
 from tests.vllm.harness import Answer, Engine, ModelShape, tier_config, tree_tier

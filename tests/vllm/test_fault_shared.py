@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from nixl_offload.format import HEADER_BYTES
+from nixl_offload.chunk.header import HEADER_BYTES
 from tests.s3.proxy import Answer as Reply
 from tests.s3.proxy import Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Stall
 from tests.s3.servers import RcloneServer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.format import HEADER_BYTES
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.units import parse_size
 from tests.vllm.damage import (
     CHUNK_BYTES,

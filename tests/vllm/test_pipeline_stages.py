@@ -26,8 +26,8 @@ from vllm.distributed.utils import get_pp_indices
 
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.cli.main import main
-from nixl_offload.tiers.naming import parse_shard_name
-from nixl_offload.tiers.shared import SharedTier
+from nixl_offload.tiers.shared.naming import parse_shard_name
+from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, Outcome, key_group
 from tests.s3.servers import RcloneServer
 from tests.vllm.harness import tree_tier

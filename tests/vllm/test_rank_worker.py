@@ -33,7 +33,7 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.reach import Reach
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import LayoutError
-from nixl_offload.tiers.file import SlabPlace
+from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm import rank_engine
 from nixl_offload.vllm import worker as worker_module

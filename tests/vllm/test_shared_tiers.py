@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.tiers.naming import parse_shard_name
+from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, Prompt, chunk_prompts
 from tests.vllm.harness import CHUNK_TOKENS, TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop

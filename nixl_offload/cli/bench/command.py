@@ -12,10 +12,10 @@ import time
 from typing import TYPE_CHECKING, Final, TextIO
 
 from nixl_offload.cli.bench.report import BenchReport, TierFigures
+from nixl_offload.cli.model_shape import LLAMA_3_1_8B, ModelShape, model_shape, read_model_shape
 from nixl_offload.cli.terminal import about_size, size_argument
 from nixl_offload.config import Config, MemoryTier, S3Tier, Tier, load_config
 from nixl_offload.errors import ConfigError, NixlOffloadError
-from nixl_offload.model_shape import LLAMA_3_1_8B, ModelShape, model_shape, read_model_shape
 
 if TYPE_CHECKING:
     from nixl_offload.cli.bench.memory import KVCache

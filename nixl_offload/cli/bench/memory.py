@@ -10,11 +10,11 @@ from typing import Final
 
 import torch
 
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.cli.model_shape import ModelShape
 from nixl_offload.engine.choice.base import Shape
 from nixl_offload.engine.choice.memory import aligned_tensor
 from nixl_offload.engine.streams import Device, device_of
-from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.model_shape import ModelShape
 from nixl_offload.types import PAGE_BYTES
 
 BLOCK_TOKENS: Final = 16

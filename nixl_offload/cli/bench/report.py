@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from nixl_offload.cli.model_shape import ModelShape
 from nixl_offload.cli.terminal import about_size
-from nixl_offload.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from nixl_offload.cli.bench.drive import Measured

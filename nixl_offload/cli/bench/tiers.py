@@ -24,20 +24,20 @@ from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
 from nixl_offload.engine import ChunkIO, Engine, JobResult
 from nixl_offload.engine.choice import cache as cache_files
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.links.base import Link
-from nixl_offload.engine.links.objects import ObjectLink
-from nixl_offload.engine.links.slab import SlabLink
-from nixl_offload.engine.links.tree import TreeLink
 from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.reach import Reach, choose_way, reach_files, ways_of
 from nixl_offload.errors import StoreError, TierError
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.base import Store
+from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers.foreign import MOVER_CHOICE_PREFIX
-from nixl_offload.tiers.naming import parse_shard_name
-from nixl_offload.tiers.slab_file import SlabFile
+from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.s3.link import ObjectLink
+from nixl_offload.tiers.shared.naming import parse_shard_name
+from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.other_namespaces import MOVER_CHOICE_PREFIX
 
 SCRATCH: Final = BENCH_SCRATCH
 """How the names of scratch namespaces begin: half of 32 hex digits, which no digest has but by a chance of 2**-64."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nixl_offload.cli.check.hashes import ServerArguments
     from nixl_offload.cli.check.lines import Line, Section
     from nixl_offload.cli.check.report import Doing
-    from nixl_offload.model_shape import ModelShape
+    from nixl_offload.cli.model_shape import ModelShape
 
 _PIECE_BYTES: Final = 2 << 20
 _DESCRIPTION = """\
@@ -129,7 +129,7 @@ def _read_model(arguments: argparse.Namespace) -> ModelShape | None:
         if arguments.tp != 1 or arguments.kv_dtype != "auto":
             raise ConfigError("--tp, --kv-dtype: of which model? Say --model, its directory or config.json")
         return None
-    from nixl_offload.model_shape import read_model_shape
+    from nixl_offload.cli.model_shape import read_model_shape
 
     return read_model_shape(arguments.model, kv_dtype=arguments.kv_dtype, tp=arguments.tp)
 
@@ -140,7 +140,7 @@ def _sections(
     from nixl_offload.cli.check import machine as check_machine
     from nixl_offload.cli.check.file import file_section
     from nixl_offload.cli.check.lines import Section
-    from nixl_offload.movers.gds_routes import find_driver
+    from nixl_offload.hardware.gds_routes import find_driver
 
     driver = find_driver("/").fact
     gpu = bool(driver.ok)

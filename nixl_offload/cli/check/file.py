@@ -16,7 +16,7 @@ from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wr
 from nixl_offload.cli.check.report import Doing
 from nixl_offload.cli.terminal import about_size, moment
 from nixl_offload.config import FileTier
-from nixl_offload.movers.gds import GdsReport, gds_report
+from nixl_offload.hardware.gds import GdsReport, gds_report
 
 T = TypeVar("T")
 

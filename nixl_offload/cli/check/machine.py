@@ -19,7 +19,7 @@ from nixl_offload import __version__
 from nixl_offload.cli.check.child import Answer, Trials
 from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
 from nixl_offload.config import FileTier, S3Tier, Tier
-from nixl_offload.movers.libraries import find_library
+from nixl_offload.hardware.libraries import find_library
 from nixl_offload.vllm.versions import SUPPORTED, minor_version, supported_range
 
 Need = Literal["must", "should", "no"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from nixl_offload.chunk.header import slot_bytes
 from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wrong
+from nixl_offload.cli.model_shape import ModelShape
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import Config, Tier
-from nixl_offload.format import slot_bytes
-from nixl_offload.model_shape import ModelShape
-from nixl_offload.tiers.slab import SLOTS_PER_EXTENT_MIN
+from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN
 from nixl_offload.units import format_size
 
 PROMPT_TOKENS: Final = 10_000

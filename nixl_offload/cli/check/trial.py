@@ -134,9 +134,10 @@ def _objects(tier: dict[str, Any], io: bool, piece_bytes: int) -> dict[str, Any]
 
 def _memory() -> dict[str, Any]:
     """Return what a rank could take of the host's memory, by the engine's own reckoning."""
-    from nixl_offload.engine import host, host_limits
+    from nixl_offload.engine import host
+    from nixl_offload.hardware import memory_limits
 
-    available_bytes, limited_by = host_limits.room()
+    available_bytes, limited_by = memory_limits.room()
     reserve_bytes = min(int(available_bytes * host.RESERVE_SHARE), host.RESERVE_LIMIT_BYTES)
     return {"available_bytes": available_bytes, "usable_bytes": available_bytes - reserve_bytes, "by": limited_by}
 

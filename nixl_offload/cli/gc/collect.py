@@ -15,9 +15,9 @@ from typing import Any, Final
 from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers.naming import manifest_name, parse_manifest_name, parse_shard_name
-from nixl_offload.tiers.sweep import NOTHING, Ages, Chunk, Plan, Sweep, Tally, chunks_of, manifest_goes
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name
+from nixl_offload.tiers.shared.sweep import NOTHING, Ages, Chunk, Plan, Sweep, Tally, chunks_of, manifest_goes
 
 STALE_DRAFT_S: Final = 3600.0
 """Drafts of a tree that are older belong to writers that died."""

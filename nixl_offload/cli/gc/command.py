@@ -12,14 +12,14 @@ import sys
 import time
 from typing import Final, TextIO
 
+from nixl_offload.cli.common import collected_tier, open_existing, tell_of_nothing
 from nixl_offload.cli.gc.collect import Outcome, collect, remove_stale_drafts, take_census
 from nixl_offload.cli.gc.report import GcReport
 from nixl_offload.cli.gc.slab import run_on_slab
-from nixl_offload.cli.shared import collected_tier, open_existing, tell_of_nothing
 from nixl_offload.cli.terminal import Progress, duration_argument, size_argument
 from nixl_offload.config import FileTier, S3Tier, load_config
 from nixl_offload.errors import ConfigError
-from nixl_offload.tiers.sweep import make_plan
+from nixl_offload.tiers.shared.sweep import make_plan
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _DESCRIPTION = """\

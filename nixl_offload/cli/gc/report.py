@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from nixl_offload.cli.gc.collect import STALE_DRAFT_S, Census, NamespaceCensus, Outcome
 from nixl_offload.cli.terminal import about_size, moment, plural
-from nixl_offload.tiers.sweep import GRACE_S, Plan, Tally
+from nixl_offload.tiers.shared.sweep import GRACE_S, Plan, Tally
 from nixl_offload.units import format_duration
 
 _HEADINGS = ("namespace", "tenant", "model", "chunks", "objects", "size", "oldest", "newest")

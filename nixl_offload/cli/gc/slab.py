@@ -15,14 +15,14 @@ import time
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from nixl_offload.cli.common import refuse_anothers_directory, tell_of_nothing
 from nixl_offload.cli.inventory.base import Held
 from nixl_offload.cli.inventory.slab import SlabInventory, shown_holder
-from nixl_offload.cli.shared import refuse_anothers_directory, tell_of_nothing
 from nixl_offload.cli.terminal import about_size, moment, plural
 from nixl_offload.config import FileTier
 from nixl_offload.errors import ConfigError, TierError
-from nixl_offload.tiers import foreign
 from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.units import format_duration
 
 
@@ -113,12 +113,12 @@ def _delete(inventory: SlabInventory, arguments: argparse.Namespace, found: list
             if not namespace.chosen:
                 continue
             path = inventory.base / namespace.held.path
-            used_s = foreign.last_use_s(path)
+            used_s = other_namespaces.last_use_s(path)
             if used_s is None or used_s != namespace.held.used_s:
                 namespace.failure = f"{path}: was opened or removed meanwhile, left"
                 continue
             try:
-                foreign.remove(foreign.ForeignNamespace(path, namespace.size_bytes, used_s))
+                other_namespaces.remove(other_namespaces.ForeignNamespace(path, namespace.size_bytes, used_s))
                 namespace.deleted = True
             except OSError as error:
                 namespace.failure = f"{path}: cannot be removed: {os.strerror(error.errno or 0)}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from nixl_offload.cli.gc.collect import list_namespaces, read_manifest
 from nixl_offload.cli.inventory.base import Chunk, Held, Inventory, Measure, Shard
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.tiers.naming import parse_manifest_name, parse_shard_name
+from nixl_offload.tiers.shared.naming import parse_manifest_name, parse_shard_name
 from nixl_offload.types import Key
 
 

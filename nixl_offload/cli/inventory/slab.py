@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
+from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.cli.gc.collect import shown
 from nixl_offload.cli.inventory.base import Chunk, Held, Inventory, Measure, Shard
 from nixl_offload.cli.inventory.index import IndexReader, IndexRow
 from nixl_offload.config import FileTier
 from nixl_offload.errors import FormatError, StoreError, TierError
-from nixl_offload.format import HEADER_BYTES, decode_header
 from nixl_offload.identity.namespace import manifest_fits
-from nixl_offload.tiers import foreign
 from nixl_offload.tiers.lock import holder_of
-from nixl_offload.tiers.slab_file import rank_file_name
+from nixl_offload.tiers.slab import other_namespaces
+from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.types import PAGE_BYTES, key_group
 
 _INDEX_NAME: Final = "index.sqlite"
@@ -54,15 +54,15 @@ class SlabInventory(Inventory):
             holder = shown_holder(self.base) or (shown_holder(root) if part else None)
             for path in _children(root):
                 if not _NAMESPACE_NAME.fullmatch(path.name) or os.path.islink(path) or not os.path.isdir(path):
-                    known = path.name == "lock" or path.name.startswith(foreign.SMALL_FILES)
+                    known = path.name == "lock" or path.name.startswith(other_namespaces.SMALL_FILES)
                     self.foreign += not known and not (not part and _DP_NAME.fullmatch(path.name))
                     continue
-                manifest = foreign.read_manifest(path)
+                manifest = other_namespaces.read_manifest(path)
                 held = Held(
                     path.name,
                     manifest if manifest_fits(manifest, path.name[:32]) else None,
                     part=part,
-                    used_s=foreign.last_use_s(path),
+                    used_s=other_namespaces.last_use_s(path),
                     in_use=holder,
                 )
                 held.trouble = self._trouble(held)
@@ -214,7 +214,7 @@ def shown_holder(root: Path) -> str | None:
 
 def _bytes_under(directory: Path) -> int:
     try:
-        return foreign.tree_bytes(directory)
+        return other_namespaces.tree_bytes(directory)
     except OSError as error:
         raise TierError(f"{directory}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
 

@@ -11,6 +11,14 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nixl_offload.cli.common import (
+    MEMORY_TOLD,
+    TIER_ERRORS,
+    check_namespace,
+    open_inventory,
+    stored_tiers,
+    tell_of_nothing,
+)
 from nixl_offload.cli.ls.report import (
     TierListing,
     chunk_dict,
@@ -18,14 +26,6 @@ from nixl_offload.cli.ls.report import (
     print_keys_heading,
     print_tier,
     tier_dict,
-)
-from nixl_offload.cli.shared import (
-    MEMORY_TOLD,
-    TIER_ERRORS,
-    check_namespace,
-    open_inventory,
-    stored_tiers,
-    tell_of_nothing,
 )
 from nixl_offload.cli.terminal import Progress
 from nixl_offload.config import Config, MemoryTier, load_config

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nixl_offload.cli.common import TierFailure, attempt, check_namespace, open_inventories, stored_tiers
 from nixl_offload.cli.gc.collect import shown
-from nixl_offload.cli.shared import TierFailure, attempt, check_namespace, open_inventories, stored_tiers
 from nixl_offload.cli.terminal import about_size, moment
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, StoreError
@@ -110,9 +110,9 @@ def _missing(found: Sequence[Found]) -> list[dict[str, Any]]:
 
 def _look(found: Found, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what there is to tell of a shard, as plain data."""
+    from nixl_offload.chunk.header import HEADER_BYTES
     from nixl_offload.cli.stat.header import block_checksums_of, explain
     from nixl_offload.cli.verify.check import Buffer, check_shard
-    from nixl_offload.format import HEADER_BYTES
 
     inventory, held, chunk, shard = found
     told: dict[str, Any] = {

@@ -14,7 +14,7 @@ from nixl_offload.cli.inventory.base import Chunk, Held, Inventory, Shard
 from nixl_offload.cli.inventory.shared import SharedInventory
 from nixl_offload.cli.inventory.slab import SlabInventory
 from nixl_offload.errors import ConfigError
-from nixl_offload.tiers.naming import ShardName, parse_shard_name
+from nixl_offload.tiers.shared.naming import ShardName, parse_shard_name
 
 _DIGITS: Final = re.compile(r"[0-9a-f]{4,128}")
 _SLOT: Final = re.compile(r"(.+\.slab)@([0-9]{1,18})")

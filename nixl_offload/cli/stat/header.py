@@ -9,10 +9,17 @@ from __future__ import annotations
 import struct
 from typing import Any, Final, NamedTuple
 
-from nixl_offload.checksum import ALGORITHM_XXH3_64, block_checksum
+from nixl_offload.chunk.checksum import ALGORITHM_XXH3_64, block_checksum
+from nixl_offload.chunk.header import (
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_BLOCKS_PER_CHUNK,
+    MAX_KEY_BYTES,
+    slot_bytes,
+)
 from nixl_offload.cli.inventory.base import Chunk, Held, Shard
 from nixl_offload.cli.terminal import moment
-from nixl_offload.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, MAX_BLOCKS_PER_CHUNK, MAX_KEY_BYTES, slot_bytes
 from nixl_offload.types import key_group
 
 _OWN_CHECKSUM_AT: Final = HEADER_BYTES - 8

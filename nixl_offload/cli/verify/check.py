@@ -11,10 +11,10 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from nixl_offload.checksum import block_checksum
+from nixl_offload.chunk.checksum import block_checksum
+from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header, slot_bytes
 from nixl_offload.cli.inventory.base import Chunk, Held, Shard
 from nixl_offload.errors import FormatError, StoreError
-from nixl_offload.format import HEADER_BYTES, ShardHeader, decode_header, slot_bytes
 from nixl_offload.types import PAGE_BYTES, key_group
 
 PIECE_BYTES: Final = 8 << 20

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Final, TextIO
 
-from nixl_offload.cli.shared import (
+from nixl_offload.cli.common import (
     MEMORY_TOLD,
     TierFailure,
     attempt,

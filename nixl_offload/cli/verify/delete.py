@@ -13,14 +13,14 @@ import os
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.cli.common import refuse_anothers_directory
 from nixl_offload.cli.inventory.base import Chunk, Held, Inventory
 from nixl_offload.cli.inventory.index import IndexRow, drop_rows
 from nixl_offload.cli.inventory.shared import SharedInventory
 from nixl_offload.cli.inventory.slab import SlabInventory
-from nixl_offload.cli.shared import refuse_anothers_directory
 from nixl_offload.cli.verify.judge import BAD, Verdict
 from nixl_offload.errors import ConfigError, StoreError, TierError
-from nixl_offload.format import HEADER_BYTES
 from nixl_offload.tiers.lock import DirectoryLock
 
 SLAB_BATCH: Final = 64

@@ -13,7 +13,7 @@ from nixl_offload.cli.inventory.base import Chunk, Held, Inventory, Shard
 from nixl_offload.cli.inventory.slab import SlabInventory
 from nixl_offload.cli.verify.check import Buffer, Problem, check_shard
 from nixl_offload.errors import NixlOffloadError
-from nixl_offload.tiers.sweep import GRACE_S
+from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.types import key_group
 
 GOOD: Final = "good"

@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from nixl_offload.cli.common import open_existing
 from nixl_offload.cli.gc.collect import model_words, shown
-from nixl_offload.cli.shared import open_existing
 from nixl_offload.cli.terminal import Progress, about_size, plural, rate_argument, size_argument
 from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, load_config
 from nixl_offload.errors import ConfigError

@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header, decode_header, verify_payload
+from nixl_offload.chunk.header import slot_bytes as format_slot_bytes
 from nixl_offload.cli.verify.judge import Throttle
 from nixl_offload.cli.warm.source import Candidate
 from nixl_offload.cli.warm.target import Place, Target
 from nixl_offload.errors import FormatError, StoreError, TierError
-from nixl_offload.format import HEADER_BYTES, Expected, check_header, decode_header, verify_payload
-from nixl_offload.format import slot_bytes as format_slot_bytes
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.naming import shard_name
+from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, key_group
 
 MEMORY_BYTES: Final = 512 << 20

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from nixl_offload.chunk.header import MAX_KEY_BYTES
 from nixl_offload.cli.gc.collect import list_namespaces, model_words, read_manifest, shown
 from nixl_offload.errors import ConfigError, NamespaceError
-from nixl_offload.format import MAX_KEY_BYTES
 from nixl_offload.identity.namespace import (
     GroupFields,
     Namespace,
@@ -24,8 +24,8 @@ from nixl_offload.identity.namespace import (
     manifest_digest,
 )
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.tiers.naming import parse_shard_name
-from nixl_offload.tiers.sweep import chunks_of
+from nixl_offload.tiers.shared.naming import parse_shard_name
+from nixl_offload.tiers.shared.sweep import chunks_of
 from nixl_offload.types import PAGE_BYTES, Key, key_group
 from nixl_offload.units import format_size
 

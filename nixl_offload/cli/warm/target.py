@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from nixl_offload.cli.shared import refuse_anothers_directory
+from nixl_offload.chunk.header import HEADER_BYTES, decode_header
+from nixl_offload.cli.common import refuse_anothers_directory
 from nixl_offload.cli.warm.source import Candidate
 from nixl_offload.config import FileTier as FileTierConfig
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
-from nixl_offload.format import HEADER_BYTES, decode_header
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
-from nixl_offload.stores.tree import TreeStore
-from nixl_offload.tiers import foreign
-from nixl_offload.tiers.chores import WriteManifest
-from nixl_offload.tiers.file import FileTier
-from nixl_offload.tiers.naming import manifest_name, parse_shard_name, shard_name, witness_rank
-from nixl_offload.tiers.oserrors import tier_error
-from nixl_offload.tiers.slab_file import SlabFile, rank_file_name
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.os_errors import tier_error
+from nixl_offload.tiers.shared.background_tasks import WriteManifest
+from nixl_offload.tiers.shared.naming import manifest_name, parse_shard_name, shard_name, witness_rank
+from nixl_offload.tiers.slab import other_namespaces
+from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
+from nixl_offload.tiers.slab.tier import FileTier
 from nixl_offload.types import Key, Location, key_group
 
 _INDEX_FLUSH_S: Final = 60.0
@@ -83,7 +83,9 @@ class Target(ABC):
 def held_namespaces(tier: FileTierConfig) -> set[str]:
     """Return the names of the namespaces in the tier's directory."""
     with contextlib.suppress(OSError):
-        return {name for name in os.listdir(tier.path) if foreign.last_use_s(Path(tier.path) / name) is not None}
+        return {
+            name for name in os.listdir(tier.path) if other_namespaces.last_use_s(Path(tier.path) / name) is not None
+        }
     return set()
 
 

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nixl_offload.engine.choice.base import Candidate, Choice, Shape
 from nixl_offload.engine.choice.machine import Fingerprint, digest_of
 from nixl_offload.engine.image import Way
-from nixl_offload.tiers.foreign import MOVER_CHOICE_PREFIX
+from nixl_offload.tiers.slab.other_namespaces import MOVER_CHOICE_PREFIX
 
 logger = logging.getLogger(__name__)
 

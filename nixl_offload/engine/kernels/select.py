@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine.kernels.base import GroupKernels, Page
 from nixl_offload.engine.kernels.tiles import MAX_TILE_BYTES, Misfit, Tiles
 from nixl_offload.engine.kernels.torch_kernels import TorchKernels

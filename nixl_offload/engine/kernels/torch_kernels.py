@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from nixl_offload.checksum import block_checksums
-from nixl_offload.checksum_torch import SHORT_BYTES, words_on, xxh3_64_torch
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.checksum_torch import SHORT_BYTES, words_on, xxh3_64_torch
 from nixl_offload.engine.kernels.base import Page
 
 SCRATCH_BYTES = 32 << 20

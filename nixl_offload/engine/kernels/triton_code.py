@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nixl_offload import checksum_torch
+from nixl_offload.chunk import checksum_torch
 
 LANES = tl.constexpr(8)
 STRIPES = tl.constexpr(checksum_torch.ROUND_BYTES // 64)

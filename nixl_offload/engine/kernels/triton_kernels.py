@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from nixl_offload.checksum_torch import ROUND_BYTES, SHORT_BYTES, length_term, words_on
+from nixl_offload.chunk.checksum_torch import ROUND_BYTES, SHORT_BYTES, length_term, words_on
 from nixl_offload.engine.kernels import triton_code
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.kernels.tiles import MAX_TILE_BYTES, Misfit, PlacedPage, Tiles, tiles_of

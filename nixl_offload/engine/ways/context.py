@@ -13,11 +13,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from nixl_offload.chunk.header import ShardHeader, check_header
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.links.base import Link, Target
 from nixl_offload.engine.packer import Packer
 from nixl_offload.engine.pools import Memory
 from nixl_offload.engine.pump import Flight
@@ -25,9 +26,8 @@ from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import ChunkIO, Stage, Task
 from nixl_offload.engine.staging import S, SlotPool
 from nixl_offload.errors import FormatError, TierError
-from nixl_offload.format import ShardHeader, check_header
-from nixl_offload.layout import KVLayout
 from nixl_offload.movers.base import Transfer, TransferState
+from nixl_offload.tiers.link import Link, Target
 from nixl_offload.types import Outcome
 
 QUARANTINE_S = 30.0

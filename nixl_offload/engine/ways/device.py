@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nixl_offload.chunk.header import verify_checksums
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.image import GroupPlan
@@ -16,7 +17,6 @@ from nixl_offload.engine.pump import Flight
 from nixl_offload.engine.records import Stage
 from nixl_offload.engine.ways.context import Context
 from nixl_offload.errors import LayoutError
-from nixl_offload.format import verify_checksums
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from nixl_offload.chunk.header import verify_checksums
 from nixl_offload.engine import image
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.ports import Port
 from nixl_offload.engine.pump import Flight
 from nixl_offload.engine.ways.context import Context, quarantined
-from nixl_offload.format import verify_checksums
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 

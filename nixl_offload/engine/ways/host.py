@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, verify_blocks
 from nixl_offload.engine import image
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.ports import Port
 from nixl_offload.engine.pump import Flight
 from nixl_offload.engine.records import Stage
 from nixl_offload.engine.ways.context import Context
-from nixl_offload.format import HEADER_BYTES, verify_blocks
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 

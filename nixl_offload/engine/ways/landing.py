@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nixl_offload.chunk.header import HEADER_BYTES, check_header, verify_blocks
 from nixl_offload.engine import image
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.ports import Port
@@ -15,7 +16,6 @@ from nixl_offload.engine.records import Stage
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.ways.context import Context, require_blocks
 from nixl_offload.errors import LayoutError
-from nixl_offload.format import HEADER_BYTES, check_header, verify_blocks
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pytest
 
 from nixl_offload.errors import MoverError
+from nixl_offload.hardware.gds import gds_report
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
-from nixl_offload.movers.gds import gds_report
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.select import open_mover
 from nixl_offload.testing.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory, extents

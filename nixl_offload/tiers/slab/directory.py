@@ -26,11 +26,11 @@ from typing import Any, Final
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index.database import max_bytes
-from nixl_offload.tiers import foreign
 from nixl_offload.tiers.lock import DirectoryLock
-from nixl_offload.tiers.oserrors import tier_error
-from nixl_offload.tiers.slab import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
-from nixl_offload.tiers.slab_file import make_private_directory, nearest_filesystem, rank_file_name
+from nixl_offload.tiers.os_errors import tier_error
+from nixl_offload.tiers.slab import other_namespaces
+from nixl_offload.tiers.slab.file import make_private_directory, nearest_filesystem, rank_file_name
+from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, align_up
 from nixl_offload.units import format_size
 
@@ -134,7 +134,7 @@ class TierDirectory:
 
     def measure_bytes(self) -> int:
         """Return the real bytes under this engine's root now, the promise that ``capacity_bytes`` bounds."""
-        return foreign.tree_bytes(self.root)
+        return other_namespaces.tree_bytes(self.root)
 
     def close(self) -> None:
         """Release the locks. Idempotent. The bytes stay for the next engine."""
@@ -185,10 +185,10 @@ class TierDirectory:
     def _make_room(self, base: Path, share_bytes: int) -> int:
         """Remove other namespaces while this one cannot have half of ``share_bytes``; return what it can have."""
         ours = {self.namespace_path, *(lock.path for lock in self._locks)}
-        found = [(foreign.survey(self.root, ours), 1)]
+        found = [(other_namespaces.survey(self.root, ours), 1)]
         if self._dp_size > 1:
             siblings = {base / f"dp-{index}" for index in range(self._dp_size)}
-            found.append((foreign.survey(base, ours | siblings), self._dp_size))
+            found.append((other_namespaces.survey(base, ours | siblings), self._dp_size))
         available_bytes = share_bytes - self._unexpected_bytes()
         namespaces = []
         for part, sharers in found:
@@ -203,7 +203,7 @@ class TierDirectory:
             if not _unused(namespace.path.parent, {lock.path for lock in self._locks}):
                 continue
             try:
-                foreign.remove(namespace)
+                other_namespaces.remove(namespace)
             except OSError as error:
                 logger.warning("File tier %s: cannot remove the unused namespace %s: %s", base, namespace.path, error)
                 continue
@@ -222,15 +222,16 @@ class TierDirectory:
         if not self.namespace_path.is_dir():
             return 0
         return sum(
-            foreign.tree_bytes(path)
+            other_namespaces.tree_bytes(path)
             for path in self.namespace_path.iterdir()
-            if not path.name.startswith((_INDEX_NAME, foreign.MANIFEST_NAME)) and not _RANK_NAME.fullmatch(path.name)
+            if not path.name.startswith((_INDEX_NAME, other_namespaces.MANIFEST_NAME))
+            and not _RANK_NAME.fullmatch(path.name)
         )
 
     def _extent_bytes(self, rank_bytes: int, slot_classes: tuple[int, ...]) -> int:
         """Keep the extents of the last run where they still suit, for a chunk's offset is valid only under them."""
         fresh = choose_extent_bytes(rank_bytes, slot_classes)
-        slab: Any = (foreign.read_manifest(self.namespace_path) or {}).get("slab")
+        slab: Any = (other_namespaces.read_manifest(self.namespace_path) or {}).get("slab")
         if not isinstance(slab, dict) or slab.get("slot_classes") != sorted(set(slot_classes)):
             return fresh
         kept = slab.get("extent_bytes")
@@ -252,7 +253,7 @@ class TierDirectory:
 
     def _warn_if_disk_is_smaller(self, world_size: int) -> None:
         space = os.statvfs(self.namespace_path)
-        wanted_bytes = world_size * self.rank_bytes - foreign.tree_bytes(self.namespace_path)
+        wanted_bytes = world_size * self.rank_bytes - other_namespaces.tree_bytes(self.namespace_path)
         free_bytes = space.f_bavail * space.f_frsize
         if space.f_blocks and free_bytes < wanted_bytes:
             logger.warning(
@@ -264,8 +265,8 @@ class TierDirectory:
 
     def _write_manifest(self) -> None:
         """Put the manifest in place whole, or only touch it when it says the same: that works on a full disk too."""
-        path = self.namespace_path / foreign.MANIFEST_NAME
-        if foreign.read_manifest(self.namespace_path) != json.loads(self._manifest):
+        path = self.namespace_path / other_namespaces.MANIFEST_NAME
+        if other_namespaces.read_manifest(self.namespace_path) != json.loads(self._manifest):
             draft = path.with_suffix(".tmp")
             draft.unlink(missing_ok=True)
             fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

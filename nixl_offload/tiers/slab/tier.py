@@ -17,9 +17,9 @@ from nixl_offload.errors import IndexStateError, TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
 from nixl_offload.index.durable import DurableIndex
-from nixl_offload.tiers.directory import TierDirectory
-from nixl_offload.tiers.slab import SlabAllocator
-from nixl_offload.tiers.slots import SlotTier
+from nixl_offload.tiers.slab.directory import TierDirectory
+from nixl_offload.tiers.slot_allocator import SlabAllocator
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.tiers.oserrors import cause_of, tier_error
+from nixl_offload.tiers.os_errors import cause_of, tier_error
 from nixl_offload.types import PAGE_BYTES, align_up
 
 logger = logging.getLogger(__name__)

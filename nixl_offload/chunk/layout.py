@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from nixl_offload.chunk.header import MAX_BLOCKS_PER_CHUNK
+from nixl_offload.chunk.header import slot_bytes as format_slot_bytes
 from nixl_offload.errors import LayoutError
-from nixl_offload.format import MAX_BLOCKS_PER_CHUNK
-from nixl_offload.format import slot_bytes as format_slot_bytes
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

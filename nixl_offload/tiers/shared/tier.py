@@ -19,12 +19,12 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.breaker import Breaker, BreakerState
-from nixl_offload.tiers.chores import Discard, Recheck, Refresh, WriteManifest
-from nixl_offload.tiers.inquiries import Inquiries, Kind
-from nixl_offload.tiers.listing import Listing
-from nixl_offload.tiers.naming import StoredShard, manifest_name, shards_of, witness_of
-from nixl_offload.tiers.presence import Presence
-from nixl_offload.tiers.prober import ChoreEnd, Found, ProbeCounts, Prober, SearchEnd, Sight, TrialEnd
+from nixl_offload.tiers.shared.background_tasks import Discard, Recheck, Refresh, WriteManifest
+from nixl_offload.tiers.shared.listing import Listing
+from nixl_offload.tiers.shared.lookup_queue import Inquiries, Kind
+from nixl_offload.tiers.shared.naming import StoredShard, manifest_name, shards_of, witness_of
+from nixl_offload.tiers.shared.presence import Presence
+from nixl_offload.tiers.shared.prober import ChoreEnd, Found, ProbeCounts, Prober, SearchEnd, Sight, TrialEnd
 from nixl_offload.types import Asker, Key, Location, Lookup, Outcome, key_group
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from nixl_offload.chunk.header import slot_bytes
 from nixl_offload.errors import ConfigError
-from nixl_offload.format import slot_bytes
 
 Kind = Literal["full", "mla", "sliding", "hybrid"]
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
-from nixl_offload.engine.links.base import Link, Target
-from nixl_offload.engine.links.chores import Chore, ChoreThreads
-from nixl_offload.engine.links.tree_files import Draft, Shard, TreeFiles
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.health import Health
-from nixl_offload.tiers.naming import shard_name
+from nixl_offload.tiers.link import Link, Target
+from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.tiers.shared_dir.calls import Chore, ChoreThreads
+from nixl_offload.tiers.shared_dir.files import Draft, Shard, TreeFiles
 from nixl_offload.types import Key, Location
 
 logger = logging.getLogger(__name__)

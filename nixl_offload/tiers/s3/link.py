@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Generator
 from typing import Final
 
-from nixl_offload.engine.links.base import Link, Target, at_once
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.breaker import Breaker
-from nixl_offload.tiers.naming import shard_name
+from nixl_offload.tiers.link import Link, Target, at_once
+from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Location
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums
 
 SHORT_BYTES = 240
 """Up to this length XXH3 is another function, which only the host computes: no KV block is so short."""

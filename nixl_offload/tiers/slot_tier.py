@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from nixl_offload.index import Index, Occupancy, State
-from nixl_offload.tiers.slab import SlabAllocator
+from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator
 from os import PathLike
 from typing import Protocol
 
-from nixl_offload.engine.links.base import Link, Target, at_once
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.health import Health
+from nixl_offload.tiers.link import Link, Target, at_once
 from nixl_offload.types import Key, Location
 
 logger = logging.getLogger(__name__)

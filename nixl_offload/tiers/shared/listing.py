@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.tiers.naming import parse_shard_name
+from nixl_offload.tiers.shared.naming import parse_shard_name
 from nixl_offload.types import Key, key_group
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import os
 import tempfile
 from typing import Final, NamedTuple
 
-from nixl_offload.movers.cufile import DEFAULTS, CufileSettings, beneath, read_settings
-from nixl_offload.movers.gds_routes import (
+from nixl_offload.hardware.cufile import DEFAULTS, CufileSettings, beneath, read_settings
+from nixl_offload.hardware.gds_routes import (
     Driver,
     Fact,
     acs_fact,
@@ -22,8 +22,8 @@ from nixl_offload.movers.gds_routes import (
     nvidia_fs_fact,
     p2pdma_fact,
 )
-from nixl_offload.movers.libraries import Library, find_library
-from nixl_offload.movers.mounts import BlockDevice, Mount, find_device, find_mount
+from nixl_offload.hardware.libraries import Library, find_library
+from nixl_offload.hardware.mounts import BlockDevice, Mount, find_device, find_mount
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 

@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.chain_search import Search
-from nixl_offload.tiers.naming import StoredShard
+from nixl_offload.tiers.shared.chain_search import Search
+from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.types import Key
 
 logger = logging.getLogger(__name__)

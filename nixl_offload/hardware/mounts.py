@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from nixl_offload.movers.cufile import beneath
+from nixl_offload.hardware.cufile import beneath
 
 _MAX_DEPTH: Final = 8
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")

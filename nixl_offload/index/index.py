@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.errors import IndexStateError
-from nixl_offload.index.slots import SlotMap
+from nixl_offload.index.policy import POLICY_NAMES, Links, Policy, make_policy
+from nixl_offload.index.slot_map import SlotMap
 from nixl_offload.index.states import STATE_OF_PHASE, Event, Phase, State, next_phase
-from nixl_offload.policy import POLICY_NAMES, Links, Policy, make_policy
 from nixl_offload.types import Key, Location
 
 _SWEPT_PER_INSERTION = 64

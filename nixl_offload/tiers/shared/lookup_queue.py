@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 
-from nixl_offload.tiers.chain_search import AskAll, ChainSearch, Search
+from nixl_offload.tiers.shared.chain_search import AskAll, ChainSearch, Search
 from nixl_offload.types import Asker, Key, Lookup, key_group
 
 WINDOW_KEYS = 16

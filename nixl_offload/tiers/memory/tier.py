@@ -14,8 +14,8 @@ from nixl_offload.config import MemoryTier as MemoryTierConfig
 from nixl_offload.errors import ConfigError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
-from nixl_offload.tiers.slab import SLOTS_PER_EXTENT_MIN, SlabAllocator, choose_extent_bytes
-from nixl_offload.tiers.slots import SlotTier
+from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, SlabAllocator, choose_extent_bytes
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import PAGE_BYTES, Key, align_up
 from nixl_offload.units import format_size
 

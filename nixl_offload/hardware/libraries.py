@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from nixl_offload.movers.cufile import beneath
+from nixl_offload.hardware.cufile import beneath
 
 _SYSTEM: Final = (
     "/lib",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from nixl_offload.stores.base import ObjectInfo
-from nixl_offload.tiers.naming import parse_shard_name
+from nixl_offload.tiers.shared.naming import parse_shard_name
 
 GRACE_S: Final = 600.0
 """Nothing younger is ever deleted: it may be part of a chunk of which other ranks are still writing theirs."""

@@ -10,8 +10,8 @@ import os
 import re
 from typing import Final, NamedTuple
 
-from nixl_offload.movers.cufile import CufileSettings, beneath
-from nixl_offload.movers.libraries import Library, find_library
+from nixl_offload.hardware.cufile import CufileSettings, beneath
+from nixl_offload.hardware.libraries import Library, find_library
 
 _P2PDMA_KERNEL: Final = (6, 2)
 _P2PDMA_RAID_KERNEL: Final = (7, 1)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_offload.errors import TierError
-from nixl_offload.tiers.oserrors import tier_error
-from nixl_offload.tiers.slab_file import fallocate
+from nixl_offload.tiers.os_errors import tier_error
+from nixl_offload.tiers.slab.file import fallocate
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)

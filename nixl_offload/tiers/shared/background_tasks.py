@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.naming import StoredShard
+from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.types import Key
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.checksum import ALGORITHM_XXH3_64, block_checksum, block_checksums
+from nixl_offload.chunk.checksum import ALGORITHM_XXH3_64, block_checksum, block_checksums
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up
 

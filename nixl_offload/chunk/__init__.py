@@ -1,0 +1,1 @@
+"""The bytes of a chunk: its header, its checksums, and where its blocks lie."""

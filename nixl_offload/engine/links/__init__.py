@@ -1,1 +1,0 @@
-"""Links: how a rank reaches one tier, over that tier's mover. See ``base``."""

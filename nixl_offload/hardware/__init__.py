@@ -1,0 +1,1 @@
+"""What this machine can do: GPUDirect, mounts, drivers, libraries, memory, cores."""

@@ -1,0 +1,1 @@
+"""The S3 tier: one object per shard."""

@@ -1,0 +1,1 @@
+"""The shared-directory tier: one file per shard."""

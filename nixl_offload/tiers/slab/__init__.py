@@ -1,0 +1,1 @@
+"""The slab tier: one preallocated file per rank on a local drive."""
