@@ -1,0 +1,287 @@
+"""Interpreter time of a rank's half per chunk: a slab with a real mover, and the memory tier, on host memory.
+
+With one rank vLLM's scheduler shares the interpreter with this code, so each microsecond here is one of a step.
+
+Run ``python -m benchmarks.interpreter [--directory DIR] [--rounds N] [--json]``. It needs vLLM, and takes three
+minutes. ``DIR`` lies on a tmpfs (``/dev/shm``), so that no drive is waited for. A chunk has 32 layers × 16 blocks with
+pages of 64 bytes, 32 KiB: copying and checksumming it takes a few microseconds, and what is left is interpreter.
+
+Two figures, which fail in different ways:
+
+- **CPU**: CPU time of every Python thread of the process over a run of jobs, one after the other, per chunk. Of the
+  caller's thread only what ``submit_*`` and ``get_finished`` take; it asks every 2 ms, as steps would. Other threads
+  whole, idle polling included. It counts a little native work that lets go of the interpreter: an upper bound.
+- **held**: how much slower a loop of plain Python runs in the main thread while another thread has jobs of 8 chunks
+  done, as microseconds that each chunk has taken from the loop. It counts what the first figure cannot see: handing
+  the interpreter over and back. The rate is limited, and reported: each time that the engine lets go of the
+  interpreter beside a busy thread it gets it back only after the switch interval, 5 ms. The loop alone and the loop
+  beside the engine take turns.
+
+Each figure is the median over rounds. Only ``open_rank`` knows the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+LAYERS = 32
+PAGE_BYTES = 64
+BLOCKS_PER_CHUNK = 16
+TOKENS_PER_BLOCK = 16
+JOBS = (1, 8, 64)
+CHUNKS = 64
+"""So many different ones; each rests in a slot of its own."""
+RUN_CHUNKS = 256
+"""Chunks of a measurement of CPU time."""
+ASK_S = 0.002
+BESIDE_CHUNKS_PER_S = 400
+BESIDE_JOB = 8
+LOOP_S = 2.0
+DEADLINE_S = 60.0
+OPERATIONS = ("store", "load")
+
+
+@dataclass
+class Rank:
+    """A rank's half, as vLLM sees it."""
+
+    worker: OffloadingWorker
+    mover: str
+    specs: Callable[[range], LoadStoreSpec]
+    """The storage side of a job with these chunks."""
+    _jobs: int = field(default=0)
+
+    def job(self, operation: str, chunks: range, ask_s: float = ASK_S) -> float:
+        """Have a job done; return the CPU seconds of this thread that the worker took."""
+        self._jobs += 1
+        blocks = list(range(chunks.start * BLOCKS_PER_CHUNK, chunks.stop * BLOCKS_PER_CHUNK))
+        memory = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+        spec = self.specs(chunks)
+        began_s = time.thread_time()
+        if operation == "store":
+            self.worker.submit_store(self._jobs, memory, spec)
+        else:
+            self.worker.submit_load(self._jobs, spec, memory)
+        cpu_s = time.thread_time() - began_s
+        give_up_s = time.monotonic() + DEADLINE_S
+        while True:
+            time.sleep(ask_s)
+            began_s = time.thread_time()
+            finished = self.worker.get_finished()
+            cpu_s += time.thread_time() - began_s
+            if finished:
+                break
+            assert time.monotonic() < give_up_s, "the job does not end"
+        assert all(result.success for result in finished), finished
+        return cpu_s
+
+
+@contextmanager
+def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
+    """Open a rank's half over ``slab`` or ``memory``, nothing stored yet."""
+    from nixl_offload.config import parse_config
+    from nixl_offload.tiers.file import SlabPlace
+    from nixl_offload.tiers.memory import MemoryPlace
+    from nixl_offload.types import Key, Location
+    from nixl_offload.vllm.messages import ChunkSpec, Place
+    from nixl_offload.vllm.worker import NixlOffloadingWorker
+
+    tier = {
+        "slab": {"kind": "file", "path": str(directory), "capacity": "64MiB", "mover": "posix"},
+        "memory": {"kind": "memory", "capacity": "64MiB"},
+    }[medium]
+    config = parse_config({"staging": "64MiB", "tiers": [tier]})
+    tensors, offloading = memory_of_a_rank()
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors],
+        [[CanonicalKVCacheRef(layer, PAGE_BYTES) for layer in range(LAYERS)]],
+    )
+    worker = NixlOffloadingWorker(offloading, config, caches)
+    (slot_bytes,) = worker.geometry("digest").slot_bytes
+    digests, rank_bytes = (b"r" * 32,), CHUNKS * slot_bytes
+    place: Place = MemoryPlace(digests, rank_bytes)
+    if medium == "slab":
+        place = SlabPlace(str(directory), digests, rank_bytes, 4 * slot_bytes)
+
+    def specs(chunks: range) -> ChunkSpec:
+        keys = tuple(Key(chunk.to_bytes(32, "big") + bytes(4)) for chunk in chunks)
+        locations = tuple(Location(0, chunk * slot_bytes, slot_bytes) for chunk in chunks)
+        return ChunkSpec(ticket=1, keys=keys, locations=locations, places=(place,))
+
+    rank = Rank(worker, "", specs)
+    try:
+        rank.job("store", range(CHUNKS))
+        (standing,) = worker.take_standings()[0]
+        rank.mover = standing.equipment.mover
+        yield rank
+    finally:
+        worker.shutdown()
+
+
+def memory_of_a_rank() -> tuple[list[torch.Tensor], OffloadingConfig]:
+    """Return the KV cache of a rank, and what vLLM would say of it."""
+    blocks = CHUNKS * BLOCKS_PER_CHUNK
+    tensors = [torch.randint(-128, 128, (blocks, PAGE_BYTES), dtype=torch.int8) for _ in range(LAYERS)]
+    parallel = OffloadingParallelConfig(
+        rank=0,
+        world_size=1,
+        tp_size=1,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
+        is_parallelism_agnostic=False,
+    )
+    layers = tuple(f"layer {layer}" for layer in range(LAYERS))
+    offloading = OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=TOKENS_PER_BLOCK, layer_names=layers, group_id=0),),
+        worker_kv_bytes_per_block=LAYERS * PAGE_BYTES,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig(name="model", dtype="float16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=TOKENS_PER_BLOCK, blocks_per_chunk=BLOCKS_PER_CHUNK),
+        parallel=parallel,
+    )
+    return tensors, offloading
+
+
+def others_cpu_s() -> float:
+    """CPU seconds of all Python threads but this one."""
+    here = threading.get_ident()
+    return sum(
+        time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        for thread in threading.enumerate()
+        if thread.ident is not None and thread.ident != here
+    )
+
+
+def cpu_us(rank: Rank, operation: str, size: int) -> tuple[float, float]:
+    """Return the microseconds of CPU per chunk: of the caller's thread, and of all others."""
+    caller_s, before_s = 0.0, others_cpu_s()
+    for at in range(RUN_CHUNKS // size):
+        first = at * size % CHUNKS
+        caller_s += rank.job(operation, range(first, first + size))
+    others_s = others_cpu_s() - before_s
+    return caller_s * 1e6 / RUN_CHUNKS, others_s * 1e6 / RUN_CHUNKS
+
+
+def loop_rate(seconds: float) -> float:
+    """Return how often a second a loop of plain Python goes round in this thread."""
+    count, value = 0, 0
+    began_s = time.perf_counter()
+    while time.perf_counter() - began_s < seconds:
+        for step in range(1000):
+            value = (value * 31 + step) & 0xFFFF
+        count += 1
+    return count / (time.perf_counter() - began_s)
+
+
+def loop_beside(rank: Rank, operation: str) -> tuple[float, float]:
+    """Return the loop's rate, and chunks a second that were done meanwhile."""
+    over, done = threading.Event(), [0]
+
+    def drive() -> None:
+        next_s = time.monotonic()
+        while not over.is_set():
+            first = done[0] % CHUNKS
+            rank.job(operation, range(first, first + BESIDE_JOB))
+            done[0] += BESIDE_JOB
+            next_s += BESIDE_JOB / BESIDE_CHUNKS_PER_S
+            over.wait(max(0.0, next_s - time.monotonic()))
+
+    driver = threading.Thread(target=drive)
+    driver.start()
+    began_s = time.perf_counter()
+    rate = loop_rate(LOOP_S)
+    seconds, count = time.perf_counter() - began_s, done[0]
+    over.set()
+    driver.join()
+    assert count, "no job ended beside the loop"
+    return rate, count / seconds
+
+
+def held(rank: Rank, operation: str, rounds: int) -> dict[str, float]:
+    """Return by how much the loop is slower beside the engine, and what that makes of each chunk."""
+    ratios, per_chunk, rates = [], [], []
+    for _ in range(rounds):
+        alone = loop_rate(LOOP_S)
+        beside, chunks_per_s = loop_beside(rank, operation)
+        ratios.append(alone / beside)
+        rates.append(chunks_per_s)
+        per_chunk.append((1 - beside / alone) * 1e6 / chunks_per_s)
+    figures = {"slowdown": ratios, "held_us": per_chunk, "beside_chunks_per_s": rates}
+    return {name: statistics.median(values) for name, values in figures.items()}
+
+
+def measure(rank: Rank, operation: str, rounds: int) -> dict[str, Any]:
+    result: dict[str, Any] = {"cpu_us": {}}
+    for size in JOBS:
+        cpu_us(rank, operation, size)
+        runs = [cpu_us(rank, operation, size) for _ in range(rounds)]
+        caller, others = (statistics.median(column) for column in zip(*runs, strict=True))
+        total = statistics.median(map(sum, runs))
+        result["cpu_us"][size] = {"caller": round(caller, 1), "others": round(others, 1), "total": round(total, 1)}
+    return result | {name: round(value, 3) for name, value in held(rank, operation, rounds).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="where the slab goes")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    results: dict[str, Any] = {}
+    for medium in ("slab", "memory"):
+        with (
+            tempfile.TemporaryDirectory(dir=arguments.directory) as directory,
+            open_rank(medium, Path(directory)) as rank,
+        ):
+            for operation in OPERATIONS:
+                result = measure(rank, operation, arguments.rounds)
+                results[f"{operation}, {medium}"] = {"mover": rank.mover, **result}
+    if arguments.json:
+        print(json.dumps(results, indent=1))
+        return
+    print("| µs per chunk | " + " | ".join(f"CPU, jobs of {size}" for size in JOBS) + " | held | slowdown | chunks/s |")
+    print("|---|" + "---|" * (len(JOBS) + 3))
+    for name, result in results.items():
+        cells = [f"{cpu['total']:.0f} ({cpu['caller']:.0f} + {cpu['others']:.0f})" for cpu in result["cpu_us"].values()]
+        cells += [f"{result['held_us']:.0f}", f"{result['slowdown']:.2f}", f"{result['beside_chunks_per_s']:.0f}"]
+        print(f"| {name} ({result['mover']}) | " + " | ".join(cells) + " |")
+    print("\nCPU: total (caller's thread + others). Slowdown: at so many chunks a second, in jobs of 8.")
+
+
+if __name__ == "__main__":
+    main()
