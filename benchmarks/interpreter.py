@@ -15,7 +15,7 @@ Two figures, which fail in different ways:
   done, as microseconds that each chunk has taken from the loop. It counts what the first figure cannot see: handing
   the interpreter over and back. The rate is limited, and reported: each time that the engine lets go of the
   interpreter beside a busy thread it gets it back only after the switch interval, 5 ms. The loop alone and the loop
-  beside the engine take turns.
+  beside the engine take turns. It means something on an idle machine only: any other process is as much in the way.
 
 Each figure is the median over rounds. Only ``open_rank`` knows the package.
 """
