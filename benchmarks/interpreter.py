@@ -108,8 +108,8 @@ class Rank:
 def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
     """Open a rank's half over ``slab`` or ``memory``, nothing stored yet."""
     from nixl_offload.config import parse_config
-    from nixl_offload.tiers.file import SlabPlace
-    from nixl_offload.tiers.memory import MemoryPlace
+    from nixl_offload.tiers.memory.tier import MemoryPlace
+    from nixl_offload.tiers.slab.tier import SlabPlace
     from nixl_offload.types import Key, Location
     from nixl_offload.vllm.messages import ChunkSpec, Place
     from nixl_offload.vllm.worker import NixlOffloadingWorker

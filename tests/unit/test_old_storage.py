@@ -132,8 +132,8 @@ def loaded(
     tier: dict[str, Any], model: Model, rank: int, chunks: Sequence[Chunk], locations: Sequence[Any], place: Any
 ) -> list[bytes]:
     """Open the half of a rank, load every chunk in one job, and return the payloads."""
+    from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
     from nixl_offload.engine import ChunkIO
-    from nixl_offload.layout import GroupLayout, KVLayout, RegionSpec
     from nixl_offload.types import Key, Outcome
     from nixl_offload.vllm.rank_engine import RankMemory, open_engine, reach_tiers
 
