@@ -115,7 +115,7 @@ def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
     from nixl_offload.vllm.worker import NixlOffloadingWorker
 
     tier = {
-        "slab": {"kind": "file", "path": str(directory), "capacity": "64MiB", "mover": "posix"},
+        "slab": {"kind": "slab", "path": str(directory), "capacity": "64MiB", "mover": "posix"},
         "memory": {"kind": "memory", "capacity": "64MiB"},
     }[medium]
     config = parse_config({"staging": "64MiB", "tiers": [tier]})

@@ -30,8 +30,8 @@ NOTES = {
     "none": "prefix caching off",
     "GPU": "vLLM's prefix cache",
     "memory": "ours: kind memory",
-    "memory + file": "ours: kinds memory and file",
-    "file": "ours: kind file",
+    "memory + file": "ours: kinds memory and slab",
+    "file": "ours: kind slab",
     "vLLM spec": "OffloadingConnector with CPUOffloadingSpec",
     "vLLM simple": "SimpleCPUOffloadConnector",
 }
@@ -99,7 +99,7 @@ class Contender:
 def our_config(name: str, sizes: Sizes, directory: Path) -> dict[str, Any]:
     """The config of one of ours, as its YAML says it."""
     memory = {"kind": "memory", "capacity": sizes.memory_bytes}
-    file = {"kind": "file", "path": str(directory), "capacity": sizes.file_bytes}
+    file = {"kind": "slab", "path": str(directory), "capacity": sizes.file_bytes}
     tiers = {"memory": [memory], "file": [file], "memory + file": [memory, file]}[name]
     return {"chunk_tokens": CHUNK_TOKENS, "tiers": tiers}
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from examples.s3_server import RcloneServer
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 
@@ -81,7 +81,7 @@ def main() -> None:
     cpu_s: dict[str, list[float]] = {client: [] for client in CLIENTS}
     with RcloneServer() as server:
         os.environ.update(server.environment)
-        tier = S3Tier.model_validate({"kind": "s3", "bucket": server.bucket, "endpoint": server.endpoint})
+        tier = S3Config.model_validate({"kind": "s3", "bucket": server.bucket, "endpoint": server.endpoint})
         stores = {client: open_store(tier, client) for client in CLIENTS}
         for number in range(arguments.rounds + 1):
             for threads in THREADS:

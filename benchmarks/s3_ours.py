@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.s3_sides import POLL_S, STEP_S, Buffer, Keys, Move, Side
 from examples.s3_server import RcloneServer
-from nixl_offload.config.schema import LookupOptions, S3Tier
+from nixl_offload.config.schema import LookupOptions, S3Config
 from nixl_offload.errors import MoverError
 from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.movers.base import FileId, MemoryRegion, Mover, Op, Transfer, TransferState
@@ -66,7 +66,7 @@ NAMESPACE = make_namespace(
 def open_ours(name: str, server: RcloneServer, buffer: Buffer, connections: int) -> Side:
     """Open one of ``OURS``. The control plane of boto3's is boto3, of the others obstore, as in a server."""
     kind = OURS[name]
-    tier = S3Tier.model_validate({**server.tier(kind), "mover": kind, "connections": connections})
+    tier = S3Config.model_validate({**server.tier(kind), "mover": kind, "connections": connections})
     mover = make_mover(kind, tier, lambda client: open_store(tier, client))
     return Ours(
         name, kind, mover, lambda: open_store(tier, "boto3" if kind == "boto3" else "obstore"), buffer, connections

@@ -39,7 +39,7 @@ _PAYLOAD_OFFSET = 4096
 CONFIG = f"""\
 chunk_tokens: {CHUNK_TOKENS}
 tiers:
-  - {{kind: file, path: {SHOWN_AS}/kv, capacity: 1GiB}}
+  - {{kind: slab, path: {SHOWN_AS}/kv, capacity: 1GiB}}
 """
 
 

@@ -33,7 +33,7 @@ def run(
     """Run the demo on ``directory``, which must be new or empty. Raises EngineError when an engine fails."""
     with tempfile.TemporaryDirectory(prefix="nixl-offload-demo-", ignore_cleanup_errors=True) as scratch:
         stage = Stage(shape, Path(scratch), prompts=prompts, tokens=tokens, progress=progress)
-        tier = {"kind": "file", "path": str(directory), "capacity": stage.capacity}
+        tier = {"kind": "slab", "path": str(directory), "capacity": stage.capacity}
         with stage.start(1, tier) as engine:
             about = engine.about
             first = stage.compute(engine)

@@ -75,7 +75,7 @@ def run(shape: ModelShape, *, prompts: int, tokens: int, mover: str, progress: C
 
 def _over_directory(stage: Stage, directory: Path) -> Handover:
     """The same with two new engines, each of one process so that they start sooner, and a directory that both see."""
-    tier: Mapping[str, Any] = {"kind": "file", "layout": "tree", "path": str(directory), "capacity": stage.capacity}
+    tier: Mapping[str, Any] = {"kind": "shared_dir", "path": str(directory), "capacity": stage.capacity}
     with stage.start(3, tier, in_process=True) as engine:
         first = stage.compute(engine, prompts=TREE_PROMPTS)
         with stage.start(4, tier, in_process=True) as other:

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeGuard, TypeVar
+from typing import Final, TypeVar
 
 from nixl_offload.cli.inventory.base import Inventory
 from nixl_offload.cli.inventory.shared import SharedInventory
 from nixl_offload.cli.inventory.slab import SlabInventory, require_directory
-from nixl_offload.config import Config, FileTier, S3Tier, Tier
+from nixl_offload.config import Config, S3Config, SharedDirConfig, SlabConfig
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
@@ -27,6 +27,8 @@ from nixl_offload.stores.select import open_store
 T = TypeVar("T")
 
 NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
+SharedConfig = SharedDirConfig | S3Config
+StoredConfig = SlabConfig | SharedConfig
 TIER_ERRORS: Final = (StoreError, TierError, NotSupportedError)
 """What one tier may raise without being the others' affair."""
 MEMORY_TOLD: Final = (
@@ -35,9 +37,9 @@ MEMORY_TOLD: Final = (
 )
 
 
-def stored_tiers(config: Config, file: str, kind: str | None = None) -> list[FileTier | S3Tier]:
+def stored_tiers(config: Config, file: str, kind: str | None = None) -> list[StoredConfig]:
     """Return the tiers that outlive a server: all of them, or those of ``kind``. Raises ConfigError: there is none."""
-    stored = [tier for tier in config.tiers if isinstance(tier, FileTier | S3Tier)]
+    stored = [tier for tier in config.tiers if isinstance(tier, StoredConfig)]
     found = [tier for tier in stored if kind in (None, tier.kind)]
     if found:
         return found
@@ -48,9 +50,9 @@ def stored_tiers(config: Config, file: str, kind: str | None = None) -> list[Fil
     )
 
 
-def open_inventory(tier: FileTier | S3Tier) -> Inventory:
+def open_inventory(tier: StoredConfig) -> Inventory:
     """Return what looks at the tier; the caller closes it. Raises StoreError, NotSupportedError."""
-    if isinstance(tier, FileTier) and tier.layout == "slab":
+    if isinstance(tier, SlabConfig):
         return SlabInventory(tier)
     return SharedInventory(open_existing(tier), kind=tier.kind, capacity_bytes=tier.capacity_bytes)
 
@@ -61,13 +63,13 @@ def check_namespace(text: str | None) -> None:
         raise ConfigError(f"--namespace: {text!r} is not one; allowed: 32 hex digits, as ls and gc print them")
 
 
-def collected_tier(config: Config, file: str, kind: str | None = None) -> S3Tier | FileTier:
+def collected_tier(config: Config, file: str, kind: str | None = None) -> StoredConfig:
     """Return the tier that ``gc`` looks after: the one that many servers share, or the one of ``kind``.
 
     A slab is meant where nothing is shared, or where ``kind`` says so. Raises ConfigError when there is no tier to look
     after, or when several are shared and ``kind`` does not say which.
     """
-    shared = [tier for tier in config.tiers if _is_shared(tier)]
+    shared = [tier for tier in config.tiers if isinstance(tier, SharedConfig)]
     if kind is None and len(shared) > 1:
         kinds = [tier.kind for tier in shared]
         raise ConfigError(
@@ -79,21 +81,17 @@ def collected_tier(config: Config, file: str, kind: str | None = None) -> S3Tier
     return stored_tiers(config, file, kind)[0]
 
 
-def _is_shared(tier: Tier) -> TypeGuard[S3Tier | FileTier]:
-    return isinstance(tier, S3Tier) or (isinstance(tier, FileTier) and tier.layout == "tree")
-
-
-def s3_tier(config: Config, file: str) -> S3Tier:
+def s3_tier(config: Config, file: str) -> S3Config:
     """Return the tier that is a bucket. Raises ConfigError when there is none."""
     for tier in config.tiers:
-        if isinstance(tier, S3Tier):
+        if isinstance(tier, S3Config):
             return tier
     raise ConfigError(f"{file}: tiers: none of them has kind: s3, so there is no bucket")
 
 
-def open_existing(tier: S3Tier | FileTier) -> Store:
+def open_existing(tier: SharedConfig) -> Store:
     """Return the tier's store. Raises StoreError where it would have to be made first: nothing can be in it."""
-    if isinstance(tier, FileTier):
+    if isinstance(tier, SharedDirConfig):
         require_directory(Path(tier.path))
     return open_store(tier)
 
@@ -147,9 +145,7 @@ def attempt(kind: str, where: str | None, call: Callable[[], T]) -> T | TierFail
         return failure
 
 
-def open_inventories(
-    tiers: Sequence[FileTier | S3Tier], opened: ExitStack
-) -> tuple[list[Inventory], list[TierFailure]]:
+def open_inventories(tiers: Sequence[StoredConfig], opened: ExitStack) -> tuple[list[Inventory], list[TierFailure]]:
     """Open what can be looked at, closed with ``opened``, and tell what cannot."""
     found = [attempt(tier.kind, None, partial(open_inventory, tier)) for tier in tiers]
     inventories = [entry for entry in found if not isinstance(entry, TierFailure)]

@@ -38,7 +38,7 @@ is loaded instead of computed again. Start with a config file, say kv.yaml:
 
     chunk_tokens: 256
     tiers:
-      - {kind: file, path: /mnt/nvme/kv, capacity: 500GiB}
+      - {kind: slab, path: /mnt/nvme/kv, capacity: 500GiB}
 
 then
 

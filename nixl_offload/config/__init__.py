@@ -11,17 +11,29 @@ from nixl_offload.config.load import (
     merge_extra_config,
     parse_config,
 )
-from nixl_offload.config.schema import Config, FileTier, LookupOptions, MemoryTier, PolicyName, S3Tier, Tier
+from nixl_offload.config.schema import (
+    Config,
+    DirectoryConfig,
+    LookupOptions,
+    MemoryConfig,
+    PolicyName,
+    S3Config,
+    SharedDirConfig,
+    SlabConfig,
+    TierConfig,
+)
 
 __all__ = [
     "CONNECTOR_NAME",
     "Config",
-    "FileTier",
+    "DirectoryConfig",
     "LookupOptions",
-    "MemoryTier",
+    "MemoryConfig",
     "PolicyName",
-    "S3Tier",
-    "Tier",
+    "S3Config",
+    "SharedDirConfig",
+    "SlabConfig",
+    "TierConfig",
     "blocks_per_chunk",
     "from_extra_config",
     "kv_transfer_config",

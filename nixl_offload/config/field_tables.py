@@ -11,7 +11,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from nixl_offload.config.json_schema import FieldFacts, fields_of, is_size
-from nixl_offload.config.schema import TIER_MODELS, TIER_ORDER, Config, LookupOptions
+from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config, LookupOptions
 from nixl_offload.units import DURATION_PATTERN, format_size
 
 PAGE: Final = "docs/configuration.md"
@@ -20,7 +20,8 @@ END: Final = "<!-- end of fields -->"
 
 _HEADINGS: Final = {
     "memory": "A tier in host memory (`kind: memory`)",
-    "file": "A tier in files (`kind: file`)",
+    "slab": "A tier on a local drive (`kind: slab`)",
+    "shared_dir": "A tier in a shared directory (`kind: shared_dir`)",
     "s3": "A tier in a bucket (`kind: s3`)",
 }
 _TEXT_KINDS: Final = {
@@ -38,7 +39,7 @@ _JSON_TYPES: Final = {"boolean": "`true`, `false`", "integer": "number", "number
 def render_tables() -> str:
     """Return all tables, with a heading each."""
     sections = [_section("The file itself", Config)]
-    sections += [_section(_HEADINGS[kind], TIER_MODELS[kind]) for kind in TIER_ORDER]
+    sections += [_section(_HEADINGS[kind], TIER_MODELS[kind]) for kind in TIER_KINDS]
     sections.append(_section("`lookup`: of a bucket or a shared directory", LookupOptions))
     return "\n".join(sections)
 

@@ -12,9 +12,9 @@ import re
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from nixl_offload.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
+from nixl_offload.units import DURATION_PATTERN, SIZE_PATTERN, format_duration, format_size, parse_duration, parse_size
 
 LONGEST_S: Final = 36_500 * 86_400.0
 """A hundred years: more is a slip, and overflows clocks."""
@@ -102,8 +102,16 @@ _SIZE_SCHEMA: Final[dict[str, Any]] = {
 }
 _NAMES: Final = rf"{_PREFIX_PART.pattern}(/{_PREFIX_PART.pattern})*"
 
-SizeBytes = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
-DurationSeconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=LONGEST_S), _text(DURATION_PATTERN)]
+SizeBytes = Annotated[
+    int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json"), WithJsonSchema(_SIZE_SCHEMA)
+]
+DurationSeconds = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    PlainSerializer(format_duration, when_used="json"),
+    Field(gt=0, le=LONGEST_S),
+    _text(DURATION_PATTERN),
+]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path), _text("^/")]
 AbsoluteFile = Annotated[str, AfterValidator(_absolute_file), _text("^/(.*[^/])$")]
 BucketName = Annotated[str, AfterValidator(_bucket), _text(f"^{_BUCKET.pattern}$")]

@@ -14,11 +14,8 @@ Threading: pure functions but for reading the source of ``schema`` and for ``--w
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
 import inspect
 import json
-import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,14 +26,17 @@ import annotated_types
 from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from nixl_offload.config.old_spelling import KIND_OF_LAYOUT
 from nixl_offload.config.schema import (
     FIELDS_IN_FRONT,
     MOVERS_WITH,
     OWNED_EXTRA_KEYS,
+    TIER_KINDS,
     TIER_MODELS,
     TIER_ORDER,
     Config,
     LookupOptions,
+    MemoryConfig,
     literals,
 )
 from nixl_offload.units import DURATION_PATTERN, SIZE_PATTERN, format_duration, format_size
@@ -67,7 +67,7 @@ def json_schema() -> _Schema:
     """Return the schema of a whole file."""
     tiers = {
         "type": "array",
-        "items": {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in TIER_ORDER]},
+        "items": {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in (*TIER_KINDS, "file")]},
         "minItems": 1,
         **_order_of_tiers(),
     }
@@ -75,9 +75,11 @@ def json_schema() -> _Schema:
     del schema["description"]  # it is for programmers
     schema["properties"]["tiers"] |= tiers
     schema["properties"]["vllm"] |= {"properties": dict.fromkeys(OWNED_EXTRA_KEYS, False)}
-    rules = {"memory": _rules_of_memory, "file": _rules_of_file, "s3": _rules_of_s3}
+    rules = {"memory": _rules_of_memory, "slab": _rules_of_files, "shared_dir": _rules_of_files, "s3": _rules_of_s3}
+    tier_schemas = {kind: {**_object(model), "allOf": list(rules[kind](model))} for kind, model in TIER_MODELS.items()}
     schema["$defs"] = {
-        **{kind: {**_object(model), "allOf": list(rules[kind](model))} for kind, model in TIER_MODELS.items()},
+        **tier_schemas,
+        "file": _old_spelling(tier_schemas),
         "lookup": _object(LookupOptions),
     }
     return schema
@@ -90,8 +92,10 @@ def render_json_schema() -> str:
 
 def fields_of(model: type[BaseModel]) -> list[FieldFacts]:
     """Return what there is to say of the fields of ``model``, in their order."""
-    said = _docstrings(model)
-    return [_facts(name, field, said.get(name, "")) for name, field in model.model_fields.items()]
+    return [
+        _facts(name, field, " ".join((field.description or "").replace("``", "`").split()))
+        for name, field in model.model_fields.items()
+    ]
 
 
 def _object(model: type[BaseModel]) -> _Schema:
@@ -165,29 +169,42 @@ def _bounds(metadata: Sequence[object]) -> _Schema:
 
 
 def _order_of_tiers() -> _Schema:
-    """Each kind at most once, in ``TIER_ORDER``; nothing that deals with the next tier where there is none."""
-    first, *rest = TIER_ORDER
-    of = {kind: {"properties": {"kind": {"const": kind}}} for kind in TIER_ORDER}
-    not_last = {"properties": {"kind": {"enum": list(TIER_ORDER[:-1])}}}
-    alone = {"if": of[first], "then": _absent(TIER_MODELS[first], FIELDS_IN_FRONT)}
+    """The order of ``TIER_ORDER``, one of each group; nothing that deals with the next tier where there is none."""
+    memory, files, bucket = (
+        {"properties": {"kind": {"enum": kinds}}} for kinds in (["memory"], ["slab", "shared_dir", "file"], ["s3"])
+    )
+    not_memory, not_bucket = (
+        {"properties": {"kind": {"not": each["properties"]["kind"]}}} for each in (memory, bucket)
+    )
+    alone = {"if": memory, "then": _absent(MemoryConfig, FIELDS_IN_FRONT)}
     return {
         "maxItems": len(TIER_ORDER),
         # Not beside `items`, which would then count from the fourth tier on.
         "allOf": [
-            {"prefixItems": [{}, {"properties": {"kind": {"enum": rest}}}, of[TIER_ORDER[-1]]]},
-            {"if": {"minItems": 2}, "then": {"prefixItems": [not_last]}, "else": {"items": alone}},
-            {"if": {"minItems": 3}, "then": {"prefixItems": [of[kind] for kind in TIER_ORDER]}},
-            {"contains": of["file"], "minContains": 0, "maxContains": 1},
+            {"prefixItems": [{}, not_memory, bucket]},
+            {"if": {"minItems": 2}, "then": {"prefixItems": [not_bucket]}, "else": {"items": alone}},
+            {"if": {"minItems": 3}, "then": {"prefixItems": [memory, files, bucket]}},
+            {"contains": files, "minContains": 0, "maxContains": 1},
         ],
     }
+
+
+def _old_spelling(tier_schemas: Mapping[str, _Schema]) -> _Schema:
+    """``kind: file``, which an earlier release wrote and this one reads."""
+    spelled: list[_Schema] = []
+    for layout, kind in KIND_OF_LAYOUT.items():
+        schema = tier_schemas[kind]
+        own = {"kind": {"const": "file"}, "layout": {"const": layout}}
+        required = schema["required"] if layout == "slab" else [*schema["required"], "layout"]
+        spelled.append({**schema, "properties": {**schema["properties"], **own}, "required": required})
+    return {"description": "The old spelling of kind: slab and kind: shared_dir.", "deprecated": True, "oneOf": spelled}
 
 
 def _rules_of_memory(model: type[BaseModel]) -> Iterator[_Schema]:
     yield _when(_says("unsaved", "drop"), _absent(model, ["unsaved_limit"]))
 
 
-def _rules_of_file(model: type[BaseModel]) -> Iterator[_Schema]:
-    yield _when(_says("layout", "tree"), _absent(model, ["policy"]), _absent(model, ["lookup", "warm_start"]))
+def _rules_of_files(model: type[BaseModel]) -> Iterator[_Schema]:
     for field, movers in MOVERS_WITH.items():
         others = [mover for mover in literals(model, "mover") if mover not in movers]
         yield _when(_says("mover", *others), _absent(model, [field]))
@@ -205,33 +222,14 @@ def _says(field: str, *values: str) -> _Schema:
     return {"properties": {field: {"enum": list(values)}}, "required": [field]}
 
 
-def _when(condition: _Schema, then: _Schema, otherwise: _Schema | None = None) -> _Schema:
-    rule = {"if": condition, "then": then}
-    return rule if otherwise is None else {**rule, "else": otherwise}
+def _when(condition: _Schema, then: _Schema) -> _Schema:
+    return {"if": condition, "then": then}
 
 
 def _absent(model: type[BaseModel], names: Sequence[str]) -> _Schema:
     """Forbid fields. Saying null, where a field may, is saying nothing."""
     nullable = {fact.name: fact.nullable for fact in fields_of(model)}
     return {"properties": {name: {"type": "null"} if nullable[name] else False for name in names}}
-
-
-@functools.cache
-def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Return what stands below each field in the source of ``model``, on one line."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    assert isinstance(body, ast.ClassDef)
-    said: dict[str, str] = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-            and isinstance(text.value.value, str)
-        ):
-            said[field.target.id] = " ".join(text.value.value.replace("``", "`").split())
-    return said
 
 
 def main(argv: Sequence[str] | None = None) -> None:

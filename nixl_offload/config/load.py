@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nixl_offload.config.document import Path, parse_yaml
+from nixl_offload.config.old_spelling import rewrite_tiers
 from nixl_offload.config.problems import find_problems, render
 from nixl_offload.config.rules import Problem, show_value
 from nixl_offload.config.schema import Config
@@ -108,7 +109,7 @@ def _check(data: object, source: str, lines: Mapping[Path, int]) -> Config:
     config: Config | None = None
     error: ValidationError | None = None
     try:
-        config = Config.model_validate(dict(data))
+        config = Config.model_validate(rewrite_tiers(data))
     except ValidationError as exc:
         error = exc
     problems: list[Problem] = find_problems(data, error)

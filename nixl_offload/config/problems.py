@@ -15,42 +15,54 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nixl_offload.config.document import Path, render_path
+from nixl_offload.config.old_spelling import KIND_OF_LAYOUT, rewrite_tiers, spelled_as
 from nixl_offload.config.rules import Problem, broken_rules, show_value
-from nixl_offload.config.schema import TIER_MODELS, TIER_ORDER, Config, literals, nested_model
+from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config, literals, nested_model
 from nixl_offload.units import format_duration, format_size
 
 
 def find_problems(raw: Mapping[str, Any], error: ValidationError | None) -> list[Problem]:
-    """Return what is wrong with ``raw``, each path once: our own rules first, then what pydantic found."""
-    problems = broken_rules(raw)
+    """Return what is wrong with ``raw``, each path once: our own rules first, then what pydantic found.
+
+    ``raw`` is what the user wrote; ``error`` tells of it in today's spelling.
+    """
+    today = rewrite_tiers(raw)
+    problems = broken_rules(today)
     told = {problem.path for problem in problems}
     for details in error.errors() if error else ():
         if details["type"] == "too_short" and details["input"]:
             continue  # pydantic counts only the tiers that passed; the others have been named
-        problem = _translate(details, raw)
+        problem = _translate(details, today, raw)
         if not any(problem.path[: len(path)] == path for path in told):
             problems.append(problem)
     return problems
 
 
-def _translate(details: ErrorDetails, raw: Mapping[str, Any]) -> Problem:
-    """Turn one of pydantic's findings into our words."""
+def _translate(details: ErrorDetails, raw: Mapping[str, Any], written: Mapping[str, Any]) -> Problem:
+    """Turn one of pydantic's findings about ``raw`` into our words; ``written`` is the same in the user's spelling."""
     path = _strip_tag(details["loc"])
     kind, context = details["type"], details.get("ctx", {})
     value = _written(path, raw, details["input"])
     model = _model_at(path, raw)
     name = str(path[-1]) if path else ""
     if kind == "extra_forbidden":
-        fields = [field.alias or key for key, field in model.model_fields.items()]
-        return Problem(path, f"unknown field{_did_you_mean(name, fields)}; allowed: {', '.join(fields)}")
+        fields = _names(model)
+        elsewhere = _of_other_kinds(path, raw, written)
+        return Problem(
+            path, f"{elsewhere or 'unknown field' + _did_you_mean(name, fields)}; allowed: {', '.join(fields)}"
+        )
     if kind == "missing":
         return Problem(path, f"is required{_example(name)}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, "kind")
         if kind == "union_tag_not_found":
-            return Problem(path, f"is required; allowed: {', '.join(TIER_ORDER)}")
+            return Problem(path, f"is required; allowed: {', '.join(TIER_KINDS)}")
         tag = value.get("kind") if isinstance(value, Mapping) else value
-        return Problem(path, _unknown(tag, TIER_ORDER))
+        if tag == "file":  # the old spelling, with a layout that never was
+            return Problem(
+                (*path[:-1], "layout"), _unknown(_written((*path[:-1], "layout"), raw, None), [*KIND_OF_LAYOUT])
+            )
+        return Problem(path, _unknown(tag, TIER_KINDS))
     if kind == "literal_error":
         return Problem(path, _unknown(value, literals(model, name)))
     if kind == "value_error":
@@ -63,7 +75,7 @@ def _translate(details: ErrorDetails, raw: Mapping[str, Any]) -> Problem:
     if kind == "less_than_equal":
         return Problem(path, f"{show_value(value)} is too large; allowed: at most {_bound(name, context['le'])}")
     if kind == "too_short":
-        return Problem(path, f"is empty; allowed: one or more of {', '.join(TIER_ORDER)}")
+        return Problem(path, f"is empty; allowed: one or more of {', '.join(TIER_KINDS)}")
     return Problem(path, f"{show_value(value)} is refused: {details['msg']}")
 
 
@@ -79,7 +91,7 @@ _EXPECTED: Final = {
 }
 _SIZES: Final = ("bounce", "capacity", "crt_min_size", "staging", "unsaved_limit")
 _EXAMPLES: Final = {
-    "tiers": "; for example: tiers: [{kind: file, path: /mnt/nvme/kv, capacity: 500GiB}]",
+    "tiers": "; for example: tiers: [{kind: slab, path: /mnt/nvme/kv, capacity: 500GiB}]",
     "path": "; for example: path: /mnt/nvme/kv",
     "capacity": "; for example: capacity: 500GiB",
     "bucket": "; for example: bucket: kv-cache",
@@ -113,6 +125,23 @@ def _model_at(path: Path, raw: Mapping[str, Any]) -> type[BaseModel]:
         for name in path[2:-1]:
             model = nested_model(model, str(name)) or model
     return model
+
+
+def _of_other_kinds(path: Path, raw: Mapping[str, Any], written: Mapping[str, Any]) -> str:
+    """Say that a tier's field belongs to tiers of other kinds; empty where no kind has it."""
+    if len(path) != 3 or path[0] != "tiers":
+        return ""
+    _, position, name = path
+    kinds = [kind for kind, model in TIER_MODELS.items() if name in _names(model)]
+    if not kinds:
+        return ""
+    kind = raw["tiers"][position]["kind"]
+    old = spelled_as(written["tiers"][position])
+    return f"belongs to kind: {' or '.join(kinds)}, not to kind: {kind}{f', which is what {old} means' if old else ''}"
+
+
+def _names(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _bound(name: str, bound: int | float) -> str:

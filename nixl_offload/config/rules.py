@@ -20,8 +20,10 @@ from nixl_offload.config.schema import (
     FIELDS_IN_FRONT,
     MOVERS_WITH,
     OWNED_EXTRA_KEYS,
+    TIER_KINDS,
     TIER_MODELS,
     TIER_ORDER,
+    DirectoryConfig,
     literals,
 )
 from nixl_offload.units import parse_size
@@ -93,13 +95,17 @@ def _not_available(value: str, built: Iterable[str]) -> str:
 
 
 def _tier_order(raw: Mapping[str, Any]) -> Iterator[Problem]:
-    kinds = [(position, tier["kind"]) for position, tier in _tiers(raw) if tier.get("kind") in TIER_ORDER]
-    order = f"allowed: any of {', '.join(TIER_ORDER)}, in this order (nearest the GPU first), each at most once"
+    kinds = [(position, tier["kind"]) for position, tier in _tiers(raw) if tier.get("kind") in TIER_KINDS]
+    ranks = {kind: rank for rank, group in enumerate(TIER_ORDER) for kind in group}
+    groups = ", ".join(" or ".join(group) for group in TIER_ORDER)
+    order = f"allowed: any of {groups}, in this order (nearest the GPU first), each at most once"
     for (_, before), (position, kind) in itertools.pairwise(kinds):
         if kind in [other for at, other in kinds if at < position]:
             yield Problem(("tiers", position), f"{kind!r} is given twice; {order}")
-        elif TIER_ORDER.index(kind) < TIER_ORDER.index(before):
+        elif ranks[kind] < ranks[before]:
             yield Problem(("tiers", position), f"{kind!r} comes after {before!r}; {order}")
+        elif ranks[kind] == ranks[before]:
+            yield Problem(("tiers", position), f"{kind!r} stands beside {before!r}, and only one of them may; {order}")
 
 
 def _ignored(raw: Mapping[str, Any]) -> Iterator[Problem]:
@@ -108,8 +114,8 @@ def _ignored(raw: Mapping[str, Any]) -> Iterator[Problem]:
         kind, said = tier.get("kind"), {field for field, value in tier.items() if value is not None}
         if kind == "memory":
             yield from _ignored_of_memory(position, tier, said, is_alone=len(raw["tiers"]) == 1)
-        elif kind == "file":
-            yield from _ignored_of_file(position, tier, said)
+        elif kind in ("slab", "shared_dir"):
+            yield from _ignored_by_mover(position, tier, said)
         elif kind == "s3":
             yield from _ignored_of_s3(position, tier, said)
 
@@ -120,7 +126,8 @@ def _ignored_of_memory(position: int, tier: Mapping[str, Any], said: set[str], *
             if field in said:
                 yield Problem(
                     ("tiers", position, field),
-                    "has no meaning without a tier behind this one; remove it, or add a tier with kind: file or s3",
+                    "has no meaning without a tier behind this one; remove it, or add a tier of kind slab, shared_dir"
+                    " or s3",
                 )
     elif "unsaved_limit" in said and tier.get("unsaved") == "drop":
         yield Problem(
@@ -144,23 +151,10 @@ def _more_than_capacity(position: int, tier: Mapping[str, Any]) -> Iterator[Prob
         )
 
 
-def _ignored_of_file(position: int, tier: Mapping[str, Any], said: set[str]) -> Iterator[Problem]:
-    if tier.get("layout") == "tree":
-        if "policy" in said:
-            yield Problem(
-                ("tiers", position, "policy"),
-                "has no meaning with layout: tree, where nixl-offload gc deletes the oldest first; remove it",
-            )
-    else:
-        for field in ("lookup", "warm_start"):
-            if field in said:
-                yield Problem(
-                    ("tiers", position, field),
-                    "has no meaning with layout: slab, which one engine owns; remove it, or say layout: tree",
-                )
+def _ignored_by_mover(position: int, tier: Mapping[str, Any], said: set[str]) -> Iterator[Problem]:
     mover = tier.get("mover", "auto")
     for field, movers in MOVERS_WITH.items():
-        if field in said and mover in literals(TIER_MODELS["file"], "mover") and mover not in movers:
+        if field in said and mover in literals(DirectoryConfig, "mover") and mover not in movers:
             named = " or ".join(name for name in movers if name != "auto")
             yield Problem(
                 ("tiers", position, field),

@@ -20,14 +20,16 @@ from nixl_offload.config.fields import (
     SizeBytes,
     TenantName,
 )
-from nixl_offload.units import format_duration, format_size
 
-TIER_ORDER: Final = ("memory", "file", "s3")
-"""Nearest the GPU first. A config has any non-empty subset in this order, each kind at most once."""
+TIER_ORDER: Final = (("memory",), ("slab", "shared_dir"), ("s3",))
+"""Nearest the GPU first. A config has any non-empty subset in this order, at most one of each group."""
+
+TIER_KINDS: Final = tuple(kind for group in TIER_ORDER for kind in group)
 
 AVAILABLE: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "memory": {},
-    "file": {"layout": ("slab", "tree"), "mover": ("auto", "gds_mt", "gds", "posix", "kvikio")},
+    "slab": {"mover": ("auto", "gds_mt", "gds", "posix", "kvikio")},
+    "shared_dir": {"mover": ("auto", "gds_mt", "gds", "posix", "kvikio")},
     "s3": {"mover": ("auto", "obj", "obstore", "boto3")},
 }
 """Per kind of tier, the values that this release builds of fields that know more. The only such table."""
@@ -39,7 +41,7 @@ MOVERS_WITH: Final[dict[str, tuple[str, ...]]] = {
     "threads": ("auto", "gds_mt", "kvikio"),
     "bounce": ("auto", "kvikio"),
 }
-"""Fields of a file tier that only these movers look at; refused with another."""
+"""Fields of a tier in files that only these movers look at; refused with another."""
 
 OWNED_EXTRA_KEYS: Final = ("config", "spec_name", "spec_module_path", "block_size", "blocks_per_chunk")
 """Keys of vLLM's extra config that this connector sets itself; refused under ``vllm:``."""
@@ -50,7 +52,11 @@ PolicyName = Literal["lru", "s3fifo"]
 class _Model(BaseModel):
     """Strict (no coercion), closed (unknown fields are errors), frozen."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as the YAML would say it, defaults filled in."""
+        return self.model_dump(mode="json", by_alias=True)
 
 
 class LookupOptions(_Model):
@@ -65,17 +71,8 @@ class LookupOptions(_Model):
     max_keys: int = Field(default=1_000_000, ge=1000)
     """Chunks remembered as present; some 400 bytes of host memory each."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the options as the YAML would say them."""
-        return {
-            "timeout": format_duration(self.timeout_s),
-            "present_for": format_duration(self.present_for_s),
-            "absent_for": format_duration(self.absent_for_s),
-            "max_keys": self.max_keys,
-        }
 
-
-class MemoryTier(_Model):
+class MemoryConfig(_Model):
     """Chunks in host memory."""
 
     kind: Literal["memory"]
@@ -92,30 +89,14 @@ class MemoryTier(_Model):
     """The most that waits, pinned, for the next tier; what comes on top may be dropped. Left out: a quarter of
     ``capacity``."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the tier as the YAML would say it."""
-        return {
-            "kind": self.kind,
-            "capacity": format_size(self.capacity_bytes),
-            "policy": self.policy,
-            "promote": self.promote,
-            "unsaved": self.unsaved,
-            "unsaved_limit": None if self.unsaved_limit_bytes is None else format_size(self.unsaved_limit_bytes),
-        }
 
+class DirectoryConfig(_Model):
+    """What ``SlabConfig`` and ``SharedDirConfig`` have in common: a directory, and movers of its files."""
 
-class FileTier(_Model):
-    """Chunks in files under one directory."""
-
-    kind: Literal["file"]
+    kind: Literal["slab", "shared_dir"]
     path: AbsolutePath
     """Absolute directory. Created with mode 0700 when missing."""
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """Slab: bytes that the directory may hold, over all ranks; never exceeded. Slabs grow up to it and do not shrink.
-    Tree: what ``nixl-offload gc`` brings the directory down to; servers do not enforce it, so run gc by a timer."""
-    layout: Literal["slab", "tree"] = "slab"
-    """``slab``: one preallocated file per rank, for a local drive, exclusive to one engine. ``tree``: a file per shard,
-    for filesystems that many servers share."""
     mover: Literal["auto", "gds_mt", "gds", "posix", "kvikio"] = "auto"
     """``auto`` compares those that really run here, takes the fastest, and says which and why at start. ``gds_mt``,
     ``gds``: GPUDirect Storage by NIXL. ``kvikio``: by KvikIO. ``posix``: through host memory."""
@@ -129,34 +110,40 @@ class FileTier(_Model):
     page-locked host memory, which no other limit counts."""
     direct_io: bool = True
     """Bypass the page cache. Off costs host memory and copies. A filesystem without O_DIRECT turns it off."""
-    policy: PolicyName = "lru"
-    """Slab only: who makes room, as in memory. In a tree ``nixl-offload gc`` deletes the oldest first."""
-    lookup: LookupOptions = LookupOptions()
-    """Tree only: how the directory is asked what it holds."""
-    warm_start: bool = False
-    """Tree only: list the directory at start, in the background, so that first requests need not look."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the tier as the YAML would say it."""
-        return {
-            "kind": self.kind,
-            "path": self.path,
-            "capacity": format_size(self.capacity_bytes),
-            "layout": self.layout,
-            "mover": self.mover,
-            "posix_api": self.posix_api,
-            **({"threads": self.threads} if self.mover in MOVERS_WITH["threads"] else {}),
-            **({"bounce": format_size(self.bounce_bytes)} if self.mover in MOVERS_WITH["bounce"] else {}),
-            "direct_io": self.direct_io,
-            **(
-                {"policy": self.policy}
-                if self.layout == "slab"
-                else {"lookup": self.lookup.to_dict(), "warm_start": self.warm_start}
-            ),
-        }
+        """Return it as the YAML would say it, without the options that its mover does not look at."""
+        said = super().to_dict()
+        for field, movers in MOVERS_WITH.items():
+            if self.mover not in movers:
+                del said[field]
+        return said
 
 
-class S3Tier(_Model):
+class SlabConfig(DirectoryConfig):
+    """Chunks in one preallocated file per rank, for a local drive; exclusive to one engine."""
+
+    kind: Literal["slab"]
+    capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
+    """Bytes that the directory may hold, over all ranks; never exceeded. Slabs grow up to it and do not shrink."""
+    policy: PolicyName = "lru"
+    """Who makes room, as in memory."""
+
+
+class SharedDirConfig(DirectoryConfig):
+    """Chunks in a file per shard, for a filesystem that many servers share."""
+
+    kind: Literal["shared_dir"]
+    capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
+    """What ``nixl-offload gc`` brings the directory down to; servers do not enforce it, so run gc by a timer. It
+    deletes the oldest first."""
+    lookup: LookupOptions = LookupOptions()
+    """How the directory is asked what it holds."""
+    warm_start: bool = False
+    """List the directory at start, in the background, so that first requests need not look."""
+
+
+class S3Config(_Model):
     """Chunks as objects in a bucket. Credentials come from the AWS chain, never from this file."""
 
     kind: Literal["s3"]
@@ -200,30 +187,8 @@ class S3Tier(_Model):
     warm_start: bool = False
     """List the namespace at start, in the background, so that first requests need not look."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the tier as the YAML would say it."""
-        return {
-            "kind": self.kind,
-            "bucket": self.bucket,
-            "prefix": self.prefix,
-            "endpoint": self.endpoint,
-            "region": self.region,
-            "addressing": self.addressing,
-            "mover": self.mover,
-            "ttl": None if self.ttl_s is None else format_duration(self.ttl_s),
-            "capacity": None if self.capacity_bytes is None else format_size(self.capacity_bytes),
-            "ca_bundle": self.ca_bundle,
-            "checksums": self.checksums,
-            "connections": self.connections,
-            "request_timeout": format_duration(self.request_timeout_s),
-            "crt_min_size": None if self.crt_min_size_bytes is None else format_size(self.crt_min_size_bytes),
-            "crt_throughput_gbps": self.crt_throughput_gbps,
-            "lookup": self.lookup.to_dict(),
-            "warm_start": self.warm_start,
-        }
 
-
-Tier = Annotated[MemoryTier | FileTier | S3Tier, Field(discriminator="kind")]
+TierConfig = Annotated[MemoryConfig | SlabConfig | SharedDirConfig | S3Config, Field(discriminator="kind")]
 
 
 class Config(_Model):
@@ -257,8 +222,9 @@ class Config(_Model):
     serve_without_prefix_caching: bool = False
     """Store and load although prefix caching is off in vLLM. Set it only if you turned prefix caching off yourself.
     vLLM does so where cached KV must not be reused (MLA on a CPU, non-causal attention): answers would be wrong."""
-    tiers: tuple[Tier, ...] = Field(min_length=1, strict=False)
-    """One or more, nearest the GPU first: ``memory``, ``file``, ``s3``, in this order, each at most once."""
+    tiers: tuple[TierConfig, ...] = Field(min_length=1, strict=False)
+    """One or more, nearest the GPU first: ``memory``, then ``slab`` or ``shared_dir``, then ``s3``, each at most
+    once."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Passed through to vLLM's ``kv_connector_extra_config``, such as ``offload_prompt_only: false``."""
 
@@ -268,24 +234,15 @@ class Config(_Model):
         if len(tiers) == 1:
             for field in FIELDS_IN_FRONT:
                 tiers[0].pop(field, None)
-        return {
-            "tenant": self.tenant,
-            "chunk_tokens": self.chunk_tokens,
-            "verify": self.verify,
-            "on_load_failure": self.on_load_failure,
-            "staging": format_size(self.staging_bytes),
-            "load_timeout": format_duration(self.load_timeout_s),
-            "drain_timeout": format_duration(self.drain_timeout_s),
-            "store_after": self.store_after,
-            "block_outermost": self.block_outermost,
-            "slow_hits": self.slow_hits,
-            "serve_without_prefix_caching": self.serve_without_prefix_caching,
-            "tiers": tiers,
-            "vllm": dict(self.vllm),
-        }
+        return {**super().to_dict(), "tiers": tiers, "vllm": dict(self.vllm)}
 
 
-TIER_MODELS: Final[dict[str, type[_Model]]] = {"memory": MemoryTier, "file": FileTier, "s3": S3Tier}
+TIER_MODELS: Final[dict[str, type[_Model]]] = {
+    "memory": MemoryConfig,
+    "slab": SlabConfig,
+    "shared_dir": SharedDirConfig,
+    "s3": S3Config,
+}
 
 
 def literals(model: type[BaseModel], name: str) -> tuple[str, ...]:

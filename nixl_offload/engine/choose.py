@@ -28,7 +28,7 @@ from typing import Final, cast
 
 import torch
 
-from nixl_offload.config import FileTier
+from nixl_offload.config import DirectoryConfig
 from nixl_offload.engine.choice import cache
 from nixl_offload.engine.choice.base import MARGIN, Candidate, Choice, Shape, best_of, ways_of
 from nixl_offload.engine.choice.cache import CachedChoice, read_cached
@@ -60,7 +60,7 @@ memory as it is."""
 
 @unbound()
 def choose(
-    tier: FileTier,
+    tier: DirectoryConfig,
     directory: str,
     device: Device,
     shape: Shape,
@@ -102,7 +102,7 @@ def _told(directory: str, choice: Choice) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    tier: FileTier
+    tier: DirectoryConfig
     directory: str
     device: Device
     shape: Shape
@@ -123,7 +123,7 @@ class _Question:
             raise self.refusals[name] from error
 
 
-def open_file_mover(name: str, tier: FileTier, directory: str, device: Device) -> Mover:
+def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: Device) -> Mover:
     """Open a mover between ``device`` and files in ``directory`` with the tier's settings. ``name``: a choice's, or
     what the tier says. Raises MoverUnavailableError, and what third parties raise.
     """

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.config import FileTier
+from nixl_offload.config import DirectoryConfig
 from nixl_offload.engine.choose import Choice, Shape, choose, open_file_mover
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.pools import Staging
@@ -87,7 +87,7 @@ def shape_of(layout: KVLayout) -> Shape:
     return Shape(layout.slot_bytes(group), piece_bytes if direct else 0)
 
 
-def choose_way(tier: FileTier, device: Device, layout: KVLayout, *, sums_slowly: bool = False) -> Choice | None:
+def choose_way(tier: DirectoryConfig, device: Device, layout: KVLayout, *, sums_slowly: bool = False) -> Choice | None:
     """Compare ways between device memory and the tier's directory, which must be there; None: nothing to choose.
 
     ``sums_slowly``: see ``queued.DeviceGroups``; then the host sums, unless the config names a mover.
@@ -98,7 +98,7 @@ def choose_way(tier: FileTier, device: Device, layout: KVLayout, *, sums_slowly:
     return choose(tier, tier.path, device, shape_of(layout)) if device.is_accelerator else None
 
 
-def reach_files(tier: FileTier, directory: str, device: Device, choice: Choice | None) -> Reach:
+def reach_files(tier: DirectoryConfig, directory: str, device: Device, choice: Choice | None) -> Reach:
     """Open the mover of ``choice``, or of the tier. A choice that was remembered and opens no more is as good as none.
 
     Raises MoverUnavailableError.

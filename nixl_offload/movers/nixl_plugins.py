@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Literal
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.movers.base import MemoryKind, MoverLimits
 from nixl_offload.stores.s3 import ATTEMPTS, S3Address, ca_bundle_of
 from nixl_offload.types import PAGE_BYTES
@@ -104,7 +104,7 @@ _MAX_OBJECT_BYTES: Final = 5 << 30
 """S3 takes no more in one PUT."""
 
 
-def object_plugin(tier: S3Tier) -> NixlPlugin:
+def object_plugin(tier: S3Config) -> NixlPlugin:
     """NIXL's OBJ plugin for a bucket. Credentials are no parameter: its SDK goes through the AWS chain.
 
     One object per transfer, because the siblings of a failed one would go on writing; no more of them than there are

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Literal
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError, StoreError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.limits import LimitedMover
@@ -54,7 +54,7 @@ def candidates_unproved(choice: str) -> list[str]:
     return [*_CLIENTS, "obj"] if choice == "auto" else [choice]
 
 
-def open_object_mover(tier: S3Tier, memory_kind: MemoryKind, open_client: OpenClient) -> OpenedMover:
+def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: OpenClient) -> OpenedMover:
     """Open the best mover of ``tier.mover`` that can really move bytes between this memory and the bucket.
 
     A server that does not answer, is overloaded or full is no reason to fail, nor is one that lets these credentials
@@ -106,12 +106,12 @@ def open_object_mover(tier: S3Tier, memory_kind: MemoryKind, open_client: OpenCl
     raise MoverUnavailableError(f"mover {tier.mover!r} cannot move {memory_kind.value} to {where}: {reasons} ({_HELP})")
 
 
-def make_mover(name: str, tier: S3Tier, open_client: OpenClient) -> Mover:
+def make_mover(name: str, tier: S3Config, open_client: OpenClient) -> Mover:
     """A mover of ``candidates`` without limits, not tried out. Raises what says that it cannot be made here."""
     return _limited(_make(name, tier, open_client), tier)
 
 
-def _make(name: str, tier: S3Tier, open_client: OpenClient) -> Mover:
+def _make(name: str, tier: S3Config, open_client: OpenClient) -> Mover:
     if name != "obj":
         client: StoreClient = "obstore" if name == "obstore" else "boto3"
         return StoreMover(open_client(client), threads=tier.connections, close_timeout_s=tier.request_timeout_s)
@@ -120,13 +120,13 @@ def _make(name: str, tier: S3Tier, open_client: OpenClient) -> Mover:
     return RetryingMover(bare, _first_client(open_client))
 
 
-def _limited(mover: Mover, tier: S3Tier) -> Mover:
+def _limited(mover: Mover, tier: S3Config) -> Mover:
     return LimitedMover(mover, close_timeout_s=tier.request_timeout_s)
 
 
 def _try(
     name: str,
-    tier: S3Tier,
+    tier: S3Config,
     memory_kind: MemoryKind,
     open_client: OpenClient,
     control: Store | None,

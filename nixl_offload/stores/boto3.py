@@ -30,7 +30,7 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.s3 import (
@@ -49,7 +49,7 @@ from nixl_offload.stores.s3 import (
 )
 
 
-def make_client(tier: S3Tier) -> Any:
+def make_client(tier: S3Config) -> Any:
     """Return a boto3 client for the tier's bucket. Raises what boto3 raises; see ``translated``."""
     hush_botocore()
     address = S3Address.of(tier)
@@ -109,7 +109,7 @@ class ClientFacts(NamedTuple):
     """botocore's name of the link of the chain that has some: ``env``, ``iam-role`` ...; None where none has."""
 
 
-def client_facts(tier: S3Tier) -> ClientFacts:
+def client_facts(tier: S3Config) -> ClientFacts:
     """Return what a client would use. Asks for credentials where the chain leads, which may take seconds.
 
     Raises StoreError.
@@ -125,7 +125,7 @@ def client_facts(tier: S3Tier) -> ClientFacts:
     return ClientFacts(endpoint, region, None if credentials is None else str(credentials.method))
 
 
-def bucket_region(tier: S3Tier) -> str | None:
+def bucket_region(tier: S3Config) -> str | None:
     """Return the region in which the bucket is, whichever the tier says: boto3 goes where it is sent.
 
     None where the server's answer names none. Raises StoreError.
@@ -156,7 +156,7 @@ class Boto3Store(Store):
 
     name = "boto3"
 
-    def __init__(self, tier: S3Tier) -> None:
+    def __init__(self, tier: S3Config) -> None:
         """Reach nothing yet."""
         self._tier = tier
         self._address = S3Address.of(tier)

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
 from nixl_offload.stores.boto3 import error_code, make_client, translated
 from nixl_offload.stores.s3 import S3Address
@@ -36,7 +36,7 @@ _OUR_FIELDS: Final = ("Status", "Expiration", "NoncurrentVersionExpiration", "Ab
 class LifecyclePlan:
     """What would be changed, and enough of what is there to notice when it changes meanwhile."""
 
-    tier: S3Tier
+    tier: S3Config
     where: str
     create_bucket: bool
     """The bucket does not exist; ``apply_lifecycle`` makes it, private, in the tier's region."""
@@ -49,7 +49,7 @@ class LifecyclePlan:
     """What people should know that nobody changes."""
 
 
-def plan_lifecycle(tier: S3Tier) -> LifecyclePlan:
+def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
     """Read what the bucket has and say what would change. Changes nothing.
 
     Raises StoreError, as ``stores.base``; NotSupportedError when the server knows no lifecycle rules.
@@ -110,7 +110,7 @@ def rule_id(prefix: str) -> str:
     return f"{own_id[: _MAX_ID - 17]}-{digest}"
 
 
-def _wanted_rule(tier: S3Tier, address: S3Address, versioned: bool) -> Rule:
+def _wanted_rule(tier: S3Config, address: S3Address, versioned: bool) -> Rule:
     rule: Rule = {
         "ID": rule_id(address.prefix),
         "Status": "Enabled",
@@ -141,7 +141,7 @@ def _in_words(rule: Rule, address: S3Address) -> str:
     return "; ".join(words)
 
 
-def _notes(tier: S3Tier, address: S3Address, versioned: bool, others: tuple[Rule, ...]) -> Iterator[str]:
+def _notes(tier: S3Config, address: S3Address, versioned: bool, others: tuple[Rule, ...]) -> Iterator[str]:
     if not address.prefix:
         yield "the tier has no prefix: the rule is for every object in the bucket, whoever wrote it; set prefix"
     if tier.ttl_s is not None and tier.ttl_s % _DAY_S:
@@ -165,7 +165,7 @@ def _prefix_of(rule: Rule) -> str:
     return str(filters.get("Prefix") or filters.get("And", {}).get("Prefix") or rule.get("Prefix") or "")
 
 
-def _client(tier: S3Tier, address: S3Address) -> Any:
+def _client(tier: S3Config, address: S3Address) -> Any:
     try:
         return make_client(tier)
     except StoreError:

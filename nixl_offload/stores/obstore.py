@@ -22,7 +22,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.s3 import (
@@ -69,7 +69,7 @@ class ObstoreStore(Store):
 
     name = "obstore"
 
-    def __init__(self, tier: S3Tier) -> None:
+    def __init__(self, tier: S3Config) -> None:
         """Reach nothing yet."""
         self._tier = tier
         self._address = S3Address.of(tier)

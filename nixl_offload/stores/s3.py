@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
 
@@ -59,7 +59,7 @@ class S3Address:
     path_style: bool
 
     @classmethod
-    def of(cls, tier: S3Tier) -> S3Address:
+    def of(cls, tier: S3Config) -> S3Address:
         """Decide what the tier left open. An endpoint in AWS's environment variables counts like one in the config."""
         variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
         endpoint = tier.endpoint or next((os.environ[name] for name in variables if os.environ.get(name)), None)
@@ -99,12 +99,12 @@ class S3Address:
         return key[len(self.prefix) :]
 
 
-def ca_bundle_of(tier: S3Tier) -> str | None:
+def ca_bundle_of(tier: S3Config) -> str | None:
     """Return the file with the certificates to trust: the config's, or that of ``AWS_CA_BUNDLE``."""
     return tier.ca_bundle or os.environ.get("AWS_CA_BUNDLE") or None
 
 
-def readable_ca_bundle(tier: S3Tier) -> str | None:
+def readable_ca_bundle(tier: S3Config) -> str | None:
     """Return the same. Raises StoreError when it cannot be read: clients say so late, or in other words."""
     bundle = ca_bundle_of(tier)
     if bundle is not None and not (os.path.isfile(bundle) and os.access(bundle, os.R_OK)):

@@ -18,7 +18,7 @@ class Health:
     """
 
     def __init__(self, name: str, *, first_pause_s: float = 1.0, longest_pause_s: float = 60.0) -> None:
-        """Start healthy. ``name`` opens each message, such as "File tier /mnt/kv"."""
+        """Start healthy. ``name`` opens each message, such as "Slab tier /mnt/kv"."""
         self._name = name
         self._first_pause_s = first_pause_s
         self._longest_pause_s = longest_pause_s

@@ -36,7 +36,7 @@ class Link(ABC):
     """
 
     name: str
-    """For logs: ``file tier /mnt/kv``."""
+    """For logs: ``slab tier /mnt/kv``."""
     mover: Mover
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What an errno means for a tier: the one place where operating-system errors of the file tier are translated.
+"""What an errno means for a tier: the one place where operating-system errors of tiers in files are translated.
 
 Threading: pure functions, safe anywhere.
 """

@@ -37,7 +37,7 @@ from nixl_offload.engine import Standing, Work
 from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import FileTier
+from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Asker, Key, Lookup, key_group
 from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, Place, RankGeometry, TicketReport
 from nixl_offload.vllm.metrics import Telling
@@ -80,7 +80,7 @@ class _Face(NamedTuple):
 
 _FACES = {
     MemoryTier: _Face(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST, True),
-    FileTier: _Face(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK, True),
+    SlabTier: _Face(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK, True),
     # vLLM has no word for a bucket or a shared filesystem yet.
     SharedTier: _Face(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False),
 }
@@ -127,7 +127,7 @@ class NixlOffloadManager(OffloadingManager):
         self._vllm_config = vllm_config
         self._opening: Opening | None = None
         self._catalog: Catalog | None = None
-        self._tiers: list[MemoryTier | FileTier | SharedTier] = []
+        self._tiers: list[MemoryTier | SlabTier | SharedTier] = []
         self._faces: list[_Face] = []
         self._places: tuple[Place, ...] = ()
         self._moves: list[MoveSpec] = []
@@ -410,7 +410,7 @@ class NixlOffloadManager(OffloadingManager):
         verifies = self._config.verify == "checksum"
         pending = self._catalog.in_flight_stores() if self._catalog is not None and verifies else ()
         for position, tier in enumerate(self._tiers):
-            if isinstance(tier, FileTier):
+            if isinstance(tier, SlabTier):
                 tier.close([key for at, key in pending if at == position])
             else:
                 tier.close()

@@ -17,7 +17,7 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import FileTier
+from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.vllm.identity import build_namespace, models_of, warn_about_weights
 from nixl_offload.vllm.open_tiers import open_tier
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from nixl_offload.vllm.messages import RankGeometry
 
-OpenTier = MemoryTier | FileTier | SharedTier
+OpenTier = MemoryTier | SlabTier | SharedTier
 Opened = tuple[Namespace, list[OpenTier]]
 
 SMALL_BYTES = 1 << 30

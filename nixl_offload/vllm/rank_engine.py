@@ -18,7 +18,7 @@ import torch
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, Tier
+from nixl_offload.config import Config, MemoryConfig, S3Config, SharedDirConfig, SlabConfig, TierConfig
 from nixl_offload.engine import ChainEngine, Engine
 from nixl_offload.engine.chain import TierEngine
 from nixl_offload.engine.choose import Choice
@@ -73,13 +73,13 @@ def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayou
     slow = device.is_accelerator and DeviceGroups(tensors, pages_of(layout), device).sums_slowly
     try:
         for tier in config.tiers:
-            if isinstance(tier, S3Tier):
+            if isinstance(tier, S3Config):
                 found.append(Reach(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover))
-            elif isinstance(tier, FileTier) and tier.layout == "tree":
+            elif isinstance(tier, SharedDirConfig):
                 make_private_directory(Path(tier.path))
                 choice = choose_way(tier, device, layout, sums_slowly=slow)
                 found.append(reach_files(tier, tier.path, device, choice))
-            elif isinstance(tier, FileTier) and device.is_accelerator:
+            elif isinstance(tier, SlabConfig) and device.is_accelerator:
                 found.append(Reach(choice=_choose_for_slab(tier, device, layout, slow)))
             else:
                 found.append(Reach())
@@ -90,7 +90,7 @@ def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayou
     return found
 
 
-def _choose_for_slab(tier: FileTier, device: Device, layout: KVLayout, slow: bool) -> Choice | None:
+def _choose_for_slab(tier: SlabConfig, device: Device, layout: KVLayout, slow: bool) -> Choice | None:
     """Trouble is told when the slab is opened: the directory may be there by then."""
     with contextlib.suppress(NixlOffloadError, OSError):
         make_private_directory(Path(tier.path))
@@ -106,9 +106,9 @@ def open_host(
     Raises TierError when the machine does not have so much.
     """
     device = device_of(tensors[0])
-    nearest, farther = config.tiers[0], sum(not isinstance(tier, MemoryTier) for tier in config.tiers)
+    nearest, farther = config.tiers[0], sum(not isinstance(tier, MemoryConfig) for tier in config.tiers)
     memory_bytes = 0
-    if isinstance(nearest, MemoryTier):
+    if isinstance(nearest, MemoryConfig):
         memory_bytes = rank_memory_bytes(nearest.capacity_bytes, parallel.world_size, parallel.data_parallel_size)
     if not memory_bytes and farther < 2:
         return None
@@ -141,7 +141,7 @@ def open_engine(
 
     Raises what the first tier raised when this rank can reach none of its storage.
     """
-    nearest = next((at for at, tier in enumerate(config.tiers) if isinstance(tier, MemoryTier)), None)
+    nearest = next((at for at, tier in enumerate(config.tiers) if isinstance(tier, MemoryConfig)), None)
     sharers = len(config.tiers) - (nearest is not None)
     engines: list[TierEngine | None] = []
     trouble: list[Exception] = []
@@ -169,7 +169,7 @@ def open_engine(
 def _open_tier(
     config: Config,
     position: int,
-    tier: Tier,
+    tier: TierConfig,
     place: Place,
     memory: RankMemory,
     rank: int,
@@ -189,7 +189,7 @@ def _open_tier(
         )
     device = device_of(memory.tensors[0])
     with contextlib.ExitStack() as undo:
-        if isinstance(tier, FileTier) and isinstance(place, SlabPlace):
+        if isinstance(tier, SlabConfig) and isinstance(place, SlabPlace):
             slab = _open_slab(tier, place, rank)
             undo.callback(slab.close)
             reach = reach_files(tier, place.directory, device, reach.choice)
@@ -217,7 +217,7 @@ def _open_tier(
     return engine
 
 
-def _open_slab(tier: FileTier, place: SlabPlace, rank: int) -> SlabFile:
+def _open_slab(tier: SlabConfig, place: SlabPlace, rank: int) -> SlabFile:
     slab = SlabFile(
         os.path.join(place.directory, rank_file_name(rank)),
         rank_bytes=place.rank_bytes,
@@ -228,10 +228,10 @@ def _open_slab(tier: FileTier, place: SlabPlace, rank: int) -> SlabFile:
     return slab
 
 
-def _open_shared(tier: Tier, place: Place, reach: Reach, rank: int) -> Link:
+def _open_shared(tier: TierConfig, place: Place, reach: Reach, rank: int) -> Link:
     assert reach.mover is not None
     assert isinstance(place, SharedPlace)
-    if isinstance(tier, FileTier):
+    if isinstance(tier, SharedDirConfig):
         return TreeLink(tier.path, place.namespace, rank, reach.mover, direct_io=tier.direct_io, clock=time.monotonic)
-    assert isinstance(tier, S3Tier)
+    assert isinstance(tier, S3Config)
     return ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", place.namespace, rank, reach.mover, time.monotonic)

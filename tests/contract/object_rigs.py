@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import object_plugin
@@ -50,12 +50,12 @@ class RawDirectory(RawObjects):
         return (self._directory / name).exists()
 
 
-def tier_of(server: RcloneServer, **fields: object) -> S3Tier:
+def tier_of(server: RcloneServer, **fields: object) -> S3Config:
     """The bucket as a tier; small enough in threads and times for tests."""
-    return S3Tier.model_validate(server.tier(PREFIX, **{"connections": 8, "request_timeout": "5s", **fields}))
+    return S3Config.model_validate(server.tier(PREFIX, **{"connections": 8, "request_timeout": "5s", **fields}))
 
 
-def bare_mover(name: str, tier: S3Tier) -> Mover:
+def bare_mover(name: str, tier: S3Config) -> Mover:
     """A mover by its name in the config, with its limits and without retries of ours."""
     if name == "obj":
         return NixlMover(object_plugin(tier), close_timeout_s=tier.request_timeout_s)

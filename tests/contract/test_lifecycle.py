@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
 from nixl_offload.stores.lifecycle import apply_lifecycle, plan_lifecycle, rule_id
 from tests.s3.servers import MotoServer, RcloneServer
@@ -22,8 +22,8 @@ class Bucket:
     def __init__(self, server: MotoServer, name: str, client: Any) -> None:
         self.server, self.name, self.client = server, name, client
 
-    def tier(self, **fields: object) -> S3Tier:
-        return S3Tier.model_validate({**self.server.tier("kv/a"), "bucket": self.name, **fields})
+    def tier(self, **fields: object) -> S3Config:
+        return S3Config.model_validate({**self.server.tier("kv/a"), "bucket": self.name, **fields})
 
     def rules(self) -> list[dict[str, Any]]:
         return list(self.client.get_bucket_lifecycle_configuration(Bucket=self.name)["Rules"])
@@ -136,7 +136,7 @@ def test_a_server_without_lifecycle_rules(monkeypatch: pytest.MonkeyPatch) -> No
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(NotSupportedError, match="nixl-offload gc"):
-            plan_lifecycle(S3Tier.model_validate(server.tier("kv", ttl="1d")))
+            plan_lifecycle(S3Config.model_validate(server.tier("kv", ttl="1d")))
 
 
 def test_long_prefixes_have_ids_of_their_own() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverUnavailableError, StoreError
 from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
 from nixl_offload.movers.limits import LimitedMover
@@ -60,7 +60,7 @@ class Rigs:
         self.server, self.proxy = server, proxy
         self.opened: list[ObjectRig] = []
 
-    def tier(self, **fields: object) -> S3Tier:
+    def tier(self, **fields: object) -> S3Config:
         return tier_of(self.server, endpoint=self.proxy.endpoint, **fields)
 
     def bare(self, name: str, **fields: object) -> ObjectRig:
@@ -195,7 +195,7 @@ def test_obj_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every connection option of the config reaches the plugin under its name; credentials have none."""
     for variable in ("AWS_CA_BUNDLE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(variable, raising=False)
-    tier = S3Tier.model_validate(
+    tier = S3Config.model_validate(
         {
             "kind": "s3",
             "bucket": "kv-cache",
@@ -223,7 +223,7 @@ def test_obj_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
         "crtMinLimit": str(16 << 20),
     }
     assert plugin.key_prefix == "a/b/"
-    plain = object_plugin(S3Tier.model_validate({"kind": "s3", "bucket": "kv-cache", "region": "eu-1"}))
+    plain = object_plugin(S3Config.model_validate({"kind": "s3", "bucket": "kv-cache", "region": "eu-1"}))
     assert plain.params["scheme"] == "https"
     assert plain.params["use_virtual_addressing"] == "true"
     assert not {"endpoint_override", "ca_bundle", "crtMinLimit"} & set(plain.params)

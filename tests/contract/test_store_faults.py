@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
 from nixl_offload.stores import boto3, obstore
 from nixl_offload.stores.base import Store
@@ -65,7 +65,7 @@ def rclone() -> Iterator[RcloneServer]:
 
 def store_at(endpoint: str, client: str, **fields: object) -> Store:
     fields = {"bucket": "kv-cache", "region": "us-east-1", "request_timeout": f"{TIMEOUT_S}s", **fields}
-    tier = S3Tier.model_validate({"kind": "s3", "endpoint": endpoint, **fields})
+    tier = S3Config.model_validate({"kind": "s3", "endpoint": endpoint, **fields})
     return open_store(tier, "obstore" if client == "obstore" else "boto3")
 
 
@@ -323,7 +323,7 @@ def test_addresses(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Path style where an endpoint is given, else virtual; the user of an endpoint's URL is not shown."""
 
     def address(**fields: object) -> S3Address:
-        return S3Address.of(S3Tier.model_validate({"kind": "s3", "bucket": "kv-cache", **fields}))
+        return S3Address.of(S3Config.model_validate({"kind": "s3", "bucket": "kv-cache", **fields}))
 
     assert address().path_style is False
     assert address(endpoint="http://h:1").path_style is True

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
 from nixl_offload.testing.store_suite import StoreRig, StoreSuite
@@ -29,8 +29,8 @@ def moto() -> Iterator[MotoServer]:
         yield server
 
 
-def tier_of(server: S3Server, prefix: str) -> S3Tier:
-    return S3Tier.model_validate(server.tier(prefix))
+def tier_of(server: S3Server, prefix: str) -> S3Config:
+    return S3Config.model_validate(server.tier(prefix))
 
 
 class RcloneRig(StoreRig):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.config.schema import FileTier
+from nixl_offload.config.schema import SharedDirConfig
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
@@ -34,7 +34,7 @@ def store(root: Path) -> Iterator[TreeStore]:
 
 def test_a_config_opens_one(root: Path) -> None:
     """``open_store`` of a file tier is a tree."""
-    tier = FileTier.model_validate({"kind": "file", "path": str(root), "capacity": "1GiB", "layout": "tree"})
+    tier = SharedDirConfig.model_validate({"kind": "shared_dir", "path": str(root), "capacity": "1GiB"})
     store = open_store(tier)
     assert isinstance(store, TreeStore)
     assert store.where == str(root)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nixl_offload.config import FileTier
+from nixl_offload.config import SlabConfig
 from nixl_offload.engine.choice import trial
 from nixl_offload.engine.choice.base import Shape
 from nixl_offload.engine.choice.trial import Verdict, hold_trial
@@ -73,7 +73,7 @@ def test_a_disk_that_gets_full(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_disk_that_cannot_be_written(small_filesystem: SmallFilesystem) -> None:
     """No mover can make its round trip: that is told, as ``open_mover`` would."""
     small_filesystem.make_read_only()
-    tier = FileTier.model_validate({"kind": "file", "path": str(small_filesystem.path), "capacity": "1GiB"})
+    tier = SlabConfig.model_validate({"kind": "slab", "path": str(small_filesystem.path), "capacity": "1GiB"})
     with pytest.raises(MoverUnavailableError, match="Read-only file system"):
         choose(tier, str(small_filesystem.path), DEVICE, SHAPE)
     assert not files(small_filesystem.path)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nixl_offload.config import FileTier
+from nixl_offload.config import SlabConfig
 from nixl_offload.engine.choose import BUDGET_S, Shape, choose, read_cached
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.movers.base import MemoryRegion
@@ -28,7 +28,7 @@ def the_device() -> Device:
 @pytest.mark.parametrize("piece_bytes", [0, 64 << 10, 2 << 20])
 def test_something_is_chosen_and_remembered(tmp_path: Path, piece_bytes: int) -> None:
     """Page-locked host memory at least can be measured; what cannot run says why. Figures are printed: run with -s."""
-    tier = FileTier.model_validate({"kind": "file", "path": str(tmp_path), "capacity": "10GiB"})
+    tier = SlabConfig.model_validate({"kind": "slab", "path": str(tmp_path), "capacity": "10GiB"})
     device, shape = the_device(), Shape((8 << 20) + PAGE_BYTES, piece_bytes)
     choose(tier.model_copy(update={"threads": 4}), str(tmp_path), device, shape)  # loads CUDA's libraries
     free_bytes, _ = torch.cuda.mem_get_info()

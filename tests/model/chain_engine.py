@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nixl_offload.catalog import Catalog, ChainOptions
-from nixl_offload.config import FileTier as FileTierConfig
-from nixl_offload.config.schema import MemoryTier as MemoryTierConfig
+from nixl_offload.config import SlabConfig
+from nixl_offload.config.schema import MemoryConfig
 from nixl_offload.index import State
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import FileTier
+from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Outcome
 from tests.model.chain_world import RANKS, SLOT_CLASSES, Copy, ObjectStore, World, slot_bytes
@@ -82,7 +82,7 @@ class Engine:
         self.path = path
         self.tiers = [self._open(position, kind) for position, kind in enumerate(setup.kinds)]
         self.slots = {position: tier for position, tier in enumerate(self.tiers) if isinstance(tier, SlotTier)}
-        self.file = next((tier for tier in self.tiers if isinstance(tier, FileTier)), None)
+        self.file = next((tier for tier in self.tiers if isinstance(tier, SlabTier)), None)
         self.shared = next((tier for tier in self.tiers if isinstance(tier, SharedTier)), None)
         for position, tier in self.slots.items():
             world.begin_slab(position, tier.place.rank_bytes)
@@ -134,18 +134,18 @@ class Engine:
         for tier in self.tiers:
             tier.close()
 
-    def _open(self, position: int, kind: str) -> MemoryTier | FileTier | SharedTier:
+    def _open(self, position: int, kind: str) -> MemoryTier | SlabTier | SharedTier:
         setup, world = self.setup, self.world
         if kind == "memory":
-            memory = MemoryTierConfig.model_validate({"kind": kind, "capacity": MEMORY_BYTES, "policy": setup.policy})
+            memory = MemoryConfig.model_validate({"kind": kind, "capacity": MEMORY_BYTES, "policy": setup.policy})
             return MemoryTier.open(
                 memory, position=position, namespace=NAMESPACE, slot_classes=SLOT_CLASSES, world_size=RANKS
             )
-        if kind == "file":
-            file = FileTierConfig.model_validate(
+        if kind == "slab":
+            file = SlabConfig.model_validate(
                 {"kind": kind, "path": str(self.path), "capacity": FILE_BYTES, "policy": setup.policy}
             )
-            tier = FileTier.open(
+            tier = SlabTier.open(
                 file, position=position, namespace=NAMESPACE, slot_classes=SLOT_CLASSES, world_size=RANKS
             )
             tier._durable._batch_delay_s = 3600.0  # so that only flush and close write

@@ -356,7 +356,7 @@ class ChainRig:
     def _may_begin(self, copy: Copy) -> bool:
         if copy.source is not None and copy.source.tier < 0:
             return False
-        return self.world.file_works or copy.target is None or self.world.kinds[copy.target.tier] != "file"
+        return self.world.file_works or copy.target is None or self.world.kinds[copy.target.tier] != "slab"
 
     def _take_note(self, ticket: Ticket, position: int) -> None:
         """Tell the world what it may no longer excuse, and what it must."""
@@ -368,7 +368,7 @@ class ChainRig:
             return
         if outcome is Outcome.TAINTED and target.tier in self.engine.slots:
             self.engine.tainted.append(target)
-        if self.world.kinds[target.tier] == "file":
+        if self.world.kinds[target.tier] == "slab":
             self.world.doubtful = {doubt for doubt in self.world.doubtful if doubt[0] != key}
         elif outcome is Outcome.OK and not ticket.is_cleared and self.world.is_stored(key):
             self.world.sure.add(key)

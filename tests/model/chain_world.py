@@ -216,7 +216,7 @@ class World:
 
     def complete(self, rank: int, copy: Copy) -> Outcome:
         """Move what is left, check what came, and say how it ended. Fails a test where no reason is known for it."""
-        if copy.target is not None and self.kinds[copy.target.tier] == "file" and not self.file_works:
+        if copy.target is not None and self.kinds[copy.target.tier] == "slab" and not self.file_works:
             return Outcome.FAILED
         try:
             while copy.moved < 2:
@@ -265,7 +265,7 @@ class World:
         assert source is not None
         kind = self.kinds[source.tier]
         known = copy.given_up
-        known = known or (kind == "file" and (copy.key, source.offset) in self.doubtful)
+        known = known or (kind == "slab" and (copy.key, source.offset) in self.doubtful)
         known = known or (kind == "shared" and self.names(copy.key)[rank] in self.meddled)
         assert known, f"rank {rank} read something else than {copy.key.hex()} from {source}"
         return Outcome.CORRUPT
@@ -273,7 +273,7 @@ class World:
     def _write(self, rank: int, place: Location, buffer: bytes | bytearray, part: slice) -> None:
         start = place.offset
         self.slabs[rank][place.tier][start + part.start : start + part.stop] = buffer[part]
-        if self.kinds[place.tier] == "file":
+        if self.kinds[place.tier] == "slab":
             first, last = (start + part.start) // UNIT_BYTES, (start + part.stop - 1) // UNIT_BYTES
             self.dirty.update(range(first, last + 1))
 

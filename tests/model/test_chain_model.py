@@ -36,8 +36,8 @@ EXAMPLES = int(os.environ.get("CHAIN_MODEL_EXAMPLES", "0"))
 KEYS = [key_of(number, number % 2) for number in range(300)]
 """Of one endless prompt: see ``ChainMachine.chain_of``."""
 SEEN: Counter[str] = Counter()
-FULL_CHAIN = ("memory", "file", "shared")
-CHAINS = [*[FULL_CHAIN] * 8, ("memory", "file"), ("memory", "shared"), ("file", "shared"), ("memory",), ("file",)]
+FULL_CHAIN = ("memory", "slab", "shared")
+CHAINS = [*[FULL_CHAIN] * 8, ("memory", "slab"), ("memory", "shared"), ("slab", "shared"), ("memory",), ("slab",)]
 
 ACTIONS = [
     *["offer"] * 5,

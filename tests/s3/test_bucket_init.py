@@ -165,7 +165,7 @@ def test_a_server_that_is_down_is_one_line_and_exit_code_1(
 
 def test_a_config_without_a_bucket_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kv.yaml"
-    path.write_text("tiers: [{kind: file, path: /mnt/kv, capacity: 1GiB}]\n")
+    path.write_text("tiers: [{kind: slab, path: /mnt/kv, capacity: 1GiB}]\n")
     assert main(["bucket", "init", str(path)]) == 2
     assert capsys.readouterr().err == (
         f"nixl-offload: {path}: tiers: none of them has kind: s3, so there is no bucket\n"

@@ -34,7 +34,7 @@ from nixl_offload.cli.check.report import Doing
 from nixl_offload.cli.check.rights import lifecycle_lines, try_rights
 from nixl_offload.cli.check.s3 import s3_section
 from nixl_offload.cli.main import main
-from nixl_offload.config import S3Tier, parse_config
+from nixl_offload.config import S3Config, parse_config
 from nixl_offload.stores.select import open_store
 
 from .proxy import Answer, FaultProxy, Flip, Hold, Redate
@@ -66,13 +66,13 @@ def proxy(rclone: RcloneServer) -> Iterator[FaultProxy]:
         yield proxy
 
 
-def tier_of(server: S3Server, prefix: str, **fields: Any) -> S3Tier:
+def tier_of(server: S3Server, prefix: str, **fields: Any) -> S3Config:
     (tier,) = parse_config({"tiers": [server.tier(prefix, **fields)]}).tiers
-    assert isinstance(tier, S3Tier)
+    assert isinstance(tier, S3Config)
     return tier
 
 
-def look(tier: S3Tier, trials: Trials, *, io: bool = False) -> dict[str, Line]:
+def look(tier: S3Config, trials: Trials, *, io: bool = False) -> dict[str, Line]:
     """Return the section's lines; each that is wrong has a mend."""
     section: Section = s3_section(tier, trials, Doing(StringIO()), config_file="kv.yaml", io=io, piece_bytes=256 << 10)
     assert all(line.mend for line in section.lines if line.state == "wrong")
@@ -142,7 +142,7 @@ def test_a_server_that_forbids_delete(
     assert rclone.objects(prefix) == [f"{prefix}/check-of-somebody-else"]
 
 
-def rights(tier: S3Tier) -> dict[str, Line]:
+def rights(tier: S3Config) -> dict[str, Line]:
     with closing(open_store(tier, "boto3")) as store:
         tried = try_rights(tier, store, "kv.yaml", time.time)
     lines = {line.name: line for line in tried.lines}
@@ -341,7 +341,7 @@ def test_a_bucket_that_is_not_there_and_its_rules(
     fields = {**moto.tier("kv", ttl="7d", mover="boto3"), "bucket": f"kv-{secrets.token_hex(4)}"}
     file.write_text(yaml.safe_dump({"tiers": [fields]}))
     (tier,) = parse_config({"tiers": [fields]}).tiers
-    assert isinstance(tier, S3Tier)
+    assert isinstance(tier, S3Config)
     lines = look(tier, trials)
     assert wrong(lines) == ["bucket"]
     mend = str(lines["bucket"].mend)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nixl_offload.config import S3Tier, parse_config
+from nixl_offload.config import S3Config, parse_config
 from nixl_offload.stores.select import open_store
 from tests.unit.gc_rig import key
 from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab
@@ -31,7 +31,7 @@ class Bucket:
         tier = server.tier(prefix)
         self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
         (config,) = parse_config({"tiers": [tier]}).tiers
-        assert isinstance(config, S3Tier)
+        assert isinstance(config, S3Config)
         store = open_store(config)
         self.slab.fill(store, range(CHUNKS))
         store.close()
@@ -75,7 +75,7 @@ def test_damage_in_a_bucket_is_told_and_deleted(bucket: Bucket, cli: Cli) -> Non
     assert cli("ls", bucket.file, "--json") == 0
     (tier,) = cli.json["tiers"]
     (namespace,) = tier["namespaces"]
-    assert (tier["kind"], tier["layout"], tier["capacity_bytes"], namespace["open_now"]) == ("s3", "bucket", None, None)
+    assert (tier["kind"], tier["capacity_bytes"], namespace["open_now"]) == ("s3", None, None)
     assert (namespace["tenant"], namespace["chunks"], namespace["shards"]) == ("blue", CHUNKS - 3, 2 * (CHUNKS - 3))
     assert cli("ls", bucket.file, "--keys") == 0
     assert bucket.slab.name(4, 1) in cli.out

@@ -11,13 +11,12 @@ import pytest
 import yaml
 
 from nixl_offload.cli.main import main
-from nixl_offload.config import FileTier as FileTierConfig
-from nixl_offload.config import S3Tier, parse_config
+from nixl_offload.config import S3Config, SlabConfig, parse_config
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.slab.file import rank_file_name
-from nixl_offload.tiers.slab.tier import FileTier
+from nixl_offload.tiers.slab.tier import SlabTier
 from tests.unit.warm_rig import RANKS, SLOT_BYTES, image, key, namespace, put_chunk, put_manifest
 
 from .servers import RcloneServer
@@ -37,13 +36,13 @@ class Rig:
         self._capsys = capsys
         self.config("slab")
         tier = parse_config(yaml.safe_load(self.file.read_text())).tiers[1]
-        assert isinstance(tier, S3Tier)
+        assert isinstance(tier, S3Config)
         self.store: Store = open_store(tier)
         put_manifest(self.store, BLUE)
         self.names = [put_chunk(self.store, BLUE, number) for number in range(CHUNKS)]
 
-    def config(self, layout: str, **fields: Any) -> None:
-        near = {"kind": "file", "path": str(self.target), "capacity": "128MiB", "layout": layout}
+    def config(self, kind: str, **fields: Any) -> None:
+        near = {"kind": kind, "path": str(self.target), "capacity": "128MiB"}
         far = {**self.server.tier(self._prefix), **fields}
         self.file.write_text(yaml.safe_dump({"tiers": [near, far]}))
 
@@ -76,8 +75,8 @@ def test_a_bucket_into_the_slab_before_it(rig: Rig) -> None:
     for secret in (rig.server.secret_access_key, rig.server.access_key_id):
         assert secret not in json.dumps(report) + errors
     config = parse_config(yaml.safe_load(rig.file.read_text())).tiers[0]
-    assert isinstance(config, FileTierConfig)
-    tier = FileTier.open(config, position=0, namespace=BLUE, slot_classes=[SLOT_BYTES], world_size=RANKS)
+    assert isinstance(config, SlabConfig)
+    tier = SlabTier.open(config, position=0, namespace=BLUE, slot_classes=[SLOT_BYTES], world_size=RANKS)
     try:
         for number in range(CHUNKS):
             assert (tier.state(key(number)) is State.READY) is (number not in (3, 5))
@@ -92,7 +91,7 @@ def test_a_bucket_into_the_slab_before_it(rig: Rig) -> None:
 
 def test_a_bucket_into_the_tree_before_it_and_a_server_that_goes_away(rig: Rig) -> None:
     """What is past the ttl stays behind; with the server gone one line, exit code 1, and nothing half copied."""
-    rig.config("tree", ttl="1d")
+    rig.config("shared_dir", ttl="1d")
     list_of_keys = rig.file.parent / "keys"
     list_of_keys.write_text("".join(f"{key(number).hex()}\n" for number in range(4)))
     code, report, _ = rig.warm("--keys", str(list_of_keys))
@@ -100,10 +99,10 @@ def test_a_bucket_into_the_tree_before_it_and_a_server_that_goes_away(rig: Rig) 
     assert {path.name for path in rig.target.rglob("*.000?")} == {
         name.rpartition("/")[2] for names in rig.names[:4] for name in names
     }
-    rig.config("tree", ttl="1ms")
+    rig.config("shared_dir", ttl="1ms")
     code, report, _ = rig.warm()
     assert (code, report["copied"], report["left_out"]["expired"]) == (0, 0, CHUNKS)
-    rig.config("tree", endpoint="http://127.0.0.1:9", request_timeout="300ms")
+    rig.config("shared_dir", endpoint="http://127.0.0.1:9", request_timeout="300ms")
     code, report, error = rig.warm()
     assert (code, report) == (1, {})
     assert error.startswith("nixl-offload: s3://")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.engine import image
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.movers.base import Mover
@@ -49,7 +49,7 @@ class Clock:
 def mover(rclone: RcloneServer, prefix: str, s3_environment: None) -> Callable[..., Mover]:
     def build(name: str, endpoint: str | None = None) -> Mover:
         fields = {"connections": 8, "request_timeout": "5s"}
-        tier = S3Tier.model_validate(rclone.tier(prefix, endpoint=endpoint, **fields))
+        tier = S3Config.model_validate(rclone.tier(prefix, endpoint=endpoint, **fields))
         try:
             return make_mover(name, tier, lambda client: open_store(tier, client))
         except NixlOffloadError as error:

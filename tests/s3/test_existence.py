@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nixl_offload.config import S3Tier, parse_config
+from nixl_offload.config import S3Config, parse_config
 from nixl_offload.stores.select import Client, open_store
 from nixl_offload.types import Lookup
 from tests.unit.shared_rig import SLOT, Rig, keys_of
@@ -36,7 +36,7 @@ def make(rclone: RcloneServer, proxy: FaultProxy, prefix: str, s3_environment: N
     def build(client: Client = "obstore", request_timeout: str = "10s", **arguments: object) -> Rig:
         fields = {**rclone.tier(prefix), "endpoint": proxy.endpoint, "request_timeout": request_timeout}
         (tier,) = parse_config({"tiers": [fields]}).tiers
-        assert isinstance(tier, S3Tier)
+        assert isinstance(tier, S3Config)
         rigs.append(Rig(open_store(tier, client), **arguments))  # type: ignore[arg-type]
         return rigs[-1]
 

@@ -16,7 +16,7 @@ import yaml
 
 from nixl_offload.cli.gc import command as gc
 from nixl_offload.cli.main import main
-from nixl_offload.config import S3Tier, parse_config
+from nixl_offload.config import S3Config, parse_config
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 from tests.unit.gc_rig import namespace_of, put, put_chunk, put_manifest
@@ -37,7 +37,7 @@ class Rig:
         self.file = directory / "kv.yaml"
         self.config()
         (tier,) = parse_config(yaml.safe_load(self.file.read_text())).tiers
-        assert isinstance(tier, S3Tier)
+        assert isinstance(tier, S3Config)
         self.store: Store = open_store(tier)
 
     def config(self, **fields: Any) -> None:
@@ -107,7 +107,7 @@ def test_the_bucket_behind_a_shared_directory(bucket: tuple[Rig, RcloneServer], 
     rig, server = bucket
     chunks = [aged(rig, server, put_chunk(rig.store, BLUE, n), HOUR_S * (n + 1)) for n in range(4)]
     directory = tmp_path / "kv"
-    tree = {"kind": "file", "layout": "tree", "path": str(directory), "capacity": "8192B"}
+    tree = {"kind": "shared_dir", "path": str(directory), "capacity": "8192B"}
     tiers = [tree, {**server.tier(rig.prefix), "capacity": "8192B"}]
     rig.file.write_text(yaml.safe_dump({"tiers": tiers}))
     for name in (name for names in chunks for name in names):

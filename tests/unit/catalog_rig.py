@@ -12,7 +12,7 @@ from nixl_offload.catalog import Catalog, ChainOptions, Grant, MoveGrant, Settle
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import FileTier, SlabPlace
+from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Key, Outcome
 from tests.unit.shared_rig import MemoryStore, namespace_of, options
@@ -52,7 +52,7 @@ class Chain:
         self.world_size = world_size
         self.store_of_bucket = MemoryStore()
         self.indexes: list[Index] = []
-        self.tiers: list[MemoryTier | FileTier | SharedTier] = [self._memory(memory_slots)]
+        self.tiers: list[MemoryTier | SlabTier | SharedTier] = [self._memory(memory_slots)]
         if file_slots:
             self.tiers.append(self._file(path, file_slots))
         if bucket:
@@ -81,11 +81,11 @@ class Chain:
         allocator = SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT)
         return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self.indexes[-1], allocator)
 
-    def _file(self, path: Path, slots: int) -> FileTier:
+    def _file(self, path: Path, slots: int) -> SlabTier:
         self.indexes.append(Index())
         place = SlabPlace(str(path), (b"n" * 32,), slots * SLOT, SLOT)
         twin, _ = DurableIndex.open(str(path / "index.sqlite"), {})
-        return FileTier(FILE, place, self.indexes[-1], SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), twin)
+        return SlabTier(FILE, place, self.indexes[-1], SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), twin)
 
     def _bucket(self, position: int) -> SharedTier:
         return SharedTier(

@@ -15,14 +15,13 @@ import pytest
 import yaml
 
 from nixl_offload.cli.main import main
-from nixl_offload.config import FileTier as FileTierConfig
-from nixl_offload.config import parse_config
+from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.engine import ChunkIO
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
-from nixl_offload.tiers.slab.tier import FileTier
+from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Key, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, Rig
 from tests.unit.gc_rig import RANKS, key, namespace_of, put_manifest
@@ -45,17 +44,17 @@ class StoredSlab:
     def __init__(self, directory: Path, namespace: Namespace | None = None) -> None:
         self.root = directory / "kv"
         self.namespace = namespace or stored_namespace()
-        tier = {"kind": "file", "path": str(self.root), "capacity": "64MiB"}
+        tier = {"kind": "slab", "path": str(self.root), "capacity": "64MiB"}
         self.file = directory / "kv.yaml"
         self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
         (config,) = parse_config({"tiers": [tier]}).tiers
-        assert isinstance(config, FileTierConfig)
+        assert isinstance(config, SlabConfig)
         self.config = config
-        self.tier: FileTier | None = None
+        self.tier: SlabTier | None = None
         self.offsets: dict[Key, int] = {}
 
-    def open(self) -> FileTier:
-        self.tier = FileTier.open(
+    def open(self) -> SlabTier:
+        self.tier = SlabTier.open(
             self.config, position=0, namespace=self.namespace, slot_classes=[SLOT_BYTES], world_size=RANKS
         )
         return self.tier

@@ -13,7 +13,7 @@ import pytest
 
 from nixl_offload.catalog import Catalog, Change
 from nixl_offload.index import DurableIndex, Index, State
-from nixl_offload.tiers.slab.tier import FileTier, SlabPlace
+from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Asker, Key, Lookup, Outcome
 
@@ -26,14 +26,14 @@ MakeCatalog = Callable[..., Catalog]
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeCatalog]:
     """Return a maker of catalogs over one file tier; closes their durable twins."""
-    opened: list[FileTier] = []
+    opened: list[SlabTier] = []
 
     def build(slots: int = 8, world_size: int = 1, backlog: int = 1 << 30) -> Catalog:
         place = SlabPlace(
             directory=str(tmp_path), rank_namespaces=(b"n" * 32,), rank_bytes=slots * SLOT, extent_bytes=SLOT
         )
         twin, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
-        tier = FileTier(0, place, Index(), SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), twin)
+        tier = SlabTier(0, place, Index(), SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), twin)
         opened.append(tier)
         return Catalog([tier], world_size=world_size, slot_bytes=lambda key: SLOT, store_backlog_bytes=backlog)
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from nixl_offload.cli.main import main
-from nixl_offload.config import FileTier
+from nixl_offload.config import SlabConfig
 from nixl_offload.engine import choose as choose_module
 from nixl_offload.engine.choice import cache, trial
 from nixl_offload.engine.choice.base import Candidate, Choice, Shape, best_of, ways_of
@@ -66,8 +66,8 @@ def _small_turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def tier_at(directory: Path, mover: str = "auto") -> FileTier:
-    return FileTier.model_validate({"kind": "file", "path": str(directory), "capacity": "1GiB", "mover": mover})
+def tier_at(directory: Path, mover: str = "auto") -> SlabConfig:
+    return SlabConfig.model_validate({"kind": "slab", "path": str(directory), "capacity": "1GiB", "mover": mover})
 
 
 def chosen(
@@ -649,7 +649,7 @@ def test_gc_leaves_choices_alone(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for path in [*ours, *(root / shard for shard in shards)]:
         os.utime(path, (1, 1))
     config = tmp_path / "kv.yaml"
-    config.write_text(f"tiers: [{{kind: file, layout: tree, path: {root}, capacity: 1GiB}}]\n")
+    config.write_text(f"tiers: [{{kind: shared_dir, path: {root}, capacity: 1GiB}}]\n")
     assert main(["gc", str(config), "--older-than", "1h", "--delete", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert not any((root / shard).exists() for shard in shards)

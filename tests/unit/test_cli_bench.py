@@ -18,14 +18,13 @@ import yaml
 from nixl_offload.cli.bench import drive as bench_drive
 from nixl_offload.cli.bench.tiers import SCRATCH
 from nixl_offload.cli.main import main
-from nixl_offload.config import FileTier as FileTierConfig
-from nixl_offload.config import parse_config
+from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.engine import ChunkIO, Engine
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.other_namespaces import survey
-from nixl_offload.tiers.slab.tier import FileTier
+from nixl_offload.tiers.slab.tier import SlabTier
 
 from .warm_rig import RANKS, SLOT_BYTES, key, namespace
 
@@ -57,7 +56,7 @@ class Rig:
         self.config(self.tier())
 
     def tier(self, **fields: Any) -> dict[str, Any]:
-        return {"kind": "file", "path": str(self.data), "capacity": "64MiB", "mover": "posix", **fields}
+        return {"kind": "slab", "path": str(self.data), "capacity": "64MiB", "mover": "posix", **fields}
 
     def config(self, *tiers: dict[str, Any], **fields: Any) -> None:
         self.file.write_text(yaml.safe_dump({"chunk_tokens": 64, "staging": "1MiB", "tiers": list(tiers), **fields}))
@@ -109,7 +108,7 @@ def test_a_tree_and_what_a_killed_run_left_there(rig: Rig) -> None:
         modified_s = time.time() - age_s
         os.utime(rig.data / name, (modified_s, modified_s))
     store.close()
-    rig.config(rig.tier(layout="tree"))
+    rig.config(rig.tier(kind="shared_dir"))
     code, report, errors = rig.bench()
     assert (code, errors) == (0, "")
     assert report["tiers"][0]["load"]["chunks"] > 0
@@ -121,11 +120,11 @@ def test_a_tree_and_what_a_killed_run_left_there(rig: Rig) -> None:
 def test_beside_an_engine_that_has_the_slab_open(rig: Rig) -> None:
     """What the engine holds is not touched."""
     (config,) = parse_config({"tiers": [rig.tier()]}).tiers
-    assert isinstance(config, FileTierConfig)
-    tier = FileTier.open(config, position=0, namespace=namespace(), slot_classes=[SLOT_BYTES], world_size=RANKS)
+    assert isinstance(config, SlabConfig)
+    tier = SlabTier.open(config, position=0, namespace=namespace(), slot_classes=[SLOT_BYTES], world_size=RANKS)
     try:
         before = sorted(rig.left())
-        code, report, _ = rig.bench("--tier", "file")
+        code, report, _ = rig.bench("--tier", "slab")
         assert (code, report["tiers"][0]["load"]["failed_chunks"]) == (0, 0)
         assert sorted(rig.left()) == before
     finally:
@@ -148,9 +147,9 @@ def test_an_engine_that_starts_meanwhile_counts_no_scratch_slab(rig: Rig, monkey
     assert (code, blocks > 0, other_bytes) == (0, True, 0)
 
 
-@pytest.mark.parametrize("layout", ["slab", "tree"])
-def test_an_interruption_leaves_nothing(rig: Rig, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.config(rig.tier(layout=layout))
+@pytest.mark.parametrize("kind", ["slab", "shared_dir"])
+def test_an_interruption_leaves_nothing(rig: Rig, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.config(rig.tier(kind=kind))
     seen: list[list[str]] = []
 
     def interrupting(self: Engine, job_id: int, chunks: Sequence[ChunkIO]) -> None:
@@ -160,7 +159,7 @@ def test_an_interruption_leaves_nothing(rig: Rig, layout: str, monkeypatch: pyte
     monkeypatch.setattr(Engine, "submit_load", interrupting)
     code, report, error = rig.bench()
     assert (code, report, error) == (130, {}, "nixl-offload: interrupted\n")
-    assert bool(seen[0]) is (layout == "tree"), "a scratch slab has no name while it is used"
+    assert bool(seen[0]) is (kind == "shared_dir"), "a scratch slab has no name while it is used"
     assert rig.left() == []
 
 
@@ -205,7 +204,7 @@ def test_the_table_and_the_picture(rig: Rig, capsys: pytest.CaptureFixture[str])
         f"tiny, bfloat16, one rank of TP 1: {TOKEN_BYTES:,} bytes of KV per token; a chunk of 64 tokens is 136KiB."
     )
     assert " ".join(lines[3].split()) == "tier mover by operation MB/s chunks/s p50 ms p99 ms CPU s/GB in flight"
-    assert [line.split()[0] for line in lines[4:6]] == ["file", "file"]
+    assert [line.split()[0] for line in lines[4:6]] == ["slab", "slab"]
     assert lines[7].split("  ")[0] == "tier"
     assert lines[7].endswith("faster than computing")
     assert lines[-1] == "Computing 10,000 tokens takes 2.0 s at 5,000 tokens/s."

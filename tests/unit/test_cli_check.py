@@ -64,7 +64,7 @@ def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, capsys: pyt
     file = config(
         tmp_path,
         "{kind: memory, capacity: 128MiB}",
-        f"{{kind: file, path: {path}, capacity: 1GiB}}",
+        f"{{kind: slab, path: {path}, capacity: 1GiB}}",
         more="staging: 32MiB",
     )
     arguments = ("--model", str(tmp_path / "config.json"), "--kv-dtype", "fp8", "--vllm-args", "-tp 1 --block-size 16")
@@ -72,7 +72,7 @@ def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, capsys: pyt
     assert code == 0, report
     assert report["works"] is True
     assert set(report) == {"works", "counts", "sections"}
-    assert [each["kind"] for each in report["sections"]] == ["environment", "hashes", "memory", "file", "model"]
+    assert [each["kind"] for each in report["sections"]] == ["environment", "hashes", "memory", "slab", "model"]
     assert all(set(each) == {"kind", "title", "state", "lines", "facts"} for each in report["sections"])
 
     environment = lines(section(report, "environment"))
@@ -87,7 +87,7 @@ def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, capsys: pyt
     assert lines(section(report, "hashes"))["hash algorithm"]["state"] == "ok"
     assert lines(section(report, "memory"))["room"]["state"] == "ok"
 
-    found = section(report, "file")
+    found = section(report, "slab")
     assert "not there yet; the server makes it" in lines(found)["directory"]["words"]
     facts = found["facts"]
     assert facts["path"] == str(path)
@@ -104,7 +104,7 @@ def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, capsys: pyt
     assert model["facts"]["bytes_per_token"] == 65536
     assert model["facts"]["chunk_bytes"] == 256 * 65536 + 4096
     assert model["facts"]["tiers"][1]["load_s"] > 0
-    assert lines(model)["file capacity"]["state"] == "ok"
+    assert lines(model)["slab capacity"]["state"] == "ok"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["config.json", "kv.yaml"], "nothing stays"
 
 
@@ -112,21 +112,21 @@ def test_plugins_that_nixl_does_not_find_and_a_mover_that_needs_them(tmp_path: P
     """NIXL_PLUGIN_DIR names a directory without plugins: each is told with the reason, ``mover: posix`` is wrong. The
     mend, ``unset NIXL_PLUGIN_DIR``, is applied, and the lines turn ok.
     """
-    file = config(tmp_path, f"{{kind: file, path: {tmp_path}, capacity: 1GiB, mover: posix, posix_api: aio}}")
+    file = config(tmp_path, f"{{kind: slab, path: {tmp_path}, capacity: 1GiB, mover: posix, posix_api: aio}}")
     command = [sys.executable, "-m", "nixl_offload.cli.main", "check", "--json", "--no-io", file]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     report = json.loads(_run(command, {**environment, "NIXL_PLUGIN_DIR": str(tmp_path)}, 1))
     plugin = lines(section(report, "environment"))["NIXL POSIX, aio"]
     assert (plugin["state"], plugin["mend"]) == ("wrong", "unset NIXL_PLUGIN_DIR")
     assert plugin["words"] == f"does not load: NIXL_PLUGIN_DIR={tmp_path} does not hold it"
-    movers = lines(section(report, "file"))["movers"]
+    movers = lines(section(report, "slab"))["movers"]
     assert (movers["state"], movers["mend"]) == ("wrong", "mover: auto")
-    assert section(report, "file")["facts"]["taken"] is None
+    assert section(report, "slab")["facts"]["taken"] is None
 
     report = json.loads(_run(command, environment, 0))
     assert lines(section(report, "environment"))["NIXL POSIX, aio"]["state"] == "ok"
-    assert section(report, "file")["facts"]["taken"] == "posix_aio"
-    assert section(report, "file")["facts"]["io"] is None, "--no-io"
+    assert section(report, "slab")["facts"]["taken"] == "posix_aio"
+    assert section(report, "slab")["facts"]["io"] is None, "--no-io"
 
 
 def test_memory_alone_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +152,7 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = "nixl-offload: check: say a config file, or --path DIR"
     assert capsys.readouterr().err.splitlines() == [said, f"{said}, not both"]
     assert main(["check", "--path", "/tmp", "--tp", "2"]) == 2
-    assert main(["check", config(tmp_path, "{kind: file}")]) == 2
+    assert main(["check", config(tmp_path, "{kind: slab}")]) == 2
     assert main(["check", str(tmp_path / "none.yaml")]) == 2
     assert main(["check", "--path", "/tmp", "--vllm-args", "'unclosed"]) == 2
     assert main(["check", "--path", "/tmp", "--prefill", "100"]) == 2
@@ -171,7 +171,7 @@ def test_help_documents_states_and_exit_codes(capsys: pytest.CaptureFixture[str]
 def report_of() -> CheckReport:
     first = Section("environment", "Environment")
     first.add([ok("python", "3.11"), None, unknown("gpu", "no [really]", "--gpus all")])
-    second = Section("file", "File tier /a\x1b[2J")
+    second = Section("slab", "Slab tier /a\x1b[2J")
     second.add([warning("space", "little", "capacity: 1GiB"), wrong("directory", "\x1b]0;x", "chmod 700 /a")])
     return CheckReport((first, second))
 
@@ -186,14 +186,14 @@ def test_plain_text() -> None:
         "  unknown  gpu     no [really]",
         "                   to mend: --gpus all",
         "",
-        "File tier /a\\x1b[2J",
+        "Slab tier /a\\x1b[2J",
         "  warning  space      little",
         "                      to mend: capacity: 1GiB",
         "  wrong    directory  \\x1b]0;x",
         "                      to mend: chmod 700 /a",
         "",
         "One thing is wrong: 1 ok, 1 warning, 1 wrong, 1 unknown.",
-        "  File tier /a\\x1b[2J: directory: \\x1b]0;x",
+        "  Slab tier /a\\x1b[2J: directory: \\x1b]0;x",
         "    to mend: chmod 700 /a",
     ]
     assert not report_of().works
@@ -215,7 +215,7 @@ def test_on_a_terminal_states_are_coloured_and_words_are_whole(monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    long = Section("file", "File")
+    long = Section("slab", "File")
     long.add([wrong("directory", "/a/path/" + 60 * "x", "chmod 700 /a")])
     out = Terminal()
     CheckReport((*report_of().sections, long)).print_to(out)

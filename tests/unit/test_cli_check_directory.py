@@ -32,7 +32,7 @@ from nixl_offload.cli.check.directory import (
 from nixl_offload.cli.check.file import file_section, gds_lines, within
 from nixl_offload.cli.check.lines import Line, Section
 from nixl_offload.cli.check.report import Doing
-from nixl_offload.config import FileTier
+from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
 from nixl_offload.tiers.lock import DirectoryLock
 from tests.unit.gds_rig import Machine
 
@@ -41,8 +41,9 @@ _DROP_FROM_BOUNDING_SET = 24
 _DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2
 
 
-def tier_of(path: Path, **fields: Any) -> FileTier:
-    return FileTier(kind="file", path=str(path), capacity=1 << 20, **fields)
+def tier_of(path: Path, kind: str = "slab", **fields: Any) -> DirectoryConfig:
+    config = {"slab": SlabConfig, "shared_dir": SharedDirConfig}[kind]
+    return config(kind=kind, path=str(path), capacity=1 << 20, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +274,7 @@ def test_a_shared_directory_is_synced_renamed_and_its_clock_compared(tmp_path: P
 
 
 def test_filesystems_of_other_machines(tmp_path: Path) -> None:
-    """As the kernel describes them: a slab on NFS is warned of, ``layout: tree`` there is right; a disk of platters."""
+    """As the kernel describes them: a slab on NFS is warned of, shared_dir there is right; a disk of platters."""
     machine = Machine(tmp_path)
     place = find_place(str(machine.directory))
 
@@ -283,8 +284,8 @@ def test_filesystems_of_other_machines(tmp_path: Path) -> None:
 
     assert line().state == "ok"
     machine.mount("nfs4", "server:/kv", "0:44", "rw,proto=tcp")
-    assert (line().state, str(line().mend).startswith("layout: tree")) == ("warning", True)
-    assert line(layout="tree").state == "ok"
+    assert (line().state, str(line().mend).startswith("kind: shared_dir")) == ("warning", True)
+    assert line(kind="shared_dir").state == "ok"
     disk = machine.drive("sda", "8:0")
     (disk / "queue").mkdir()
     (disk / "queue/rotational").write_text("1\n")

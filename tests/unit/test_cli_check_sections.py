@@ -19,10 +19,10 @@ from nixl_offload.cli.check.machine import library_lines, plugin_lines
 from nixl_offload.cli.check.memory import memory_lines
 from nixl_offload.cli.check.model import model_section
 from nixl_offload.cli.model_shape import LLAMA_3_1_8B, model_shape
-from nixl_offload.config import Config, FileTier, MemoryTier, parse_config
+from nixl_offload.config import Config, MemoryConfig, SlabConfig, parse_config
 from nixl_offload.errors import ConfigError
 
-FILE = {"kind": "file", "path": "/kv", "capacity": "100GiB"}
+FILE = {"kind": "slab", "path": "/kv", "capacity": "100GiB"}
 MEMORY = {"kind": "memory", "capacity": "1GiB"}
 S3 = {"kind": "s3", "bucket": "our-kv"}
 
@@ -134,7 +134,7 @@ class TestMemory:
 
     def test_room_locks_and_huge_pages(self, tmp_path: Path) -> None:
         (tier,) = config_of(MEMORY).tiers
-        assert isinstance(tier, MemoryTier)
+        assert isinstance(tier, MemoryConfig)
 
         def lines(usable_bytes: int, gpu: bool = False) -> dict[str, Line]:
             room = {"available_bytes": usable_bytes, "usable_bytes": usable_bytes, "by": "the machine"}
@@ -161,7 +161,7 @@ class TestModel:
 
     def lines(self, prefill: float | None, tp: int = 1, read: float = 1e9, **fields: Any) -> dict[str, Line]:
         config = config_of(MEMORY, FILE, **fields)
-        told = [Section("memory", ""), Section("file", "")]
+        told = [Section("memory", ""), Section("slab", "")]
         told[1].facts = {"io": {"read_bytes_s": read, "read_latency_s": 0.001}} if read else {"io": None}
         shape = model_shape(LLAMA_3_1_8B, name="llama", tp=tp)
         return by_name(model_section(shape, config, told, with_capacity=True, prefill_tokens_s=prefill).lines)
@@ -169,19 +169,19 @@ class TestModel:
     def test_worth_it_or_not(self) -> None:
         """10,000 tokens of Llama 3.1 8B are 1.22 GiB: 1.3 s at 1 GB/s, whatever the ranks."""
         for tp in (1, 2):
-            load = self.lines(5000, tp)["file load"]
+            load = self.lines(5000, tp)["slab load"]
             assert load.state == "ok"
             assert "10,000 tokens (1.22GiB) load in 1.3 s" in load.words
             assert "worth it, 1.5 times faster" in load.words
-        slow = self.lines(50_000)["file load"]
+        slow = self.lines(50_000)["slab load"]
         assert (slow.state, "not worth it" in slow.words) == ("warning", True)
-        assert "fewer than 7,6" in self.lines(None)["file load"].words
-        assert self.lines(None, read=0)["file load"].state == "unknown"
+        assert "fewer than 7,6" in self.lines(None)["slab load"].words
+        assert self.lines(None, read=0)["slab load"].state == "unknown"
 
     def test_chunks_and_their_mends(self) -> None:
         fine = self.lines(None)
         assert fine["chunk"].words == "256 tokens are 32.0MiB, 7.6 million tokens per TB"
-        assert fine["file capacity"].words.startswith("100GiB hold 3,199 chunks, 818,944 tokens")
+        assert fine["slab capacity"].words.startswith("100GiB hold 3,199 chunks, 818,944 tokens")
         assert (fine["memory capacity"].state, fine["memory capacity"].mend) == ("warning", "capacity: 13GiB")
         assert (fine["staging"].state, fine["staging"].mend) == ("warning", "staging: 257MiB")
         assert self.lines(None, staging="257MiB")["staging"].state == "ok"
@@ -222,7 +222,7 @@ class TestTrials:
             assert trials.run("plugin", nonsense=1)["failed"].startswith("TypeError")
 
     def test_a_plugin_that_crashes_is_wrong_where_it_is_needed(self) -> None:
-        tier = FileTier(kind="file", path="/kv", capacity=8192, mover="gds_mt")
+        tier = SlabConfig(kind="slab", path="/kv", capacity=8192, mover="gds_mt")
         with Trials() as trials:
             tasks = {"gds_mt": trials.begin("crash", number=int(signal.SIGABRT))}
             (line,) = plugin_lines(trials, tasks, [tier], gpu=True)

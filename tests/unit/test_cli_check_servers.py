@@ -191,7 +191,7 @@ class TestComparison:
 def test_the_seed_of_block_hashes_counts_for_every_algorithm(arguments: str, seed: str | None, here: str) -> None:
     """Where PYTHONHASHSEED is set, vLLM derives the first hash from it, whatever the algorithm."""
     environment = {} if seed is None else {"PYTHONHASHSEED": seed}
-    config = parse_config({"tiers": [{"kind": "file", "path": "/kv", "capacity": "1GiB"}]})
+    config = parse_config({"tiers": [{"kind": "slab", "path": "/kv", "capacity": "1GiB"}]})
     (line,) = hash_lines(config, read_server_arguments(arguments.split()), environment)
     assert line.state == "ok"
     assert line.words.endswith(f": found by every server with the same PYTHONHASHSEED (here: {here})")

@@ -68,7 +68,7 @@ def test_bash_knows_every_command_its_options_and_files(script: Path, capsys: py
     assert _answers(script, ["nixl-offload", ""]) == sorted(listed)
     assert "--older-than" in _answers(script, ["nixl-offload", "gc", "--ol"])
     assert _answers(script, ["nixl-offload", "bucket", ""]) == ["init"]
-    assert _answers(script, ["nixl-offload", "gc", "--tier", ""]) == ["file", "s3"]
+    assert _answers(script, ["nixl-offload", "gc", "--tier", ""]) == ["s3", "shared_dir", "slab"]
     assert _answers(script, ["nixl-offload", "completion", ""]) == sorted(SHELLS)
     (script.parent / "deep").mkdir()
     (script.parent / "deep/kv.yaml").touch()

@@ -39,7 +39,7 @@ class Tree:
         self.capacity("1GiB")
 
     def capacity(self, text: str) -> None:
-        tier = f"{{kind: file, layout: tree, path: {self.root}, capacity: {text}}}"
+        tier = f"{{kind: shared_dir, path: {self.root}, capacity: {text}}}"
         self.file.write_text(f"tiers: [{tier}]\n")
 
     def age(self, name: str, age_s: float) -> None:
@@ -372,7 +372,7 @@ def test_a_listing_that_breaks_off_deletes_nothing(
 
 def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kv.yaml"
-    file.write_text(f"tiers: [{{kind: file, layout: tree, path: {tmp_path}/typo, capacity: 1GiB}}]\n")
+    file.write_text(f"tiers: [{{kind: shared_dir, path: {tmp_path}/typo, capacity: 1GiB}}]\n")
     assert main(["gc", str(file)]) == 1
     assert "there is no such directory; is the filesystem mounted?" in capsys.readouterr().err
     assert not (tmp_path / "typo").exists()
@@ -479,31 +479,31 @@ def test_what_no_manifest_recognises_stays(slab: StoredSlab, capsys: pytest.Capt
 def test_of_two_shared_tiers_one_is_named(tree: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is guessed: a timer that kept to the capacity of the directory alone would let the bucket grow."""
     file = tmp_path / "both.yaml"
-    shared = f"{{kind: file, layout: tree, path: {tree.root}, capacity: 1GiB}}"
+    shared = f"{{kind: shared_dir, path: {tree.root}, capacity: 1GiB}}"
     bucket = "{kind: s3, bucket: kv-cache, endpoint: 'http://127.0.0.1:9'}"
     file.write_text(f"tiers: [{{kind: memory, capacity: 1GiB}}, {shared}, {bucket}]\n")
     chunk = tree.chunk(BLUE, 0, HOUR_S)
     assert main(["gc", str(file), "--older-than", "0s", "--delete"]) == 2
     assert capsys.readouterr().err == (
-        f"nixl-offload: {file}: tiers: file and s3 are both shared, and gc looks after one at a time; "
-        "say --tier file or --tier s3\n"
+        f"nixl-offload: {file}: tiers: shared_dir and s3 are both shared, and gc looks after one at a time; "
+        "say --tier shared_dir or --tier s3\n"
     )
     assert tree.files() == set(chunk)
     assert main(["gc", str(file), "--tier", "s3", "--delete"]) == 2
     assert "--delete: down to what?" in capsys.readouterr().err, "the bucket has no capacity, the directory has"
-    assert main(["gc", str(file), "--tier", "file", "--older-than", "0s", "--delete", "--json"]) == 0
+    assert main(["gc", str(file), "--tier", "shared_dir", "--older-than", "0s", "--delete", "--json"]) == 0
     assert outcome(capsys)["where"] == str(tree.root)
     assert tree.files() == set()
 
 
 @pytest.mark.parametrize(
     ("others", "arguments"),
-    [("", []), ("", ["--tier", "file"]), ("{kind: memory, capacity: 1GiB}, ", []), ("", ["--tier=file"])],
+    [("", []), ("", ["--tier", "shared_dir"]), ("{kind: memory, capacity: 1GiB}, ", []), ("", ["--tier=shared_dir"])],
 )
 def test_the_only_shared_tier_need_not_be_named(
     others: str, arguments: list[str], tree: Tree, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tree.file.write_text(f"tiers: [{others}{{kind: file, layout: tree, path: {tree.root}, capacity: 1GiB}}]\n")
+    tree.file.write_text(f"tiers: [{others}{{kind: shared_dir, path: {tree.root}, capacity: 1GiB}}]\n")
     assert tree.gc("--json", *arguments) == 0
     assert outcome(capsys)["where"] == str(tree.root)
 
@@ -511,19 +511,19 @@ def test_the_only_shared_tier_need_not_be_named(
 def test_a_slab_before_a_bucket_is_not_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A slab is not shared, so the bucket behind it is the only one; who names the slab is told what it takes."""
     file = tmp_path / "kv.yaml"
-    slab, bucket = f"{{kind: file, path: {tmp_path}, capacity: 1GiB}}", "{kind: s3, bucket: kv-cache}"
+    slab, bucket = f"{{kind: slab, path: {tmp_path}, capacity: 1GiB}}", "{kind: s3, bucket: kv-cache}"
     file.write_text(f"tiers: [{slab}, {bucket}]\n")
     for arguments in ([], ["--tier", "s3"]):
         assert main(["gc", str(file), "--delete", *arguments]) == 2
         assert "--delete: down to what?" in capsys.readouterr().err
-    assert main(["gc", str(file), "--delete", "--tier", "file"]) == 2
+    assert main(["gc", str(file), "--delete", "--tier", "slab"]) == 2
     assert "--delete: which namespaces? A slab keeps to its capacity by itself" in capsys.readouterr().err
 
 
 def test_a_tier_that_is_not_there_is_told(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     assert tree.gc("--tier", "s3") == 2
     assert capsys.readouterr().err == (
-        f"nixl-offload: --tier: 's3' is not among the tiers of {tree.file}; allowed: file\n"
+        f"nixl-offload: --tier: 's3' is not among the tiers of {tree.file}; allowed: shared_dir\n"
     )
     with pytest.raises(SystemExit) as caught:
         tree.gc("--tier", "memory")

@@ -74,8 +74,7 @@ def test_a_slab_as_programs_read_it(slab: StoredSlab, cli: Cli) -> None:
     assert tier.pop("used_share") == tier["used_bytes"] / (64 << 20)
     assert tier.pop("used_bytes") > 12 * SLOT_BYTES
     assert tier == {
-        "kind": "file",
-        "layout": "slab",
+        "kind": "slab",
         "where": str(slab.root),
         "capacity_bytes": 64 << 20,
         "foreign_objects": 0,
@@ -121,14 +120,14 @@ def test_tiers_in_their_order_memory_told_in_a_line(slab: StoredSlab, tmp_path: 
     put_manifest(store, red)
     put_chunk(store, red, 7, 5000)
     put(store, "notes.txt")
-    tree = {"kind": "file", "layout": "tree", "path": str(tmp_path / "tree"), "capacity": "1MiB"}
+    tree = {"kind": "shared_dir", "path": str(tmp_path / "tree"), "capacity": "1MiB"}
     slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "memory", "capacity": "1GiB"}, tree]}))
     assert cli("ls", slab.file) == 0
     lines = cli.out.splitlines()
     assert lines[0].startswith("Memory tier: lives in the server's processes and cannot be looked at from outside")
     size = f"{(6 * SLOT_BYTES + 10_000) / 1024:.0f}KiB"
     assert lines[2] == (
-        f"{tmp_path}/tree (tree): 4 chunks in 2 namespaces, {size}; "
+        f"{tmp_path}/tree (shared_dir): 4 chunks in 2 namespaces, {size}; "
         f"{(6 * SLOT_BYTES + 10_000) / 2**20:.1%} of the capacity, 1.00MiB"
     )
     assert lines[3] == "1 foreign object beside them, never touched"
@@ -231,7 +230,7 @@ def test_a_hundred_thousand_chunks_take_seconds(tmp_path: Path, cli: Cli) -> Non
 
 def test_nothing_there_and_nothing_right(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "kv.yaml"
-    file.write_text(yaml.safe_dump({"tiers": [{"kind": "file", "path": f"{tmp_path}/kv", "capacity": "1GiB"}]}))
+    file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": f"{tmp_path}/kv", "capacity": "1GiB"}]}))
     assert cli("ls", file) == 1
     assert "there is no such directory; is the filesystem mounted?" in cli.err
     (tmp_path / "kv").mkdir()
@@ -247,7 +246,7 @@ def test_nothing_there_and_nothing_right(tmp_path: Path, cli: Cli) -> None:
 def test_a_tier_that_fails_hides_no_other(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
     bucket = {"kind": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:9", "request_timeout": "1s"}
     slab.file.write_text(
-        yaml.safe_dump({"tiers": [{"kind": "file", "path": str(slab.root), "capacity": "64MiB"}, bucket]})
+        yaml.safe_dump({"tiers": [{"kind": "slab", "path": str(slab.root), "capacity": "64MiB"}, bucket]})
     )
     assert cli("ls", slab.file) == 1
     assert cli.out.startswith(f"{slab.root} (slab): 6 chunks in 1 namespace")
@@ -256,7 +255,7 @@ def test_a_tier_that_fails_hides_no_other(slab: StoredSlab, cli: Cli, tmp_path: 
     good, failed = cli.json["tiers"]
     assert (good["namespaces"][0]["chunks"], failed["kind"], "failure" in failed) == (6, "s3", True)
     (tmp_path / "none").write_text("a file")
-    slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "file", "path": f"{tmp_path}/none", "capacity": "1MiB"}]}))
+    slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": f"{tmp_path}/none", "capacity": "1MiB"}]}))
     assert cli("ls", slab.file) == 1
     assert cli.err == f"nixl-offload: {tmp_path}/none: is no directory; say another path in the config\n"
 
@@ -274,7 +273,7 @@ def test_a_directory_behind_a_link_is_measured(slab: StoredSlab, cli: Cli, tmp_p
     cli("ls", slab.file, "--json")
     used_bytes = cli.json["tiers"][0]["used_bytes"]
     (tmp_path / "link").symlink_to(slab.root)
-    slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "file", "path": f"{tmp_path}/link", "capacity": "64MiB"}]}))
+    slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": f"{tmp_path}/link", "capacity": "64MiB"}]}))
     cli("ls", slab.file, "--json")
     assert cli.json["tiers"][0]["used_bytes"] == used_bytes > 0
 
@@ -285,7 +284,7 @@ def test_models_without_a_name_are_told_apart_and_scratch_is_named(slab: StoredS
         fields = replace(stored_namespace().fields, model="base", weights=digest)
         put_manifest(store, make_namespace(fields))
     put(store, f"{BENCH_SCRATCH}{'0' * 16}/ab/{'ab' * 36}.0000")
-    tree = {"kind": "file", "layout": "tree", "path": str(tmp_path / "tree"), "capacity": "1MiB"}
+    tree = {"kind": "shared_dir", "path": str(tmp_path / "tree"), "capacity": "1MiB"}
     slab.file.write_text(yaml.safe_dump({"tiers": [tree]}))
     assert cli("ls", slab.file) == 0
     assert {line.rpartition("model ")[2] for line in cli.out.splitlines() if line.startswith("namespace")} == {

@@ -16,7 +16,7 @@ from nixl_offload import __version__
 from nixl_offload.cli.main import _parser, main
 from nixl_offload.config import load_config, parse_config
 
-TEXT = "tiers: [{kind: file, path: /mnt/nvme/kv, capacity: 1.5GB}]\nvllm: {offload_prompt_only: false}\n"
+TEXT = "tiers: [{kind: slab, path: /mnt/nvme/kv, capacity: 1.5GB}]\nvllm: {offload_prompt_only: false}\n"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -70,7 +70,7 @@ def test_a_wrong_config_is_a_message_and_exit_code_2(file: Path, capsys: pytest.
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "nixl-offload: kv.yaml:1: tiers[0].unsaved: has no meaning without a tier behind this one; "
-        "remove it, or add a tier with kind: file or s3",
+        "remove it, or add a tier of kind slab, shared_dir or s3",
         captured.err.splitlines()[1],
     ]
     assert captured.err.splitlines()[1].startswith("kv.yaml:2: chunk: unknown field")

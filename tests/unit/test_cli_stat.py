@@ -33,7 +33,7 @@ def tree(slab: StoredSlab, tmp_path: Path) -> Path:
     """A shared directory with the same chunks; the config names it alone."""
     root = tmp_path / "tree"
     slab.fill(TreeStore(str(root)), range(CHUNKS))
-    tier = {"kind": "file", "layout": "tree", "path": str(root), "capacity": "1GiB"}
+    tier = {"kind": "shared_dir", "path": str(root), "capacity": "1GiB"}
     slab.file.write_text(yaml.safe_dump({"tiers": [tier]}))
     return root
 
@@ -55,7 +55,7 @@ def test_a_chunk_of_a_slab_as_people_read_it(slab: StoredSlab, cli: Cli) -> None
     assert told.pop("created").startswith(f"{header.created_s}   (20")
     assert told.pop("header checksum") == slab.shard(1, 0)[4088:4096][::-1].hex()
     assert told == {
-        "tier": f"file, {slab.root}",
+        "tier": f"slab, {slab.root}",
         "namespace": f"{slab.namespace.name}: tenant blue, model org/blue",
         "rank": "0",
         "size": "24,576 bytes (24.0KiB)",
@@ -80,7 +80,7 @@ def test_a_chunk_of_a_slab_as_people_read_it(slab: StoredSlab, cli: Cli) -> None
 def test_ways_to_name_a_chunk(slab: StoredSlab, tree: Path, cli: Cli, tmp_path: Path) -> None:
     name = slab.name(2, 1)
     slab_file = tmp_path / "slab.yaml"
-    slab_file.write_text(yaml.safe_dump({"tiers": [{"kind": "file", "path": str(slab.root), "capacity": "64MiB"}]}))
+    slab_file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": str(slab.root), "capacity": "64MiB"}]}))
     for file, text, shards in (
         (slab.file, key(2).hex(), 2),
         (slab.file, key(2).hex()[:7].upper(), 2),

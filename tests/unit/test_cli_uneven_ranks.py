@@ -81,13 +81,13 @@ class Tiers:
         self.shared, self.near = directory / "shared", directory / "near"
         self.store = TreeStore(str(self.shared))
         fill(self.store)
-        self.tree = self.config(directory / "tree.yaml", self.shared, "tree")
+        self.tree = self.config(directory / "tree.yaml", self.shared, "shared_dir")
         self.slab = self.config(directory / "slab.yaml", self.near, "slab")
-        self.other_tree = self.config(directory / "other.yaml", self.near, "tree")
+        self.other_tree = self.config(directory / "other.yaml", self.near, "shared_dir")
 
     @staticmethod
-    def config(file: Path, path: Path, layout: str) -> Path:
-        tier = {"kind": "file", "layout": layout, "path": str(path), "capacity": "128MiB"}
+    def config(file: Path, path: Path, kind: str) -> Path:
+        tier = {"kind": kind, "path": str(path), "capacity": "128MiB"}
         file.write_text(yaml.safe_dump({"tiers": [tier]}))
         return file
 
@@ -246,7 +246,7 @@ def test_chunks_of_an_older_version_are_listed_verified_and_collected_and_warm_s
     for rank in range(2):
         shard = image(KEYS[0], rank, bytes.fromhex(manifest["namespace"]), layers=4)
         store.write(shard_name(older, KEYS[0], rank), memoryview(shard))
-    file = tiers.config(tmp_path / "older.yaml", root, "tree")
+    file = tiers.config(tmp_path / "older.yaml", root, "shared_dir")
     assert cli("ls", file) == 0
     assert f"namespace {older}: tenant default, model org/older" in cli.out
     assert cli("verify", file, "--json") == 0

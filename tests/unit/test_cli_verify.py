@@ -64,7 +64,7 @@ class Tree:
         self.store = TreeStore(str(self.root))
         slab.fill(self.store, range(CHUNKS))
         self.file = directory / "tree.yaml"
-        tier = {"kind": "file", "layout": "tree", "path": str(self.root), "capacity": "1GiB"}
+        tier = {"kind": "shared_dir", "path": str(self.root), "capacity": "1GiB"}
         self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
         self.slab = slab
 
@@ -481,7 +481,7 @@ def test_a_tier_that_is_not_there_hides_no_other(tmp_path: Path, capsys: pytest.
     slab.close()
     file = tmp_path / "chain.yaml"
     gone = {"kind": "s3", "bucket": "kv-gone", "endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
-    tiers = [{"kind": "file", "path": str(slab.root), "capacity": "64MiB"}, gone]
+    tiers = [{"kind": "slab", "path": str(slab.root), "capacity": "64MiB"}, gone]
     file.write_text(yaml.safe_dump({"tiers": tiers}))
     assert main(["verify", str(file)]) == 1
     captured = capsys.readouterr()

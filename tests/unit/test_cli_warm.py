@@ -19,21 +19,20 @@ import yaml
 
 from nixl_offload.cli.main import main
 from nixl_offload.cli.warm import copy as warm_copy
-from nixl_offload.config import FileTier as FileTierConfig
-from nixl_offload.config import parse_config
+from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index import State
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import parse_shard_name, witness_rank
 from nixl_offload.tiers.slab.file import rank_file_name
-from nixl_offload.tiers.slab.tier import FileTier
+from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Location
 
 from .warm_rig import CHUNK_BYTES, RANKS, SLOT_BYTES, image, key, namespace, put_chunk, put_manifest
 
 BLUE, RED = namespace("blue"), namespace("red")
 HOUR_S = 3600.0
-OpenTier = Callable[[], FileTier]
+OpenTier = Callable[[], SlabTier]
 
 
 class Rig:
@@ -48,7 +47,7 @@ class Rig:
         self.config()
 
     def config(self, **fields: Any) -> None:
-        tier = {"kind": "file", "path": str(self.target), "capacity": "128MiB", **fields}
+        tier = {"kind": "slab", "path": str(self.target), "capacity": "128MiB", **fields}
         self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
 
     def fill(self, space: Namespace, numbers: range) -> None:
@@ -65,11 +64,11 @@ class Rig:
         said = self._capsys.readouterr()
         return code, json.loads(said.out) if said.out else {}, said.err
 
-    def tier(self) -> FileTier:
+    def tier(self) -> SlabTier:
         """Open the slab as an engine would. The caller closes it."""
         (config,) = parse_config(yaml.safe_load(self.file.read_text())).tiers
-        assert isinstance(config, FileTierConfig)
-        return FileTier.open(config, position=0, namespace=BLUE, slot_classes=[SLOT_BYTES], world_size=RANKS)
+        assert isinstance(config, SlabConfig)
+        return SlabTier.open(config, position=0, namespace=BLUE, slot_classes=[SLOT_BYTES], world_size=RANKS)
 
     def slot(self, rank: int, location: Location) -> bytes:
         with (self.target / BLUE.name / rank_file_name(rank)).open("rb") as slab:
@@ -160,15 +159,15 @@ def test_a_slab_in_use_is_refused_in_words_that_help(rig: Rig) -> None:
     tier.close()
     assert (code, report) == (1, {})
     assert f"{rig.target} is in use by another engine (pid {os.getpid()}" in error
-    assert "stop the server and run this again, or keep the tier with layout: tree" in error
+    assert "stop the server and run this again, or keep a tier of kind: shared_dir" in error
     assert error.count("\n") == 1
     assert rig.found() == set()
 
 
-@pytest.mark.parametrize("layout", ["slab", "tree"])
-def test_what_is_damaged_never_arrives(rig: Rig, layout: str) -> None:
+@pytest.mark.parametrize("kind", ["slab", "shared_dir"])
+def test_what_is_damaged_never_arrives(rig: Rig, kind: str) -> None:
     """A flipped bit in a block, in a header, a shard cut off, two swapped, one of another tenant, one missing."""
-    rig.config(layout=layout)
+    rig.config(kind=kind)
     rig.fill(BLUE, range(8))
     names = [put_chunk(rig.store, BLUE, number) for number in range(8)]
     contents = [(rig.source / chunk[1]).read_bytes() for chunk in names]
@@ -190,7 +189,7 @@ def test_what_is_damaged_never_arrives(rig: Rig, layout: str) -> None:
     assert errors == ""
     code, report, _ = rig.warm("--keys", _keys(rig, range(9)))
     assert (code, report["present"], report["damaged"], report["gone"]) == (1, 1, 6, 2)
-    if layout == "slab":
+    if kind == "slab":
         assert rig.found() == {4}
         return
     arrived = {path.relative_to(rig.target).as_posix() for path in rig.target.rglob("*.000?")}
@@ -201,7 +200,7 @@ def test_what_is_damaged_never_arrives(rig: Rig, layout: str) -> None:
 
 def test_a_tree_is_warmed_beside_servers(rig: Rig) -> None:
     """Whole files, synced and renamed, the shard that servers ask for last; shards that are there are not copied."""
-    rig.config(layout="tree", capacity=12 * CHUNK_BYTES)
+    rig.config(kind="shared_dir", capacity=12 * CHUNK_BYTES)
     rig.fill(BLUE, range(10))
     code, report, _ = rig.warm("--rate", "1TB/s")
     assert (code, report["copied"]) == (0, 10)
@@ -228,7 +227,7 @@ def test_the_witness_is_written_last(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
         written.append(name)
         write(self, name, memory)
 
-    rig.config(layout="tree")
+    rig.config(kind="shared_dir")
     rig.fill(BLUE, range(8))
     monkeypatch.setattr(TreeStore, "write", noted)
     assert rig.warm()[0] == 0
@@ -347,7 +346,7 @@ def test_what_cannot_be_warmed(rig: Rig, capsys: pytest.CaptureFixture[str]) -> 
     for arguments, words in (
         (["--from", str(rig.source), "--to", "memory"], "memory cannot be warmed from outside"),
         ([], "none has kind: s3 behind the directory; say --from"),
-        (["--from", "file"], "'file' is the tier to be warmed"),
+        (["--from", "slab"], "'slab' is the tier to be warmed"),
         (["--from", "elsewhere"], "'elsewhere' is no tier"),
         (["--from", str(rig.target)], "is the directory to be warmed"),
     ):
@@ -360,16 +359,16 @@ def test_what_cannot_be_warmed(rig: Rig, capsys: pytest.CaptureFixture[str]) -> 
     assert "is the filesystem mounted?" in capsys.readouterr().err
     rig.file.write_text("tiers: [{kind: memory, capacity: 1GiB}]")
     assert main(["warm", str(rig.file)]) == 2
-    assert "none has kind: file, so there is nothing to warm" in capsys.readouterr().err
+    assert "none has kind: slab or shared_dir, so there is nothing to warm" in capsys.readouterr().err
     for rate in ("5MB", "x/s", "0/s"):
         with pytest.raises(SystemExit):
             main(["warm", str(rig.file), "--rate", rate])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
-@pytest.mark.parametrize("layout", ["slab", "tree"])
-def test_root_leaves_nothing_that_the_server_cannot_open(rig: Rig, layout: str) -> None:
-    rig.config(layout=layout)
+@pytest.mark.parametrize("kind", ["slab", "shared_dir"])
+def test_root_leaves_nothing_that_the_server_cannot_open(rig: Rig, kind: str) -> None:
+    rig.config(kind=kind)
     rig.fill(BLUE, range(1))
     rig.target.mkdir()
     os.chown(rig.target, 2000, 0)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from nixl_offload.config import (
     Config,
-    FileTier,
-    MemoryTier,
-    S3Tier,
+    MemoryConfig,
+    S3Config,
+    SlabConfig,
     blocks_per_chunk,
     from_extra_config,
     kv_transfer_config,
@@ -27,13 +27,13 @@ from nixl_offload.config.schema import AVAILABLE
 from nixl_offload.errors import ConfigError
 from nixl_offload.units import format_duration, format_size, parse_duration, parse_size
 
-FILE_TIER: dict[str, Any] = {"kind": "file", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
-TREE_TIER: dict[str, Any] = {"kind": "file", "path": "/mnt/shared/kv", "capacity": "20TiB", "layout": "tree"}
+SLAB_TIER: dict[str, Any] = {"kind": "slab", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
+SHARED_DIR_TIER: dict[str, Any] = {"kind": "shared_dir", "path": "/mnt/shared/kv", "capacity": "20TiB"}
 S3_TIER: dict[str, Any] = {"kind": "s3", "bucket": "kv-cache"}
 MEMORY_TIER: dict[str, Any] = {"kind": "memory", "capacity": "32GiB"}
-OF_KIND = {"memory": MEMORY_TIER, "file": FILE_TIER, "s3": S3_TIER}
+OF_KIND = {"memory": MEMORY_TIER, "slab": SLAB_TIER, "shared_dir": SHARED_DIR_TIER, "s3": S3_TIER}
 LOOKUP_DEFAULTS = {"timeout": "1s", "present_for": "10m", "absent_for": "10s", "max_keys": 1_000_000}
-MINIMAL: dict[str, Any] = {"tiers": [FILE_TIER]}
+MINIMAL: dict[str, Any] = {"tiers": [SLAB_TIER]}
 WHOLE = """\
 tenant: default
 chunk_tokens: 256
@@ -42,7 +42,7 @@ on_load_failure: recompute
 staging: 256MiB
 tiers:
   - {kind: memory, capacity: 32GiB, policy: lru}
-  - {kind: file, path: /mnt/nvme/kv, capacity: 500GiB, layout: slab, mover: auto, direct_io: true, policy: lru}
+  - {kind: slab, path: /mnt/nvme/kv, capacity: 500GiB, mover: auto, direct_io: true, policy: lru}
   - {kind: s3, bucket: kv-cache, prefix: prod, endpoint: "https://s3.example", region: us-east-1, addressing: path, mover: auto, ttl: 7d}
 vllm: {offload_prompt_only: false, self_describing_kv_events: true}
 """  # noqa: E501  # the file as a user would write it
@@ -83,10 +83,9 @@ def test_defaults() -> None:
         "serve_without_prefix_caching": False,
         "tiers": [
             {
-                "kind": "file",
+                "kind": "slab",
                 "path": "/mnt/nvme/kv",
                 "capacity": "500GiB",
-                "layout": "slab",
                 "mover": "auto",
                 "posix_api": "auto",
                 "threads": 8,
@@ -98,13 +97,13 @@ def test_defaults() -> None:
         "vllm": {},
     }
     tier = config.tiers[0]
-    assert isinstance(tier, FileTier)
+    assert isinstance(tier, SlabConfig)
     assert tier.capacity_bytes == 500 << 30
     assert config.staging_bytes == 256 << 20
 
 
 def test_defaults_of_memory() -> None:
-    tier = parse_config({"tiers": [MEMORY_TIER, FILE_TIER]}).to_dict()["tiers"][0]
+    tier = parse_config({"tiers": [MEMORY_TIER, SLAB_TIER]}).to_dict()["tiers"][0]
     assert list(tier.items()) == [
         ("kind", "memory"),
         ("capacity", "32GiB"),
@@ -118,11 +117,11 @@ def test_defaults_of_memory() -> None:
 def test_a_chain_is_read_and_rendered_back() -> None:
     memory = {**MEMORY_TIER, "policy": "s3fifo", "promote": False, "unsaved": "pin", "unsaved_limit": "32GiB"}
     options = {"drain_timeout": "1500ms", "store_after": 255, "slow_hits": "take"}
-    config = parse_config({**options, "tiers": [memory, TREE_TIER, S3_TIER]})
+    config = parse_config({**options, "tiers": [memory, SHARED_DIR_TIER, S3_TIER]})
     assert config.drain_timeout_s == 1.5
     assert (config.store_after, config.slow_hits) == (255, "take")
     tier = config.tiers[0]
-    assert isinstance(tier, MemoryTier)
+    assert isinstance(tier, MemoryConfig)
     assert (tier.capacity_bytes, tier.unsaved_limit_bytes, tier.promote) == (32 << 30, 32 << 30, False)
     assert config.to_dict()["tiers"][0] == memory
     assert parse_config(config.to_dict()) == config
@@ -135,7 +134,7 @@ def test_defaults_of_memory_alone_can_be_read_back() -> None:
     assert parse_config(config.to_dict()) == config
 
 
-_ALONE = "has no meaning without a tier behind this one; remove it, or add a tier with kind: file or s3"
+_ALONE = "has no meaning without a tier behind this one; remove it, or add a tier of kind slab, shared_dir or s3"
 
 
 @pytest.mark.parametrize(
@@ -149,21 +148,21 @@ _ALONE = "has no meaning without a tier behind this one; remove it, or add a tie
             "unsaved_limit: has no meaning with unsaved: drop, which pins nothing; remove it, or say unsaved: pin",
         ),
         (
-            [{**MEMORY_TIER, "unsaved_limit": "33GiB"}, FILE_TIER],
+            [{**MEMORY_TIER, "unsaved_limit": "33GiB"}, SLAB_TIER],
             "unsaved_limit: '33GiB' is more than the capacity; allowed: up to 32GiB, a quarter of it by default",
         ),
         (
-            [{**MEMORY_TIER, "unsaved_limit": "4KiB"}, FILE_TIER],
+            [{**MEMORY_TIER, "unsaved_limit": "4KiB"}, SLAB_TIER],
             "unsaved_limit: '4KiB' is too small; allowed: 8KiB or more",
         ),
         (
-            [{**MEMORY_TIER, "unsaved_limit": "8 gigs"}, FILE_TIER],
+            [{**MEMORY_TIER, "unsaved_limit": "8 gigs"}, SLAB_TIER],
             "unsaved_limit: '8 gigs' has the unknown unit 'gigs'",
         ),
-        ([{"kind": "memory", "unsaved_limit": "1GiB"}, FILE_TIER], "capacity: is required; for example: capacity: "),
-        ([{**MEMORY_TIER, "capacity": "1KiB"}, FILE_TIER], "capacity: '1KiB' is too small; allowed: 8KiB or more"),
-        ([{**MEMORY_TIER, "unsaved": "keep"}, FILE_TIER], "unsaved: 'keep' is unknown; allowed: pin, drop"),
-        ([{**MEMORY_TIER, "promote": 1}, FILE_TIER], "promote: 1 is refused; allowed: true or false"),
+        ([{"kind": "memory", "unsaved_limit": "1GiB"}, SLAB_TIER], "capacity: is required; for example: capacity: "),
+        ([{**MEMORY_TIER, "capacity": "1KiB"}, SLAB_TIER], "capacity: '1KiB' is too small; allowed: 8KiB or more"),
+        ([{**MEMORY_TIER, "unsaved": "keep"}, SLAB_TIER], "unsaved: 'keep' is unknown; allowed: pin, drop"),
+        ([{**MEMORY_TIER, "promote": 1}, SLAB_TIER], "promote: 1 is refused; allowed: true or false"),
         ([{**MEMORY_TIER, "polcy": "lru"}], "polcy: unknown field (did you mean 'policy'?); allowed: kind, capacity, "),
     ],
 )
@@ -176,17 +175,16 @@ def test_refusals_of_a_memory_tier(tiers: list[dict[str, Any]], expected: str) -
 def test_null_is_no_limit_of_its_own() -> None:
     for tiers in ([{**MEMORY_TIER, "unsaved_limit": None}], [{**MEMORY_TIER, "unsaved_limit": None}, S3_TIER]):
         tier = parse_config({"tiers": tiers}).tiers[0]
-        assert isinstance(tier, MemoryTier)
+        assert isinstance(tier, MemoryConfig)
         assert tier.unsaved_limit_bytes is None
 
 
 def test_defaults_of_a_tree_show_what_a_tree_has() -> None:
-    tier = parse_config({"tiers": [TREE_TIER]}).to_dict()["tiers"][0]
+    tier = parse_config({"tiers": [SHARED_DIR_TIER]}).to_dict()["tiers"][0]
     assert tier == {
-        "kind": "file",
+        "kind": "shared_dir",
         "path": "/mnt/shared/kv",
         "capacity": "20TiB",
-        "layout": "tree",
         "mover": "auto",
         "posix_api": "auto",
         "threads": 8,
@@ -221,8 +219,8 @@ def test_defaults_of_a_bucket() -> None:
 
 
 SHARED_TIERS = [
-    TREE_TIER,
-    {**TREE_TIER, "mover": "posix", "lookup": {"timeout": "250ms", "max_keys": 5000}, "warm_start": True},
+    SHARED_DIR_TIER,
+    {**SHARED_DIR_TIER, "mover": "posix", "lookup": {"timeout": "250ms", "max_keys": 5000}, "warm_start": True},
     S3_TIER,
     {
         **S3_TIER,
@@ -319,15 +317,15 @@ _NO_ENDPOINT = "is not an endpoint; allowed: http(s)://host[:port]"
         ({**S3_TIER, "lookup": {"timeout": 1}}, "lookup.timeout: 1 is not a duration; allowed: a number with a unit"),
         ({**S3_TIER, "lookup": {"timeout": "0s"}}, "lookup.timeout: '0s' is too small; allowed: more than 0"),
         (
-            {**TREE_TIER, "lookup": {"timout": "1s"}},
+            {**SHARED_DIR_TIER, "lookup": {"timout": "1s"}},
             "lookup.timout: unknown field (did you mean 'timeout'?); allowed: timeout, present_for, absent_for, ",
         ),
-        ({**FILE_TIER, "threads": 0}, "threads: 0 is too small; allowed: 1 or more"),
-        ({**FILE_TIER, "threads": 1000}, "threads: 1000 is too large; allowed: at most 256"),
-        ({**FILE_TIER, "bounce": "4KiB"}, "bounce: '4KiB' is too small; allowed: 64KiB or more"),
-        ({**TREE_TIER, "lookup": {"max_keys": 5}}, "lookup.max_keys: 5 is too small; allowed: 1000 or more"),
-        ({**TREE_TIER, "warm_start": "yes"}, "warm_start: 'yes' is refused; allowed: true or false"),
-        ({"kind": "file", "path": "/a", "layout": "tree"}, "capacity: is required; for example: capacity: "),
+        ({**SLAB_TIER, "threads": 0}, "threads: 0 is too small; allowed: 1 or more"),
+        ({**SLAB_TIER, "threads": 1000}, "threads: 1000 is too large; allowed: at most 256"),
+        ({**SLAB_TIER, "bounce": "4KiB"}, "bounce: '4KiB' is too small; allowed: 64KiB or more"),
+        ({**SHARED_DIR_TIER, "lookup": {"max_keys": 5}}, "lookup.max_keys: 5 is too small; allowed: 1000 or more"),
+        ({**SHARED_DIR_TIER, "warm_start": "yes"}, "warm_start: 'yes' is refused; allowed: true or false"),
+        ({"kind": "shared_dir", "path": "/a"}, "capacity: is required; for example: capacity: "),
     ],
 )
 def test_refusals_of_shared_tiers(tier: dict[str, Any], expected: str) -> None:
@@ -339,16 +337,19 @@ def test_refusals_of_shared_tiers(tier: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
     ("tier", "expected"),
     [
-        ({**FILE_TIER, "lookup": {}}, "lookup: has no meaning with layout: slab, "),
-        ({**FILE_TIER, "layout": "slab", "warm_start": True}, "warm_start: has no meaning with layout: slab, "),
-        ({**TREE_TIER, "policy": "s3fifo"}, "policy: has no meaning with layout: tree, where nixl-offload gc deletes"),
         (
-            {**FILE_TIER, "mover": "posix", "threads": 4},
+            {**SLAB_TIER, "lookup": {}},
+            "lookup: belongs to kind: shared_dir or s3, not to kind: slab; allowed: kind, path",
+        ),
+        ({**SLAB_TIER, "warm_start": True}, "warm_start: belongs to kind: shared_dir or s3, not to kind: slab; "),
+        ({**SHARED_DIR_TIER, "policy": "s3fifo"}, "policy: belongs to kind: memory or slab, not to kind: shared_dir; "),
+        (
+            {**SLAB_TIER, "mover": "posix", "threads": 4},
             "threads: has no meaning with mover: posix; remove it, or say mover: gds_mt or kvikio (or auto)",
         ),
-        ({**TREE_TIER, "mover": "gds", "threads": 8}, "threads: has no meaning with mover: gds; remove it, "),
+        ({**SHARED_DIR_TIER, "mover": "gds", "threads": 8}, "threads: has no meaning with mover: gds; remove it, "),
         (
-            {**FILE_TIER, "mover": "gds_mt", "bounce": "1MiB"},
+            {**SLAB_TIER, "mover": "gds_mt", "bounce": "1MiB"},
             "bounce: has no meaning with mover: gds_mt; remove it, or say mover: kvikio (or auto)",
         ),
         ({**S3_TIER, "mover": "boto3", "crt_min_size": "8MiB"}, "crt_min_size: has no meaning with mover: boto3; "),
@@ -366,15 +367,70 @@ def test_what_would_be_ignored_is_refused(tier: dict[str, Any], expected: str) -
     assert "\n" not in message
 
 
+OLD_SLAB: dict[str, Any] = {**SLAB_TIER, "kind": "file"}
+OLD_TREE: dict[str, Any] = {**SHARED_DIR_TIER, "kind": "file", "layout": "tree"}
+
+
+@pytest.mark.parametrize(
+    ("old", "today"),
+    [
+        (OLD_SLAB, SLAB_TIER),
+        ({**OLD_SLAB, "layout": "slab", "policy": "s3fifo"}, {**SLAB_TIER, "policy": "s3fifo"}),
+        ({**OLD_TREE, "lookup": {"timeout": "2s"}}, {**SHARED_DIR_TIER, "lookup": {"timeout": "2s"}}),
+    ],
+)
+def test_the_old_spelling_means_the_same(old: dict[str, Any], today: dict[str, Any]) -> None:
+    config = parse_config({"tiers": [MEMORY_TIER, old, S3_TIER]})
+    assert config == parse_config({"tiers": [MEMORY_TIER, today, S3_TIER]})
+    assert "layout" not in config.to_dict()["tiers"][1]
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        (
+            {**OLD_TREE, "policy": "s3fifo"},
+            "policy: belongs to kind: memory or slab, not to kind: shared_dir, which is what kind: file with layout: "
+            "tree means; allowed: ",
+        ),
+        (
+            {**OLD_SLAB, "warm_start": True},
+            "warm_start: belongs to kind: shared_dir or s3, not to kind: slab, which is what kind: file with layout: "
+            "slab means; allowed: ",
+        ),
+        ({**OLD_SLAB, "layout": "tre"}, "layout: 'tre' is unknown (did you mean 'tree'?); allowed: slab, tree"),
+        ({**OLD_SLAB, "layout": None}, "layout: None is unknown; allowed: slab, tree"),
+        ({**OLD_SLAB, "layout": ["tree"]}, "layout: ['tree'] is unknown; allowed: slab, tree"),
+        ({**SLAB_TIER, "layout": "tree"}, "layout: unknown field; allowed: kind, path, capacity, "),
+        (
+            {**OLD_SLAB, "polcy": "lru"},
+            "polcy: unknown field (did you mean 'policy'?); allowed: kind, path, capacity, ",
+        ),
+    ],
+)
+def test_refusals_of_the_old_spelling(tier: dict[str, Any], expected: str) -> None:
+    message = refusal({"tiers": [tier]})
+    assert message.startswith(f"inline: tiers[0].{expected}")
+    assert "\n" not in message, "one fault, one line"
+
+
+def test_faults_of_the_old_spelling_are_told_with_their_line(tmp_path: Path) -> None:
+    text = "tiers:\n  - kind: file\n    layout: tree\n    path: /mnt/kv\n    capacity: 1TiB\n    policy: lru\n"
+    assert file_refusal(tmp_path, text).startswith("kv.yaml:6: tiers[0].policy: belongs to kind: memory or slab, ")
+    assert file_refusal(tmp_path, text.replace("tree", "tee")).startswith(
+        "kv.yaml:3: tiers[0].layout: 'tee' is unknown"
+    )
+
+
 def test_null_says_nothing() -> None:
     tier = parse_config({"tiers": [{**S3_TIER, "mover": "boto3", "crt_min_size": None, "ca_bundle": None}]}).tiers[0]
-    assert isinstance(tier, S3Tier)
+    assert isinstance(tier, S3Config)
     assert tier.crt_min_size_bytes is None
 
 
 def test_the_whole_schema_is_read_and_rendered_back(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, WHOLE))
-    assert [tier.kind for tier in config.tiers] == ["memory", "file", "s3"]
+    assert [tier.kind for tier in config.tiers] == ["memory", "slab", "s3"]
     assert config.to_dict()["tiers"][2]["ttl"] == "7d"
     assert config.vllm == {"offload_prompt_only": False, "self_describing_kv_events": True}
     assert parse_config(config.to_dict()) == config
@@ -389,35 +445,35 @@ def test_a_config_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"tiers": []}, "inline: tiers: is empty; allowed: one or more of memory, file, s3"),
-        ({"tiers": {"kind": "file"}}, "inline: tiers: {'kind': 'file'} is refused; allowed: a list"),
+        ({"tiers": []}, "inline: tiers: is empty; allowed: one or more of memory, slab, shared_dir, s3"),
+        ({"tiers": {"kind": "slab"}}, "inline: tiers: {'kind': 'slab'} is refused; allowed: a list"),
         ({"tiers": [7]}, "inline: tiers[0]: 7 is refused; allowed: a mapping"),
-        ({"tiers": [{"path": "/a"}]}, "inline: tiers[0].kind: is required; allowed: memory, file, s3"),
+        ({"tiers": [{"path": "/a"}]}, "inline: tiers[0].kind: is required; allowed: memory, slab, shared_dir, s3"),
         (
-            {"tiers": [{**FILE_TIER, "kind": "fle"}]},
-            "inline: tiers[0].kind: 'fle' is unknown (did you mean 'file'?); allowed: memory, file, s3",
+            {"tiers": [{**SLAB_TIER, "kind": "slap"}]},
+            "inline: tiers[0].kind: 'slap' is unknown (did you mean 'slab'?); allowed: memory, slab, shared_dir, s3",
         ),
         (
-            {"tiers": [{"kind": "file", "path": "/a"}]},
+            {"tiers": [{"kind": "slab", "path": "/a"}]},
             "inline: tiers[0].capacity: is required; for example: capacity: ",
         ),
-        ({"tiers": [{**FILE_TIER, "path": "kv"}]}, "inline: tiers[0].path: 'kv' is not an absolute path; allowed: "),
+        ({"tiers": [{**SLAB_TIER, "path": "kv"}]}, "inline: tiers[0].path: 'kv' is not an absolute path; allowed: "),
         (
-            {"tiers": [{**FILE_TIER, "capacity": "1KiB"}]},
+            {"tiers": [{**SLAB_TIER, "capacity": "1KiB"}]},
             "inline: tiers[0].capacity: '1KiB' is too small; allowed: 8KiB",
         ),
-        ({"tiers": [{**FILE_TIER, "capacity": True}]}, "inline: tiers[0].capacity: True is not a size; allowed: "),
-        ({"tiers": [{**FILE_TIER, "capacity": 1.5e9}]}, "inline: tiers[0].capacity: 1500000000.0 is not a size"),
+        ({"tiers": [{**SLAB_TIER, "capacity": True}]}, "inline: tiers[0].capacity: True is not a size; allowed: "),
+        ({"tiers": [{**SLAB_TIER, "capacity": 1.5e9}]}, "inline: tiers[0].capacity: 1500000000.0 is not a size"),
         (
-            {"tiers": [{**FILE_TIER, "direct_io": "yes"}]},
+            {"tiers": [{**SLAB_TIER, "direct_io": "yes"}]},
             "inline: tiers[0].direct_io: 'yes' is refused; allowed: true or",
         ),
         (
-            {"tiers": [{**FILE_TIER, "policy": "s3fif"}]},
+            {"tiers": [{**SLAB_TIER, "policy": "s3fif"}]},
             "inline: tiers[0].policy: 's3fif' is unknown (did you mean 's3fifo'?); allowed: lru, s3fifo",
         ),
         (
-            {"tiers": [{**FILE_TIER, "polcy": "lru"}]},
+            {"tiers": [{**SLAB_TIER, "polcy": "lru"}]},
             "inline: tiers[0].polcy: unknown field (did you mean 'policy'?); allowed: kind, path, capacity, ",
         ),
         ({"tenent": "a"}, "inline: tenent: unknown field (did you mean 'tenant'?); allowed: tenant, chunk_tokens, "),
@@ -448,7 +504,7 @@ def test_refusals_name_path_value_and_what_is_allowed(change: dict[str, Any], ex
 def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     message = file_refusal(
         tmp_path,
-        "tenent: a\ntiers:\n  - kind: file\n    path: /mnt/kv\n    capacity: 500 gigs\nchunk_tokens: x\n",
+        "tenent: a\ntiers:\n  - kind: slab\n    path: /mnt/kv\n    capacity: 500 gigs\nchunk_tokens: x\n",
     )
     assert [line.split(": ")[:2] for line in message.splitlines()] == [
         ["kv.yaml:1", "tenent"],
@@ -458,8 +514,8 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
 
 
 def test_what_is_not_built_yet_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AVAILABLE["file"], "mover", ("auto", "posix"))
-    message = refusal({"tiers": [{**FILE_TIER, "mover": "kvikio"}]})
+    monkeypatch.setitem(AVAILABLE["slab"], "mover", ("auto", "posix"))
+    message = refusal({"tiers": [{**SLAB_TIER, "mover": "kvikio"}]})
     assert message == ("inline: tiers[0].mover: 'kvikio' is not available in nixl-offload 0.1; available: auto, posix")
 
 
@@ -468,23 +524,27 @@ def test_every_mover_of_files_is_read_and_rendered_back(mover: str) -> None:
     """What a mover does not look at is not rendered either, or it would be refused."""
     own = {"threads": 3} if mover in ("auto", "gds_mt", "kvikio") else {}
     own |= {"bounce": "1MiB"} if mover in ("auto", "kvikio") else {}
-    config = parse_config({"tiers": [{**FILE_TIER, "mover": mover, **own}]})
+    config = parse_config({"tiers": [{**SLAB_TIER, "mover": mover, **own}]})
     assert parse_config(config.to_dict()) == config
     shown = config.to_dict()["tiers"][0]
     assert {field: value for field, value in shown.items() if field in ("threads", "bounce")} == own
     tier = config.tiers[0]
-    assert isinstance(tier, FileTier)
+    assert isinstance(tier, SlabConfig)
     assert (tier.threads, tier.bounce_bytes) == (own.get("threads", 8), (1 << 20) if "bounce" in own else 16 << 20)
 
 
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        (["file", "memory"], "tiers[1]: 'memory' comes after 'file'; allowed: any of memory, file, s3, in this order"),
-        (["s3", "file"], "tiers[1]: 'file' comes after 's3'; allowed: "),
-        (["file", "file"], "tiers[1]: 'file' is given twice; allowed: "),
-        (["memory", "file", "memory"], "tiers[2]: 'memory' is given twice; allowed: "),
-        (["memory", "file", "s3", "s3"], "tiers[3]: 's3' is given twice; allowed: "),
+        (
+            ["slab", "memory"],
+            "tiers[1]: 'memory' comes after 'slab'; allowed: any of memory, slab or shared_dir, s3, in this order",
+        ),
+        (["s3", "slab"], "tiers[1]: 'slab' comes after 's3'; allowed: "),
+        (["slab", "slab"], "tiers[1]: 'slab' is given twice; allowed: "),
+        (["slab", "shared_dir"], "tiers[1]: 'shared_dir' stands beside 'slab', and only one of them may; allowed: "),
+        (["memory", "shared_dir", "memory"], "tiers[2]: 'memory' is given twice; allowed: "),
+        (["memory", "slab", "s3", "s3"], "tiers[3]: 's3' is given twice; allowed: "),
     ],
 )
 def test_order_of_tiers(kinds: list[str], expected: str) -> None:
@@ -492,7 +552,13 @@ def test_order_of_tiers(kinds: list[str], expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds", [kinds for count in (1, 2, 3) for kinds in itertools.combinations(("memory", "file", "s3"), count)]
+    "kinds",
+    [
+        kinds
+        for files in ("slab", "shared_dir")
+        for count in (1, 2, 3)
+        for kinds in itertools.combinations(("memory", files, "s3"), count)
+    ],
 )
 def test_any_subset_in_order_is_accepted(kinds: tuple[str, ...]) -> None:
     assert tuple(tier.kind for tier in parse_config({"tiers": [OF_KIND[kind] for kind in kinds]}).tiers) == kinds
@@ -533,7 +599,7 @@ def test_credentials_in_the_passthrough_are_refused_too() -> None:
         ("- 1\n", "kv.yaml: [1] is not a mapping"),
         ("tiers: [\n", "kv.yaml:2:1: not valid YAML: "),
         ("tenant: a\ntenant: b\n", "kv.yaml:2: tenant: given twice, first in line 1; say it once"),
-        ("tiers:\n  - {kind: file, kind: s3}\n", "kv.yaml:2: tiers[0].kind: given twice"),
+        ("tiers:\n  - {kind: slab, kind: s3}\n", "kv.yaml:2: tiers[0].kind: given twice"),
         ("tiers: &a [*a]\n", "kv.yaml:1:12: not valid YAML: anchors and aliases are not supported here"),
         ("1: 2\n", "kv.yaml:1: the file: the key '1' is not plain text"),
         ("? [a]\n: b\n", "kv.yaml:1: the file: the key a collection is not plain text"),
@@ -558,7 +624,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_extra_config_names_a_file_or_holds_the_mapping(tmp_path: Path) -> None:
-    path = write(tmp_path, "tiers: [{kind: file, path: /mnt/nvme/kv, capacity: 500GiB}]\n")
+    path = write(tmp_path, "tiers: [{kind: slab, path: /mnt/nvme/kv, capacity: 500GiB}]\n")
     assert from_extra_config({"config": str(path)}) == from_extra_config({"config": MINIMAL}) == parse_config(MINIMAL)
     for extra in ({}, {"config": None}, {"config": 3}):
         with pytest.raises(ConfigError, match=r"^kv_connector_extra_config\.config: .*allowed: the path"):
@@ -665,7 +731,9 @@ _FIELDS = st.sampled_from(
 )
 _TIERS = st.lists(
     st.dictionaries(_FIELDS, _YAML_VALUES).flatmap(
-        lambda tier: st.sampled_from(["memory", "file", "s3"]).map(lambda kind: {**tier, "kind": kind})
+        lambda tier: st.sampled_from(["memory", "slab", "shared_dir", "file", "s3"]).map(
+            lambda kind: {**tier, "kind": kind}
+        )
     ),
     max_size=3,
 )

@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from nixl_offload.config import S3Tier, load_config
+from nixl_offload.config import S3Config, load_config
 from nixl_offload.config.json_schema import COPY
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 EDITOR_LINE = "# yaml-language-server: $schema="
 DEPLOYMENTS = {
-    "cpu-dev.yaml": ["file"],
-    "gds.yaml": ["file"],
-    "local-nvme.yaml": ["file"],
-    "memory-nvme-s3.yaml": ["memory", "file", "s3"],
+    "cpu-dev.yaml": ["slab"],
+    "gds.yaml": ["slab"],
+    "local-nvme.yaml": ["slab"],
+    "memory-nvme-s3.yaml": ["memory", "slab", "s3"],
     "memory.yaml": ["memory"],
-    "nvme-with-memory.yaml": ["memory", "file"],
+    "nvme-with-memory.yaml": ["memory", "slab"],
     "s3-shared.yaml": ["s3"],
-    "shared-filesystem.yaml": ["file"],
+    "shared-filesystem.yaml": ["shared_dir"],
 }
 """Every real deployment has its file: this list is what ``configs/`` promises."""
 _VARIANT = re.compile(r"^#   - kind: .*\n(?:^#     .*\n)*", re.MULTILINE)
@@ -76,7 +76,7 @@ def test_no_variant_is_overlooked(tmp_path: Path) -> None:
     assert commented == len(VARIANTS)
     tiers: list[Any] = []
     for variant in VARIANTS:
-        tiers += [tier for tier in load_config(variant.write(tmp_path)).tiers if isinstance(tier, S3Tier)]
+        tiers += [tier for tier in load_config(variant.write(tmp_path)).tiers if isinstance(tier, S3Config)]
     assert any(tier.endpoint is not None and "minio" in tier.endpoint for tier in tiers)
     assert any(tier.endpoint is not None and "rgw" in tier.endpoint for tier in tiers)
     assert any(tier.crt_min_size_bytes for tier in tiers if tier.endpoint is None)

@@ -108,9 +108,9 @@ def place(tmp_path: Path, bucket_server: MotoServer, request: pytest.FixtureRequ
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     environment |= {"HOME": str(tmp_path), "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     environment |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / ".cache")}
-    tier: dict[str, object] = {"kind": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    tier: dict[str, object] = {"kind": "slab", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
     if kind == "stored":
-        tier["layout"] = "tree"
+        tier["kind"] = "shared_dir"
         store = TreeStore(str(tmp_path / "kv"))
         for number in range(3):
             put_chunk(store, namespace(), number)

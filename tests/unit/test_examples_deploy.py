@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from nixl_offload import __version__
-from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, kv_transfer_config, load_config
+from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, S3Config, kv_transfer_config, load_config
 from nixl_offload.units import parse_size
 from tests.unit.kustomize_rig import Resource, render
 
@@ -183,7 +183,7 @@ def test_the_server_is_told_of_the_config_that_is_mounted(overlay: tuple[str, li
 
 def test_directories_of_the_config_lie_on_volumes(overlay: tuple[str, list[Resource]], tmp_path: Path) -> None:
     """Below a mount, in every container of every pod, and never larger than the volume."""
-    tiers = [tier for tier in config_of(overlay[1], tmp_path).tiers if isinstance(tier, FileTier)]
+    tiers = [tier for tier in config_of(overlay[1], tmp_path).tiers if isinstance(tier, DirectoryConfig)]
     for pod in pods(overlay[1]):
         for container in containers(pod):
             for tier in tiers:
@@ -266,7 +266,7 @@ def test_a_server_has_time_to_drain(overlay: tuple[str, list[Resource]], tmp_pat
 
 def test_memory_of_the_pod_holds_the_memory_tier(overlay: tuple[str, list[Resource]], tmp_path: Path) -> None:
     """And leaves half of the limit to vLLM; requested in full, for it is taken whole at start."""
-    tiers = [tier for tier in config_of(overlay[1], tmp_path).tiers if isinstance(tier, MemoryTier)]
+    tiers = [tier for tier in config_of(overlay[1], tmp_path).tiers if isinstance(tier, MemoryConfig)]
     [container] = server(overlay[1])["spec"]["template"]["spec"]["containers"]
     limit = kubernetes_size(container["resources"]["limits"]["memory"])
     assert sum(tier.capacity_bytes for tier in tiers) <= limit // 2
@@ -310,7 +310,7 @@ def test_shared_tiers_are_kept_to_their_size() -> None:
 def test_the_iam_policy_is_for_the_bucket_of_the_config(tmp_path: Path) -> None:
     """Bucket and prefix agree, listing is allowed, and nothing beyond what servers and gc do."""
     [tier] = config_of(render(OVERLAYS["s3"]), tmp_path).tiers
-    assert isinstance(tier, S3Tier)
+    assert isinstance(tier, S3Config)
     policy = json.loads((OVERLAYS["s3"] / "iam-policy.json").read_text())
     chunks, listing = policy["Statement"]
     assert chunks["Resource"] == f"arn:aws:s3:::{tier.bucket}/{tier.prefix}/*"
@@ -406,7 +406,7 @@ def test_compose_runs_the_server_with_the_config_that_it_mounts(files: list[str]
     assert json.loads(option(vllm["command"], "--kv-transfer-config")) == kv_transfer_config(loaded, MOUNTED_CONFIG)
     mounts = [volume.split(":")[1] for volume in vllm["volumes"]]
     [tier] = loaded.tiers
-    if isinstance(tier, FileTier):
+    if isinstance(tier, DirectoryConfig):
         assert tier.path in mounts
         assert "/run/udev:/run/udev:ro" in vllm["volumes"]
     shutdown_s = int(option(vllm["command"], "--shutdown-timeout"))

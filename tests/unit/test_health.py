@@ -16,7 +16,7 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_one_warning_per_cause_and_one_line_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     """However often it fails, the log holds a line per cause and one for the recovery."""
     caplog.set_level(logging.INFO)
-    health = Health("File tier /kv")
+    health = Health("Slab tier /kv")
     for second in range(200):
         if health.may_try(second):
             health.failed("full" if second < 100 else "readonly", "no space", second)

@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json_schema()
 VALIDATOR = Draft202012Validator(SCHEMA)
 MEMORY: dict[str, Any] = {"kind": "memory", "capacity": "32GiB"}
-FILE: dict[str, Any] = {"kind": "file", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
-TREE: dict[str, Any] = {**FILE, "layout": "tree"}
+SLAB: dict[str, Any] = {"kind": "slab", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
+SHARED_DIR: dict[str, Any] = {**SLAB, "kind": "shared_dir"}
+OLD: dict[str, Any] = {**SLAB, "kind": "file"}
 S3: dict[str, Any] = {"kind": "s3", "bucket": "kv-cache"}
 
 
@@ -75,16 +76,16 @@ def test_every_field_is_described() -> None:
 
 def test_defaults_are_said_as_the_yaml_says_them() -> None:
     """A file that says every default of the schema means the same as one that says none."""
-    for tier in (FILE, S3, TREE):
+    for tier in (SLAB, S3, SHARED_DIR):
         said = _defaults(SCHEMA["$defs"][tier["kind"]])
         said = {name: value for name, value in said.items() if name not in ("lookup", "warm_start", "policy")}
         whole = {**_defaults(SCHEMA), "tiers": [{**said, **tier}]}
         assert parse_config(whole) == parse_config({"tiers": [tier]})
     chain = [
         {**_defaults(SCHEMA["$defs"]["memory"]), **MEMORY},
-        {**TREE, "lookup": _defaults(SCHEMA["$defs"]["lookup"])},
+        {**SHARED_DIR, "lookup": _defaults(SCHEMA["$defs"]["lookup"])},
     ]
-    assert parse_config({"tiers": chain}) == parse_config({"tiers": [MEMORY, TREE]})
+    assert parse_config({"tiers": chain}) == parse_config({"tiers": [MEMORY, SHARED_DIR]})
 
 
 def _defaults(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
 
 def test_what_show_prints_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kv.yaml"
-    file.write_text(yaml.safe_dump({"tiers": [MEMORY, TREE, {**S3, "ttl": "90m"}]}))
+    file.write_text(yaml.safe_dump({"tiers": [MEMORY, SHARED_DIR, {**S3, "ttl": "90m"}]}))
     assert main(["show", "--json", str(file)]) == 0
     assert VALIDATOR.is_valid(json.loads(capsys.readouterr().out)["config"])
 
@@ -111,7 +112,7 @@ def _tiers_of(base: dict[str, Any], **choices: list[Any]) -> Iterator[list[dict[
 
 
 def _chains() -> Iterator[list[dict[str, Any]]]:
-    of_kind = {"memory": MEMORY, "file": FILE, "s3": S3}
+    of_kind = {"memory": MEMORY, "slab": SLAB, "shared_dir": SHARED_DIR, "old": OLD, "s3": S3}
     for length in range(5):
         for kinds in itertools.product(of_kind, repeat=length):
             yield [of_kind[kind] for kind in kinds]
@@ -126,23 +127,25 @@ def _memories() -> Iterator[list[dict[str, Any]]]:
     }
     for tiers in _tiers_of(MEMORY, **options):
         yield tiers
-        yield [*tiers, FILE]
+        yield [*tiers, SLAB]
 
 
 FAMILIES: dict[str, list[list[dict[str, Any]]]] = {
     "orders": list(_chains()),
     "memory": list(_memories()),
-    "files": list(
-        _tiers_of(
-            FILE,
-            layout=[..., "slab", "tree"],
+    "files": [
+        tiers
+        for base, layouts in ((SLAB, [...]), (SHARED_DIR, [..., "tree"]), (OLD, [..., "slab", "tree", None]))
+        for tiers in _tiers_of(
+            base,
+            layout=layouts,
             mover=[..., "auto", "gds_mt", "gds", "posix", "kvikio", "uring"],
             threads=[..., 1, 0, 257, "8"],
             bounce=[..., "1MiB", 65535],
             policy=[..., "lru"],
             lookup=[..., {}],
         )
-    ),
+    ],
     "buckets": list(
         _tiers_of(
             S3,
@@ -172,23 +175,23 @@ def test_schema_and_loader_agree_on_every_combination(family: str) -> None:
     "change",
     [
         {"tiers": None},
-        {"tiers": {"kind": "file"}},
+        {"tiers": {"kind": "slab"}},
         {"tiers": [7]},
         {"tiers": [{"path": "/a"}]},
-        {"tiers": [{**FILE, "kind": "fle"}]},
-        {"tiers": [{"kind": "file", "path": "/a"}]},
-        {"tiers": [{**FILE, "path": "kv"}]},
-        {"tiers": [{**FILE, "capacity": True}]},
-        {"tiers": [{**FILE, "capacity": 1.5e9 + 0.5}]},
-        {"tiers": [{**FILE, "capacity": "500 gigs"}]},
-        {"tiers": [{**FILE, "capacity": 1024}]},
-        {"tiers": [{**FILE, "direct_io": "yes"}]},
-        {"tiers": [{**FILE, "polcy": "lru"}]},
-        {"tiers": [{**FILE, "warm_start": True}]},
-        {"tiers": [{**TREE, "lookup": None}]},
-        {"tiers": [{**TREE, "lookup": {"timeout": 1}}]},
-        {"tiers": [{**TREE, "lookup": {"timeout": "0s"}}]},
-        {"tiers": [{**TREE, "lookup": {"timout": "1s"}}]},
+        {"tiers": [{**SLAB, "kind": "fle"}]},
+        {"tiers": [{"kind": "slab", "path": "/a"}]},
+        {"tiers": [{**SLAB, "path": "kv"}]},
+        {"tiers": [{**SLAB, "capacity": True}]},
+        {"tiers": [{**SLAB, "capacity": 1.5e9 + 0.5}]},
+        {"tiers": [{**SLAB, "capacity": "500 gigs"}]},
+        {"tiers": [{**SLAB, "capacity": 1024}]},
+        {"tiers": [{**SLAB, "direct_io": "yes"}]},
+        {"tiers": [{**SLAB, "polcy": "lru"}]},
+        {"tiers": [{**SLAB, "warm_start": True}]},
+        {"tiers": [{**SHARED_DIR, "lookup": None}]},
+        {"tiers": [{**SHARED_DIR, "lookup": {"timeout": 1}}]},
+        {"tiers": [{**SHARED_DIR, "lookup": {"timeout": "0s"}}]},
+        {"tiers": [{**SHARED_DIR, "lookup": {"timout": "1s"}}]},
         {"tiers": [{**S3, "bucket": "s3://kv-cache"}]},
         {"tiers": [{**S3, "prefix": "a//b"}]},
         {"tiers": [{**S3, "prefix": "a/../b"}]},
@@ -217,7 +220,7 @@ def test_schema_and_loader_agree_on_every_combination(family: str) -> None:
     ids=str,
 )
 def test_both_refuse(change: dict[str, Any]) -> None:
-    mapping = {"tiers": [FILE], **change}
+    mapping = {"tiers": [SLAB], **change}
     assert not loads(mapping)
     assert not VALIDATOR.is_valid(mapping)
 
@@ -225,8 +228,8 @@ def test_both_refuse(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"tiers": [{**FILE, "capacity": 1 << 40}]},
-        {"tiers": [{**FILE, "capacity": " 1.5 TB "}]},
+        {"tiers": [{**SLAB, "capacity": 1 << 40}]},
+        {"tiers": [{**SLAB, "capacity": " 1.5 TB "}]},
         {"tiers": [{**S3, "prefix": "/prod/a/"}]},
         {"tiers": [{**S3, "prefix": "/"}]},
         {"tiers": [{**S3, "prefix": "..a/b.."}]},
@@ -238,6 +241,6 @@ def test_both_refuse(change: dict[str, Any]) -> None:
     ids=str,
 )
 def test_both_accept(change: dict[str, Any]) -> None:
-    mapping = {"tiers": [FILE], **change}
+    mapping = {"tiers": [SLAB], **change}
     assert loads(mapping)
     assert VALIDATOR.is_valid(mapping)

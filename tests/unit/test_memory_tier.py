@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nixl_offload.catalog import Catalog, Tier
-from nixl_offload.config import MemoryTier as MemoryTierConfig
-from nixl_offload.config import parse_config
+from nixl_offload.config import MemoryConfig, parse_config
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
 from nixl_offload.tiers.memory.tier import MemoryTier, rank_memory_bytes
@@ -28,10 +27,10 @@ SMALL, LARGE = 4096, 12288
 ASKER = Asker("request")
 
 
-def config_of(capacity: int | str, **options: object) -> MemoryTierConfig:
+def config_of(capacity: int | str, **options: object) -> MemoryConfig:
     tier: dict[str, Any] = {"kind": "memory", "capacity": capacity, **options}
     (config,) = parse_config({"tiers": [tier]}).tiers
-    assert isinstance(config, MemoryTierConfig)
+    assert isinstance(config, MemoryConfig)
     return config
 
 

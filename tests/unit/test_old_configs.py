@@ -29,6 +29,8 @@ MEDIA: Final[dict[tuple[str, str | None], str]] = {
     ("memory", None): "memory",
     ("file", "slab"): "slab",
     ("file", "tree"): "shared directory",
+    ("slab", None): "slab",
+    ("shared_dir", None): "shared directory",
     ("s3", None): "bucket",
 }
 """What ``show`` calls a tier, by kind and layout, and what that means. A new spelling gets a new row."""

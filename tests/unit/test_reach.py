@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.config import FileTier
+from nixl_offload.config import SlabConfig
 from nixl_offload.engine import reach as reach_module
 from nixl_offload.engine.choose import Choice
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
@@ -67,7 +67,7 @@ def test_without_figures_a_mover_that_cannot_touch_the_device_packs_on_the_host(
 
 def test_a_device_without_quick_kernels_leaves_checksums_to_the_host(tmp_path: Path) -> None:
     """Torch's take many times as long as any drive. A mover that is named is used all the same."""
-    tier = FileTier(kind="file", path=str(tmp_path), capacity=1 << 30)
+    tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
     choice = choose_way(tier, VRAM, _layout(), sums_slowly=True)
     assert choice is not None
     assert (choice.mover, choice.way) == ("posix", "host")
@@ -103,13 +103,13 @@ def test_a_remembered_mover_that_opens_no_more_is_passed_over(
 ) -> None:
     """With a warning; and where the config names that very mover, nothing is passed over."""
 
-    def opened(name: str, tier: FileTier, directory: str, device: Device) -> CopyMover:
+    def opened(name: str, tier: SlabConfig, directory: str, device: Device) -> CopyMover:
         if name == "kvikio":
             raise MoverUnavailableError("kvikio: gone")
         return CopyMover()
 
     monkeypatch.setattr(reach_module, "open_file_mover", opened)
-    tier = FileTier(kind="file", path=str(tmp_path), capacity=1 << 30)
+    tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
     with caplog.at_level(logging.WARNING):
         found = reach_files(tier, str(tmp_path), DRAM, _choice("device", "kvikio"))
     assert isinstance(found.mover, CopyMover)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from nixl_offload.config.schema import S3Tier
+from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.stores.s3 import S3Address, answer_error
 from nixl_offload.stores.select import open_store
 
-TIER = S3Tier.model_validate({"kind": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:1"})
+TIER = S3Config.model_validate({"kind": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:1"})
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:

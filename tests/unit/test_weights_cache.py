@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.cli.inventory.slab import SlabInventory
-from nixl_offload.config import FileTier, parse_config
+from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
 from nixl_offload.identity.weights_cache import CACHE_PREFIX, WeightsCache, keeps_change_time
 from nixl_offload.identity.weights_files import ModelFile, list_files
@@ -336,8 +336,8 @@ def test_who_has_waited_reads_nothing(model: Path, tmp_path: Path) -> None:
 def test_where_digests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a slab, else in the user's cache, else nowhere."""
     memory = {"kind": "memory", "capacity": "1GiB"}
-    slab = {"kind": "file", "path": "/kv", "capacity": "1GiB"}
-    tree = slab | {"layout": "tree"}
+    slab = {"kind": "slab", "path": "/kv", "capacity": "1GiB"}
+    tree = slab | {"kind": "shared_dir"}
     bucket = {"kind": "s3", "bucket": "our-kv-cache"}
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
@@ -356,6 +356,6 @@ def test_a_slab_does_not_take_it_for_somebody_elses(model: Path, tmp_path: Path)
     identify(model, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     assert other_namespaces.survey(tmp_path, ()) == other_namespaces.Survey((), 0)
-    inventory = SlabInventory(FileTier(kind="file", path=str(tmp_path), capacity="1GiB"))
+    inventory = SlabInventory(SlabConfig(kind="slab", path=str(tmp_path), capacity="1GiB"))
     assert not list(inventory.namespaces())
     assert inventory.foreign == 0

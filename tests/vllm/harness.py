@@ -124,7 +124,7 @@ class Workshop:
 
 def file_tier(path: Path, *, capacity: str = "256MiB", **fields: Any) -> dict[str, Any]:
     """Our config with one file tier at ``path``; ``fields`` are further top-level fields of the config."""
-    return tier_config({"kind": "file", "path": str(path), "capacity": capacity}, **fields)
+    return tier_config({"kind": "slab", "path": str(path), "capacity": capacity}, **fields)
 
 
 def tier_config(tier: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def chain_config(*tiers: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
 
 def tree_tier(path: Path, **fields: Any) -> dict[str, Any]:
     """A tier in a directory that engines share; ``fields`` are further fields of the tier."""
-    return {"kind": "file", "layout": "tree", "path": str(path), "capacity": "1GiB", **fields}
+    return {"kind": "shared_dir", "path": str(path), "capacity": "1GiB", **fields}
 
 
 def prompts(count: int, *, steps: int = 3, seed: int, shape: ModelShape = TINY) -> list[list[int]]:

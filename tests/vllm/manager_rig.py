@@ -39,11 +39,11 @@ def memory_tier(slots: int = 8, **fields: Any) -> dict[str, Any]:
 
 
 def slab_tier(path: Path, **fields: Any) -> dict[str, Any]:
-    return {"kind": "file", "path": str(path), "capacity": "64MiB", **fields}
+    return {"kind": "slab", "path": str(path), "capacity": "64MiB", **fields}
 
 
 def tree_tier(path: Path, **fields: Any) -> dict[str, Any]:
-    return {"kind": "file", "layout": "tree", "path": str(path), "capacity": "1GiB", **fields}
+    return {"kind": "shared_dir", "path": str(path), "capacity": "1GiB", **fields}
 
 
 def config_of(*tiers: Mapping[str, Any], **fields: Any) -> Config:

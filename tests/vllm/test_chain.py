@@ -40,7 +40,7 @@ SMALL = {"kind": "memory", "capacity": "8MiB"}
 
 
 def files(path: Path, capacity: str = "256MiB") -> dict[str, Any]:
-    return {"kind": "file", "path": str(path), "capacity": capacity}
+    return {"kind": "slab", "path": str(path), "capacity": capacity}
 
 
 def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
@@ -105,7 +105,7 @@ def test_a_working_set_larger_than_memory(shape: ModelShape, expected: list[Answ
         assert set(came) == {"host", "disk"}, "both tiers served"
         assert sum(came.values()) == len(PROMPTS) * FULL_TOKENS
         if shape.sliding_window is None:
-            assert kept["file"] == len(PROMPTS) * CHUNKS, "every chunk was written through, once"
+            assert kept["slab"] == len(PROMPTS) * CHUNKS, "every chunk was written through, once"
         # What was asked for last is in memory now, from wherever it came.
         answers, came = from_where(engine, PROMPTS[:1])
         all_loaded(answers, expected[:1])
@@ -218,7 +218,7 @@ def test_three_tiers(workshop: Workshop, server: RcloneServer) -> None:
         all_loaded(answers, right)
         assert set(came) <= {"host", "disk"}, "the nearest that has it"
         kept = arrived(engine)
-        assert (kept["file"], kept["s3"]) == (2 * CHUNKS, 2 * CHUNKS)
+        assert (kept["slab"], kept["s3"]) == (2 * CHUNKS, 2 * CHUNKS)
         engine.stop()
     for tiers, source in (
         ([SMALL, files(path)], "disk"),

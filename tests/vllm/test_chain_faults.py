@@ -47,7 +47,7 @@ def test_a_bucket_that_stalls(workshop: Workshop, server: RcloneServer) -> None:
     known = prompts(4, steps=2, seed=811)
     fresh = (prompt for seed in itertools.count(812_000) for prompt in prompts(1, steps=2, seed=seed))
     memory = {"kind": "memory", "capacity": "16MiB", "unsaved_limit": f"{LIMIT >> 20}MiB"}
-    files = {"kind": "file", "path": str(workshop.scratch / "stall"), "capacity": "1GiB"}
+    files = {"kind": "slab", "path": str(workshop.scratch / "stall"), "capacity": "1GiB"}
     with FaultProxy(server.port) as proxy:
         bucket = server.tier("stall", endpoint=proxy.endpoint, lookup={"timeout": f"{HELD_S:.0f}s"})
         config = chain_config(memory, files, bucket)
@@ -122,7 +122,7 @@ def test_files_that_are_gone(workshop: Workshop) -> None:
     asked = prompts(2, steps=2, seed=815)
     path = workshop.scratch / "vanishing"
     config = chain_config(
-        {"kind": "memory", "capacity": "64MiB"}, {"kind": "file", "path": str(path), "capacity": "64MiB"}
+        {"kind": "memory", "capacity": "64MiB"}, {"kind": "slab", "path": str(path), "capacity": "64MiB"}
     )
     with workshop.start_engine(connector=config) as engine:
         right = engine.generate(asked[:1])

@@ -29,7 +29,7 @@ from nixl_offload.identity.namespace import NamespaceFields
 from tests.vllm.harness import Workshop, prompts, tier_config, tree_tier
 
 ROOT = Path(__file__).resolve().parents[2]
-TIERS = {"tiers": [{"kind": "file", "path": "/kv", "capacity": "1GiB", "layout": "tree"}]}
+TIERS = {"tiers": [{"kind": "shared_dir", "path": "/kv", "capacity": "1GiB"}]}
 TOLD_BY_RANKS = {
     *("attention_backend", "weights", "dtype", "kv_layout", "tokens_per_block", "blocks_per_chunk", "tokens_per_hash"),
     *("groups", "ranks", "format_version"),

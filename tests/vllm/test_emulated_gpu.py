@@ -42,7 +42,7 @@ def test_answers_are_right_and_damage_is_noticed(
     asked, directory = prompts(2, seed=616, shape=shape), tmp_path / "kv"
     control = Control(libraries / "control")
     control.reset()
-    tier = {"kind": "file", "path": str(directory), "capacity": "256MiB", "mover": "gds_mt"}
+    tier = {"kind": "slab", "path": str(directory), "capacity": "256MiB", "mover": "gds_mt"}
     surroundings = {
         "NIXL_OFFLOAD_TEST_LIBRARIES": str(libraries),
         "CUFILE_EMULATION_CONTROL": str(libraries / "control"),

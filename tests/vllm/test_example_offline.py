@@ -19,7 +19,7 @@ _CONFIG = """\
 chunk_tokens: 128
 slow_hits: take            # a tiny model computes faster than most load
 tiers:
-  - {{kind: file, path: {path}, capacity: 256MiB, mover: posix}}
+  - {{kind: slab, path: {path}, capacity: 256MiB, mover: posix}}
 """
 
 

@@ -343,11 +343,11 @@ def test_a_slow_tier_is_skipped_and_the_decision_is_counted_once(tmp_path: Path,
     context = request()
     ask = (keys(1, 2), context, 0, 2 * CHUNK_TOKENS, CHUNK_TOKENS)
     assert [rig.manager.worth_loading(*ask) for _ in range(3)] == [0, 0, 0]
-    assert decisions(rig) == {("file", "skipped"): 1}
+    assert decisions(rig) == {("slab", "skipped"): 1}
     assert rig.manager.worth_loading(keys(3), request("memory"), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
     assert decisions(rig) == {("memory", "taken"): 1}
     assert rig.manager.worth_loading(keys(1), context, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0, "asked in other words"
-    assert decisions(rig) == {("file", "skipped"): 1}
+    assert decisions(rig) == {("slab", "skipped"): 1}
 
 
 def test_a_hit_is_cut_where_a_slow_tier_begins(tmp_path: Path, open_rig: Open) -> None:
@@ -359,7 +359,7 @@ def test_a_hit_is_cut_where_a_slow_tier_begins(tmp_path: Path, open_rig: Open) -
     rig.observe_prefill(0.01)
     first, tokens = CHUNK_TOKENS - 64, 64 + CHUNK_TOKENS - 64
     assert rig.manager.worth_loading(keys(1, 2), request(), first, tokens, CHUNK_TOKENS) == 64
-    assert decisions(rig) == {("memory", "taken"): 1, ("file", "skipped"): 1}
+    assert decisions(rig) == {("memory", "taken"): 1, ("slab", "skipped"): 1}
 
 
 def test_what_is_not_known_is_loaded(tmp_path: Path, open_rig: Open) -> None:
@@ -367,7 +367,7 @@ def test_what_is_not_known_is_loaded(tmp_path: Path, open_rig: Open) -> None:
     rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
     on_disk(rig, 1)
     assert rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
-    assert decisions(rig) == {("file", "taken"): 1}
+    assert decisions(rig) == {("slab", "taken"): 1}
     rig.observe_loads(SLAB, 10.0)
     rig.observe_prefill(0.01)
     assert rig.manager.worth_loading(keys(1, 9), request("gone"), 0, 512, CHUNK_TOKENS) == 512

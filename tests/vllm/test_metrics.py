@@ -115,16 +115,16 @@ def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]
 
     rig.store(1, 2, 3)
     assert told("used_bytes", "memory") == 3 * SLOT
-    assert told("due_chunks", "file") == 3
+    assert told("due_chunks", "shared_dir") == 3
     assert told("unsaved_bytes") == SLOT, "a quarter of memory"
     assert told("chunks", "store", "ok", "memory") == 3
     [move] = rig.step()
-    assert told("due_chunks", "file") == 0
+    assert told("due_chunks", "shared_dir") == 0
     rig.report(move.ticket, {2: Outcome.FAILED})
-    assert told("moved_chunks", "file") == 2
-    assert told("unmoved_chunks", "file", "failed") == 1
-    assert told("chunks", "move", "ok", "file") == 2
-    assert told("chunks", "move", "failed", "file") == 1
+    assert told("moved_chunks", "shared_dir") == 2
+    assert told("unmoved_chunks", "shared_dir", "failed") == 1
+    assert told("chunks", "move", "ok", "shared_dir") == 2
+    assert told("chunks", "move", "failed", "shared_dir") == 1
     assert told("unsaved_bytes") == 0
     assert told("evicted_chunks", "memory") == 0, "told before it happens, so that rate() sees the first one"
     assert told("capacity_bytes", "memory") == 4 * SLOT
@@ -140,8 +140,8 @@ def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]
     assert told("hit_decisions", "memory", "taken") == 1
     assert told("lookup_tokens", "memory", "hit") == CHUNK_TOKENS
     assert told("lookup_tokens", "memory", "miss") == 2 * CHUNK_TOKENS, "which the tree was asked about"
-    assert told("lookup_tokens", "file", "hit") == 0
-    assert told("lookup_tokens", "file", "miss") == 2 * CHUNK_TOKENS
+    assert told("lookup_tokens", "shared_dir", "hit") == 0
+    assert told("lookup_tokens", "shared_dir", "miss") == 2 * CHUNK_TOKENS
     assert rig.manager.get_stats() is None, "nothing has changed"
 
 
@@ -208,15 +208,15 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
     assert value("transfer_bytes", "load", "memory") == 2 * 4096
     assert value("transfer_seconds", "load", "memory") == 2 * 0.75
     assert value("shard_failures", "load", "corrupt", "checksum", "memory") == 4
-    assert [value("queued_bytes", kind, "file") for kind in ("load", "store", "move")] == [2, 4, 6]
+    assert [value("queued_bytes", kind, "shared_dir") for kind in ("load", "store", "move")] == [2, 4, 6]
     assert value("queued_bytes", "load", "memory") == 0
-    assert value("ranks_out_of_use", "file") == 1
-    assert value("tier_info", "file", "posix", "host") == value("tier_info", "file", "posix", "direct") == 1
+    assert value("ranks_out_of_use", "shared_dir") == 1
+    assert value("tier_info", "shared_dir", "posix", "host") == value("tier_info", "shared_dir", "posix", "direct") == 1
     tell(STANDING._replace(trouble="", equipment=direct), None)
-    assert value("ranks_out_of_use", "file") == 0
-    assert value("queued_bytes", "load", "file") == 2, "the second rank stands as it did"
-    assert value("tier_info", "file", "posix", "host") == 0
-    assert value("tier_info", "file", "posix", "direct") == 2
+    assert value("ranks_out_of_use", "shared_dir") == 0
+    assert value("queued_bytes", "load", "shared_dir") == 2, "the second rank stands as it did"
+    assert value("tier_info", "shared_dir", "posix", "host") == 0
+    assert value("tier_info", "shared_dir", "posix", "direct") == 2
 
 
 def test_a_rank_of_another_config_costs_metrics_not_the_engine(
@@ -252,11 +252,11 @@ def test_a_shared_tier_is_visible_in_metrics(workshop: Workshop) -> None:
     assert second.labelled(PREFIX + "chunks", "operation") == {"load": 6, "store": 0}
     assert second.labelled(PREFIX + "lookup_tokens", "result") == {"hit": 1536, "miss": 0}
     assert set(second.labelled(PREFIX + "transfer_bytes", "operation")) == {"load"}
-    assert second.labelled(PREFIX + "transfer_bytes", "tier")["file"] == answer.loaded_bytes
+    assert second.labelled(PREFIX + "transfer_bytes", "tier")["shared_dir"] == answer.loaded_bytes
     assert second.labelled(PREFIX + "tier_info", "way") == {"host": 1}
     assert second.labelled(PREFIX + "queued_bytes", "operation") == {"load": 0, "store": 0, "move": 0}
     assert metrics[PREFIX + "ranks_out_of_use"] == 0
-    assert set(second.labelled(PREFIX + "known_chunks", "tier")) == {"file"}
+    assert set(second.labelled(PREFIX + "known_chunks", "tier")) == {"shared_dir"}
 
 
 def test_a_chain_is_visible_in_metrics(workshop: Workshop) -> None:
@@ -273,8 +273,8 @@ def test_a_chain_is_visible_in_metrics(workshop: Workshop) -> None:
         def by_tier(name: str) -> dict[str, float]:
             return engine.labelled(PREFIX + name, "tier")
 
-        until(lambda: by_tier("moved_chunks") == {"file": 3 * CHUNKS}, "all chunks are counted as moved to files")
-        assert by_tier("due_chunks") == {"file": 0}
+        until(lambda: by_tier("moved_chunks") == {"shared_dir": 3 * CHUNKS}, "all chunks are counted as moved to files")
+        assert by_tier("due_chunks") == {"shared_dir": 0}
         assert engine.metrics()[PREFIX + "unsaved_bytes"] == 0
         evicted, used_bytes = by_tier("evicted_chunks"), by_tier("used_bytes")
         assert set(evicted) == set(used_bytes) == {"memory"}

@@ -104,7 +104,7 @@ def server() -> Iterator[RcloneServer]:
 @pytest.fixture
 def medium(request: pytest.FixtureRequest, server: RcloneServer, tmp_path: Path) -> Medium:
     if request.param == "slab":
-        return Medium("slab", {"kind": "file", "path": str(tmp_path / "slab"), "capacity": "64MiB"}, tmp_path / "slab")
+        return Medium("slab", {"kind": "slab", "path": str(tmp_path / "slab"), "capacity": "64MiB"}, tmp_path / "slab")
     if request.param == "tree":
         return Medium("tree", tree_tier(tmp_path / "tree"), tmp_path / "tree")
     prefix = tmp_path.name
@@ -286,7 +286,7 @@ def test_a_chain_of_memory_slab_and_bucket_holds_every_chunk_in_each(
     """Write-through, and what a load leaves in memory, pass over the ranks that hold nothing of a chunk; also where
     vLLM packs the layers of all groups into blocks.
     """
-    slab = Medium("slab", {"kind": "file", "path": str(tmp_path / "slab"), "capacity": "64MiB"}, tmp_path / "slab")
+    slab = Medium("slab", {"kind": "slab", "path": str(tmp_path / "slab"), "capacity": "64MiB"}, tmp_path / "slab")
     bucket = Medium("bucket", server.tier(tmp_path.name, mover="obstore"), server.directory / tmp_path.name)
     memory = {"kind": "memory", "capacity": "16MiB"}
     filled = [bool(kinds) for kinds in stages]

@@ -76,7 +76,7 @@ class Rig:
             parallel=parallel,
         )
         config = parse_config(
-            {"staging": "8MiB", "tiers": [{"kind": "file", "path": str(directory), "capacity": "64MiB"}]}
+            {"staging": "8MiB", "tiers": [{"kind": "slab", "path": str(directory), "capacity": "64MiB"}]}
         )
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(tensor, PAGE) for tensor in self.tensors],
@@ -329,7 +329,7 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
     monkeypatch.setattr(rank_engine, "_open_tier", opened)
     rig = Rig(tmp_path)
     second = {"kind": "s3", "bucket": "nowhere"}
-    first = {"kind": "file", "path": str(tmp_path), "capacity": "64MiB"}
+    first = {"kind": "slab", "path": str(tmp_path), "capacity": "64MiB"}
     rig.worker._config = parse_config({"staging": "8MiB", "tiers": [first, second]})
     rig.worker._reaches = [Reach(), Reach()]
     rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), dataclasses.replace(rig.spec(0), places=(rig.place, rig.place)))

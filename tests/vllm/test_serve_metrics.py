@@ -88,7 +88,7 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
     with RcloneServer() as bucket:
         config = chain_config(
             {"kind": "memory", "capacity": "8MiB"},
-            {"kind": "file", "path": str(scratch / "slab"), "capacity": "256MiB"},
+            {"kind": "slab", "path": str(scratch / "slab"), "capacity": "256MiB"},
             bucket.tier("metrics"),
             slow_hits="skip",
             vllm={"self_describing_kv_events": True},
@@ -120,7 +120,7 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
             texts = prompts(PROMPTS, seed=905)
             for number, prompt in enumerate(texts, 1):
                 server.complete(model, prompt)
-                arrived = dict.fromkeys(("file", "s3"), float(number * PROMPT_CHUNKS))
+                arrived = dict.fromkeys(("slab", "s3"), float(number * PROMPT_CHUNKS))
                 server.until(
                     lambda arrived=arrived: server.samples(PREFIX + "moved_chunks_total", "tier") == arrived,  # type: ignore[misc]
                     60,
@@ -204,41 +204,41 @@ def test_numbers_by_tier_are_those_of_the_traffic(served: Served) -> None:
     """Three prompts of six chunks; memory holds fourteen, so the first prompt came back from the slab in part."""
     text, size = served.metrics, CHUNK_BYTES
     assert labelled(text, "transfer_bytes_total", operation="store", tier="memory") == CHUNKS * size
-    for tier in ("file", "s3"):
+    for tier in ("slab", "s3"):
         assert labelled(text, "transfer_bytes_total", operation="move_in", tier=tier) == CHUNKS * size
         assert labelled(text, "chunks_total", operation="move", outcome="ok", tier=tier) == CHUNKS
         assert labelled(text, "queued_bytes", tier=tier) == labelled(text, "due_chunks", tier=tier) == 0
-    loaded = labelled(text, "transfer_bytes_total", operation="load", tier="file")
+    loaded = labelled(text, "transfer_bytes_total", operation="load", tier="slab")
     assert loaded > 0
     assert loaded + labelled(text, "transfer_bytes_total", operation="load", tier="memory") == PROMPT_CHUNKS * size
     asked_tokens = (PROMPTS + 1) * PROMPT_CHUNKS * CHUNK_TOKENS
     assert labelled(text, "lookup_tokens_total", tier="memory") == asked_tokens
-    assert labelled(text, "lookup_tokens_total", tier="file", result="hit") == loaded / size * CHUNK_TOKENS
+    assert labelled(text, "lookup_tokens_total", tier="slab", result="hit") == loaded / size * CHUNK_TOKENS
     assert labelled(text, "lookup_tokens_total", tier="s3", result="miss") == PROMPTS * PROMPT_CHUNKS * CHUNK_TOKENS
-    assert labelled(text, "hit_decisions_total", tier="file", decision="taken") == 1
-    observed = labelled(text, "transfer_seconds_count", operation="load", tier="file")
+    assert labelled(text, "hit_decisions_total", tier="slab", decision="taken") == 1
+    observed = labelled(text, "transfer_seconds_count", operation="load", tier="slab")
     assert observed == 1
-    assert 0 < labelled(text, "transfer_seconds_sum", operation="load", tier="file") < 30
+    assert 0 < labelled(text, "transfer_seconds_sum", operation="load", tier="slab") < 30
     assert labelled(text, "probe_seconds_count", tier="s3") == labelled(text, "probes_total", tier="s3") > 0
     assert labelled(text, "ranks_out_of_use") == 0
     assert labelled(text, "shard_failures_total") == 0
-    for tier, capacity_bytes in {"memory": 8 << 20, "file": 256 << 20}.items():
+    for tier, capacity_bytes in {"memory": 8 << 20, "slab": 256 << 20}.items():
         used = labelled(text, "used_bytes", tier=tier)
         assert 0 < used <= labelled(text, "capacity_bytes", tier=tier) <= capacity_bytes
     equipment = {dict(at)["tier"]: dict(at) for at in values(text, PREFIX + "tier_info")}
-    assert set(equipment) == {"memory", "file", "s3"}
+    assert set(equipment) == {"memory", "slab", "s3"}
     assert equipment["memory"]["mover"] == "copy"
     assert {at["way"] for at in equipment.values()} == {"host"}
 
 
 def test_damage_shows_as_what_it_is(served: Served) -> None:
     """Bits were flipped in every chunk of the slab: the checksum says so, once for each chunk that was loaded."""
-    corrupt = labelled(served.damaged, "chunks_total", operation="load", outcome="corrupt", tier="file")
+    corrupt = labelled(served.damaged, "chunks_total", operation="load", outcome="corrupt", tier="slab")
     assert corrupt > 0
     assert corrupt == labelled(
-        served.damaged, "shard_failures_total", operation="load", outcome="corrupt", cause="checksum", tier="file"
+        served.damaged, "shard_failures_total", operation="load", outcome="corrupt", cause="checksum", tier="slab"
     )
-    assert labelled(served.metrics, "chunks_total", operation="load", outcome="corrupt", tier="file") == 0
+    assert labelled(served.metrics, "chunks_total", operation="load", outcome="corrupt", tier="slab") == 0
     assert ("operation", "load") in dict.fromkeys(
         pair
         for at in values(served.metrics, PREFIX + "chunks_total")

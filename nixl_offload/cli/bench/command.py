@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, TextIO
 from nixl_offload.cli.bench.report import BenchReport, TierFigures
 from nixl_offload.cli.model_shape import LLAMA_3_1_8B, ModelShape, model_shape, read_model_shape
 from nixl_offload.cli.terminal import about_size, size_argument
-from nixl_offload.config import Config, MemoryTier, S3Tier, Tier, load_config
+from nixl_offload.config import Config, MemoryConfig, S3Config, TierConfig, load_config
+from nixl_offload.config.schema import TIER_KINDS
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ the config and this machine lead to, as many chunks in flight. Every load is ver
 
     nixl-offload bench kv.yaml                                    # with the shape of Llama-3.1-8B
     nixl-offload bench kv.yaml --model /models/qwen --tp 2 --prefill 12000
-    nixl-offload bench kv.yaml --tier file --seconds 20 --size 8GiB --plot bench.png
+    nixl-offload bench kv.yaml --tier slab --seconds 20 --size 8GiB --plot bench.png
 
 The KV cache lies on the GPU where there is one, else in host memory. It works in scratch space of its own, beside a
 running server too, whose chunks it never touches and whose speed it shares: a nameless file in a slab's directory, a
@@ -55,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--tp", type=_positive, default=1, metavar="N", help="tensor parallel size; one rank is measured"
     )
-    parser.add_argument("--tier", action="append", choices=("memory", "file", "s3"), help="only this one; repeatable")
+    parser.add_argument("--tier", action="append", choices=TIER_KINDS, help="only this one; repeatable")
     parser.add_argument(
         "--seconds", type=_seconds, default=_SECONDS, metavar="S", help=f"per operation; default: {_SECONDS:g}"
     )
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _measure(
-    config: Config, tier: Tier, cache: KVCache, arguments: argparse.Namespace, progress: _Progress
+    config: Config, tier: TierConfig, cache: KVCache, arguments: argparse.Namespace, progress: _Progress
 ) -> TierFigures:
     """Measure one tier; what goes wrong there is part of the figures."""
     from nixl_offload.cli.bench.drive import Driver
@@ -136,10 +137,10 @@ def _measure(
     return figures
 
 
-def _where(tier: Tier) -> str:
-    if isinstance(tier, MemoryTier):
+def _where(tier: TierConfig) -> str:
+    if isinstance(tier, MemoryConfig):
         return "host memory"
-    return f"s3://{tier.bucket}/{tier.prefix}".rstrip("/") if isinstance(tier, S3Tier) else tier.path
+    return f"s3://{tier.bucket}/{tier.prefix}".rstrip("/") if isinstance(tier, S3Config) else tier.path
 
 
 def _shape(arguments: argparse.Namespace) -> ModelShape:

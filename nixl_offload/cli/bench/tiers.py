@@ -20,7 +20,7 @@ from typing import Final, Protocol
 from nixl_offload.cli.bench.memory import KVCache
 from nixl_offload.cli.inventory.base import BENCH_SCRATCH
 from nixl_offload.cli.terminal import plural
-from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier
+from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, S3Config, SharedDirConfig, SlabConfig, TierConfig
 from nixl_offload.engine import ChunkIO, Engine, JobResult
 from nixl_offload.engine.choice import cache as cache_files
 from nixl_offload.engine.host import HostSlab
@@ -76,17 +76,15 @@ class OpenTier:
 
 
 @contextlib.contextmanager
-def open_tier(
-    config: Config, tier: MemoryTier | FileTier | S3Tier, cache: KVCache, size_bytes: int
-) -> Iterator[OpenTier]:
+def open_tier(config: Config, tier: TierConfig, cache: KVCache, size_bytes: int) -> Iterator[OpenTier]:
     """Open ``tier`` with room for ``size_bytes``, less where that is not to be had.
 
     Raises TierError, StoreError, MoverError: why it cannot be measured.
     """
     position = config.tiers.index(tier)
-    if isinstance(tier, MemoryTier):
+    if isinstance(tier, MemoryConfig):
         yield from _memory(config, position, tier, cache, size_bytes)
-    elif isinstance(tier, FileTier) and tier.layout == "slab":
+    elif isinstance(tier, SlabConfig):
         yield from _slab(config, position, tier, cache, size_bytes)
     else:
         yield from _shared(config, position, tier, cache, size_bytes)
@@ -97,7 +95,7 @@ def in_flight_of(config: Config, slot_bytes: int) -> int:
     return max(1, min(_IN_FLIGHT, _staging_bytes(config) // slot_bytes))
 
 
-def _memory(config: Config, position: int, tier: MemoryTier, cache: KVCache, size_bytes: int) -> Iterator[OpenTier]:
+def _memory(config: Config, position: int, tier: MemoryConfig, cache: KVCache, size_bytes: int) -> Iterator[OpenTier]:
     chunks = _chunks(min(size_bytes, tier.capacity_bytes), cache, "the memory tier")
     host = HostSlab(
         memory_bytes=chunks * cache.slot_bytes,
@@ -124,7 +122,7 @@ def _memory(config: Config, position: int, tier: MemoryTier, cache: KVCache, siz
         host.close()
 
 
-def _slab(config: Config, position: int, tier: FileTier, cache: KVCache, size_bytes: int) -> Iterator[OpenTier]:
+def _slab(config: Config, position: int, tier: SlabConfig, cache: KVCache, size_bytes: int) -> Iterator[OpenTier]:
     """A scratch slab beside the real ones: an engine may have those open, and what they hold is served."""
     directory = _directory(tier)
     space = os.statvfs(directory)
@@ -151,10 +149,10 @@ def _slab(config: Config, position: int, tier: FileTier, cache: KVCache, size_by
 
 
 def _shared(
-    config: Config, position: int, tier: FileTier | S3Tier, cache: KVCache, size_bytes: int
+    config: Config, position: int, tier: SharedDirConfig | S3Config, cache: KVCache, size_bytes: int
 ) -> Iterator[OpenTier]:
     """A scratch namespace, which no server asks for."""
-    if isinstance(tier, FileTier):
+    if isinstance(tier, SharedDirConfig):
         space = os.statvfs(_directory(tier))
         if space.f_blocks:
             size_bytes = min(size_bytes, space.f_bavail * space.f_frsize // _SPACE_SHARE)
@@ -166,7 +164,7 @@ def _shared(
         undo.callback(store.close)
         chunks = _chunks(size_bytes, cache, store.where)
         _remove_stale(store)
-        if isinstance(tier, FileTier):
+        if isinstance(tier, SharedDirConfig):
             reach = _reach(tier, tier.path, cache)
         else:
             reach = Reach(open_object_mover(tier, cache.device.kind, functools.partial(open_store, tier)).mover)
@@ -175,7 +173,7 @@ def _shared(
         mover, clock = reach.mover, time.monotonic
         assert mover is not None
         link: Link
-        if isinstance(tier, FileTier):
+        if isinstance(tier, SharedDirConfig):
             link = TreeLink(tier.path, namespace, 0, mover, direct_io=tier.direct_io, clock=clock)
         else:
             link = ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", namespace, 0, mover, clock)
@@ -218,12 +216,12 @@ def _engine(config: Config, position: int, link: Link, cache: KVCache, reach: Re
     )
 
 
-def _reach(tier: FileTier, directory: str, cache: KVCache) -> Reach:
+def _reach(tier: DirectoryConfig, directory: str, cache: KVCache) -> Reach:
     return reach_files(tier, directory, cache.device, choose_way(tier, cache.device, cache.layout))
 
 
 def _staging_bytes(config: Config) -> int:
-    return config.staging_bytes // max(1, sum(not isinstance(tier, MemoryTier) for tier in config.tiers))
+    return config.staging_bytes // max(1, sum(not isinstance(tier, MemoryConfig) for tier in config.tiers))
 
 
 def _chunks(size_bytes: int, cache: KVCache, where: str) -> int:
@@ -237,7 +235,7 @@ def _chunks(size_bytes: int, cache: KVCache, where: str) -> int:
     return chunks
 
 
-def _directory(tier: FileTier) -> str:
+def _directory(tier: DirectoryConfig) -> str:
     if not os.path.isdir(tier.path):
         raise TierError(f"{tier.path}: there is no such directory; make it, or mount its filesystem", cause="missing")
     return tier.path

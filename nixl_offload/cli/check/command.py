@@ -1,7 +1,7 @@
 """``nixl-offload check [CONFIG]``: proves each tier on this machine, says what is right, what is wrong, what mends it.
 
 Threading: one thread, a process for movers (``child``), a daemon thread per directory. A module per section:
-``machine`` the environment, ``hashes``, ``servers``, ``memory``, ``file``, ``s3``, ``model``;
+``machine`` the environment, ``hashes``, ``servers``, ``memory``, ``slab``, ``shared_dir``, ``s3``, ``model``;
 they return lines (``lines``), ``report`` prints them. All are imported late: some bring numpy along.
 """
 
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, TextIO
 
-from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, load_config
+from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, S3Config, SlabConfig, load_config
 from nixl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         both = ", not both" if arguments.path is not None else ""
         raise ConfigError(f"check: say a config file, or --path DIR{both}")
     if arguments.path is not None:
-        tier = FileTier(kind="file", path=os.path.abspath(arguments.path), capacity=8192)
+        tier = SlabConfig(kind="slab", path=os.path.abspath(arguments.path), capacity=8192)
         config, file = Config(tiers=(tier,)), "kv.yaml"
     else:
         config, file = load_config(arguments.file), arguments.file
@@ -149,9 +149,9 @@ def _sections(
     piece_bytes = _PIECE_BYTES if shape is None else shape.chunk_bytes(config.chunk_tokens)
     sections = []
     for tier in config.tiers:
-        if isinstance(tier, MemoryTier):
+        if isinstance(tier, MemoryConfig):
             sections.append(_memory(tier, config, trials, doing, gpu=gpu))
-        elif isinstance(tier, FileTier):
+        elif isinstance(tier, DirectoryConfig):
             capacity = tier.capacity_bytes if arguments.path is None else None
             sections.append(
                 file_section(
@@ -159,7 +159,7 @@ def _sections(
                 )
             )
             sections[-1].add(_pinning(config, gpu=gpu))
-        elif isinstance(tier, S3Tier):
+        elif isinstance(tier, S3Config):
             from nixl_offload.cli.check.s3 import s3_section
 
             sections.append(
@@ -188,7 +188,7 @@ def _hashes(config: Config, server: ServerArguments, environment: Mapping[str, s
     return section
 
 
-def _memory(tier: MemoryTier, config: Config, trials: Trials, doing: Doing, *, gpu: bool) -> Section:
+def _memory(tier: MemoryConfig, config: Config, trials: Trials, doing: Doing, *, gpu: bool) -> Section:
     from nixl_offload.cli.check.lines import Section
     from nixl_offload.cli.check.memory import memory_lines
     from nixl_offload.units import format_size

@@ -1,4 +1,4 @@
-"""What ``nixl-offload check`` says of a file tier's directory: may this user write there, on what does it lie, how much
+"""What ``nixl-offload check`` says of a tier's directory: may this user write there, on what does it lie, how much
 room has it, who holds it; of a shared one, whether renames, syncs and clocks are as they should be.
 
 Threading: one thread. Takes no lock and makes no directory; scratch files are removed before the line is told. Where
@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
-from nixl_offload.config import FileTier
+from nixl_offload.config import DirectoryConfig
 from nixl_offload.hardware.cufile import beneath
 from nixl_offload.hardware.mounts import Mount, find_mount
 from nixl_offload.tiers.shared.sweep import GRACE_S
@@ -113,7 +113,7 @@ def _closed_to_us(directory: str) -> str | None:
     return None
 
 
-def filesystem_lines(place: Place, tier: FileTier, root: str = "/") -> Iterator[Line]:
+def filesystem_lines(place: Place, tier: DirectoryConfig, root: str = "/") -> Iterator[Line]:
     """Yield what the directory lies on, and whether that keeps what is stored. ``root`` stands for ``/`` in tests."""
     name = "filesystem"
     mount = find_mount(place.standing, root)
@@ -132,15 +132,15 @@ def filesystem_lines(place: Place, tier: FileTier, root: str = "/") -> Iterator[
         words = f"{on}: this is memory, counted as such, gone when the machine restarts, and no GPU reaches it directly"
         yield warning(name, words, "path: a directory on a drive; or kind: memory in place of this tier")
     elif mount.kind in _SHARED_KINDS or mount.kind.startswith("fuse"):
-        if tier.layout == "slab":
+        if tier.kind == "slab":
             words = f"{on}: a slab belongs to one engine of one machine, and here other machines may look for theirs"
-            yield warning(name, words, "layout: tree, for a directory that servers share; else a path on a local drive")
+            yield warning(name, words, "kind: shared_dir, for servers that share it; else a path on a local drive")
         else:
-            yield ok(name, f"{on}, shared by servers as layout: tree means it")
+            yield ok(name, f"{on}, shared by servers as kind: shared_dir means it")
     elif _spins(mount, root):
         yield warning(name, f"{on}: a spinning disk; loading may be slower than computing", "path: on an NVMe drive")
     else:
-        shared = "; with layout: tree on a local disk only servers of this machine share it" * (tier.layout == "tree")
+        shared = "; on a local disk only servers of this machine share it" * (tier.kind == "shared_dir")
         yield ok(name, f"{on} ({mount.source}){shared}")
 
 
@@ -173,7 +173,7 @@ def space_line(place: Place, capacity_bytes: int | None) -> Line:
     return warning(name, f"{words}: storing stops when the disk is full", f"capacity: {_about_below(fits)}")
 
 
-def direct_io_line(place: Place, tier: FileTier) -> Line:
+def direct_io_line(place: Place, tier: DirectoryConfig) -> Line:
     """Write and read a page past the page cache, aligned as servers do it."""
     name = "O_DIRECT"
     if not tier.direct_io:

@@ -1,4 +1,4 @@
-"""What ``nixl-offload check`` says of a file tier: its directory, GPUDirect Storage, movers, how fast it is.
+"""What ``nixl-offload check`` says of a tier in files: its directory, GPUDirect Storage, movers, how fast it is.
 
 Threading: one thread; movers run in the child. A filesystem that hangs holds nobody up for long: what touches it is
 done by a daemon thread that is left behind.
@@ -15,7 +15,7 @@ from nixl_offload.cli.check.child import Answer, Trials
 from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.check.report import Doing
 from nixl_offload.cli.terminal import about_size, moment
-from nixl_offload.config import FileTier
+from nixl_offload.config import DirectoryConfig, SharedDirConfig
 from nixl_offload.hardware.gds import GdsReport, gds_report
 
 T = TypeVar("T")
@@ -32,10 +32,11 @@ _MENDS: Final = {
     "copy": "mend the directory",
 }
 _PIECE_BYTES: Final = 2 << 20
+_TITLES: Final = {"slab": "Slab tier", "shared_dir": "Shared directory tier"}
 
 
 def file_section(
-    tier: FileTier,
+    tier: DirectoryConfig,
     trials: Trials,
     doing: Doing,
     *,
@@ -44,9 +45,9 @@ def file_section(
     piece_bytes: int = _PIECE_BYTES,
     root: str = "/",
 ) -> Section:
-    """Look at a file tier. ``capacity_bytes`` is None where nobody said; ``io``: measure; ``root`` as in ``gds``."""
-    section = Section("file", f"File tier {tier.path} (layout: {tier.layout}, mover: {tier.mover})")
-    section.facts = {"path": tier.path, "layout": tier.layout, "mover": tier.mover, "taken": None, "io": None}
+    """Look at a tier in files. ``capacity_bytes``: None where nobody said; ``io``: measure; ``root``: as in ``gds``."""
+    section = Section(tier.kind, f"{_TITLES[tier.kind]} {tier.path} (mover: {tier.mover})")
+    section.facts = {"path": tier.path, "mover": tier.mover, "taken": None, "io": None}
     doing(f"looking at {tier.path}")
     try:
         place, gds = within(HANG_S, lambda: _look(section, tier, capacity_bytes, root))
@@ -99,17 +100,19 @@ def speed_line(io: Answer) -> Line:
     return ok("speed", f"{speeds}; {times}, by {io['mover']}")
 
 
-def _look(section: Section, tier: FileTier, capacity_bytes: int | None, root: str) -> tuple[directory.Place, GdsReport]:
+def _look(
+    section: Section, tier: DirectoryConfig, capacity_bytes: int | None, root: str
+) -> tuple[directory.Place, GdsReport]:
     place = directory.find_place(tier.path)
     section.add([directory.access_line(place)])
     section.add(directory.filesystem_lines(place, tier, root))
     if not section.has("directory", "wrong"):
         section.add([directory.space_line(place, capacity_bytes), directory.direct_io_line(place, tier)])
-        section.add(directory.tree_lines(place) if tier.layout == "tree" else [directory.lock_line(place)])
+        section.add(directory.tree_lines(place) if isinstance(tier, SharedDirConfig) else [directory.lock_line(place)])
     return place, gds_report(place.standing, root=root)
 
 
-def gds_lines(tier: FileTier, gds: GdsReport, *, gpu: bool) -> list[Line]:
+def gds_lines(tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> list[Line]:
     """Return the verdict, and with a GPU each thing that decides it. That it is not real costs speed, no more."""
     name = "GPUDirect Storage"
     if tier.mover == "posix":
@@ -138,7 +141,7 @@ def gds_lines(tier: FileTier, gds: GdsReport, *, gpu: bool) -> list[Line]:
 
 def _try_movers(
     section: Section,
-    tier: FileTier,
+    tier: DirectoryConfig,
     where: str,
     trials: Trials,
     doing: Doing,
@@ -189,7 +192,7 @@ def _probe(answer: Answer) -> dict[str, Any]:
     return {"ok": bool(answer["ok"]), "reason": str(answer["reason"])}
 
 
-def _mover_line(name: str, probe: dict[str, Any], tier: FileTier, allowed: bool, taken: bool) -> Line:
+def _mover_line(name: str, probe: dict[str, Any], tier: DirectoryConfig, allowed: bool, taken: bool) -> Line:
     title = f"mover {name}"
     if taken:
         return ok(title, f"{probe['reason']}: this is the one that the server takes")
@@ -201,7 +204,7 @@ def _mover_line(name: str, probe: dict[str, Any], tier: FileTier, allowed: bool,
     return warning(title, f"passed over: {probe['reason']}", _MENDS[name])
 
 
-def _nothing_starts(tier: FileTier, *, starts_elsewhere: bool) -> Line:
+def _nothing_starts(tier: DirectoryConfig, *, starts_elsewhere: bool) -> Line:
     words = f"none of the movers that `mover: {tier.mover}` allows starts here"
     return wrong("movers", words, "mover: auto" if starts_elsewhere else "see above what each of them lacks")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from nixl_offload.cli.check.lines import Line, ok, warning, wrong
-from nixl_offload.config import Config, MemoryTier, blocks_per_chunk
+from nixl_offload.config import Config, MemoryConfig, blocks_per_chunk
 from nixl_offload.errors import ConfigError
 
 _STEADY: Final = ("sha256", "sha256_cbor")
@@ -63,7 +63,7 @@ def _algorithm_line(config: Config, server: ServerArguments, seed: str | None) -
     algorithm = server.hash_algorithm
     here = {None: "unset", "": "empty"}.get(seed, seed)
     found = f"found by every server with the same PYTHONHASHSEED (here: {here})"
-    if all(isinstance(tier, MemoryTier) for tier in config.tiers):
+    if all(isinstance(tier, MemoryConfig) for tier in config.tiers):
         return ok(name, "any will do: with a memory tier alone nothing outlives the server")
     if algorithm is None:
         words = f"sha256, vLLM's default: {found}"

@@ -30,7 +30,7 @@ class Section:
     """Lines about one thing: the environment, a tier."""
 
     kind: str
-    """``environment``, ``hashes``, ``servers``, ``memory``, ``file``, ``s3``, ``model``."""
+    """``environment``, ``hashes``, ``servers``, ``memory``, ``slab``, ``shared_dir``, ``s3``, ``model``."""
     title: str
     lines: list[Line] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)

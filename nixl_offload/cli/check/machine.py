@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from nixl_offload import __version__
 from nixl_offload.cli.check.child import Answer, Trials
 from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
-from nixl_offload.config import FileTier, S3Tier, Tier
+from nixl_offload.config import DirectoryConfig, S3Config, TierConfig
 from nixl_offload.hardware.libraries import find_library
 from nixl_offload.vllm.versions import SUPPORTED, minor_version, supported_range
 
@@ -52,7 +52,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def library_lines(tiers: Sequence[Tier], *, gpu: bool, version: Version = installed) -> Iterator[Line]:
+def library_lines(tiers: Sequence[TierConfig], *, gpu: bool, version: Version = installed) -> Iterator[Line]:
     """Yield a line per library. ``version`` stands for pip's knowledge in tests."""
     yield ok("python", f"{platform.python_version()} ({sys.executable})")
     yield from _own_lines(version)
@@ -83,10 +83,10 @@ def library_lines(tiers: Sequence[Tier], *, gpu: bool, version: Version = instal
             yield ok("libcufile", f"{cufile.words}, for GPUDirect Storage")
 
 
-def begin_plugins(trials: Trials, tiers: Sequence[Tier]) -> dict[str, int]:
+def begin_plugins(trials: Trials, tiers: Sequence[TierConfig]) -> dict[str, int]:
     """Have the child start NIXL's plugins while others look; returns tasks by mover. Empty where no tier needs NIXL."""
-    bucket = next((tier for tier in tiers if isinstance(tier, S3Tier)), None)
-    if bucket is None and not any(isinstance(tier, FileTier) for tier in tiers):
+    bucket = next((tier for tier in tiers if isinstance(tier, S3Config)), None)
+    if bucket is None and not any(isinstance(tier, DirectoryConfig) for tier in tiers):
         return {}
     settings: dict[str, Any] = _ANY_BUCKET if bucket is None else bucket.to_dict()
     return {
@@ -94,7 +94,7 @@ def begin_plugins(trials: Trials, tiers: Sequence[Tier]) -> dict[str, int]:
     }
 
 
-def plugin_lines(trials: Trials, tasks: dict[str, int], tiers: Sequence[Tier], *, gpu: bool) -> Iterator[Line]:
+def plugin_lines(trials: Trials, tasks: dict[str, int], tiers: Sequence[TierConfig], *, gpu: bool) -> Iterator[Line]:
     """Yield a line per plugin of NIXL: whether it loads, why not, and whether that matters here."""
     if installed("nixl") is None and importlib.util.find_spec("nixl") is None:
         return  # said once, of the library
@@ -151,10 +151,10 @@ def _vllm_line(version: Version) -> Line:
     return ok("vllm", f"{found}; supported: {supported_range()}")
 
 
-def _mover_lines(tiers: Sequence[Tier], gpu: bool, cuda: str | None, version: Version) -> Iterator[Line]:
+def _mover_lines(tiers: Sequence[TierConfig], gpu: bool, cuda: str | None, version: Version) -> Iterator[Line]:
     """NIXL and KvikIO."""
-    chosen = {tier.mover for tier in tiers if isinstance(tier, FileTier | S3Tier)}
-    files = any(isinstance(tier, FileTier) for tier in tiers)
+    chosen = {tier.mover for tier in tiers if isinstance(tier, DirectoryConfig | S3Config)}
+    files = any(isinstance(tier, DirectoryConfig) for tier in tiers)
     wheels = [f"nixl-cu{number}" for number in (12, 13) if version(f"nixl-cu{number}")]
     nixl = version("nixl") or (version(wheels[0]) if wheels else None)
     purpose = "movers gds_mt, gds and posix for files, obj for buckets"
@@ -177,9 +177,9 @@ def _mover_lines(tiers: Sequence[Tier], gpu: bool, cuda: str | None, version: Ve
         yield ok("kvikio", f"{kvikio}: mover kvikio, a second way between GPU and files")
 
 
-def _bucket_lines(tiers: Sequence[Tier], version: Version) -> Iterator[Line]:
+def _bucket_lines(tiers: Sequence[TierConfig], version: Version) -> Iterator[Line]:
     """Yield lines for the clients of buckets."""
-    buckets = [tier for tier in tiers if isinstance(tier, S3Tier)]
+    buckets = [tier for tier in tiers if isinstance(tier, S3Config)]
     pip = "pip install nixl-offload[s3]"
     found = {name: version(name) for name in ("obstore", "boto3")}
     purposes = {
@@ -205,10 +205,10 @@ def _absent(name: str, purpose: str, need: Need, pip: str) -> Line:
     return ok(name, f"not installed, and nothing here needs it ({purpose})")
 
 
-def _need_of_plugin(name: str, tiers: Sequence[Tier], gpu: bool) -> Need:
+def _need_of_plugin(name: str, tiers: Sequence[TierConfig], gpu: bool) -> Need:
     needs: list[Need] = ["no"]
     for tier in tiers:
-        if isinstance(tier, FileTier):
+        if isinstance(tier, DirectoryConfig):
             if name.startswith("posix_"):
                 apis = {"auto": ("posix_uring", "posix_aio"), "io_uring": ("posix_uring",), "aio": ("posix_aio",)}
                 if tier.mover in ("auto", "posix") and name in apis[tier.posix_api]:
@@ -217,7 +217,7 @@ def _need_of_plugin(name: str, tiers: Sequence[Tier], gpu: bool) -> Need:
                 needs.append("must")
             elif name == "gds_mt" and tier.mover == "auto" and gpu:
                 needs.append("should")
-        elif isinstance(tier, S3Tier) and name == "obj":
+        elif isinstance(tier, S3Config) and name == "obj":
             needs.append("must" if tier.mover == "obj" else "should" if tier.mover == "auto" else "no")
     return "must" if "must" in needs else "should" if "should" in needs else "no"
 

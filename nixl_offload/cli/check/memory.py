@@ -12,14 +12,14 @@ from pathlib import Path
 from nixl_offload.cli.check.child import Answer
 from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
-from nixl_offload.config import MemoryTier
+from nixl_offload.config import MemoryConfig
 from nixl_offload.units import format_size
 
 _MIB = 1 << 20
 
 
 def memory_lines(
-    tier: MemoryTier, room: Answer, *, gpu: bool, staging_bytes: int, root: Path = Path("/")
+    tier: MemoryConfig, room: Answer, *, gpu: bool, staging_bytes: int, root: Path = Path("/")
 ) -> Iterator[Line]:
     """Yield lines for a tier. ``room`` is the answer to the child's task ``memory``; ``root`` stands for ``/``."""
     yield _room_line(tier, room, staging_bytes)
@@ -33,7 +33,7 @@ def memory_lines(
         yield ok("huge pages", "transparent huge pages are on")
 
 
-def _room_line(tier: MemoryTier, room: Answer, staging_bytes: int) -> Line:
+def _room_line(tier: MemoryConfig, room: Answer, staging_bytes: int) -> Line:
     name = "room"
     if "failed" in room:
         return unknown(name, f"cannot be told here: {room['failed']}", "free -g")

@@ -12,7 +12,7 @@ from nixl_offload.chunk.header import slot_bytes
 from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.model_shape import ModelShape
 from nixl_offload.cli.terminal import about_size
-from nixl_offload.config import Config, Tier
+from nixl_offload.config import Config, TierConfig
 from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN
 from nixl_offload.units import format_size
 
@@ -83,7 +83,7 @@ def _staging_line(shape: ModelShape, config: Config) -> Line:
     return ok("staging", words)
 
 
-def _capacity_line(shape: ModelShape, config: Config, tier: Tier, facts: dict[str, object]) -> Line | None:
+def _capacity_line(shape: ModelShape, config: Config, tier: TierConfig, facts: dict[str, object]) -> Line | None:
     name = f"{tier.kind} capacity"
     if tier.capacity_bytes is None:
         return ok(name, "not bounded by the config")
@@ -100,7 +100,7 @@ def _capacity_line(shape: ModelShape, config: Config, tier: Tier, facts: dict[st
 
 
 def _load_lines(
-    shape: ModelShape, tier: Tier, told: Section, facts: dict[str, object], prefill_tokens_s: float | None
+    shape: ModelShape, tier: TierConfig, told: Section, facts: dict[str, object], prefill_tokens_s: float | None
 ) -> Iterator[Line]:
     name = f"{tier.kind} load"
     if tier.kind == "memory":

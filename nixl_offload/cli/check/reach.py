@@ -19,7 +19,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
-from nixl_offload.config import S3Tier
+from nixl_offload.config import S3Config
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.s3 import S3Address, readable_ca_bundle
 
@@ -45,7 +45,7 @@ class Reached:
     """The server sends requests for this bucket elsewhere."""
 
 
-def reach(tier: S3Tier, endpoint: str, limit_s: float, clock: Callable[[], float] = time.time) -> Reached:
+def reach(tier: S3Config, endpoint: str, limit_s: float, clock: Callable[[], float] = time.time) -> Reached:
     """Go as far as an unsigned answer. ``endpoint`` is the URL that clients use; ``clock`` this machine's time."""
     address = S3Address.of(tier)
     parts = urlsplit(endpoint)
@@ -71,7 +71,7 @@ class _UnreachableError(Exception):
         self.line = wrong("endpoint", words, mend)
 
 
-def _ask(tier: S3Tier, address: S3Address, url: str, limit_s: float, clock: Callable[[], float]) -> Reached:
+def _ask(tier: S3Config, address: S3Address, url: str, limit_s: float, clock: Callable[[], float]) -> Reached:
     parts = urlsplit(url)
     host, port = str(parts.hostname), int(parts.port or 0)
     _resolve(tier, address, host, port)
@@ -95,7 +95,7 @@ def _ask(tier: S3Tier, address: S3Address, url: str, limit_s: float, clock: Call
     return Reached(lines, True, answer.getheader("x-amz-bucket-region"), redirects)
 
 
-def _resolve(tier: S3Tier, address: S3Address, host: str, port: int) -> None:
+def _resolve(tier: S3Config, address: S3Address, host: str, port: int) -> None:
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -105,7 +105,7 @@ def _resolve(tier: S3Tier, address: S3Address, host: str, port: int) -> None:
         raise _UnreachableError(words, f"mend endpoint: in the config, or DNS; getent hosts {host}") from error
 
 
-def _connection(tier: S3Tier, url: str, limit_s: float) -> http.client.HTTPConnection:
+def _connection(tier: S3Config, url: str, limit_s: float) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     host, port = str(parts.hostname), parts.port
     if parts.scheme != "https":
@@ -121,7 +121,7 @@ def _connection(tier: S3Tier, url: str, limit_s: float) -> http.client.HTTPConne
     return http.client.HTTPSConnection(host, port, timeout=limit_s, context=context)
 
 
-def _translated(tier: S3Tier, url: str, limit_s: float, error: Exception) -> _UnreachableError:
+def _translated(tier: S3Config, url: str, limit_s: float, error: Exception) -> _UnreachableError:
     """Return what stands between us and the server, in our words."""
     parts = urlsplit(url)
     host, port = str(parts.hostname), int(parts.port or 0)
@@ -146,7 +146,7 @@ def _translated(tier: S3Tier, url: str, limit_s: float, error: Exception) -> _Un
     return _UnreachableError(f"{at} broke the connection off: not an S3 server?", curl)
 
 
-def _certificate(tier: S3Tier, host: str, at: str, error: ssl.SSLCertVerificationError) -> _UnreachableError:
+def _certificate(tier: S3Config, host: str, at: str, error: ssl.SSLCertVerificationError) -> _UnreachableError:
     show = f"openssl s_client -connect {at} -showcerts"
     if error.verify_code in _HOST_MISMATCH:
         words = f"the certificate of {at} is for another name than {host}"

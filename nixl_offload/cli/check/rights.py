@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
-from nixl_offload.config import S3Tier
+from nixl_offload.config import S3Config
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import S3Address
@@ -49,7 +49,7 @@ class Tried:
     """Objects come back, and can be removed: movers may be tried, and nothing of theirs will stay."""
 
 
-def try_rights(tier: S3Tier, store: Store, config_file: str, clock_s: Callable[[], float]) -> Tried:
+def try_rights(tier: S3Config, store: Store, config_file: str, clock_s: Callable[[], float]) -> Tried:
     """List, look up, put, get and delete. ``config_file`` is for the words of mends; ``clock_s`` the server's time."""
     tried = Tried()
     rights = _Rights(tier, store, config_file, tried)
@@ -66,7 +66,7 @@ def try_rights(tier: S3Tier, store: Store, config_file: str, clock_s: Callable[[
 
 
 class _Rights:
-    def __init__(self, tier: S3Tier, store: Store, config_file: str, tried: Tried) -> None:
+    def __init__(self, tier: S3Config, store: Store, config_file: str, tried: Tried) -> None:
         self._tier = tier
         self._store = store
         self._file = config_file
@@ -176,7 +176,7 @@ class _Rights:
         return f"add to the policy of these credentials: {grant(self._tier, right)}"
 
 
-def grant(tier: S3Tier, right: str) -> str:
+def grant(tier: S3Config, right: str) -> str:
     """Return the statement of an AWS policy that allows ``right``, in one line."""
     bucket = f"arn:aws:s3:::{tier.bucket}"
     # Of ListBucket no condition on the prefix: a HEAD has none, and is then answered 403 for what is absent.
@@ -185,7 +185,7 @@ def grant(tier: S3Tier, right: str) -> str:
     return json.dumps({"Effect": "Allow", "Action": action, "Resource": resource})
 
 
-def region_line(tier: S3Tier, configured: str | None, right: str | None, *, works: bool = False) -> Line:
+def region_line(tier: S3Config, configured: str | None, right: str | None, *, works: bool = False) -> Line:
     """Say that the region is wrong; ``works``: the server does not mind."""
     signed = configured or tier.region or "another"
     if right is None:
@@ -260,7 +260,7 @@ def no_credentials_line(error: StoreError) -> Line:
     return wrong(name, f"cannot be had: {why}", mend)
 
 
-def lifecycle_lines(tier: S3Tier, config_file: str) -> Iterator[Line]:
+def lifecycle_lines(tier: S3Config, config_file: str) -> Iterator[Line]:
     """Yield whether the bucket removes what is older than the ttl by itself."""
     name = "lifecycle"
     init = f"nixl-offload bucket init {config_file}"

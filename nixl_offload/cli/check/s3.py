@@ -22,7 +22,7 @@ from nixl_offload.cli.check.rights import (
     region_line,
     try_rights,
 )
-from nixl_offload.config import S3Tier
+from nixl_offload.config import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
 from nixl_offload.stores.s3 import S3Address
 from nixl_offload.stores.select import open_store
@@ -33,7 +33,9 @@ _GLOBAL: Final = (None, "aws-global", "us-east-1")
 """Where S3 is asked when nobody says a region."""
 
 
-def s3_section(tier: S3Tier, trials: Trials, doing: Doing, *, config_file: str, io: bool, piece_bytes: int) -> Section:
+def s3_section(
+    tier: S3Config, trials: Trials, doing: Doing, *, config_file: str, io: bool, piece_bytes: int
+) -> Section:
     """Look at an S3 tier; ``config_file`` is for the words of mends, ``io``: measure."""
     address = S3Address.of(tier)
     section = Section("s3", f"S3 tier {address.where} (mover: {tier.mover})")
@@ -74,7 +76,7 @@ _PART: Final = {"path": "path", "virtual": "host name"}
 
 def _try(
     section: Section,
-    tier: S3Tier,
+    tier: S3Config,
     reached: Reached,
     region: str | None,
     trials: Trials,
@@ -126,7 +128,7 @@ def _try(
     _add_movers(section, tier, trials.run("objects", tier=tier.to_dict(), io=io, piece_bytes=piece_bytes))
 
 
-def _refused_for_region(tier: S3Tier) -> bool:
+def _refused_for_region(tier: S3Config) -> bool:
     """Whether a client that follows no redirects is sent elsewhere: boto3 follows them, and nobody else does."""
     try:
         store = open_store(tier, "obstore")
@@ -140,7 +142,7 @@ def _refused_for_region(tier: S3Tier) -> bool:
     return False
 
 
-def _bucket_region(tier: S3Tier) -> str | None:
+def _bucket_region(tier: S3Config) -> str | None:
     """Return where the bucket is, as boto3 finds out; None where it cannot."""
     try:
         from nixl_offload.stores.boto3 import bucket_region
@@ -150,7 +152,7 @@ def _bucket_region(tier: S3Tier) -> str | None:
         return None
 
 
-def _moved(section: Section, tier: S3Tier, configured: str | None, right: str | None) -> S3Tier:
+def _moved(section: Section, tier: S3Config, configured: str | None, right: str | None) -> S3Config:
     """Say that the region is wrong; return the tier with the right one."""
     section.lines = [line for line in section.lines if line.name != "region"]
     line = region_line(tier, configured, right)
@@ -158,7 +160,7 @@ def _moved(section: Section, tier: S3Tier, configured: str | None, right: str | 
     return tier.model_copy(update={"region": right or tier.region})
 
 
-def _rights(tier: S3Tier, config_file: str) -> Any:
+def _rights(tier: S3Config, config_file: str) -> Any:
     try:
         store = open_store(tier, "boto3")
     except NotSupportedError:
@@ -167,7 +169,7 @@ def _rights(tier: S3Tier, config_file: str) -> Any:
         return try_rights(tier, store, config_file, time.time)
 
 
-def _add_movers(section: Section, tier: S3Tier, answer: Answer) -> None:
+def _add_movers(section: Section, tier: S3Config, answer: Answer) -> None:
     if "failed" in answer:
         mend = "mover: auto" if tier.mover != "auto" else "pip install nixl-offload[s3]"
         section.lines.append(wrong("movers", f"none works: {answer['failed']}", mend))

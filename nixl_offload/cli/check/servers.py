@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from nixl_offload.cli.check.child import Answer, Trials
 from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning
 from nixl_offload.cli.check.report import Doing
-from nixl_offload.config import Config, FileTier, S3Tier, kv_transfer_config
+from nixl_offload.config import Config, S3Config, SharedDirConfig, kv_transfer_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.identity.compare import ABSENT, Comparison, Difference, Server, compare, is_named
 from nixl_offload.identity.namespace import Setting
@@ -85,7 +85,7 @@ def servers_section(lines: Sequence[CommandLine], config: Config, doing: Doing) 
         section.add(server_lines(servers[0]))
         return [section]
     found = compare(servers[0], servers[1], lines[0].variables, lines[1].variables)
-    shared_tier = any(isinstance(tier, S3Tier) or _is_tree(tier) for tier in config.tiers)
+    shared_tier = any(isinstance(tier, S3Config | SharedDirConfig) for tier in config.tiers)
     section.facts |= {
         "share": found.share,
         "shared_tier": shared_tier,
@@ -106,7 +106,7 @@ def comparison_lines(found: Comparison, *, shared_tier: bool = True) -> Iterator
     if found.share and not shared_tier:
         words = "these two servers have one namespace, as far as arguments and environment tell, but no shared tier"
         why = "a slab or memory belongs to one server at a time, so servers that run side by side share nothing"
-        yield warning("sharing", f"{words}: {why}", "add a tier with kind: s3, or kind: file with layout: tree")
+        yield warning("sharing", f"{words}: {why}", "add a tier of kind: s3 or shared_dir")
     elif found.share:
         words = "these two servers share what they store, as far as arguments and environment tell"
         yield ok("sharing", f"{words}; each rank adds what it has allocated")
@@ -158,10 +158,6 @@ def _below(path: str, differences: Sequence[Difference]) -> tuple[Setting, Setti
         more = ["…"] if len(below) > _MOST_BELOW else []
         texts.append(", ".join([*below[:_MOST_BELOW], *more]) or ABSENT)
     return None if texts == [ABSENT, ABSENT] else (texts[0], texts[1])
-
-
-def _is_tree(tier: object) -> bool:
-    return isinstance(tier, FileTier) and tier.layout == "tree"
 
 
 def _parents(path: str) -> Iterator[str]:

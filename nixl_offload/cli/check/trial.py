@@ -16,7 +16,7 @@ import os
 import sys
 from typing import Any, Final
 
-from nixl_offload.config import S3Tier, parse_config
+from nixl_offload.config import S3Config, parse_config
 from nixl_offload.errors import ConfigError, MoverError, NixlOffloadError
 
 _CHOICES: Final = ".mover-choice-*.json"
@@ -181,9 +181,9 @@ def _server(words: list[str], other: list[str] | None, transfer: dict[str, Any])
         return {"usage": str(error)}
 
 
-def _s3_tier(tier: dict[str, Any]) -> S3Tier:
+def _s3_tier(tier: dict[str, Any]) -> S3Config:
     (found,) = parse_config({"tiers": [tier]}).tiers
-    assert isinstance(found, S3Tier)
+    assert isinstance(found, S3Config)
     return found
 
 

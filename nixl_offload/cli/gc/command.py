@@ -17,13 +17,13 @@ from nixl_offload.cli.gc.collect import Outcome, collect, remove_stale_drafts, t
 from nixl_offload.cli.gc.report import GcReport
 from nixl_offload.cli.gc.slab import run_on_slab
 from nixl_offload.cli.terminal import Progress, duration_argument, size_argument
-from nixl_offload.config import FileTier, S3Tier, load_config
+from nixl_offload.config import S3Config, SharedDirConfig, SlabConfig, load_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.tiers.shared.sweep import make_plan
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _DESCRIPTION = """\
-Counts what the shared tier of CONFIG holds (a bucket, or a directory with layout: tree), by namespace, and deletes
+Counts what the shared tier of CONFIG holds (a bucket, or a shared directory), by namespace, and deletes
 the oldest chunks until at most --max-size is left, and every chunk older than --older-than. Without --delete it
 only says what it would delete. Run it every hour or so, from one machine:
 
@@ -38,10 +38,10 @@ the clock of this machine, and nothing that is not named like a chunk of ours. A
 A namespace that has been empty for a day loses its manifest; a tree, what writers that died an hour ago left.
 Memory does not grow with the number of objects; the listing is read twice.
 
-A slab (layout: slab) keeps to its capacity by itself, but whole namespaces of models that are no longer served may lie
+A slab keeps to its capacity by itself, but whole namespaces of models that are no longer served may lie
 there. gc lists them with their last use, and removes those chosen while no engine has the directory open:
 
-    nixl-offload gc kv.yaml                              # a slab, if CONFIG has nothing shared; else say --tier file
+    nixl-offload gc kv.yaml                              # a slab, if CONFIG has nothing shared; else say --tier slab
     nixl-offload gc kv.yaml --older-than 30d --delete    # not opened by an engine for so long
     nixl-offload gc kv.yaml --namespace 0f3a... --delete
 
@@ -74,7 +74,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--namespace", metavar="NAME", help="look at one namespace only; SIZE counts for it alone")
     parser.add_argument("--tenant", help="look at the namespaces of one tenant only; SIZE counts for them together")
     parser.add_argument(
-        "--tier", choices=("file", "s3"), help="which tier of CONFIG; needed if it has a shared directory and a bucket"
+        "--tier",
+        choices=("slab", "shared_dir", "s3"),
+        help="which tier of CONFIG; needed if it has a shared directory and a bucket",
     )
     parser.add_argument("--delete", action="store_true", help="do it, instead of saying what would be done")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -85,10 +87,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError (nothing was deleted yet), KeyboardInterrupt."""
     _check_namespace(arguments)
     tier = collected_tier(load_config(arguments.file), arguments.file, arguments.tier)
-    if isinstance(tier, FileTier) and tier.layout == "slab":
+    if isinstance(tier, SlabConfig):
         return run_on_slab(arguments, tier, out)
     max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
-    ttl_s = tier.ttl_s if isinstance(tier, S3Tier) else None
+    ttl_s = tier.ttl_s if isinstance(tier, S3Config) else None
     older_than_s = ttl_s if arguments.older_than is None else arguments.older_than
     _check(arguments, max_bytes, older_than_s)
     selection: dict[str, str | None] = {"namespace": arguments.namespace, "tenant": arguments.tenant}
@@ -102,7 +104,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         now_s = _now_s()
         plan = make_plan(census.ages(), now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
         report = GcReport(
-            store.where, selection, census, max_bytes, older_than_s, plan, tree=isinstance(tier, FileTier)
+            store.where, selection, census, max_bytes, older_than_s, plan, tree=isinstance(tier, SharedDirConfig)
         )
         progress.clear()
         if not arguments.json:

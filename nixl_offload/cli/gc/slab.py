@@ -19,7 +19,7 @@ from nixl_offload.cli.common import refuse_anothers_directory, tell_of_nothing
 from nixl_offload.cli.inventory.base import Held
 from nixl_offload.cli.inventory.slab import SlabInventory, shown_holder
 from nixl_offload.cli.terminal import about_size, moment, plural
-from nixl_offload.config import FileTier
+from nixl_offload.config import SlabConfig
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.slab import other_namespaces
@@ -35,7 +35,7 @@ class _Namespace:
     failure: str | None = None
 
 
-def run_on_slab(arguments: argparse.Namespace, tier: FileTier, out: TextIO) -> int:
+def run_on_slab(arguments: argparse.Namespace, tier: SlabConfig, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError, TierError (``locked``: by whom; nothing was deleted)."""
     _check(arguments)
     inventory = SlabInventory(tier)

@@ -187,9 +187,7 @@ class Inventory(ABC):
     """What one tier holds. Errors: StoreError and TierError."""
 
     kind: str
-    """``file`` or ``s3``."""
-    layout: str
-    """``slab``, ``tree`` or ``bucket``."""
+    """As the config says it: ``slab``, ``shared_dir`` or ``s3``."""
     where: str
     """The directory, or the bucket and prefix, for people."""
     capacity_bytes: int | None

@@ -16,13 +16,12 @@ from nixl_offload.types import Key
 
 
 class SharedInventory(Inventory):
-    """A bucket, or a file tier with ``layout: tree``."""
+    """A bucket, or a shared directory."""
 
     def __init__(self, store: Store, *, kind: str, capacity_bytes: int | None) -> None:
         """Own ``store`` from here on."""
         self.store = store
         self.kind = kind
-        self.layout = "bucket" if kind == "s3" else "tree"
         self.where = store.where
         self.capacity_bytes = capacity_bytes
 

@@ -17,7 +17,7 @@ from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.cli.gc.collect import shown
 from nixl_offload.cli.inventory.base import Chunk, Held, Inventory, Measure, Shard
 from nixl_offload.cli.inventory.index import IndexReader, IndexRow
-from nixl_offload.config import FileTier
+from nixl_offload.config import SlabConfig
 from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.tiers.lock import holder_of
@@ -32,13 +32,12 @@ _SLAB_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
 
 
 class SlabInventory(Inventory):
-    """A file tier with ``layout: slab``."""
+    """A slab tier."""
 
-    kind = "file"
-    layout = "slab"
+    kind = "slab"
     locks: ClassVar[bool] = True
 
-    def __init__(self, tier: FileTier) -> None:
+    def __init__(self, tier: SlabConfig) -> None:
         """Raises StoreError where there is no such directory: nothing can be in it."""
         self.base = Path(tier.path)
         self.where = str(self.base)

@@ -28,7 +28,7 @@ from nixl_offload.cli.ls.report import (
     tier_dict,
 )
 from nixl_offload.cli.terminal import Progress
-from nixl_offload.config import Config, MemoryTier, load_config
+from nixl_offload.config import Config, MemoryConfig, load_config
 
 if TYPE_CHECKING:
     from nixl_offload.cli.inventory.base import Held, Inventory
@@ -39,7 +39,7 @@ Lists what the tiers of CONFIG hold, by namespace: tenant, model and what else t
 old, who has it open; how full the tier is. Servers go on meanwhile; nothing is locked or changed.
 
     nixl-offload ls kv.yaml
-    nixl-offload ls kv.yaml --tier file --tenant blue
+    nixl-offload ls kv.yaml --tier slab --tenant blue
     nixl-offload ls kv.yaml --namespace 0f3a... --keys     # chunk by chunk: key, group, rank, size, age, place
     nixl-offload ls kv.yaml --keys --json                  # a line of JSON per chunk
 
@@ -65,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="CONFIG", help="the YAML config")
-    parser.add_argument("--tier", choices=("file", "s3"), help="only this tier of CONFIG")
+    parser.add_argument("--tier", choices=("slab", "shared_dir", "s3"), help="only this tier of CONFIG")
     parser.add_argument("--namespace", metavar="NAME", help="only this namespace, 32 hex digits")
     parser.add_argument("--tenant", help="only the namespaces of this tenant")
     parser.add_argument("--keys", action="store_true", help="list chunks")
@@ -112,7 +112,7 @@ def _memory(config: Config) -> list[dict[str, Any]]:
     return [
         {"kind": "memory", "capacity_bytes": tier.capacity_bytes, "told": MEMORY_TOLD}
         for tier in config.tiers
-        if isinstance(tier, MemoryTier)
+        if isinstance(tier, MemoryConfig)
     ]
 
 

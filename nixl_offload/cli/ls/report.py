@@ -45,7 +45,7 @@ def print_tier(listing: TierListing, out: TextIO) -> None:
     inventory = listing.inventory
     chunks = sum(measure.chunks for _, measure in listing.namespaces)
     print(
-        f"{inventory.where} ({inventory.layout}): {plural(chunks, 'chunk')} in "
+        f"{inventory.where} ({inventory.kind}): {plural(chunks, 'chunk')} in "
         f"{plural(len(listing.namespaces), 'namespace')}, {about_size(listing.chunk_bytes)}{_share(listing)}",
         file=out,
     )
@@ -75,7 +75,6 @@ def tier_dict(listing: TierListing) -> dict[str, Any]:
     used, capacity = listing.used_bytes, inventory.capacity_bytes
     return {
         "kind": inventory.kind,
-        "layout": inventory.layout,
         "where": inventory.where,
         "capacity_bytes": capacity,
         "used_bytes": used,

@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("file", metavar="CONFIG", help="the YAML config")
     parser.add_argument("key", metavar="KEY", help="key in hex or its beginning, path of a shard, or object name")
-    parser.add_argument("--tier", choices=("file", "s3"), help="only this tier of CONFIG")
+    parser.add_argument("--tier", choices=("slab", "shared_dir", "s3"), help="only this tier of CONFIG")
     parser.add_argument("--namespace", metavar="NAME", help="only this namespace, 32 hex digits")
     parser.add_argument("--blocks", action="store_true", help="list the checksums of all blocks")
     parser.add_argument("--verify", action="store_true", help="read the payload and check every block")

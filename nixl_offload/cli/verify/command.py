@@ -23,7 +23,7 @@ from nixl_offload.cli.common import (
     tell_of_nothing,
 )
 from nixl_offload.cli.terminal import rate_argument
-from nixl_offload.config import MemoryTier, load_config
+from nixl_offload.config import MemoryConfig, load_config
 
 if TYPE_CHECKING:
     from nixl_offload.cli.inventory.base import Held, Inventory
@@ -65,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="CONFIG", help="the YAML config")
-    parser.add_argument("--tier", choices=("file", "s3"), help="only this tier of CONFIG")
+    parser.add_argument("--tier", choices=("slab", "shared_dir", "s3"), help="only this tier of CONFIG")
     parser.add_argument("--namespace", metavar="NAME", help="only this namespace, 32 hex digits as ls prints them")
     parser.add_argument("--delete-bad", action="store_true", help="delete bad chunks, all their shards")
     parser.add_argument("--resume", action="store_true", help="go on where an interrupted run was")
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     config = load_config(arguments.file)
     check_namespace(arguments.namespace)
     tiers = stored_tiers(config, arguments.file, arguments.tier)
-    if any(isinstance(tier, MemoryTier) for tier in config.tiers) and not arguments.json:
+    if any(isinstance(tier, MemoryConfig) for tier in config.tiers) and not arguments.json:
         print(f"Left out: {MEMORY_TOLD}.", file=out)
     with ExitStack() as opened:
         inventories, failures = open_inventories(tiers, opened)

@@ -101,7 +101,7 @@ class Judge:
         reasons = {problem.reason for problem in problems}
         if "unreadable" in reasons:
             return UNREADABLE
-        if reasons == {"other"} and len(problems) == len(chunk.shards) and self._inventory.layout == "slab":
+        if reasons == {"other"} and len(problems) == len(chunk.shards) and self._inventory.kind == "slab":
             return STALE
         times_s = [shard.modified_s for shard in chunk.shards if shard.modified_s is not None]
         if reasons - {"rank"} == {"missing"} and times_s and max(times_s) > time.time() - GRACE_S:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from nixl_offload.cli.common import open_existing
 from nixl_offload.cli.gc.collect import model_words, shown
 from nixl_offload.cli.terminal import Progress, about_size, plural, rate_argument, size_argument
-from nixl_offload.config import Config, FileTier, MemoryTier, S3Tier, load_config
+from nixl_offload.config import Config, S3Config, SharedDirConfig, SlabConfig, load_config
 from nixl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _EACH_S: Final = 0.2
 _EACH_LOG_LINE_S: Final = 10.0
 _DESCRIPTION = """\
-Copies chunks of one namespace from the shared tier of CONFIG (a bucket, or a directory with layout: tree) into its
+Copies chunks of one namespace from the shared tier of CONFIG (a bucket, or a shared directory) into its
 nearer tier, so that a new server finds them close by, and checks every byte on the way: header, identity, checksums.
 
     nixl-offload warm kv.yaml                                 # from the bucket into the directory of kv.yaml
@@ -38,7 +38,7 @@ nearer tier, so that a new server finds them close by, and checks every byte on 
     nixl-offload warm kv.yaml --max-size 200GiB --rate 500MB/s
     nixl-offload ls kv.yaml --tier s3 --keys --json | grep ... | nixl-offload warm kv.yaml --keys -
 
-Into a directory with layout: tree it copies beside running servers. A slab belongs to one engine at a time: stop the
+Into a shared directory it copies beside running servers. A slab belongs to one engine at a time: stop the
 server first; all ranks' slabs of this machine are filled. Memory cannot be warmed from outside: what a server loads
 from a farther tier it keeps there by itself.
 
@@ -59,10 +59,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="CONFIG", help="the YAML config")
-    parser.add_argument(
-        "--from", dest="source", metavar="TIER", help="s3, file, or the absolute path of a shared directory"
-    )
-    parser.add_argument("--to", dest="target", metavar="TIER", help="only file, the default")
+    parser.add_argument("--from", dest="source", metavar="TIER", help="s3, or the absolute path of a shared directory")
+    parser.add_argument("--to", dest="target", metavar="TIER", help="slab or shared_dir; default: the one of CONFIG")
     parser.add_argument("--namespace", metavar="NAME", help="which namespace; needed where the source holds several")
     parser.add_argument(
         "--keys", metavar="LIST", help="copy these: a file (or -), a key in hex per line, or what ls --keys prints"
@@ -104,7 +102,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
                     store,
                     namespace,
                     max_bytes=min(target_tier.capacity_bytes, arguments.max_size or target_tier.capacity_bytes),
-                    ttl_s=source.ttl_s if isinstance(source, S3Tier) else None,
+                    ttl_s=source.ttl_s if isinstance(source, S3Config) else None,
                     report=counting,
                 )
             counting.clear()
@@ -129,31 +127,32 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     return 1 if copied.failed or copied.damaged or copied.gave_up else 0
 
 
-def _tiers(config: Config, arguments: argparse.Namespace) -> tuple[S3Tier | FileTier, FileTier]:
+def _tiers(
+    config: Config, arguments: argparse.Namespace
+) -> tuple[S3Config | SharedDirConfig, SlabConfig | SharedDirConfig]:
     """Return where to copy from and to. Raises ConfigError."""
     file = arguments.file
-    if arguments.target not in (None, "file", "memory"):
-        raise ConfigError(f"--to: {shown(arguments.target)!r} cannot be warmed; allowed: file")
     if arguments.target == "memory":
         raise ConfigError(
             "--to: memory cannot be warmed from outside: it belongs to the server's process, which keeps in it what it "
             "loads from a farther tier (promote)"
         )
-    tiers = {tier.kind: tier for tier in config.tiers if not isinstance(tier, MemoryTier)}
-    target = tiers.get("file")
-    if not isinstance(target, FileTier):
-        raise ConfigError(f"{file}: tiers: none has kind: file, so there is nothing to warm")
-    source = tiers.get("s3")
+    target = next((tier for tier in config.tiers if isinstance(tier, SlabConfig | SharedDirConfig)), None)
+    if target is None:
+        raise ConfigError(f"{file}: tiers: none has kind: slab or shared_dir, so there is nothing to warm")
+    if arguments.target not in (None, target.kind):
+        raise ConfigError(f"--to: {shown(arguments.target)!r} cannot be warmed; allowed: {target.kind}")
+    source = next((tier for tier in config.tiers if isinstance(tier, S3Config)), None)
     wanted = arguments.source
     if wanted is not None and os.path.isabs(wanted):
         path = os.path.normpath(wanted)
         if os.path.realpath(path) == os.path.realpath(target.path):
             raise ConfigError(f"--from: {wanted!r} is the directory to be warmed")
-        return FileTier(kind="file", path=path, capacity=target.capacity_bytes, layout="tree"), target
+        return SharedDirConfig(kind="shared_dir", path=path, capacity=target.capacity_bytes), target
     if wanted not in (None, "s3"):
-        which = "is the tier to be warmed" if wanted == "file" else "is no tier"
+        which = "is the tier to be warmed" if wanted == target.kind else "is no tier"
         raise ConfigError(f"--from: {shown(wanted)!r} {which}; allowed: s3, or the absolute path of a shared directory")
-    if not isinstance(source, S3Tier):
+    if source is None:
         raise ConfigError(
             f"{file}: tiers: none has kind: s3 behind the directory; say --from with the path of a shared directory"
         )

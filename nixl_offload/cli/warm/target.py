@@ -17,7 +17,7 @@ from typing import Final
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.cli.common import refuse_anothers_directory
 from nixl_offload.cli.warm.source import Candidate
-from nixl_offload.config import FileTier as FileTierConfig
+from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
@@ -27,7 +27,7 @@ from nixl_offload.tiers.shared.background_tasks import WriteManifest
 from nixl_offload.tiers.shared.naming import manifest_name, parse_shard_name, shard_name, witness_rank
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
-from nixl_offload.tiers.slab.tier import FileTier
+from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Key, Location, key_group
 
 _INDEX_FLUSH_S: Final = 60.0
@@ -80,7 +80,7 @@ class Target(ABC):
         """Let go of everything. Idempotent."""
 
 
-def held_namespaces(tier: FileTierConfig) -> set[str]:
+def held_namespaces(tier: DirectoryConfig) -> set[str]:
     """Return the names of the namespaces in the tier's directory."""
     with contextlib.suppress(OSError):
         return {
@@ -92,7 +92,7 @@ def held_namespaces(tier: FileTierConfig) -> set[str]:
 class TreeTarget(Target):
     """A directory that servers share: a file per shard, renamed into place when it is whole and synced."""
 
-    def __init__(self, tier: FileTierConfig, namespace: Namespace, max_bytes: int | None) -> None:
+    def __init__(self, tier: SharedDirConfig, namespace: Namespace, max_bytes: int | None) -> None:
         """Count what is there. ``max_bytes``: of this namespace, over all ranks. Raises StoreError."""
         self._store = TreeStore(tier.path)
         self.where = self._store.where
@@ -149,7 +149,7 @@ class TreeTarget(Target):
 class SlabTarget(Target):
     """The slabs of all ranks of this machine, while no engine has them open: index, slots and headers as the tier's."""
 
-    def __init__(self, tier: FileTierConfig, namespace: Namespace, max_bytes: int | None, *, replace: bool) -> None:
+    def __init__(self, tier: SlabConfig, namespace: Namespace, max_bytes: int | None, *, replace: bool) -> None:
         """Take the directory's lock and open what is there, as an engine of ``namespace`` would.
 
         ``replace``: namespaces of other models may be removed, as far as room is needed, as an engine would do.
@@ -164,7 +164,7 @@ class SlabTarget(Target):
         _refuse_what_is_not_one_slab(tier, namespace, replace=replace)
         sizes = sorted({namespace.slot_bytes(group.group_id) for group in namespace.fields.groups})
         try:
-            self._tier = FileTier.open(
+            self._tier = SlabTier.open(
                 tier, position=0, namespace=namespace, slot_classes=sizes, world_size=self._ranks
             )
         except TierError as error:
@@ -172,7 +172,7 @@ class SlabTarget(Target):
                 raise
             raise TierError(
                 f"{str(error).partition(' Stop that engine')[0]} A slab belongs to one engine at a time: stop the "
-                "server and run this again, or keep the tier with layout: tree, which is warmed beside servers, or let "
+                "server and run this again, or keep a tier of kind: shared_dir, which is warmed beside servers, or let "
                 "traffic warm it: a server stores what it computes, and a memory tier in front keeps what it loads.",
                 cause="locked",
             ) from error
@@ -258,7 +258,7 @@ class SlabTarget(Target):
             slab.close()
         self._tier.close()
 
-    def _open_slabs(self, tier: FileTierConfig) -> None:
+    def _open_slabs(self, tier: SlabConfig) -> None:
         place = self._tier.place
         groups = [group.group_id for group in self._namespace.fields.groups]
         for rank in sorted({rank for group in groups for rank in self._namespace.holders(group)}):
@@ -282,13 +282,13 @@ class SlabTarget(Target):
         return (header.namespace, header.key, header.group) == (self._namespace.rank_digest(rank), key, key_group(key))
 
 
-def _refuse_what_is_not_one_slab(tier: FileTierConfig, namespace: Namespace, *, replace: bool) -> None:
+def _refuse_what_is_not_one_slab(tier: SlabConfig, namespace: Namespace, *, replace: bool) -> None:
     """Raise ConfigError for data-parallel engines, and where others' chunks might be removed for this one's."""
     with contextlib.suppress(OSError):
         if any(_is_part(name) for name in os.listdir(tier.path)):
             raise ConfigError(
                 f"{tier.path}: data-parallel engines have a slab each there, which warm does not fill; let traffic do "
-                "it, or keep the tier with layout: tree"
+                "it, or keep a tier of kind: shared_dir"
             )
     others = held_namespaces(tier) - {namespace.name}
     if others and not replace:
@@ -303,10 +303,12 @@ def _is_part(name: str) -> bool:
     return name.startswith("dp-") and name[3:].isdigit()
 
 
-def open_target(tier: FileTierConfig, namespace: Namespace, max_bytes: int | None, *, replace: bool) -> Target:
+def open_target(
+    tier: SlabConfig | SharedDirConfig, namespace: Namespace, max_bytes: int | None, *, replace: bool
+) -> Target:
     """Open the tier for copying; arguments as for ``SlabTarget``. Raises TierError, StoreError, ConfigError."""
     refuse_anothers_directory(tier.path, "warm")
-    if tier.layout == "tree":
+    if isinstance(tier, SharedDirConfig):
         if not os.path.isdir(tier.path) and not Path(tier.path).parent.is_dir():
             raise StoreError(f"{tier.path}: there is no such directory; is the filesystem mounted?", cause="missing")
         return TreeTarget(tier, namespace, max_bytes)

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from nixl_offload.config import FileTier
+from nixl_offload.config import DirectoryConfig
 from nixl_offload.engine.choice.base import Shape
 from nixl_offload.engine.streams import Device
 
@@ -37,7 +37,9 @@ _PREFIXES: Final = ("CUFILE_", "KVIKIO_")
 Fingerprint = dict[str, str]
 
 
-def fingerprint(tier: FileTier, directory: str, device: Device, shape: Shape, root: Path = Path("/")) -> Fingerprint:
+def fingerprint(
+    tier: DirectoryConfig, directory: str, device: Device, shape: Shape, root: Path = Path("/")
+) -> Fingerprint:
     """Return it, for people to read; ``root`` is where /proc and /etc are found."""
     return {
         "device": _device(device),

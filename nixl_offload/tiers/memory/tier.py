@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nixl_offload.config import MemoryTier as MemoryTierConfig
+from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
@@ -52,7 +52,7 @@ class MemoryTier(SlotTier):
     @classmethod
     def open(
         cls,
-        config: MemoryTierConfig,
+        config: MemoryConfig,
         *,
         position: int,
         namespace: Namespace,

@@ -61,7 +61,7 @@ class TreeLink(Link):
         direct_io: bool,
         clock: Callable[[], float],
     ) -> None:
-        self.name = f"file tier {root}"
+        self.name = f"shared directory tier {root}"
         self.mover = mover
         self._namespace = namespace_name
         self._rank = rank
@@ -70,9 +70,11 @@ class TreeLink(Link):
         self._chores = ChoreThreads("nixl-offload-tree")
         self._syncs = ChoreThreads("nixl-offload-tree-sync")
         """For what takes long: nothing that is opened or created waits behind the syncing of files."""
-        self._health = Health(f"File tier {root}")
+        self._health = Health(f"Shared directory tier {root}")
         self._trial_until_s = 0.0
-        self._breaker = Breaker(f"Loads from file tier {root}", threshold=LOAD_FAILURES, trial_limit_s=TRIAL_LIMIT_S)
+        self._breaker = Breaker(
+            f"Loads from shared directory tier {root}", threshold=LOAD_FAILURES, trial_limit_s=TRIAL_LIMIT_S
+        )
         self._verdicts: list[tuple[Chore[str], str]] = []
         """Failed writes whose cause is being looked for, and what the mover said."""
         self._stale: list[tuple[Chore[None] | None, FileId]] = []

@@ -1,4 +1,4 @@
-"""The scheduler's hold on a file tier's directory: the lock, the namespace's place in it, and how large slabs may be.
+"""The scheduler's hold on a slab tier's directory: the lock, the namespace's place in it, and how large slabs may be.
 
 Threading: one owner, the scheduler's thread, at start and end; nothing here runs while requests are served, except
 ``check`` and ``restore``. Ownership: whoever holds a ``TierDirectory`` is the only engine on that directory.
@@ -205,11 +205,11 @@ class TierDirectory:
             try:
                 other_namespaces.remove(namespace)
             except OSError as error:
-                logger.warning("File tier %s: cannot remove the unused namespace %s: %s", base, namespace.path, error)
+                logger.warning("Slab tier %s: cannot remove the unused namespace %s: %s", base, namespace.path, error)
                 continue
             available_bytes += charged_bytes
             logger.info(
-                "File tier %s: removed namespace %s (%.1f MiB, of another model or configuration, least recently used) "
+                "Slab tier %s: removed namespace %s (%.1f MiB, of another model or configuration, least recently used) "
                 "to make room",
                 base,
                 namespace.path.name,
@@ -257,7 +257,7 @@ class TierDirectory:
         free_bytes = space.f_bavail * space.f_frsize
         if space.f_blocks and free_bytes < wanted_bytes:
             logger.warning(
-                "File tier %s: the capacity allows %.1f GiB more, the disk has %.1f GiB free; storing stops when full",
+                "Slab tier %s: the capacity allows %.1f GiB more, the disk has %.1f GiB free; storing stops when full",
                 self.root,
                 wanted_bytes / 2**30,
                 free_bytes / 2**30,

@@ -55,11 +55,11 @@ class SlabLink(Link):
     """
 
     def __init__(self, slab: Slab, mover: Mover, clock: Callable[[], float]) -> None:
-        self.name = f"file tier {slab.path}"
+        self.name = f"slab tier {slab.path}"
         self.mover = mover
         self._slab = slab
         self._clock = clock
-        self._health = Health(f"File tier {slab.path}")
+        self._health = Health(f"Slab tier {slab.path}")
         self._file: FileId | None = None
         self._current = False
         self._stale: list[FileId] = []

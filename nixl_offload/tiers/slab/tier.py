@@ -1,4 +1,4 @@
-"""The scheduler's half of a file tier: slots in a directory that one engine owns, and what of them survives.
+"""The scheduler's half of a slab tier: slots in a directory that one engine owns, and what of them survives.
 
 Threading: called by the scheduler's thread alone. The durable twin writes behind on a thread of its own.
 Ownership: the tier's directory (and its lock) and the durable twin, besides what a ``SlotTier`` owns.
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nixl_offload.config import FileTier as FileTierConfig
+from nixl_offload.config import SlabConfig
 from nixl_offload.errors import IndexStateError, TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
@@ -42,7 +42,7 @@ class SlabPlace:
     extent_bytes: int
 
 
-class FileTier(SlotTier):
+class SlabTier(SlotTier):
     """Slots of a slab, one index for all ranks, and its twin on disk."""
 
     def __init__(
@@ -67,7 +67,7 @@ class FileTier(SlotTier):
     @classmethod
     def open(
         cls,
-        config: FileTierConfig,
+        config: SlabConfig,
         *,
         position: int,
         namespace: Namespace,
@@ -75,7 +75,7 @@ class FileTier(SlotTier):
         world_size: int,
         dp_index: int = 0,
         dp_size: int = 1,
-    ) -> FileTier:
+    ) -> SlabTier:
         """Lock the directory, reopen what an earlier engine left there, and return the tier.
 
         ``slot_classes`` are the sizes in bytes of the slots that the groups of the model need on each rank.
@@ -114,7 +114,7 @@ class FileTier(SlotTier):
             if number % STALE_PER_FLUSH == 0:  # more than the twin can queue would make it forget all it has
                 durable.flush(STALE_FLUSH_S)
         logger.info(
-            "File tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks)%s",
+            "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks)%s",
             config.path,
             len(index),
             allocator.rank_bytes / 2**30,

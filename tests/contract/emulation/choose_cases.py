@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nixl_offload.config import FileTier
+from nixl_offload.config import SlabConfig
 from nixl_offload.engine.choice import trial
 from nixl_offload.engine.choice.cache import read_cached
 from nixl_offload.engine.choose import Choice, Shape, choose
@@ -80,7 +80,7 @@ def control() -> Iterator[Control]:
 
 def chosen(directory: Path, piece_bytes: int = 0, *, mover: str = "auto", bus_s: float = 0.0) -> Choice:
     """Choose, with host memory in the part of a device's."""
-    tier = FileTier.model_validate({"kind": "file", "path": str(directory), "capacity": "1GiB", "mover": mover})
+    tier = SlabConfig.model_validate({"kind": "slab", "path": str(directory), "capacity": "1GiB", "mover": mover})
     device = Device(torch.device("cpu"), MemoryKind.VRAM, Bus(bus_s))
     return choose(tier, str(directory), device, Shape(SLOT_BYTES, piece_bytes), budget_s=BUDGET_S)
 

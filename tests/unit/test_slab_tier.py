@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.config import FileTier as FileTierConfig
-from nixl_offload.config import parse_config
+from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.index import State
 from nixl_offload.tiers.slab.directory import TierDirectory
-from nixl_offload.tiers.slab.tier import HEAL_EVERY_S, FileTier
+from nixl_offload.tiers.slab.tier import HEAL_EVERY_S, SlabTier
 from nixl_offload.types import Key, Location
 
 SLOT = 64 << 10
 WAIT_S = 20.0
-OpenTier = Callable[[], FileTier]
+OpenTier = Callable[[], SlabTier]
 
 
 @pytest.fixture
@@ -32,13 +31,13 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     plain |= {"tuple[str, ...]": ("x",), "Mapping[str, Setting]": {}}
     values = {field.name: plain[str(field.type)] for field in fields(NamespaceFields)}
     namespace = make_namespace(NamespaceFields(**values))
-    tier = {"kind": "file", "path": str(tmp_path / "kv"), "capacity": "128MiB"}
+    tier = {"kind": "slab", "path": str(tmp_path / "kv"), "capacity": "128MiB"}
     (config,) = parse_config({"tiers": [tier]}).tiers
-    assert isinstance(config, FileTierConfig)
-    opened: list[FileTier] = []
+    assert isinstance(config, SlabConfig)
+    opened: list[SlabTier] = []
 
-    def build() -> FileTier:
-        opened.append(FileTier.open(config, position=0, namespace=namespace, slot_classes=[SLOT], world_size=1))
+    def build() -> SlabTier:
+        opened.append(SlabTier.open(config, position=0, namespace=namespace, slot_classes=[SLOT], world_size=1))
         return opened[-1]
 
     yield build
@@ -51,7 +50,7 @@ def key(number: int) -> Key:
     return Key(number.to_bytes(32, "big") + bytes(4))
 
 
-def store(tier: FileTier, number: int) -> Location:
+def store(tier: SlabTier, number: int) -> Location:
     location = tier.reserve(key(number), SLOT, [])
     assert location is not None
     tier.commit(key(number))
