@@ -17,10 +17,15 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST = $(BIN)/python -m pytest
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+COVERAGE ?= --cov
 # Packages are installed uncompiled, so Python must be let to keep what it compiles: vLLM and torch take a minute each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-s3 test lint bench bench-s3 bench-documents bench-copies gpu-kit gpu-check env clean
+TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
+LINTS := lint-ruff lint-types lint-imports
+
+.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench bench-s3 bench-documents bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -32,14 +37,32 @@ demo: $(STAMP) ## Serve long prompts, restart the engine, serve them again from 
 demo-s3: $(STAMP) ## Two engines, one bucket: the second serves what the first computed (ARGS=--json)
 	@$(BIN)/python -m examples.demo_s3 $(ARGS)
 
-test: $(STAMP) ## Everything: lint, types, import floors, all tests (ARGS goes to pytest, WORKERS=n runs n tests at a time)
+test: $(STAMP) ## Lint, types, import floors, all tests with coverage (ARGS goes to pytest, WORKERS=n, COVERAGE= for none)
 	@$(MAKE) -j2 lint $(VENV)/.compiled
 	@echo "== tests, $(WORKERS) at a time"
-	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) $(PARALLEL) $(COVERAGE) $(ARGS)
 
-lint: $(STAMP) ## Lint, types and import floors only
+test-unit: ## One module or command at a time; no vLLM engine
+test-contract: ## Movers, stores and the index against their contracts
+test-model: ## Random operations on the catalog, tiers and index, compared with a model
+test-faults: ## Full, read-only, vanished and hung storage; most need root for small filesystems
+test-s3: ## Local S3 servers, whole and broken
+test-vllm: ## Real vLLM engines; the longest
+test-gpu: ## A CUDA device; skipped without one
+
+# One folder of tests, without coverage (ARGS=--cov for it).
+$(TESTS): test-%: $(STAMP)
+	@$(PYTEST) $(PARALLEL) tests/$* $(ARGS)
+
+lint: $(LINTS) ## Lint, types and import floors only
+
+lint-ruff: $(STAMP)
 	@echo "== ruff" && $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .
+
+lint-types: $(STAMP)
 	@echo "== mypy --strict" && $(BIN)/mypy --strict -p nixl_offload
+
+lint-imports: $(STAMP)
 	@echo "== import floors" && $(BIN)/lint-imports --no-cache >$(VENV)/import-floors.log \
 	  || { cat $(VENV)/import-floors.log; exit 1; }
 
