@@ -16,8 +16,14 @@ _FOREIGN_THREADS = ("TMonitor",)
 _FOREIGN_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
-def pytest_configure() -> None:
+_NOT_MEASURED = ("model", "vllm")
+"""Folders whose tests run without coverage: tracing doubles the time of the first, and the second's engines are child
+processes, which are not traced anyway."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Have SIGINT end what a test interrupts, also where a shell started all this in the background."""
+    config.addinivalue_line("markers", "no_cover: runs without coverage (pytest-cov's, which may not be installed)")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -25,6 +31,9 @@ def pytest_configure() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what takes longest first, so that workers end together; skip ``gpu`` tests on a machine without one."""
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in _NOT_MEASURED:
+            item.add_marker("no_cover")
     items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted or not (reason := _why_no_gpu()):

@@ -292,6 +292,7 @@ def test_close_drains_moves_and_stores(make: Make) -> None:
     assert rig.moves(5, [rig.move(0, FILE, BUCKET), rig.move(10, MEMORY, FILE)]) == (DROPPED, FAILED)
 
 
+@pytest.mark.no_cover
 def test_asking_costs_next_to_nothing_when_nothing_happens(make: Make) -> None:
     """As often as an engine steps: generous, but far below what walking over open tickets would take."""
     rig = make()

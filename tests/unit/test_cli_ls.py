@@ -205,6 +205,7 @@ def test_an_index_of_a_killed_engine_is_read_with_its_log_and_left_as_it_is(tmp_
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.no_cover
 def test_a_hundred_thousand_chunks_take_seconds(tmp_path: Path, cli: Cli) -> None:
     """Rows of a real index, written by the class that engines write with."""
     slab = StoredSlab(tmp_path)

@@ -270,6 +270,7 @@ def test_impossible_geometry_is_refused(classes: list[int], extent: int | None) 
         SlabAllocator(MIB, [SMALL]).allocate(LARGE)
 
 
+@pytest.mark.no_cover
 def test_ten_million_slots_are_cheap() -> None:
     """A slab of 10 M slots costs kilobytes before use, and taking and freeing slots is far from quadratic."""
     slot = 68 * KIB
