@@ -1,5 +1,6 @@
-"""README.md and docs/*.md do what they say: every command runs here or says what it needs, every config loads, every
-command line that is mentioned exists, every log line that is explained is in the code and the other way round.
+"""README.md, CONTRIBUTING.md, CHANGELOG.md and docs/*.md do what they say: every command runs here or says what it
+needs, every config loads, every command line that is mentioned exists, every log line that is explained is in the code
+and the other way round.
 
 Before each block of shell commands stands a comment that says how it is tested:
 
@@ -33,7 +34,7 @@ from tests.s3.servers import MotoServer
 from tests.unit.warm_rig import namespace, put_chunk, put_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 OPERATIONS = ROOT / "docs/operations.md"
 KINDS = ("file", "stored", "bucket")
 SHELL = ("sh", "bash", "shell", "console")
@@ -198,6 +199,16 @@ def test_every_command_line_that_is_mentioned_exists() -> None:
                 parser = below[0].choices[word]
                 count += 1
     assert count > 20
+
+
+def test_every_make_target_that_is_mentioned_exists() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shell = "\n".join(block.text for block in BLOCKS if block.is_shell)
+    mentioned = set(re.findall(r"^(?:\$ )?make ([a-z0-9-]+)", shell, re.MULTILINE))
+    for page in PAGES:
+        mentioned |= set(re.findall(r"`make ([a-z0-9-]+)[ `]", page.read_text()))
+    assert mentioned >= {"demo", "test"}
+    assert mentioned <= targets
 
 
 def test_links_lead_somewhere() -> None:
