@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.file [--dir DIR] [--json] [--rounds N] [--movers posix_aio,posix_uring,copy]``. Ours and fio take
 turns on the same written file, in random order of pieces, so a noisy disk is equally unkind to both: believe the ratio.
-The mover is used as the engine uses it: staging slots and file slots prepared once, rows by number, a poll each 0.5 ms.
+The mover is used as the engine uses it: many extents a transfer, from and to slots of staging memory, polled at 2 kHz.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import Extents, MemoryRegion, Mover, Op, Prepared, TransferState
+from nixl_offload.movers.base import Extents, MemoryRegion, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
 
@@ -97,7 +97,7 @@ def scratch_file(directory: str | None, size_bytes: int) -> Iterator[Path]:
 
 
 class Ours:
-    """A mover with staging slots and file slots of one shape, prepared once."""
+    """A mover with staging slots and file slots of one shape."""
 
     def __init__(self, name: str, path: Path, shape: Shape) -> None:
         self.mover: Mover = LimitedMover(make_mover(name))
@@ -108,8 +108,8 @@ class Ours:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         memory = self.mover.register_memory(MemoryRegion(address, staging_bytes))
         file = self.mover.open_file(str(path), shape.total_bytes, direct_io=True)
-        self.staging = self.mover.prepare_memory(memory, slots(shape.depth, shape.piece_bytes))
-        self.slots = self.mover.prepare_file(file, slots(shape.pieces, shape.piece_bytes))
+        self.staging = slots(shape.depth, shape.piece_bytes)
+        self.slots = slots(shape.pieces, shape.piece_bytes)
         self.memory, self.file = memory, file
 
     def run(self, op: Op, order: npt.NDArray[np.int32]) -> Run:
@@ -122,7 +122,7 @@ class Ours:
         while batches or flying:
             while batches and free:
                 staging = free.popleft()
-                flying.append((self._submit(op, self.staging, staging, batches.popleft()), staging))
+                flying.append((self.submit(op, staging, batches.popleft()), staging))
             moved_on = False
             for _ in range(len(flying)):
                 transfer, staging = flying.popleft()
@@ -138,8 +138,9 @@ class Ours:
                 time.sleep(POLL_S)
         return as_run(shape.total_bytes, time.perf_counter() - start, cpu_s() - cpu)
 
-    def _submit(self, op: Op, staging: Prepared, rows: npt.NDArray[np.int32], pieces: npt.NDArray[np.int32]) -> Any:
-        return self.mover.submit_prepared(op, staging, rows, self.slots, pieces)
+    def submit(self, op: Op, staging: npt.NDArray[np.int32], pieces: npt.NDArray[np.int32]) -> Transfer:
+        """Start one transfer between slots, by their numbers."""
+        return self.mover.submit(op, self.memory, self.staging[staging], self.file, self.slots[pieces])
 
     def close(self) -> None:
         self.mover.close()
@@ -228,32 +229,26 @@ def summary(name: str, shape: Shape, op: Op, pairs: list[tuple[Run, Run]]) -> Re
     )
 
 
-def submit_cost(name: str, path: Path) -> dict[str, float]:
-    """Microseconds that ``submit`` and ``submit_prepared`` of one batch of 64 × 64 KiB take, I/O apart; medians."""
+def submit_cost(name: str, path: Path) -> float:
+    """Microseconds that ``submit`` of one batch of 64 × 64 KiB takes, I/O apart; the median."""
     ours = Ours(name, path, SHAPES[1])
-    plain: list[float] = []
-    prepared: list[float] = []
+    costs: list[float] = []
     rows = np.arange(64, dtype=np.int32)
     random = np.random.default_rng(0)
     try:
         for _ in range(100):
             pieces = random.permutation(4096)[:64].astype(np.int32)
-            for took, is_prepared in ((plain, False), (prepared, True)):
-                start = time.perf_counter()
-                if is_prepared:
-                    transfer = ours.mover.submit_prepared(Op.READ, ours.staging, rows, ours.slots, pieces)
-                else:
-                    mem, fil = ours.staging.extents[rows], ours.slots.extents[pieces]
-                    transfer = ours.mover.submit(Op.READ, ours.memory, mem, ours.file, fil)
-                took.append(time.perf_counter() - start)
-                while ours.mover.poll(transfer) is TransferState.PENDING:
-                    time.sleep(POLL_S)
+            start = time.perf_counter()
+            transfer = ours.submit(Op.READ, rows, pieces)
+            costs.append(time.perf_counter() - start)
+            while ours.mover.poll(transfer) is TransferState.PENDING:
+                time.sleep(POLL_S)
     finally:
         ours.close()
-    return {"submit_us": statistics.median(plain) * 1e6, "submit_prepared_us": statistics.median(prepared) * 1e6}
+    return statistics.median(costs) * 1e6
 
 
-def table(results: list[Result], costs: dict[str, dict[str, float]]) -> Iterator[Table]:
+def table(results: list[Result], costs: dict[str, float]) -> Iterator[Table]:
     """What a person reads."""
     speeds = Table("mover", "pieces", "op", "MB/s", "fio MB/s", "ratio", "CPU s/GB", "fio CPU s/GB")
     for r in results:
@@ -268,9 +263,9 @@ def table(results: list[Result], costs: dict[str, dict[str, float]]) -> Iterator
             f"{r.fio_cpu_s_per_gb:.2f}",
         )
     yield speeds
-    submits = Table("mover", "submit of 64 extents, µs", "prepared, µs")
+    submits = Table("mover", "submit of 64 extents, µs")
     for name, cost in costs.items():
-        submits.add_row(name, f"{cost['submit_us']:.0f}", f"{cost['submit_prepared_us']:.0f}")
+        submits.add_row(name, f"{cost:.0f}")
     yield submits
 
 

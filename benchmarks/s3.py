@@ -1,7 +1,7 @@
 """One S3 server on this machine, its clients in turn: put, get, exists, list, and a chain of which a part is there.
 
-``python -m benchmarks.s3 [--json] [--quick] [--rounds N] [--connections N] [--dir DIR]``. Ours over NIXL's OBJ plugin,
-over obstore and over boto3; NIXL's OBJ plugin with nothing around it; vLLM's own ``obj`` tier. All live in one process,
+``python -m benchmarks.s3 [--json] [--quick] [--rounds N] [--connections N] [--dir DIR]``. Ours over NIXL's OBJ plugin
+and over obstore; NIXL's OBJ plugin with nothing around it; vLLM's own ``obj`` tier. All live in one process,
 take turns in an order that changes from round to round, and have the same number of connections. The server (rclone)
 shares the cores with them, so its speed is part of every figure: believe the ratio to plain NIXL.
 """

@@ -27,10 +27,9 @@ from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Asker, Key, Lookup
 
-OURS: dict[str, Literal["obj", "obstore", "boto3"]] = {
+OURS: dict[str, Literal["obj", "obstore"]] = {
     "ours, NIXL OBJ": "obj",
     "ours, obstore": "obstore",
-    "ours, boto3": "boto3",
 }
 """Names of our sides, and the mover of each."""
 
@@ -64,13 +63,11 @@ NAMESPACE = make_namespace(
 
 
 def open_ours(name: str, server: RcloneServer, buffer: Buffer, connections: int) -> Side:
-    """Open one of ``OURS``. The control plane of boto3's is boto3, of the others obstore, as in a server."""
+    """Open one of ``OURS``, with obstore for the control plane, as in a server."""
     kind = OURS[name]
     tier = S3Config.model_validate({**server.tier(kind), "mover": kind, "connections": connections})
     mover = make_mover(kind, tier, lambda client: open_store(tier, client))
-    return Ours(
-        name, kind, mover, lambda: open_store(tier, "boto3" if kind == "boto3" else "obstore"), buffer, connections
-    )
+    return Ours(name, kind, mover, lambda: open_store(tier, "obstore"), buffer, connections)
 
 
 class Ours(Side):

@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo_s3", description=__doc__.splitlines()[0])
     terminal.add_options(parser, prompts=3)
     parser.add_argument(
-        "--mover", choices=("auto", "obj", "obstore", "boto3"), default="auto", help="how bytes travel (default: auto)"
+        "--mover", choices=("auto", "obj", "obstore"), default="auto", help="how bytes travel (default: auto)"
     )
     chosen = terminal.parse(parser, arguments)
     progress = terminal.start()

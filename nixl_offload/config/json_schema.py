@@ -211,7 +211,7 @@ def _rules_of_files(model: type[BaseModel]) -> Iterator[_Schema]:
 
 
 def _rules_of_s3(model: type[BaseModel]) -> Iterator[_Schema]:
-    yield _when(_says("mover", "obstore", "boto3"), _absent(model, ["crt_min_size"]))
+    yield _when(_says("mover", "obstore"), _absent(model, ["crt_min_size"]))
     said = {"properties": {"crt_min_size": {"not": {"type": "null"}}}, "required": ["crt_min_size"]}
     yield {"if": {"not": said}, "then": _absent(model, ["crt_throughput_gbps"])}
     plain = {"properties": {"endpoint": {"type": "string", "pattern": "^[Hh][Tt][Tt][Pp]:"}}, "required": ["endpoint"]}

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from nixl_offload.config.document import Path, parse_yaml
 from nixl_offload.config.old_spelling import rewrite_tiers
 from nixl_offload.config.problems import find_problems, render
+from nixl_offload.config.retired import replace_retired_movers
 from nixl_offload.config.rules import Problem, show_value
 from nixl_offload.config.schema import Config
 from nixl_offload.errors import ConfigError
@@ -106,6 +107,7 @@ def _check(data: object, source: str, lines: Mapping[Path, int]) -> Config:
         data = {}
     if not isinstance(data, Mapping):
         raise ConfigError(f"{source}: {show_value(data)} is not a mapping; allowed: fields such as tenant and tiers")
+    data = replace_retired_movers(data)
     config: Config | None = None
     error: ValidationError | None = None
     try:

@@ -164,7 +164,7 @@ def _ignored_by_mover(position: int, tier: Mapping[str, Any], said: set[str]) ->
 
 def _ignored_of_s3(position: int, tier: Mapping[str, Any], said: set[str]) -> Iterator[Problem]:
     mover, endpoint = tier.get("mover"), tier.get("endpoint")
-    if "crt_min_size" in said and mover in ("obstore", "boto3"):
+    if "crt_min_size" in said and mover == "obstore":
         yield Problem(
             ("tiers", position, "crt_min_size"),
             f"has no meaning with mover: {mover}; remove it, or say mover: obj (or auto)",

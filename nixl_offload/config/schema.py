@@ -28,9 +28,9 @@ TIER_KINDS: Final = tuple(kind for group in TIER_ORDER for kind in group)
 
 AVAILABLE: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "memory": {},
-    "slab": {"mover": ("auto", "gds_mt", "gds", "posix", "kvikio")},
-    "shared_dir": {"mover": ("auto", "gds_mt", "gds", "posix", "kvikio")},
-    "s3": {"mover": ("auto", "obj", "obstore", "boto3")},
+    "slab": {"mover": ("auto", "gds_mt", "posix", "kvikio")},
+    "shared_dir": {"mover": ("auto", "gds_mt", "posix", "kvikio")},
+    "s3": {"mover": ("auto", "obj", "obstore")},
 }
 """Per kind of tier, the values that this release builds of fields that know more. The only such table."""
 
@@ -97,9 +97,9 @@ class DirectoryConfig(_Model):
     path: AbsolutePath
     """Absolute directory. Created with mode 0700 when missing."""
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    mover: Literal["auto", "gds_mt", "gds", "posix", "kvikio"] = "auto"
-    """``auto`` compares those that really run here, takes the fastest, and says which and why at start. ``gds_mt``,
-    ``gds``: GPUDirect Storage by NIXL. ``kvikio``: by KvikIO. ``posix``: through host memory."""
+    mover: Literal["auto", "gds_mt", "posix", "kvikio"] = "auto"
+    """``auto`` compares those that really run here, takes the fastest, and says which and why at start. ``gds_mt``:
+    GPUDirect Storage by NIXL. ``kvikio``: by KvikIO. ``posix``: through host memory."""
     posix_api: Literal["auto", "io_uring", "aio"] = "auto"
     """Kernel interface of mover ``posix``."""
     threads: int = Field(default=8, ge=1, le=256)
@@ -158,9 +158,9 @@ class S3Config(_Model):
     """Left out: as the AWS chain says."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
     """``auto``: path style where an endpoint is given, else virtual."""
-    mover: Literal["auto", "obj", "obstore", "boto3"] = "auto"
-    """``obj``: NIXL's object backend. ``obstore``, ``boto3``: our own threads over that client. ``auto`` takes the
-    first of these that can really write and read here, and says which at start."""
+    mover: Literal["auto", "obj", "obstore"] = "auto"
+    """``obj``: NIXL's object backend. ``obstore``: our own threads over that client. ``auto`` takes the first of these
+    that can really write and read here, and says which at start."""
     ttl_s: DurationSeconds | None = Field(default=None, alias="ttl")
     """Objects older than this count as absent. Left out: none do. ``nixl-offload bucket init`` makes it a lifecycle
     rule, which knows whole days only, so that the bucket keeps objects up to a day longer; chunks in use are refreshed

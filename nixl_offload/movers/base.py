@@ -25,9 +25,6 @@ FileId = NewType("FileId", int)
 Extents = npt.NDArray[np.int64]
 """Shape (n, 2): ``[:, 0]`` byte offset in a registered memory region or an opened file, ``[:, 1]`` length in bytes."""
 
-Rows = npt.NDArray[np.int32]
-"""Shape (n,): row numbers into the extents of a ``Prepared``; may repeat, any order."""
-
 UNLIMITED = 1 << 62
 """For a limit that does not exist."""
 
@@ -77,8 +74,6 @@ class MoverLimits:
     max_extents_per_transfer: int
     max_extents_in_flight: int
     """Over all transfers of this mover."""
-    max_transfers_in_flight: int = UNLIMITED
-    """Over this mover. GDS takes one batch of a fixed pool for each, however small."""
     whole_writes: bool = False
     """A WRITE is one extent from offset 0 and becomes the whole target: objects have no parts to overwrite."""
     tells_short_reads: bool = True
@@ -98,25 +93,6 @@ class Transfer:
     """FAILED, and late I/O may still touch its memory: never reuse that memory."""
     missing: bool = False
     """FAILED because the target is not there, where the mover can tell: nothing is wrong with the storage."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """One side of many future transfers: a list of extents that the mover has seen and checked once."""
-
-    handle: MemoryId | FileId
-    extents: Extents
-
-
-def checked_rows(count: int, rows: Rows) -> Rows:
-    """Return a copy of ``rows``, all in ``[0, count)``. Raises MoverError; -1 is not the last one."""
-    given = np.asarray(rows)
-    index = np.array(given, dtype=np.int32)
-    same = given.dtype == np.int32 or np.array_equal(given, index)
-    # Seen as unsigned, a negative number is a large one.
-    if not same or index.ndim != 1 or (len(index) and int(index.view(np.uint32).max()) >= count):
-        raise MoverError(f"rows must be a list of numbers below {count}")
-    return index
 
 
 class Mover(ABC):
@@ -183,28 +159,3 @@ class Mover(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for what is in flight, then release everything. Idempotent."""
-
-    # The fast path, for extents that repeat (staging slots on one side, slots of a slab on the other): prepared once,
-    # then named by row. These defaults are right for every mover; one that gains from preparing overrides all four.
-
-    def prepare_memory(self, memory: MemoryId, extents: Extents) -> Prepared:
-        """Prepare extents of a region. Raises MoverError. Release before the region is unregistered."""
-        return Prepared(memory, extents)
-
-    def prepare_file(self, file: FileId, extents: Extents) -> Prepared:
-        """Prepare extents of a file. Raises MoverError. Release before the file is closed."""
-        return Prepared(file, extents)
-
-    def release_prepared(self, prepared: Prepared) -> None:
-        """Forget a prepared side. No transfer of it may be in flight. ``close`` releases what is left."""
-        return
-
-    def submit_prepared(self, op: Op, memory: Prepared, memory_rows: Rows, file: Prepared, file_rows: Rows) -> Transfer:
-        """``submit`` of ``memory.extents[memory_rows]`` and ``file.extents[file_rows]``; same rules, same errors."""
-        return self.submit(
-            op,
-            MemoryId(memory.handle),
-            memory.extents[checked_rows(len(memory.extents), memory_rows)],
-            FileId(file.handle),
-            file.extents[checked_rows(len(file.extents), file_rows)],
-        )

@@ -1,7 +1,7 @@
 """The plain mover: host memory and files by ``preadv`` and ``pwritev`` on a few threads. The contract's reference.
 
 Used where NIXL cannot run, and in tests. Threading: driven by one thread; a fixed pool moves the bytes (the GIL is free
-while they move). Threads do not survive a fork, so a mover works only in the process that made it.
+while they move).
 """
 
 from __future__ import annotations
@@ -14,28 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import (
-    UNLIMITED,
-    Extents,
-    FileId,
-    MemoryId,
-    MemoryKind,
-    MemoryRegion,
-    Mover,
-    MoverLimits,
-    Op,
-    Transfer,
-    TransferState,
-)
-from nixl_offload.movers.handles import (
-    FileEntry,
-    HandleTable,
-    MemoryEntry,
-    check_adopted,
-    fork_message,
-    open_regular_file,
-)
+from nixl_offload.movers.base import UNLIMITED, Extents, MemoryKind, MoverLimits, Op
+from nixl_offload.movers.handles import FileEntry, MemoryEntry
+from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
 from nixl_offload.types import PAGE_BYTES
 
 _TASK_BYTES = 8 << 20
@@ -43,14 +24,14 @@ _TASK_BYTES = 8 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _CopyTransfer(Transfer):
-    memory: MemoryEntry | None = None
-    file: FileEntry | None = None
+class _CopyTransfer(TrackedTransfer):
+    mem: Extents = field(kw_only=True)
+    fil: Extents = field(kw_only=True)
     stop: threading.Event = field(default_factory=threading.Event)
     tasks: list[Future[None]] = field(default_factory=list)
 
 
-class CopyMover(Mover):
+class CopyMover(TrackedMover[_CopyTransfer]):
     """Moves bytes between host memory and files. A short read or write is a failure, told in words with the offset.
 
     After a failure the rows that had not begun are left alone, and the state turns FAILED only when every thread has
@@ -58,126 +39,49 @@ class CopyMover(Mover):
     """
 
     def __init__(self, threads: int = 4, *, name: str = "copy") -> None:
-        self.name = name
-        self.memory_kinds = frozenset({MemoryKind.DRAM})
-        self.limits = MoverLimits(
+        limits = MoverLimits(
             alignment_bytes=PAGE_BYTES,
             max_extent_bytes=UNLIMITED,
             max_extents_per_transfer=UNLIMITED,
             max_extents_in_flight=UNLIMITED,
         )
-        self._threads = threads
-        self._pid = os.getpid()
-        self._pool: ThreadPoolExecutor | None = None
-        self._table = HandleTable(name)
-        self._in_flight: set[_CopyTransfer] = set()
-        self._closed = False
+        super().__init__(name, frozenset({MemoryKind.DRAM}), limits)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="nixl-offload-copy")
 
-    def register_memory(self, region: MemoryRegion) -> MemoryId:
-        """See Mover. Host memory only."""
-        self._check_usable()
-        if region.kind not in self.memory_kinds:
-            raise MoverError(f"{self.name}: moves host memory only, not {region.kind.value}")
-        if region.length_bytes <= 0:
-            raise MoverError(f"{self.name}: an empty memory region")
-        return self._table.add_memory(MemoryEntry(region))
+    def _make(self, op: Op, memory: MemoryEntry, mem: Extents, file: FileEntry, fil: Extents) -> _CopyTransfer:
+        return _CopyTransfer(op, int(mem[:, 1].sum()), memory=memory, file=file, mem=mem, fil=fil)
 
-    def unregister_memory(self, memory: MemoryId) -> None:
-        """See Mover. Raises MoverError while a transfer is in flight."""
-        self._table.pop_memory(memory)
-
-    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        """See Mover."""
-        self._check_usable()
-        fd, direct = open_regular_file(path, direct_io=direct_io)
-        return self._table.add_file(FileEntry(fd, path, length_bytes, direct_io, direct))
-
-    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        """See Mover."""
-        try:
-            self._check_usable()
-        except MoverError:
-            os.close(fd)
-            raise
-        check_adopted(fd, path)
-        return self._table.add_file(FileEntry(fd, path, length_bytes, direct, direct))
-
-    def close_file(self, file: FileId) -> None:
-        """See Mover. Raises MoverError while a transfer is in flight."""
-        os.close(self._table.pop_file(file).fd)
-
-    def submit(
-        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
-    ) -> Transfer:
-        """See Mover."""
-        self._check_usable()
-        m, mem, f, fil = self._table.check(self.limits, op, memory, memory_extents, file, file_extents)
-        transfer = _CopyTransfer(op, int(mem[:, 1].sum()), memory=m, file=f)
-        if not len(mem):
-            transfer.state = TransferState.DONE
-            return transfer
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="nixl-offload-copy")
-        m.in_flight += 1
-        f.in_flight += 1
-        self._in_flight.add(transfer)
-        # Cut after every _TASK_BYTES of rows.
+    def _launch(self, transfer: _CopyTransfer) -> None:
+        mem, fil = transfer.mem, transfer.fil
         ends = np.flatnonzero(np.diff(np.cumsum(mem[:, 1]) // _TASK_BYTES)) + 1
-        address = m.region.address
-        for mem_rows, file_rows in zip(np.split(mem, ends), np.split(fil, ends), strict=True):
-            transfer.tasks.append(self._pool.submit(_move, transfer, address, mem_rows, f, file_rows))
-        return transfer
+        for mem_rows, fil_rows in zip(np.split(mem, ends), np.split(fil, ends), strict=True):
+            transfer.tasks.append(self._pool.submit(_move, transfer, mem_rows, fil_rows))
 
-    def poll(self, transfer: Transfer) -> TransferState:
-        """See Mover."""
-        if transfer.state is not TransferState.PENDING or not isinstance(transfer, _CopyTransfer):
-            return transfer.state
-        if os.getpid() != self._pid:
-            transfer.error, transfer.quarantine = self._fork_message(), True
-            transfer.state = TransferState.FAILED
-            return transfer.state
-        if not all(task.done() for task in transfer.tasks):
-            return transfer.state
-        errors = [error for task in transfer.tasks if (error := task.exception()) is not None]
-        if errors:
-            transfer.error = f"{self.name}: {errors[0]}"
-        self._in_flight.discard(transfer)
-        if transfer.memory is not None and transfer.file is not None:
-            transfer.memory.in_flight -= 1
-            transfer.file.in_flight -= 1
-        transfer.tasks = []
-        transfer.state = TransferState.FAILED if errors else TransferState.DONE
-        return transfer.state
+    def _advance(self, transfer: _CopyTransfer) -> None:
+        if all(task.done() for task in transfer.tasks):
+            errors = [error for task in transfer.tasks if (error := task.exception()) is not None]
+            self._finish(transfer, f"{self.name}: {errors[0]}" if errors else None)
+            transfer.tasks = []
 
     def close(self) -> None:
-        """See Mover. Blocks until the kernel has let go of every buffer; in a forked child it does nothing."""
+        """Block until the kernel has let go of every buffer; in a forked child do nothing."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-        for transfer in list(self._in_flight):
-            self.poll(transfer)
+        self._pool.shutdown(wait=True)
+        for transfer in list(self._in_flight.values()):
+            self._advance(transfer)
         for file in list(self._table.files):
             self.close_file(file)
         self._table.memories.clear()
 
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise MoverError(self._fork_message())
-        if self._closed:
-            raise MoverError(f"{self.name}: this mover is closed")
 
-    def _fork_message(self) -> str:
-        return fork_message(self.name, self._pid)
-
-
-def _move(transfer: _CopyTransfer, address: int, mem: Extents, file: FileEntry, fil: Extents) -> None:
+def _move(transfer: _CopyTransfer, mem: Extents, fil: Extents) -> None:
     """Move the rows in order, on a thread of the pool. Raises OSError or EOFError and tells the siblings to stop."""
-    op, stop = transfer.op, transfer.stop
+    op, file, address = transfer.op, transfer.file, transfer.memory.region.address
     try:
         for (mem_offset, length), (file_offset, _) in zip(mem.tolist(), fil.tolist(), strict=True):
-            if stop.is_set():
+            if transfer.stop.is_set():
                 return
             view = memoryview((ctypes.c_char * length).from_address(address + mem_offset)).cast("B")
             done = 0
@@ -193,8 +97,8 @@ def _move(transfer: _CopyTransfer, address: int, mem: Extents, file: FileEntry, 
                     )
                 done += moved
     except OSError as error:
-        stop.set()
+        transfer.stop.set()
         raise OSError(error.errno, f"{op.value} of {file.path} failed: {error.strerror}") from error
     except EOFError:
-        stop.set()
+        transfer.stop.set()
         raise

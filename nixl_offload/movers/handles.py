@@ -24,9 +24,6 @@ from nixl_offload.movers.base import (
     MemoryRegion,
     MoverLimits,
     Op,
-    Prepared,
-    Rows,
-    checked_rows,
 )
 
 logger = logging.getLogger(__name__)
@@ -130,16 +127,11 @@ def checked_extents(extents: Extents, length_bytes: int, what: str) -> Extents:
     return array
 
 
-def low_bits(extents: Extents, base: int) -> int:
-    """All addresses (offset and ``base``) and lengths, or-ed: what of it lies below an alignment is off its grid."""
-    if not len(extents):
-        return 0
-    return int(np.bitwise_or.reduce(extents[:, 0] + base)) | int(np.bitwise_or.reduce(extents[:, 1]))
-
-
 def check_alignment(memory_extents: Extents, address: int, file_extents: Extents, alignment_bytes: int) -> None:
     """Raise MoverError unless addresses, offsets and lengths are multiples of ``alignment_bytes``, a power of two."""
-    if (low_bits(memory_extents, address) | low_bits(file_extents, 0)) & (alignment_bytes - 1):
+    # Or-ed together, whatever is off the grid has a bit below the alignment.
+    bits = np.bitwise_or.reduce(memory_extents[:, 0] + address) | np.bitwise_or.reduce(file_extents, axis=None)
+    if int(bits) & (alignment_bytes - 1):
         raise MoverError(f"O_DIRECT needs addresses, offsets and lengths that are multiples of {alignment_bytes} bytes")
 
 
@@ -149,23 +141,6 @@ def check_limits(mover: str, extents: int, largest_bytes: int, limits: MoverLimi
         raise MoverError(f"{mover}: {extents} extents in one transfer, at most {limits.max_extents_per_transfer}")
     if largest_bytes > limits.max_extent_bytes:
         raise MoverError(f"{mover}: an extent of {largest_bytes} bytes, at most {limits.max_extent_bytes}")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckedSide(Prepared):
-    """A prepared side, with what lets a submit be checked without looking at its rows one by one."""
-
-    row_bytes: int
-    """Length of every extent where all are equal, else 0."""
-    bits: int
-    """``low_bits`` of all extents."""
-
-
-def side_facts(extents: Extents, base: int) -> tuple[int, int]:
-    """``row_bytes`` and ``bits`` of a ``CheckedSide``."""
-    lengths = extents[:, 1]
-    equal = len(extents) and bool((lengths == lengths[0]).all())
-    return (int(lengths[0]) if equal else 0), low_bits(extents, base)
 
 
 class HandleTable:
@@ -245,20 +220,3 @@ class HandleTable:
                     f"{self._mover}: a write is one extent and the whole of {f.path}, all its {f.length_bytes} bytes"
                 )
         return m, mem, f, fil
-
-    def check_prepared(
-        self, limits: MoverLimits, op: Op, memory: CheckedSide, memory_rows: Rows, file: CheckedSide, file_rows: Rows
-    ) -> tuple[MemoryEntry, Rows, FileEntry, Rows, int]:
-        """As ``check``, for rows of prepared sides; the rows come back as copies, with the bytes in total."""
-        m, f = self.memory(MemoryId(memory.handle)), self.file(FileId(file.handle))
-        mem = checked_rows(len(memory.extents), memory_rows)
-        fil = checked_rows(len(file.extents), file_rows)
-        aligned = not f.direct_asked or not (memory.bits | file.bits) & (limits.alignment_bytes - 1)
-        quick = aligned and not (limits.whole_writes and op is Op.WRITE)
-        if quick and memory.row_bytes and memory.row_bytes == file.row_bytes and len(mem) == len(fil):
-            if len(mem):
-                check_limits(self._mover, len(mem), memory.row_bytes, limits)
-            return m, mem, f, fil, len(mem) * memory.row_bytes
-        memory_extents = memory.extents[mem]
-        self.check(limits, op, MemoryId(memory.handle), memory_extents, FileId(file.handle), file.extents[fil])
-        return m, mem, f, fil, int(memory_extents[:, 1].sum())

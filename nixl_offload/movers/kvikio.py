@@ -1,7 +1,7 @@
 """KvikIO behind the mover contract: device or host memory and files, by cuFile or by KvikIO's own POSIX path.
 
 Where cuFile cannot be had for a file (``path_of`` says which it is), KvikIO reads and writes through page-locked
-bounce buffers: its compatibility mode. cuFile, for its part, has such a mode as well: ``movers.gds`` tells that.
+bounce buffers: its compatibility mode. cuFile, for its part, has such a mode as well: ``hardware.gds`` reports that.
 
 Threading: driven by one thread. A thread of the mover's own opens files and hands pieces to KvikIO, because that may
 block: with cuFile, KvikIO waits for the device's default stream first. KvikIO's pool moves the bytes. One process: its
@@ -25,31 +25,12 @@ from typing import Any, Literal
 import numpy as np
 
 from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import (
-    UNLIMITED,
-    Extents,
-    FileId,
-    MemoryId,
-    MemoryKind,
-    MemoryRegion,
-    Mover,
-    MoverLimits,
-    Op,
-    Transfer,
-    TransferState,
-)
-from nixl_offload.movers.handles import (
-    FileEntry,
-    HandleTable,
-    MemoryEntry,
-    check_adopted,
-    drain,
-    fork_message,
-    open_regular_file,
-)
+from nixl_offload.movers.base import UNLIMITED, Extents, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
+from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
 from nixl_offload.movers.kvikio_library import KVIKIO_ERRORS, load_kvikio, words_of
 from nixl_offload.movers.launcher import Launcher
 from nixl_offload.movers.pinning import check_pinning
+from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -59,7 +40,7 @@ IoPath = Literal["cufile", "compat"]
 _ALREADY_REGISTERED = "already registered"
 
 
-class _Span:
+class _CudaArray:
     """A piece of memory as KvikIO wants to be told of it; whether it is a device's, KvikIO finds out by itself."""
 
     __slots__ = ("__cuda_array_interface__",)
@@ -82,15 +63,17 @@ class _OpenFile:
 
 
 @dataclass(slots=True, eq=False)
-class _KvikioTransfer(Transfer):
-    memory: MemoryEntry = field(kw_only=True)
-    file: FileEntry = field(kw_only=True)
+class _KvikioTransfer(TrackedTransfer):
+    mem: Extents = field(kw_only=True)
+    fil: Extents = field(kw_only=True)
     pieces: list[tuple[int, Any]] = field(default_factory=list)
     """Length and KvikIO's future of each piece not known to be done; filled by the launching thread."""
     launch: Future[None] | None = None
+    failure: str | None = None
+    """Of the piece that failed last; ``error`` is set when all have ended."""
 
 
-class KvikioMover(Mover):
+class KvikioMover(TrackedMover[_KvikioTransfer]):
     """Moves bytes by KvikIO. Raises MoverUnavailableError on the first use where KvikIO or the driver is missing.
 
     ``threads`` move at once, each at most ``bounce_bytes`` at a time; where KvikIO has to bounce, each holds that much
@@ -100,58 +83,60 @@ class KvikioMover(Mover):
     """
 
     def __init__(self, threads: int = 8, bounce_bytes: int = 16 << 20, *, close_timeout_s: float = 30.0) -> None:
-        self.name = "kvikio"
-        self.memory_kinds = frozenset({MemoryKind.VRAM, MemoryKind.DRAM})
         # KvikIO takes what is off the grid as well, by the page cache and another copy: nobody wants that unawares.
-        self.limits = MoverLimits(
+        limits = MoverLimits(
             alignment_bytes=PAGE_BYTES,
             max_extent_bytes=UNLIMITED,
             max_extents_per_transfer=65_536,  # each is an object of Python's and one of KvikIO's
             max_extents_in_flight=UNLIMITED,
         )
+        super().__init__("kvikio", frozenset({MemoryKind.VRAM, MemoryKind.DRAM}), limits)
         self._threads = threads
         self._bounce_bytes = max(bounce_bytes // PAGE_BYTES, 1) * PAGE_BYTES  # pieces keep to the grid
         self._close_timeout_s = close_timeout_s
-        self._pid = os.getpid()
         self._kvikio: Any = None
         self._launcher: Launcher | None = None
-        self._table = HandleTable(self.name)
-        self._opened: dict[FileId, Future[_OpenFile]] = {}
+        self._opened: dict[FileEntry, Future[_OpenFile]] = {}
         self._in_cufile: dict[MemoryId, bool] = {}
         """Device regions; whether cuFile knows the allocation by this one (else by another region of the same)."""
-        self._in_flight: set[_KvikioTransfer] = set()
-        self._closed = False
 
     def connect(self) -> None:
         """Load KvikIO and set its defaults now. Raises MoverUnavailableError."""
-        self._usable()
+        self._check_usable()
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        if self._kvikio is None:
+            self._kvikio = load_kvikio(self.name, self._threads, self._bounce_bytes)
+            self._launcher = Launcher("nixl-offload-kvikio")
 
     # Regions and files
 
     def register_memory(self, region: MemoryRegion) -> MemoryId:
-        """See Mover. Device memory is registered with cuFile, with all of the allocation that it is part of."""
-        kvikio = self._usable()
-        if region.length_bytes <= 0:
-            raise MoverError(f"{self.name}: an empty memory region")
-        held = sum(self._table.memory(each).region.length_bytes for each in self._in_cufile)
-        if region.kind is MemoryKind.VRAM and not kvikio.defaults.is_compat_mode_preferred():
-            check_pinning(self.name, region, held)
-        memory = self._table.add_memory(MemoryEntry(region))
-        if region.kind is MemoryKind.VRAM:
-            try:
-                self._in_cufile[memory] = self._register_with_cufile(kvikio, region)
-            except KVIKIO_ERRORS as error:
-                self._table.pop_memory(memory)
-                raise MoverError(
-                    f"{self.name}: cannot register {region.length_bytes} bytes of device memory: {words_of(error)}; "
-                    "nixl-offload check says what cuFile lacks here, and KVIKIO_COMPAT_MODE=ON does without cuFile"
-                ) from error
+        """Device memory is registered with cuFile, with all of the allocation that it is part of."""
+        memory = super().register_memory(region)
+        if region.kind is not MemoryKind.VRAM:
+            return memory
+        try:
+            if not self._kvikio.defaults.is_compat_mode_preferred():
+                held_bytes = sum(self._table.memory(each).region.length_bytes for each in self._in_cufile)
+                check_pinning(self.name, region, held_bytes)
+            self._in_cufile[memory] = self._register_with_cufile(region)
+        except MoverError:
+            self._table.pop_memory(memory)
+            raise
+        except KVIKIO_ERRORS as error:
+            self._table.pop_memory(memory)
+            raise MoverError(
+                f"{self.name}: cannot register {region.length_bytes} bytes of device memory: {words_of(error)}; "
+                "nixl-offload check says what cuFile lacks here, and KVIKIO_COMPAT_MODE=ON does without cuFile"
+            ) from error
         return memory
 
-    def _register_with_cufile(self, kvikio: Any, region: MemoryRegion) -> bool:
+    def _register_with_cufile(self, region: MemoryRegion) -> bool:
         """Whether it was this call that registered the allocation. Nothing to do, and True, in compatibility mode."""
         try:
-            kvikio.memory_register(_Span(region.address, region.length_bytes))
+            self._kvikio.memory_register(_CudaArray(region.address, region.length_bytes))
         except RuntimeError as error:
             if _ALREADY_REGISTERED in str(error):
                 return False
@@ -159,46 +144,32 @@ class KvikioMover(Mover):
         return True
 
     def unregister_memory(self, memory: MemoryId) -> None:
-        """See Mover. Raises MoverError while a transfer is in flight."""
-        kvikio = self._usable()
+        self._check_usable()
         region = self._table.pop_memory(memory).region
         if not self._in_cufile.pop(memory, False):
             return
         try:
-            kvikio.memory_deregister(_Span(region.address, region.length_bytes))
+            self._kvikio.memory_deregister(_CudaArray(region.address, region.length_bytes))
             # Regions that leaned on this one stand on their own now.
             for other in [other for other, knows in self._in_cufile.items() if not knows]:
-                self._in_cufile[other] = self._register_with_cufile(kvikio, self._table.memory(other).region)
+                self._in_cufile[other] = self._register_with_cufile(self._table.memory(other).region)
         except KVIKIO_ERRORS as error:
             raise MoverError(f"{self.name}: cannot unregister device memory: {words_of(error)}") from error
 
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        """See Mover."""
-        self._usable()
-        fd, direct = open_regular_file(path, direct_io=direct_io)
-        file = self._add_file(FileEntry(fd, path, length_bytes, direct_io, direct))
+        file = super().open_file(path, length_bytes, direct_io=direct_io)
         try:
-            self._opened[file].result()
+            self.path_of(file)
         except MoverError:
             self.close_file(file)
             raise
         return file
 
-    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        """See Mover. KvikIO opens it anew, on the mover's own thread; where that fails, the transfers fail."""
-        try:
-            self._usable()
-        except MoverError:
-            os.close(fd)
-            raise
-        check_adopted(fd, path)
-        return self._add_file(FileEntry(fd, path, length_bytes, direct, direct))
-
     def _add_file(self, entry: FileEntry) -> FileId:
-        file = self._table.add_file(entry)
+        """Have KvikIO open it anew, on the mover's own thread; where that fails, the transfers fail."""
         assert self._launcher is not None
-        self._opened[file] = self._launcher.submit(self._open, entry)
-        return file
+        self._opened[entry] = self._launcher.submit(self._open, entry)
+        return super()._add_file(entry)
 
     def _open(self, entry: FileEntry) -> _OpenFile:
         """Open by KvikIO what ``entry.fd`` is, on the launching thread. Raises MoverError."""
@@ -232,13 +203,11 @@ class KvikioMover(Mover):
 
         Waits until the file is open. Raises MoverError.
         """
-        self._table.file(file)
-        return self._opened[file].result().io_path
+        return self._opened[self._table.file(file)].result().io_path
 
     def close_file(self, file: FileId) -> None:
-        """See Mover. Raises MoverError while a transfer is in flight."""
         entry = self._table.pop_file(file)
-        opened = self._opened.pop(file)
+        opened = self._opened.pop(entry)
         wait([opened])  # else the path of the descriptor could be somebody else's when KvikIO comes to open it
         if opened.exception() is None:
             assert self._launcher is not None
@@ -247,57 +216,28 @@ class KvikioMover(Mover):
 
     # Transfers
 
-    def submit(
-        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
-    ) -> Transfer:
-        """See Mover."""
-        self._usable()
-        m, mem, f, fil = self._table.check(self.limits, op, memory, memory_extents, file, file_extents)
-        transfer = _KvikioTransfer(op, int(mem[:, 1].sum()), memory=m, file=f)
-        if not len(mem):
-            transfer.state = TransferState.DONE
-            return transfer
+    def _make(self, op: Op, memory: MemoryEntry, mem: Extents, file: FileEntry, fil: Extents) -> _KvikioTransfer:
+        total_bytes = int(mem[:, 1].sum())
         mem, fil = _joined(mem, fil)
-        assert self._launcher is not None
-        transfer.launch = self._launcher.submit(
-            self._launch,
-            transfer,
-            self._opened[file],
-            (mem[:, 0] + m.region.address).tolist(),
-            mem[:, 1].tolist(),
-            fil[:, 0].tolist(),
-        )
-        m.in_flight += 1
-        f.in_flight += 1
-        self._in_flight.add(transfer)
-        return transfer
+        return _KvikioTransfer(op, total_bytes, memory=memory, file=file, mem=mem, fil=fil)
 
-    def _launch(
-        self,
-        transfer: _KvikioTransfer,
-        opened: Future[_OpenFile],
-        addresses: list[int],
-        lengths: list[int],
-        offsets: list[int],
-    ) -> None:
+    def _launch(self, transfer: _KvikioTransfer) -> None:
+        assert self._launcher is not None
+        transfer.launch = self._launcher.submit(self._start_pieces, transfer, self._opened[transfer.file])
+
+    def _start_pieces(self, transfer: _KvikioTransfer, opened: Future[_OpenFile]) -> None:
         """Hand all pieces to KvikIO's pool. Raises MoverError or what KvikIO raises; some may be on their way then."""
         handle = opened.result().handle
         start = handle.pread if transfer.op is Op.READ else handle.pwrite
-        for address, length, offset in zip(addresses, lengths, offsets, strict=True):
-            future = start(_Span(address, length), length, offset, self._bounce_bytes)
+        address = transfer.memory.region.address
+        for (memory_offset, length), (offset, _) in zip(transfer.mem.tolist(), transfer.fil.tolist(), strict=True):
+            future = start(_CudaArray(address + memory_offset, length), length, offset, self._bounce_bytes)
             transfer.pieces.append((length, future))
 
-    def poll(self, transfer: Transfer) -> TransferState:
-        """See Mover."""
-        if transfer.state is not TransferState.PENDING or not isinstance(transfer, _KvikioTransfer):
-            return transfer.state
-        if os.getpid() != self._pid:
-            transfer.error, transfer.quarantine = self._fork_message(), True
-            transfer.state = TransferState.FAILED
-            return transfer.state
+    def _advance(self, transfer: _KvikioTransfer) -> None:
         assert transfer.launch is not None
         if not transfer.launch.done():
-            return transfer.state
+            return
         while transfer.pieces and transfer.pieces[-1][1].done():
             length, future = transfer.pieces.pop()
             try:
@@ -306,34 +246,22 @@ class KvikioMover(Mover):
                 words = words_of(error)
                 # That is what -1 looks like; the errno that went with it is lost.
                 lost = transfer.op is Op.READ and words == os.strerror(errno.EPERM)
-                transfer.error = self._failure(
-                    transfer, "an error of cuFile's that KvikIO does not hand on" if lost else words
-                )
+                transfer.failure = "an error of cuFile's that KvikIO does not hand on" if lost else words
             else:
                 if moved != length:
-                    transfer.error = self._failure(transfer, f"short, {moved} of {length} bytes")
-        if not transfer.pieces:
-            self._finish(transfer)
-        return transfer.state
-
-    def _failure(self, transfer: _KvikioTransfer, words: str) -> str:
-        return f"{self.name}: {transfer.op.value} of {transfer.file.path} failed: {words}"
-
-    def _finish(self, transfer: _KvikioTransfer) -> None:
-        assert transfer.launch is not None
+                    transfer.failure = f"short, {moved} of {length} bytes"
+        if transfer.pieces:
+            return
         refusal = transfer.launch.exception()
-        if refusal is not None and transfer.error is None:
-            transfer.error = self._failure(transfer, words_of(refusal))
-        self._in_flight.discard(transfer)
-        transfer.memory.in_flight -= 1
-        transfer.file.in_flight -= 1
         transfer.launch = None
-        transfer.state = TransferState.DONE if transfer.error is None else TransferState.FAILED
+        failure = transfer.failure or (words_of(refusal) if refusal is not None else None)
+        where = f"{self.name}: {transfer.op.value} of {transfer.file.path}"
+        self._finish(transfer, None if failure is None else f"{where} failed: {failure}")
 
     # The end
 
     def close(self) -> None:
-        """See Mover. Waits ``close_timeout_s`` at most; in a forked child it does nothing."""
+        """Wait ``close_timeout_s`` at most; in a forked child do nothing."""
         if self._closed or os.getpid() != self._pid:
             return
         drain(self._in_flight, self.poll, self._close_timeout_s)
@@ -344,11 +272,9 @@ class KvikioMover(Mover):
                 len(self._in_flight),
                 self._close_timeout_s,
             )
-            for transfer in self._in_flight:
-                transfer.error, transfer.quarantine = f"{self.name}: still in flight when the mover was closed", True
-                transfer.state = TransferState.FAILED
             # KvikIO's handles close themselves when collected; these must not be.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._opened, self._in_flight)))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._opened, list(self._in_flight))))
+            self._abandon()
             self._closed = True
             if self._launcher is not None:
                 self._launcher.end(wait=False)
@@ -366,21 +292,6 @@ class KvikioMover(Mover):
             self.unregister_memory(memory)
         except MoverError as error:
             logger.warning("%s", error)
-
-    # KvikIO itself
-
-    def _usable(self) -> Any:
-        if os.getpid() != self._pid:
-            raise MoverError(self._fork_message())
-        if self._closed:
-            raise MoverError(f"{self.name}: this mover is closed")
-        if self._kvikio is None:
-            self._kvikio = load_kvikio(self.name, self._threads, self._bounce_bytes)
-            self._launcher = Launcher("nixl-offload-kvikio")
-        return self._kvikio
-
-    def _fork_message(self) -> str:
-        return fork_message(self.name, self._pid)
 
 
 def _joined(mem: Extents, fil: Extents) -> tuple[Extents, Extents]:

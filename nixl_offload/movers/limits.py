@@ -22,20 +22,10 @@ from nixl_offload.movers.base import (
     Mover,
     MoverLimits,
     Op,
-    Prepared,
-    Rows,
     Transfer,
     TransferState,
 )
-from nixl_offload.movers.handles import (
-    CheckedSide,
-    FileEntry,
-    HandleTable,
-    MemoryEntry,
-    check_limits,
-    fork_message,
-    side_facts,
-)
+from nixl_offload.movers.handles import FileEntry, HandleTable, MemoryEntry, check_limits, fork_message
 
 
 def split_extents(memory_extents: Extents, file_extents: Extents, max_extent_bytes: int) -> tuple[Extents, Extents]:
@@ -56,14 +46,13 @@ def split_extents(memory_extents: Extents, file_extents: Extents, max_extent_byt
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """What becomes one transfer of the wrapped mover: extents, or rows of prepared sides."""
+    """What becomes one transfer of the wrapped mover, with its ids."""
 
     owner: _LimitedTransfer
-    count: int
-    memory: MemoryId | Prepared
-    memory_rows: Extents | Rows
-    file: FileId | Prepared
-    file_rows: Extents | Rows
+    memory: MemoryId
+    mem: Extents
+    file: FileId
+    fil: Extents
 
 
 @dataclass(slots=True, eq=False)
@@ -73,13 +62,6 @@ class _LimitedTransfer(Transfer):
     running: dict[Transfer, int] = field(default_factory=dict)
     """Inner transfers in flight and their extents."""
     entries: tuple[MemoryEntry, FileEntry] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LimitedPrepared(CheckedSide):
-    inner: Prepared
-    fits: bool
-    """No extent needs cutting, so rows of ``inner`` can be used as they are."""
 
 
 class LimitedMover(Mover):
@@ -112,21 +94,19 @@ class LimitedMover(Mover):
         self._running: dict[Transfer, _LimitedTransfer] = {}
         self._extents_running = 0
         self._inner_ids: dict[int, int] = {}
-        self._prepared: set[_LimitedPrepared] = set()
         self._closed = False
         self._pid = os.getpid()
 
     # Regions and files: the wrapped mover's, with their sizes kept, so that submit can refuse before it queues.
 
     def register_memory(self, region: MemoryRegion) -> MemoryId:
-        """See Mover."""
         inner = self.inner.register_memory(region)
         memory = self._table.add_memory(MemoryEntry(region))
         self._inner_ids[memory] = inner
         return memory
 
     def unregister_memory(self, memory: MemoryId) -> None:
-        """See Mover. Raises MoverError while a transfer is in flight, queued or quarantined."""
+        """Raises MoverError while a transfer is in flight, queued or quarantined."""
         self._table.memory(memory)
         entry = self._table.pop_memory(memory)
         try:
@@ -137,17 +117,14 @@ class LimitedMover(Mover):
         del self._inner_ids[memory]
 
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        """See Mover."""
         inner = self.inner.open_file(path, length_bytes, direct_io=direct_io)
         return self._opened(inner, FileEntry(-1, path, length_bytes, direct_io, direct_io))
 
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        """See Mover."""
         inner = self.inner.adopt_file(fd, path, length_bytes, direct=direct)
         return self._opened(inner, FileEntry(-1, path, length_bytes, direct, direct))
 
     def open_object(self, name: str, length_bytes: int) -> FileId:
-        """See Mover."""
         return self._opened(self.inner.open_object(name, length_bytes), FileEntry(-1, name, length_bytes))
 
     def _opened(self, inner: FileId, entry: FileEntry) -> FileId:
@@ -156,7 +133,7 @@ class LimitedMover(Mover):
         return file
 
     def close_file(self, file: FileId) -> None:
-        """See Mover. Raises MoverError while a transfer is in flight, queued or quarantined."""
+        """Raises MoverError while a transfer is in flight, queued or quarantined."""
         entry = self._table.pop_file(file)
         try:
             self.inner.close_file(FileId(self._inner_ids[file]))
@@ -170,73 +147,22 @@ class LimitedMover(Mover):
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
     ) -> Transfer:
-        """See Mover. Never refuses for size or number, but for a whole write that the wrapped mover cannot take."""
+        """Never refuses for size or number, but for a whole write that the wrapped mover cannot take."""
         m, mem, f, fil = self._table.check(self.limits, op, memory, memory_extents, file, file_extents)
         if self.limits.whole_writes and op is Op.WRITE:
             check_limits(self.name, len(mem), int(mem[:, 1].max(initial=0)), self._inner_limits)
-        transfer = _LimitedTransfer(op, int(mem[:, 1].sum()), entries=(m, f))
-        mem, fil = split_extents(mem, fil, self._piece_bytes)
-        inner_memory, inner_file = MemoryId(self._inner_ids[memory]), FileId(self._inner_ids[file])
-        return self._enqueue(transfer, inner_memory, mem, inner_file, fil)
-
-    def prepare_memory(self, memory: MemoryId, extents: Extents) -> Prepared:
-        """See Mover."""
-        base = self._table.memory(memory).region.address
-        return self._prepare(memory, base, self.inner.prepare_memory(MemoryId(self._inner_ids[memory]), extents))
-
-    def prepare_file(self, file: FileId, extents: Extents) -> Prepared:
-        """See Mover."""
-        self._table.file(file)
-        return self._prepare(file, 0, self.inner.prepare_file(FileId(self._inner_ids[file]), extents))
-
-    def _prepare(self, handle: MemoryId | FileId, base: int, inner: Prepared) -> Prepared:
-        fits = int(inner.extents[:, 1].max(initial=0)) <= self._inner_limits.max_extent_bytes
-        prepared = _LimitedPrepared(handle, inner.extents, *side_facts(inner.extents, base), inner, fits)
-        self._prepared.add(prepared)
-        return prepared
-
-    def release_prepared(self, prepared: Prepared) -> None:
-        """See Mover."""
-        if not isinstance(prepared, _LimitedPrepared) or prepared not in self._prepared:
-            raise MoverError(f"{self.name}: not prepared here, or released before")
-        self._prepared.discard(prepared)
-        self.inner.release_prepared(prepared.inner)
-
-    def submit_prepared(self, op: Op, memory: Prepared, memory_rows: Rows, file: Prepared, file_rows: Rows) -> Transfer:
-        """See Mover. Never refuses for size or number."""
-        if not isinstance(memory, _LimitedPrepared) or not isinstance(file, _LimitedPrepared):
-            raise MoverError(f"{self.name}: not prepared here")
-        if memory not in self._prepared or file not in self._prepared:
-            raise MoverError(f"{self.name}: prepared elsewhere, or released before")
-        m, memory_index, f, file_index, total_bytes = self._table.check_prepared(
-            self.limits, op, memory, memory_rows, file, file_rows
-        )
-        if not (memory.fits and file.fits):
-            mem, fil = memory.extents[memory_index], file.extents[file_index]
-            return self.submit(op, MemoryId(memory.handle), mem, FileId(file.handle), fil)
-        transfer = _LimitedTransfer(op, total_bytes, entries=(m, f))
-        return self._enqueue(transfer, memory.inner, memory_index, file.inner, file_index)
-
-    def _enqueue(
-        self,
-        transfer: _LimitedTransfer,
-        memory: MemoryId | Prepared,
-        memory_rows: Extents | Rows,
-        file: FileId | Prepared,
-        file_rows: Extents | Rows,
-    ) -> Transfer:
         if os.getpid() != self._pid:
             raise MoverError(fork_message(self.name, self._pid))
         if self._closed:
             raise MoverError(f"{self.name}: this mover is closed")
-        count = len(memory_rows)
-        if not count:
-            transfer.state, transfer.entries = TransferState.DONE, None
-            return transfer
-        for start in range(0, count, self._per_transfer):
-            end = min(start + self._per_transfer, count)
-            part = _Part(transfer, end - start, memory, memory_rows[start:end], file, file_rows[start:end])
-            self._queue.append(part)
+        if not len(mem):
+            return Transfer(op, 0, TransferState.DONE)
+        transfer = _LimitedTransfer(op, int(mem[:, 1].sum()), entries=(m, f))
+        mem, fil = split_extents(mem, fil, self._piece_bytes)
+        ids = MemoryId(self._inner_ids[memory]), FileId(self._inner_ids[file])
+        for start in range(0, len(mem), self._per_transfer):
+            rows = slice(start, start + self._per_transfer)
+            self._queue.append(_Part(transfer, ids[0], mem[rows], ids[1], fil[rows]))
             transfer.waiting += 1
         self._hold(transfer)
         # A single part that the wrapped mover refuses at once was never started: that is an exception, not a failure.
@@ -248,7 +174,7 @@ class LimitedMover(Mover):
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """See Mover. While parts of it wait in the queue this pushes everything on, so that their turn comes."""
+        """While parts of it wait in the queue this pushes everything on, so that their turn comes."""
         if transfer.state is not TransferState.PENDING or not isinstance(transfer, _LimitedTransfer):
             return transfer.state
         if os.getpid() != self._pid:
@@ -278,13 +204,12 @@ class LimitedMover(Mover):
         limits = self._inner_limits
         while self._queue:
             part = self._queue[0]
-            fits = self._extents_running + part.count <= limits.max_extents_in_flight
-            if not fits or len(self._running) >= limits.max_transfers_in_flight:
+            if self._extents_running + len(part.mem) > limits.max_extents_in_flight:
                 return None
             self._queue.popleft()
             part.owner.waiting -= 1
             try:
-                inner = self._hand_over(part)
+                inner = self.inner.submit(part.owner.op, part.memory, part.mem, part.file, part.fil)
             except MoverError as error:
                 if part.owner is raise_for:
                     return error
@@ -297,26 +222,10 @@ class LimitedMover(Mover):
                 part.owner.quarantine = True
                 self._drop_waiting(part.owner)
                 continue
-            part.owner.running[inner] = part.count
+            part.owner.running[inner] = len(part.mem)
             self._running[inner] = part.owner
-            self._extents_running += part.count
+            self._extents_running += len(part.mem)
         return None
-
-    def _hand_over(self, part: _Part) -> Transfer:
-        op = part.owner.op
-        if isinstance(part.memory, Prepared) and isinstance(part.file, Prepared):
-            return self.inner.submit_prepared(
-                op,
-                part.memory,
-                part.memory_rows.astype(np.int32, copy=False),
-                part.file,
-                part.file_rows.astype(np.int32, copy=False),
-            )
-        assert not isinstance(part.memory, Prepared)
-        assert not isinstance(part.file, Prepared)
-        return self.inner.submit(
-            op, part.memory, part.memory_rows.astype(np.int64), part.file, part.file_rows.astype(np.int64)
-        )
 
     def _drop_waiting(self, owner: _LimitedTransfer) -> None:
         if owner.waiting:
@@ -342,7 +251,7 @@ class LimitedMover(Mover):
             transfer.entries = None
 
     def close(self) -> None:
-        """See Mover. What is queued is still moved, for ``close_timeout_s`` at most; then the queue is dropped."""
+        """What is queued is still moved, for ``close_timeout_s`` at most; then the queue is dropped."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""What differs between NIXL's plugins, as data: parameters, memory kinds, limits, trust.
+"""What differs between NIXL's plugins, as data: parameters, memory kinds, limits.
 
 Threading: constants and a pure function. Where the numbers come from: docs/decisions/0004-movers.md for files,
 docs/decisions/0008-object-movers.md for objects.
@@ -32,10 +32,6 @@ class NixlPlugin:
     memory_kinds: frozenset[MemoryKind]
     """What we would use it for; what it really takes is asked when it starts."""
     limits: MoverLimits
-    settles_before_error: bool
-    """An error is told only when nothing of the handle is in flight. Where False, a failed transfer is quarantined."""
-    reports_failures: bool
-    """Where False, an I/O that failed may be told as DONE: only a checksum of what was read can tell."""
     target: Literal["FILE", "OBJ"] = "FILE"
     """NIXL's word for what is at the other end."""
     key_prefix: str = ""
@@ -44,7 +40,9 @@ class NixlPlugin:
     """Set while the plugin starts, unless the process has other values: what it can be told in no other way."""
 
 
-_POSIX_LIMITS = MoverLimits(
+_HOST = frozenset({MemoryKind.DRAM})
+_HOST_AND_DEVICE = frozenset({MemoryKind.DRAM, MemoryKind.VRAM})
+_FILE_LIMITS = MoverLimits(
     alignment_bytes=PAGE_BYTES,
     max_extent_bytes=_MAX_IO_BYTES,
     max_extents_per_transfer=65_536,
@@ -53,50 +51,9 @@ _POSIX_LIMITS = MoverLimits(
 
 PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
     {
-        "posix_uring": NixlPlugin(
-            "posix_uring",
-            "POSIX",
-            {"use_uring": "true"},
-            frozenset({MemoryKind.DRAM}),
-            _POSIX_LIMITS,
-            settles_before_error=True,
-            reports_failures=True,
-        ),
-        "posix_aio": NixlPlugin(
-            "posix_aio",
-            "POSIX",
-            {"use_aio": "true"},
-            frozenset({MemoryKind.DRAM}),
-            _POSIX_LIMITS,
-            settles_before_error=True,
-            reports_failures=True,
-        ),
-        "gds_mt": NixlPlugin(
-            "gds_mt",
-            "GDS_MT",
-            {"thread_count": "8"},
-            frozenset({MemoryKind.VRAM, MemoryKind.DRAM}),
-            _POSIX_LIMITS,
-            settles_before_error=True,
-            reports_failures=True,
-        ),
-        # A handle of several batches loses count of them, so a transfer is one batch, and the pool bounds how many.
-        "gds": NixlPlugin(
-            "gds",
-            "GDS",
-            {"batch_pool_size": "16", "batch_limit": "128", "max_request_size": str(16 << 20)},
-            frozenset({MemoryKind.VRAM, MemoryKind.DRAM}),
-            MoverLimits(
-                alignment_bytes=PAGE_BYTES,
-                max_extent_bytes=16 << 20,
-                max_extents_per_transfer=128,
-                max_extents_in_flight=16 * 128,
-                max_transfers_in_flight=16,
-                tells_short_reads=False,
-            ),
-            settles_before_error=False,
-            reports_failures=False,
-        ),
+        "posix_uring": NixlPlugin("posix_uring", "POSIX", {"use_uring": "true"}, _HOST, _FILE_LIMITS),
+        "posix_aio": NixlPlugin("posix_aio", "POSIX", {"use_aio": "true"}, _HOST, _FILE_LIMITS),
+        "gds_mt": NixlPlugin("gds_mt", "GDS_MT", {"thread_count": "8"}, _HOST_AND_DEVICE, _FILE_LIMITS),
     }
 )
 
@@ -129,7 +86,7 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
         "obj",
         "OBJ",
         {name: value for name, value in params.items() if value is not None},
-        frozenset({MemoryKind.DRAM, MemoryKind.VRAM}),
+        _HOST_AND_DEVICE,
         MoverLimits(
             alignment_bytes=1,
             max_extent_bytes=_MAX_OBJECT_BYTES,
@@ -138,8 +95,6 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
             whole_writes=True,
             tells_short_reads=False,
         ),
-        settles_before_error=True,
-        reports_failures=True,
         target="OBJ",
         key_prefix=address.prefix,
         # The SDK's own default is ten retries, half a minute against a server that is down.

@@ -42,7 +42,7 @@ class _Answer(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _Lookup:
     """How it is with an object, for the asking thread."""
 
     name: str
@@ -57,7 +57,7 @@ class _RetriedTransfer(Transfer):
     started_s: float = field(kw_only=True)
     again_s: float | None = None
     """When the next attempt may start; None while one runs."""
-    question: _Question | None = None
+    question: _Lookup | None = None
 
 
 class RetryingMover(Mover):
@@ -90,37 +90,31 @@ class RetryingMover(Mover):
         self._waiting: set[_RetriedTransfer] = set()
         self._busy: dict[int, int] = {}
         self._names: dict[FileId, str] = {}
-        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[_Lookup | None] = queue.SimpleQueue()
         self._asker: threading.Thread | None = None
         self._closed = False
 
     # Regions and targets: the wrapped mover's, kept while a transfer of theirs waits
 
     def register_memory(self, region: MemoryRegion) -> MemoryId:
-        """See Mover."""
         return self.inner.register_memory(region)
 
     def unregister_memory(self, memory: MemoryId) -> None:
-        """See Mover."""
         self._check_idle(memory)
         self.inner.unregister_memory(memory)
 
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        """See Mover."""
         return self.inner.open_file(path, length_bytes, direct_io=direct_io)
 
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        """See Mover."""
         return self.inner.adopt_file(fd, path, length_bytes, direct=direct)
 
     def open_object(self, name: str, length_bytes: int) -> FileId:
-        """See Mover."""
         file = self.inner.open_object(name, length_bytes)
         self._names[file] = name
         return file
 
     def close_file(self, file: FileId) -> None:
-        """See Mover."""
         self._check_idle(file)
         self.inner.close_file(file)
         self._names.pop(file, None)
@@ -130,7 +124,6 @@ class RetryingMover(Mover):
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
     ) -> Transfer:
-        """See Mover."""
         inner = self.inner.submit(op, memory, memory_extents, file, file_extents)
         if op is Op.WRITE or inner.state is TransferState.DONE:
             return inner
@@ -145,7 +138,7 @@ class RetryingMover(Mover):
         )
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """See Mover. Between two attempts this says PENDING, and starts the next when it is time."""
+        """Between two attempts this says PENDING, and starts the next when it is time."""
         if not isinstance(transfer, _RetriedTransfer):
             return self.inner.poll(transfer)
         if transfer.state is not TransferState.PENDING:
@@ -171,7 +164,7 @@ class RetryingMover(Mover):
         self._hold(transfer)
         name = self._names.get(transfer.request[2])
         if self._store is not None and name is not None:
-            transfer.question = _Question(name)
+            transfer.question = _Lookup(name)
             self._ask(transfer.question)
 
     def _go_on(self, transfer: _RetriedTransfer, again_s: float) -> None:
@@ -218,7 +211,7 @@ class RetryingMover(Mover):
 
     # Questions
 
-    def _ask(self, question: _Question) -> None:
+    def _ask(self, question: _Lookup) -> None:
         if self._asker is None:
             self._asker = threading.Thread(target=self._answer, name=f"nixl-offload-{self.name}-ask", daemon=True)
             self._asker.start()
@@ -241,7 +234,7 @@ class RetryingMover(Mover):
             return _Answer.GO_ON
 
     def close(self) -> None:
-        """See Mover. What waits for its next attempt, or would, fails with what the last one said."""
+        """What waits for its next attempt, or would, fails with what the last one said."""
         self._closed = True
         if os.getpid() == self._pid:
             for transfer in list(self._waiting):

@@ -28,7 +28,7 @@ from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
-MoverChoice = Literal["auto", "gds_mt", "gds", "kvikio", "posix", "copy"]
+MoverChoice = Literal["auto", "gds_mt", "kvikio", "posix", "copy"]
 PosixApi = Literal["auto", "io_uring", "aio"]
 
 SCRATCH_BYTES = 4 * PAGE_BYTES
@@ -39,7 +39,6 @@ takes half a minute more: vLLM gives its engine ten minutes to start (VLLM_ENGIN
 _POSIX = {"io_uring": "posix_uring", "aio": "posix_aio"}
 _HELP = {
     "gds_mt": "it needs an NVIDIA GPU, libcufile and libcudart on the library path, and a filesystem that cuFile takes",
-    "gds": "it needs an NVIDIA GPU, libcufile and libcudart on the library path, and a filesystem that cuFile takes",
     "kvikio": "it needs an NVIDIA driver and the kvikio package that fits torch's CUDA",
     "posix_uring": "io_uring may be disabled (kernel.io_uring_disabled, or a container's seccomp profile); try aio",
     "posix_aio": "the machine may be out of aio contexts (fs.aio-max-nr); try io_uring",
@@ -66,7 +65,6 @@ def candidates(kind: MoverChoice, memory_kind: MemoryKind, posix_api: PosixApi =
     """Names of movers to try, best first. Pure.
 
     For VRAM, POSIX and copy stand at the end: they cannot touch it, so choosing them means packing through host memory.
-    ``gds`` is never chosen by ``auto``: it tells I/O that failed as DONE (docs/decisions/0004-movers.md).
     """
     posix = [_POSIX[api] for api in ("io_uring", "aio") if posix_api in {"auto", api}]
     if kind == "posix":
@@ -160,7 +158,7 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
         raise MoverError("the round trip came back with other bytes")
     if bounces:
         return f"round trip ok; {bounces}"
-    if mover.name.startswith("gds") or kind is MemoryKind.VRAM:
+    if mover.name == "gds_mt" or kind is MemoryKind.VRAM:
         return f"round trip ok; {gds_report(directory).verdict}"
     return "round trip ok"
 

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError, StoreError
@@ -24,34 +24,33 @@ from nixl_offload.movers.retry import NOT_ANSWERING, RetryingMover
 from nixl_offload.movers.select import OpenedMover, Probe, move_page, page, scratch_memory
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
+from nixl_offload.stores.select import Client
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
-StoreClient = Literal["obstore", "boto3"]
-OpenClient = Callable[[StoreClient], Store]
+OpenClient = Callable[[Client], Store]
 
-_CLIENTS: Final[tuple[StoreClient, ...]] = ("obstore", "boto3")
 PATIENCE: Final = 3
 """Times ``request_timeout``: with so much spent on candidates, no further one is tried."""
 _PASSING: Final = NOT_ANSWERING | {"full"}
 _HELP: Final = (
     "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel, "
-    "obstore and boto3 come with nixl-offload[s3]"
+    "obstore comes with nixl-offload[s3]"
 )
 
 
 def candidates(choice: str) -> list[str]:
     """Names of movers to try, best first. Pure."""
-    return ["obj", *_CLIENTS] if choice == "auto" else [choice]
+    return ["obj", "obstore"] if choice == "auto" else [choice]
 
 
 def candidates_unproved(choice: str) -> list[str]:
     """Likewise while the server does not answer: not the fastest first, but the surest to work once it does. Pure.
 
-    Whether NIXL's plugin can talk to a server shows only when it does; obstore and boto3 are what finds objects, too.
+    Whether NIXL's plugin can talk to a server shows only when it does; obstore is what finds objects, too.
     """
-    return [*_CLIENTS, "obj"] if choice == "auto" else [choice]
+    return ["obstore", "obj"] if choice == "auto" else [choice]
 
 
 def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: OpenClient) -> OpenedMover:
@@ -64,7 +63,7 @@ def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: Open
     reasons and what would help.
     """
     began_s = time.monotonic()
-    control = _first_client(open_client)
+    control = _control(open_client)
     with contextlib.closing(control) if control is not None else contextlib.nullcontext():
         where = control.where if control is not None else f"s3://{tier.bucket}/{tier.prefix}"
         silence = _silence(control)
@@ -113,11 +112,10 @@ def make_mover(name: str, tier: S3Config, open_client: OpenClient) -> Mover:
 
 def _make(name: str, tier: S3Config, open_client: OpenClient) -> Mover:
     if name != "obj":
-        client: StoreClient = "obstore" if name == "obstore" else "boto3"
-        return StoreMover(open_client(client), threads=tier.connections, close_timeout_s=tier.request_timeout_s)
+        return StoreMover(open_client("obstore"), threads=tier.connections, close_timeout_s=tier.request_timeout_s)
     bare = NixlMover(object_plugin(tier), close_timeout_s=tier.request_timeout_s)
     bare.connect()
-    return RetryingMover(bare, _first_client(open_client))
+    return RetryingMover(bare, _control(open_client))
 
 
 def _limited(mover: Mover, tier: S3Config) -> Mover:
@@ -186,10 +184,10 @@ def probe_object(mover: Mover, kind: MemoryKind, name: str, timeout_s: float) ->
     del keep
 
 
-def _first_client(open_client: OpenClient) -> Store | None:
-    for client in _CLIENTS:
-        with contextlib.suppress(NixlOffloadError):
-            return open_client(client)
+def _control(open_client: OpenClient) -> Store | None:
+    """Return what looks at the bucket beside the mover; None where no client is installed."""
+    with contextlib.suppress(NixlOffloadError):
+        return open_client("auto")
     return None
 
 

@@ -26,7 +26,6 @@ from nixl_offload.movers.base import (
     MemoryRegion,
     Mover,
     Op,
-    Rows,
     Transfer,
     TransferState,
 )
@@ -73,11 +72,6 @@ def extents(offsets: npt.ArrayLike, length_bytes: npt.ArrayLike) -> Extents:
     """Rows of (offset, length); one length serves all."""
     column = np.asarray(offsets, dtype=np.int64)
     return np.stack([column, np.broadcast_to(np.asarray(length_bytes, dtype=np.int64), column.shape)], axis=1)
-
-
-def rows(*numbers: int) -> Rows:
-    """Row numbers."""
-    return np.array(numbers, dtype=np.int32)
 
 
 class Rig:
@@ -166,8 +160,6 @@ class MoverRigs:
 
     memory_kind: MemoryKind = MemoryKind.DRAM
     direct_io: bool = True
-    reports_failures: bool = True
-    """False for a mover that may tell a failed or short I/O as DONE. Such a one needs a checksum above it."""
 
     def make_mover(self) -> Mover:
         """Return a fresh mover; skip the test where this machine cannot run it."""

@@ -33,7 +33,7 @@ from nixl_offload.movers.base import (
     Transfer,
     TransferState,
 )
-from nixl_offload.testing.mover_suite import KIB, MIB, WAIT_S, extents, rows
+from nixl_offload.testing.mover_suite import KIB, MIB, WAIT_S, extents
 from nixl_offload.types import PAGE_BYTES
 
 
@@ -231,25 +231,6 @@ class ObjectMoverSuite:
         where[:] = there[:] = 0
         assert rig.wait(transfer).state is TransferState.DONE
         assert rig.bytes_at(100, 2000) == b"\x21" * 2000
-
-    def test_prepared_rows(self, rig: ObjectRig) -> None:
-        """Rows of prepared sides move as the extents that they name would, and a whole write stays whole."""
-        name = rig.name("prepared")
-        target = rig.open(name, 8 * KIB)
-        memory = rig.mover.prepare_memory(rig.memory_id, extents([0, MIB], 8 * KIB))
-        file = rig.mover.prepare_file(target, extents([0], 8 * KIB))
-        sent = rig.bytes_at(MIB, 8 * KIB)
-        assert rig.wait(rig.mover.submit_prepared(Op.WRITE, memory, rows(1), file, rows(0))).state is TransferState.DONE
-        assert rig.raw.read(name) == sent
-        assert rig.wait(rig.mover.submit_prepared(Op.READ, memory, rows(0), file, rows(0))).state is TransferState.DONE
-        assert rig.bytes_at(0, 8 * KIB) == sent
-        parts = rig.mover.prepare_file(target, extents([0, 4 * KIB], 4 * KIB))
-        halves = rig.mover.prepare_memory(rig.memory_id, extents([0, 4 * KIB], 4 * KIB))
-        for half in (rows(0), rows(1), rows(0, 1)):
-            with pytest.raises(MoverError):
-                rig.mover.submit_prepared(Op.WRITE, halves, half, parts, half)
-        for prepared in (memory, file, parts, halves):
-            rig.mover.release_prepared(prepared)
 
     # Refusals: nothing was started
 

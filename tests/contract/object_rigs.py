@@ -59,5 +59,4 @@ def bare_mover(name: str, tier: S3Config) -> Mover:
     """A mover by its name in the config, with its limits and without retries of ours."""
     if name == "obj":
         return NixlMover(object_plugin(tier), close_timeout_s=tier.request_timeout_s)
-    store = open_store(tier, "obstore" if name == "obstore" else "boto3")
-    return StoreMover(store, threads=tier.connections, close_timeout_s=tier.request_timeout_s)
+    return StoreMover(open_store(tier, "obstore"), threads=tier.connections, close_timeout_s=tier.request_timeout_s)

@@ -94,10 +94,9 @@ class TestHuge(HugeExtentSuite):
         return LimitedMover(posix("posix_uring"))
 
 
-@pytest.mark.parametrize("cases", ["TestThreaded", "TestBatch"])
-def test_gds_over_the_emulation(cases: str, cufile_emulation: Path, tmp_path: Path) -> None:
-    """The real GDS plugins pass the suite and survive injected faults, in a child whose loader finds our cuFile."""
-    run_cases("gds_cases.py", ["-k", cases], [cufile_emulation], cufile_emulation / "control", tmp_path)
+def test_gds_over_the_emulation(cufile_emulation: Path, tmp_path: Path) -> None:
+    """The real GDS_MT passes the suite and survives injected faults, in a child whose loader finds our cuFile."""
+    run_cases("gds_cases.py", [], [cufile_emulation], cufile_emulation / "control", tmp_path)
 
 
 def test_kvikio_over_the_emulation(cufile_emulation: Path, driver_emulation: Path, tmp_path: Path) -> None:

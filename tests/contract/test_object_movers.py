@@ -1,6 +1,6 @@
 """Every mover of objects passes the shipped suite, bare and as ``open_object_mover`` hands it out.
 
-Against rclone's S3 server: NIXL's OBJ plugin, and our own threads over obstore and boto3; threads over a directory.
+Against rclone's S3 server: NIXL's OBJ plugin, and our own threads over obstore; threads over a directory.
 """
 
 from __future__ import annotations
@@ -74,12 +74,6 @@ class TestObstoreHandedOut(_AsHandedOut):
     """Threads over obstore, of any size."""
 
     mover = "obstore"
-
-
-class TestBoto3(_BucketSuite):
-    """Threads over boto3."""
-
-    mover = "boto3"
 
 
 class TestTree(ObjectMoverSuite):

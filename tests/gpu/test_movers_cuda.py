@@ -26,7 +26,7 @@ from nixl_offload.testing.torch_memory import TorchMemory
 
 pytestmark = pytest.mark.gpu
 
-TRIED = ("gds_mt", "gds", "kvikio")
+TRIED = ("gds_mt", "kvikio")
 TRIAL_S = 40.0
 """Less than what one test may take."""
 CLOSE_S = 5.0
@@ -93,24 +93,6 @@ class TestGdsThreadedLimited(DeviceRigs, MoverSuite):
 
     def make_mover(self) -> Mover:
         return LimitedMover(super().make_mover())
-
-
-UNTOLD = "NIXL's GDS looks at no entry's own result (docs/decisions/0004): whether cuFile fails the batch is to be seen"
-
-
-class TestGdsBatchLimited(DeviceRigs, MoverSuite):
-    """NIXL's GDS: 128 extents of 16 MiB a transfer, 16 transfers at once."""
-
-    name = "gds"
-    reports_failures = False
-
-    def make_mover(self) -> Mover:
-        return LimitedMover(super().make_mover())
-
-    @pytest.fixture(autouse=True)
-    def _untold(self, request: pytest.FixtureRequest) -> None:
-        if request.node.name in ("test_short_read_is_a_failure", "test_one_bad_among_siblings"):
-            request.applymarker(pytest.mark.xfail(reason=UNTOLD, strict=False))
 
 
 class TestKvikio(DeviceRigs, MoverSuite):

@@ -104,7 +104,7 @@ def test_a_server_that_is_down(tmp_path: Path, trials: Trials, prefix: str, monk
             monkeypatch.setenv(name, value)
         server.stop()
         file = tmp_path / "kv.yaml"
-        file.write_text(yaml.safe_dump({"tiers": [server.tier(prefix, mover="boto3")]}))
+        file.write_text(yaml.safe_dump({"tiers": [server.tier(prefix, mover="obstore")]}))
         out = StringIO()
         monkeypatch.setattr("sys.stdout", out)
         began_s = time.monotonic()
@@ -239,10 +239,10 @@ def elsewhere(moto: MotoServer) -> str:
 
 
 def test_a_wrong_region_that_the_server_does_not_mind(moto: MotoServer, trials: Trials, elsewhere: str) -> None:
-    lines = look(tier_of(moto, "kv", bucket=elsewhere, mover="boto3"), trials)
+    lines = look(tier_of(moto, "kv", bucket=elsewhere, mover="obstore"), trials)
     assert lines["region"].state == "warning"
     assert lines["region"].mend == "region: eu-central-1"
-    mended = look(tier_of(moto, "kv", bucket=elsewhere, mover="boto3", region="eu-central-1"), trials)
+    mended = look(tier_of(moto, "kv", bucket=elsewhere, mover="obstore", region="eu-central-1"), trials)
     assert (mended["region"].state, mended["region"].words) == ("ok", "eu-central-1")
 
 
@@ -258,7 +258,7 @@ def test_a_wrong_region_is_told_with_the_right_one(
     moto: MotoServer, trials: Trials, elsewhere: str, answer: Answer
 ) -> None:
     """As S3 does it; boto3 alone goes on to the right region by itself. The rest is tried there; the mend works."""
-    fields = {"bucket": elsewhere, "mover": "boto3", "ttl": "7d"}
+    fields = {"bucket": elsewhere, "mover": "obstore", "ttl": "7d"}
     with FaultProxy(moto.port) as proxy, proxy.inject(answer, unless="/eu-central-1/s3/aws4_request"):
         lines = look(tier_of(moto, "kv", endpoint=proxy.endpoint, **fields), trials)
         assert wrong(lines) == ["region"]
@@ -295,7 +295,7 @@ def test_credentials(
     rclone: RcloneServer, trials: Trials, prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """None, half of them, a profile that is not there, wrong ones; and none is ever shown."""
-    tier = tier_of(rclone, prefix, mover="boto3")
+    tier = tier_of(rclone, prefix, mover="obstore")
     secret = "never-to-be-seen"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     told = [look(tier, trials)]
@@ -338,7 +338,7 @@ def test_a_bucket_that_is_not_there_and_its_rules(
 ) -> None:
     """The mend is a command, which is run as it stands: bucket and lifecycle rule are there then."""
     file = tmp_path / "kv.yaml"
-    fields = {**moto.tier("kv", ttl="7d", mover="boto3"), "bucket": f"kv-{secrets.token_hex(4)}"}
+    fields = {**moto.tier("kv", ttl="7d", mover="obstore"), "bucket": f"kv-{secrets.token_hex(4)}"}
     file.write_text(yaml.safe_dump({"tiers": [fields]}))
     (tier,) = parse_config({"tiers": [fields]}).tiers
     assert isinstance(tier, S3Config)

@@ -31,7 +31,7 @@ from .servers import RcloneServer
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 SOURCE, TARGET = [1, 2, 3, 4], [5, 6, 7, 8]
-MOVERS = ["obj", "obstore", "boto3"]
+MOVERS = ["obj", "obstore"]
 Make = Callable[..., Rig]
 
 

@@ -22,6 +22,7 @@ from nixl_offload.config import (
     load_config,
     merge_extra_config,
     parse_config,
+    retired,
 )
 from nixl_offload.config.schema import AVAILABLE
 from nixl_offload.errors import ConfigError
@@ -295,7 +296,7 @@ _NO_ENDPOINT = "is not an endpoint; allowed: http(s)://host[:port]"
         ({**S3_TIER, "endpoint": "http://a?b=c"}, f"endpoint: 'http://a?b=c' {_NO_ENDPOINT}"),
         ({**S3_TIER, "region": ""}, "region: '' is not a region; allowed: such as eu-central-1"),
         ({**S3_TIER, "region": "a b"}, "region: 'a b' is not a region; allowed: such as eu-central-1"),
-        ({**S3_TIER, "mover": "posix"}, "mover: 'posix' is unknown; allowed: auto, obj, obstore, boto3"),
+        ({**S3_TIER, "mover": "posix"}, "mover: 'posix' is unknown; allowed: auto, obj, obstore"),
         ({**S3_TIER, "ttl": 7}, "ttl: 7 is not a duration; allowed: a number with a unit"),
         ({**S3_TIER, "ttl": "0s"}, "ttl: '0s' is too small; allowed: more than 0"),
         ({**S3_TIER, "ttl": "40000d"}, "ttl: '40000d' is too large; allowed: at most 36500d"),
@@ -347,12 +348,10 @@ def test_refusals_of_shared_tiers(tier: dict[str, Any], expected: str) -> None:
             {**SLAB_TIER, "mover": "posix", "threads": 4},
             "threads: has no meaning with mover: posix; remove it, or say mover: gds_mt or kvikio (or auto)",
         ),
-        ({**SHARED_DIR_TIER, "mover": "gds", "threads": 8}, "threads: has no meaning with mover: gds; remove it, "),
         (
             {**SLAB_TIER, "mover": "gds_mt", "bounce": "1MiB"},
             "bounce: has no meaning with mover: gds_mt; remove it, or say mover: kvikio (or auto)",
         ),
-        ({**S3_TIER, "mover": "boto3", "crt_min_size": "8MiB"}, "crt_min_size: has no meaning with mover: boto3; "),
         ({**S3_TIER, "mover": "obstore", "crt_min_size": "8MiB"}, "crt_min_size: has no meaning with mover: obstore; "),
         ({**S3_TIER, "crt_throughput_gbps": 10}, "crt_throughput_gbps: has no meaning without crt_min_size, "),
         (
@@ -423,7 +422,7 @@ def test_faults_of_the_old_spelling_are_told_with_their_line(tmp_path: Path) -> 
 
 
 def test_null_says_nothing() -> None:
-    tier = parse_config({"tiers": [{**S3_TIER, "mover": "boto3", "crt_min_size": None, "ca_bundle": None}]}).tiers[0]
+    tier = parse_config({"tiers": [{**S3_TIER, "mover": "obstore", "crt_min_size": None, "ca_bundle": None}]}).tiers[0]
     assert isinstance(tier, S3Config)
     assert tier.crt_min_size_bytes is None
 
@@ -519,7 +518,23 @@ def test_what_is_not_built_yet_is_refused_in_a_sentence(monkeypatch: pytest.Monk
     assert message == ("inline: tiers[0].mover: 'kvikio' is not available in nixl-offload 0.1; available: auto, posix")
 
 
-@pytest.mark.parametrize("mover", ["auto", "gds_mt", "gds", "posix", "kvikio"])
+@pytest.mark.parametrize(
+    ("tier", "old", "new"), [(SLAB_TIER, "gds", "gds_mt"), (OLD_TREE, "gds", "gds_mt"), (S3_TIER, "boto3", "obstore")]
+)
+def test_a_retired_mover_is_replaced_and_told_once(
+    tier: dict[str, Any], old: str, new: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Configs of earlier releases still load."""
+    monkeypatch.setattr(retired, "_told", set())
+    config = parse_config({"tiers": [{**tier, "mover": old}]})
+    assert config == parse_config({"tiers": [{**tier, "mover": new}]})
+    parse_config({"tiers": [{**tier, "mover": old}]})
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith(f"mover: {old} is gone, because ")
+    assert line.endswith(f"; using mover: {new}")
+
+
+@pytest.mark.parametrize("mover", ["auto", "gds_mt", "posix", "kvikio"])
 def test_every_mover_of_files_is_read_and_rendered_back(mover: str) -> None:
     """What a mover does not look at is not rendered either, or it would be refused."""
     own = {"threads": 3} if mover in ("auto", "gds_mt", "kvikio") else {}

@@ -71,7 +71,7 @@ def test_every_variant_in_a_comment_is_loaded(variant: Variant, tmp_path: Path) 
 
 
 def test_no_variant_is_overlooked(tmp_path: Path) -> None:
-    """Each ``kind:`` in a comment begins a variant, and AWS, Express, MinIO and Ceph are among those of the bucket."""
+    """Each ``kind:`` in a comment begins a variant, and AWS, MinIO and Ceph are among those of the bucket."""
     commented = sum(len(re.findall(r"^#.*- \{?kind:", path.read_text(), re.MULTILINE)) for path in CONFIGS)
     assert commented == len(VARIANTS)
     tiers: list[Any] = []
@@ -80,8 +80,6 @@ def test_no_variant_is_overlooked(tmp_path: Path) -> None:
     assert any(tier.endpoint is not None and "minio" in tier.endpoint for tier in tiers)
     assert any(tier.endpoint is not None and "rgw" in tier.endpoint for tier in tiers)
     assert any(tier.crt_min_size_bytes for tier in tiers if tier.endpoint is None)
-    (express,) = (tier for tier in tiers if tier.bucket.endswith("--x-s3"))
-    assert (express.mover, express.addressing, express.warm_start) == ("boto3", "virtual", False)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

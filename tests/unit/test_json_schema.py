@@ -139,7 +139,7 @@ FAMILIES: dict[str, list[list[dict[str, Any]]]] = {
         for tiers in _tiers_of(
             base,
             layout=layouts,
-            mover=[..., "auto", "gds_mt", "gds", "posix", "kvikio", "uring"],
+            mover=[..., "auto", "gds_mt", "posix", "kvikio", "uring"],
             threads=[..., 1, 0, 257, "8"],
             bounce=[..., "1MiB", 65535],
             policy=[..., "lru"],
@@ -149,7 +149,7 @@ FAMILIES: dict[str, list[list[dict[str, Any]]]] = {
     "buckets": list(
         _tiers_of(
             S3,
-            mover=[..., "auto", "obj", "obstore", "boto3", "posix"],
+            mover=[..., "auto", "obj", "obstore", "posix"],
             crt_min_size=[..., None, "8MiB", 0],
             crt_throughput_gbps=[..., None, 10, 0, "fast"],
             endpoint=[..., None, "http://minio:9000", "https://minio:9000/", "minio:9000"],

@@ -33,7 +33,7 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover, split_extents
 from nixl_offload.movers.select import SCRATCH_BYTES, candidates, open_mover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
-from nixl_offload.testing.mover_suite import KIB, MIB, MoverSuite, Rig, extents, rows
+from nixl_offload.testing.mover_suite import KIB, MIB, MoverSuite, Rig, extents
 
 PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED
 
@@ -48,10 +48,9 @@ class SmallMover(CopyMover):
             max_extent_bytes=extent_bytes,
             max_extents_per_transfer=per_transfer,
             max_extents_in_flight=in_flight,
-            max_transfers_in_flight=3,
         )
         self.open_ones: set[Transfer] = set()
-        self.most_extents = self.most_transfers = 0
+        self.most_extents = 0
         self.sizes: dict[Transfer, int] = {}
         self.refuse_at: int | None = None
         self.refusal: Exception = MoverError("refused")
@@ -65,7 +64,6 @@ class SmallMover(CopyMover):
         transfer = super().submit(op, memory, memory_extents, file, file_extents)
         self.open_ones.add(transfer)
         self.sizes[transfer] = len(memory_extents)
-        self.most_transfers = max(self.most_transfers, len(self.open_ones))
         self.most_extents = max(self.most_extents, sum(self.sizes[t] for t in self.open_ones))
         return transfer
 
@@ -124,38 +122,8 @@ def test_limits_are_kept_and_order_too(small: tuple[Rig, SmallMover]) -> None:
     rig.wait(*transfers)
     assert [transfer.state for transfer in transfers] == [DONE] * 3
     assert inner.most_extents <= 8
-    assert inner.most_transfers <= 3
     for n in range(3):
         assert np.array_equal(rig.memory[n * 192 * KIB : (n + 1) * 192 * KIB], rig.stored[: 192 * KIB])
-
-
-def test_many_small_transfers_are_queued_by_number(small: tuple[Rig, SmallMover]) -> None:
-    """Transfers of one extent: the limit that counts transfers holds them back."""
-    rig, inner = small
-    transfers = [rig.submit(Op.READ, extents([n * 4 * KIB], 4 * KIB), extents([0], 4 * KIB)) for n in range(20)]
-    rig.wait(*transfers)
-    assert inner.most_transfers == 3
-    assert all(transfer.state is DONE for transfer in transfers)
-
-
-def test_prepared_rows_pass_through_uncut(small: tuple[Rig, SmallMover]) -> None:
-    """Prepared extents within the limit are named by row to the wrapped mover; larger ones are cut."""
-    rig, inner = small
-    mover = rig.mover
-    for piece, parts in ((8 * KIB, 4), (16 * KIB, 7)):
-        inner.sizes.clear()
-        sides = extents(np.arange(10) * piece, piece)
-        memory, file = mover.prepare_memory(rig.memory_id, sides), mover.prepare_file(rig.file_id, sides)
-        every = np.arange(10, dtype=np.int32)
-        assert rig.wait(mover.submit_prepared(Op.READ, memory, every, file, every[::-1])).state is DONE
-        assert len(inner.sizes) == parts
-        assert np.array_equal(rig.memory[: 10 * piece].reshape(10, -1), rig.stored[: 10 * piece].reshape(10, -1)[::-1])
-        mover.release_prepared(memory)
-        with pytest.raises(MoverError):
-            mover.submit_prepared(Op.READ, memory, rows(0), file, rows(0))
-        with pytest.raises(MoverError):
-            mover.release_prepared(memory)
-        mover.release_prepared(file)
 
 
 def test_one_failed_part_fails_the_whole(tmp_path: Path) -> None:
@@ -284,13 +252,12 @@ def test_closing_fails_the_stuck(tmp_path: Path) -> None:
 
 
 def test_candidates() -> None:
-    """Best first; what was asked for and nothing else; GDS only when asked for."""
+    """Best first; what was asked for and nothing else."""
     assert candidates("auto", MemoryKind.DRAM) == ["posix_uring", "posix_aio", "copy"]
     assert candidates("auto", MemoryKind.VRAM) == ["gds_mt", "kvikio", "posix_uring", "posix_aio", "copy"]
     assert candidates("kvikio", MemoryKind.VRAM) == ["kvikio"]
     assert candidates("auto", MemoryKind.DRAM, "aio") == ["posix_aio", "copy"]
     assert candidates("posix", MemoryKind.VRAM) == ["posix_uring", "posix_aio"]
-    assert candidates("gds", MemoryKind.VRAM) == ["gds"]
 
 
 def test_choosing_tries_for_real(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from tests.vllm.harness import Answer, Engine, ModelShape, tier_config, tree_tie
 
 SHARD_BYTES = HEADER_BYTES + CHUNK_BYTES
 PREFIX = "team/kv"
-MOVERS = ("obj", "obstore", "boto3")
+MOVERS = ("obj", "obstore")
 
 LOOK_EACH_TIME_S = 0.2
 """``present_for`` of engines that are to look again for each request; see ``Medium.looking``."""

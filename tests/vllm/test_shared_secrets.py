@@ -39,7 +39,7 @@ LOG_ALL: dict[str, Any] = {
     "loggers": {"vllm": {"handlers": ["stderr"], "level": "DEBUG", "propagate": False}},
 }
 """Every logger of every library, as an operator sets it up who wants to know why nothing works."""
-SAID = {"obj": "nixl_plugin_manager.cpp", "obstore": "(store): 1 chunks, ", "boto3": "botocore"}
+SAID = {"obj": "nixl_plugin_manager.cpp", "obstore": "(store): 1 chunks, "}
 """What at least is to be found in the log: of each library, and of ours, what it says at DEBUG only."""
 
 

@@ -27,7 +27,6 @@ _MENDS: Final = {
     "posix_api: aio",
     "posix_aio": f"{_ABOVE}; sysctl -w fs.aio-max-nr=1048576; or posix_api: io_uring",
     "gds_mt": f"{_ABOVE}, and the lines of GDS here",
-    "gds": f"{_ABOVE}, and the lines of GDS here",
     "kvikio": f"{_ABOVE}; where cuFile is not to be had: export KVIKIO_COMPAT_MODE=ON",
     "copy": "mend the directory",
 }

@@ -29,7 +29,6 @@ _PLUGINS: Final = {
     "posix_uring": "NIXL POSIX, io_uring",
     "posix_aio": "NIXL POSIX, aio",
     "gds_mt": "NIXL GDS_MT",
-    "gds": "NIXL GDS",
     "obj": "NIXL OBJ",
 }
 """Movers by our names, and the names of their lines."""
@@ -159,7 +158,7 @@ def _mover_lines(tiers: Sequence[TierConfig], gpu: bool, cuda: str | None, versi
     nixl = version("nixl") or (version(wheels[0]) if wheels else None)
     purpose = "movers gds_mt, gds and posix for files, obj for buckets"
     if nixl is None:
-        need: Need = "must" if chosen & {"gds_mt", "gds", "posix", "obj"} else "should" if chosen else "no"
+        need: Need = "must" if chosen & {"gds_mt", "posix", "obj"} else "should" if chosen else "no"
         yield _absent("nixl", purpose, need, 'pip install "nixl>=1.5"')
     else:
         number = (cuda or "12").partition(".")[0]

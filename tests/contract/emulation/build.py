@@ -25,7 +25,6 @@ PLACES = [
     "short_bytes",
     "delay_us",
     "fail_register",
-    "fail_status",
 ]
 """As the enum in cufile.c."""
 

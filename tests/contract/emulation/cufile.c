@@ -1,9 +1,8 @@
 /* libcufile.so.0 for machines without a GPU: "device" memory is host memory, and I/O is pread and pwrite.
  *
- * It exports what NIXL's GDS and GDS_MT plugins and kvikio call and nothing more; the declarations follow NVIDIA's public
+ * It exports what NIXL's GDS_MT plugin and kvikio call and nothing more; the declarations follow NVIDIA's public
  * cuFile API. Where the emulated driver (cuda.c) is loaded too, its device memory is reached through it.
  * Faults are injected through a file of 64-bit numbers that the test maps as well; its path is in CUFILE_EMULATION_CONTROL.
- * Each batch does its I/O in order on a thread of its own, so that completions are late, as they are in the real one.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -31,7 +30,6 @@ enum {
     SHORT_BYTES,      /* missing at the end of a short one */
     DELAY_US,         /* before each I/O */
     FAIL_REGISTER,    /* cuFileBufRegister refuses: a warning in the plugins, not an error */
-    FAIL_STATUS,      /* cuFileBatchIOGetStatus refuses */
     PLACES
 };
 
@@ -55,8 +53,6 @@ static int64_t add(int place, int64_t by) { return __atomic_add_fetch(&control[p
 typedef struct { int err; int cuda_err; } Error;
 typedef struct { int type; union { int fd; void *handle; } handle; const void *fs_ops; } Descr;
 typedef struct { int fd; } File;
-enum { OPCODE_READ = 0, OPCODE_WRITE = 1 };
-enum { STATUS_WAITING = 1, STATUS_CANCELED = 8, STATUS_COMPLETE = 16, STATUS_FAILED = 64 };
 enum { ERROR_DRIVER = 5001, ERROR_MEMORY = 5013, ERROR_REGISTERED = 5023, ERROR_UNREGISTERED = 5024, ERROR_INTERNAL = 5030 };
 
 static Error error_of(int err) { Error error = {err, 0}; return error; }
@@ -174,110 +170,13 @@ ssize_t cuFileWrite(void *handle, const void *base, size_t size, off_t file_offs
     return move(((File *)handle)->fd, (char *)base + base_offset, size, file_offset, 1);
 }
 
-/* Of streams: kvikio wants them to be there, and we never call them. */
+/* Streams and batches: kvikio wants them to be there, and nobody calls them. */
 Error cuFileReadAsync(void) { return error_of(ERROR_INTERNAL); }
 Error cuFileWriteAsync(void) { return error_of(ERROR_INTERNAL); }
 Error cuFileStreamRegister(void) { return error_of(ERROR_INTERNAL); }
 Error cuFileStreamDeregister(void) { return error_of(ERROR_INTERNAL); }
-
-/* Batches */
-
-typedef struct {
-    int mode;
-    union { struct { void *base; off_t file_offset; off_t base_offset; size_t size; } batch; } u;
-    void *handle;
-    int opcode;
-    void *cookie;
-} Params;
-
-typedef struct { void *cookie; int status; size_t ret; } Event;
-
-typedef struct {
-    unsigned capacity, count, told;
-    Params *params;
-    Event *events;
-    unsigned finished;
-    int canceled, running;
-    pthread_t thread;
-} Batch;
-
-static void *run_batch(void *argument) {
-    Batch *batch = argument;
-    for (unsigned i = 0; i < batch->count; i++) {
-        Params *p = &batch->params[i];
-        Event *event = &batch->events[i];
-        event->cookie = p->cookie;
-        if (__atomic_load_n(&batch->canceled, __ATOMIC_SEQ_CST)) {
-            event->status = STATUS_CANCELED;
-            event->ret = 0;
-        } else {
-            ssize_t moved = move(((File *)p->handle)->fd, (char *)p->u.batch.base + p->u.batch.base_offset,
-                                 p->u.batch.size, p->u.batch.file_offset, p->opcode == OPCODE_WRITE);
-            event->status = moved < 0 ? STATUS_FAILED : STATUS_COMPLETE;
-            event->ret = (size_t)moved;
-        }
-        __atomic_store_n(&batch->finished, i + 1, __ATOMIC_SEQ_CST);
-    }
-    return NULL;
-}
-
-static void join_batch(Batch *batch) {
-    if (batch->running)
-        pthread_join(batch->thread, NULL);
-    batch->running = 0;
-}
-
-Error cuFileBatchIOSetUp(void **handle, unsigned capacity) {
-    Batch *batch = calloc(1, sizeof *batch);
-    batch->capacity = capacity;
-    batch->params = calloc(capacity, sizeof *batch->params);
-    batch->events = calloc(capacity, sizeof *batch->events);
-    *handle = batch;
-    return error_of(0);
-}
-
-Error cuFileBatchIOSubmit(void *handle, unsigned count, Params *params, unsigned flags) {
-    Batch *batch = handle;
-    (void)flags;
-    join_batch(batch);
-    if (count > batch->capacity)
-        return error_of(ERROR_INTERNAL);
-    memcpy(batch->params, params, count * sizeof *params);
-    batch->count = count;
-    batch->told = batch->finished = 0;
-    batch->canceled = 0;
-    batch->running = !pthread_create(&batch->thread, NULL, run_batch, batch);
-    return error_of(batch->running ? 0 : ERROR_INTERNAL);
-}
-
-/* Tells each completion once, as the real one does. */
-Error cuFileBatchIOGetStatus(void *handle, unsigned least, unsigned *count, Event *events, struct timespec *timeout) {
-    Batch *batch = handle;
-    (void)timeout;
-    if (get(FAIL_STATUS)) {
-        *count = 0;
-        return error_of(ERROR_INTERNAL);
-    }
-    unsigned told = 0;
-    do {
-        unsigned finished = __atomic_load_n(&batch->finished, __ATOMIC_SEQ_CST);
-        while (batch->told < finished && told < *count)
-            events[told++] = batch->events[batch->told++];
-    } while (told < least && batch->told < batch->count && !usleep(100));
-    *count = told;
-    return error_of(0);
-}
-
-Error cuFileBatchIOCancel(void *handle) {
-    __atomic_store_n(&((Batch *)handle)->canceled, 1, __ATOMIC_SEQ_CST);
-    return error_of(0);
-}
-
-void cuFileBatchIODestroy(void *handle) {
-    Batch *batch = handle;
-    __atomic_store_n(&batch->canceled, 1, __ATOMIC_SEQ_CST);
-    join_batch(batch);
-    free(batch->params);
-    free(batch->events);
-    free(batch);
-}
+Error cuFileBatchIOSetUp(void) { return error_of(ERROR_INTERNAL); }
+Error cuFileBatchIOSubmit(void) { return error_of(ERROR_INTERNAL); }
+Error cuFileBatchIOGetStatus(void) { return error_of(ERROR_INTERNAL); }
+Error cuFileBatchIOCancel(void) { return error_of(ERROR_INTERNAL); }
+void cuFileBatchIODestroy(void) {}
