@@ -54,7 +54,7 @@ class Probe(NamedTuple):
     reason: str
 
 
-class OpenedMover(NamedTuple):
+class ProbedMover(NamedTuple):
     """The mover to use, already without limits, and how it was chosen, best candidate first."""
 
     mover: Mover
@@ -96,7 +96,7 @@ def open_mover(
     threads: int = 8,
     bounce_bytes: int = 16 << 20,
     scratch: MemoryRegion | None = None,
-) -> OpenedMover:
+) -> ProbedMover:
     """Open the best mover of ``kind`` that can really move bytes between this memory and a file in ``directory``.
 
     ``threads`` and ``bounce_bytes`` are as in ``make_mover``. ``scratch`` is at least ``SCRATCH_BYTES`` of the memory
@@ -121,7 +121,7 @@ def open_mover(
         report.append(Probe(name, True, note))
         passed = "".join(f"; passed over {probe.name}: {probe.reason}" for probe in report[:-1])
         logger.info("files in %s are moved by %s (%s)%s", directory, name, note, passed)
-        return OpenedMover(LimitedMover(mover), tuple(report))
+        return ProbedMover(LimitedMover(mover), tuple(report))
     reasons = "; ".join(f"{probe.name}: {probe.reason} ({_HELP[probe.name]})" for probe in report)
     raise MoverUnavailableError(f"mover {kind!r} cannot move {memory_kind.value} to files in {directory}: {reasons}")
 

@@ -21,7 +21,7 @@ from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import object_plugin
 from nixl_offload.movers.retry import NOT_ANSWERING, RetryingMover
-from nixl_offload.movers.select import OpenedMover, Probe, move_page, page, scratch_memory
+from nixl_offload.movers.select import Probe, ProbedMover, move_page, page, scratch_memory
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import Client
@@ -53,7 +53,7 @@ def candidates_unproved(choice: str) -> list[str]:
     return ["obstore", "obj"] if choice == "auto" else [choice]
 
 
-def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: OpenClient) -> OpenedMover:
+def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: OpenClient) -> ProbedMover:
     """Open the best mover of ``tier.mover`` that can really move bytes between this memory and the bucket.
 
     A server that does not answer, is overloaded or full is no reason to fail, nor is one that lets these credentials
@@ -76,7 +76,7 @@ def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: Open
                 opened = _try(name, tier, memory_kind, open_client, control, report)
                 if opened is not None:
                     logger.info("objects in %s are moved by %s (%s)%s", where, name, report[-1].reason, _passed(report))
-                    return OpenedMover(opened, tuple(report))
+                    return ProbedMover(opened, tuple(report))
             trouble = _trouble(control) if silence is None else None
             if trouble is not None and trouble.cause in _PASSING:
                 silence = str(trouble)
@@ -100,7 +100,7 @@ def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: Open
                 silence,
                 _passed(report),
             )
-            return OpenedMover(_limited(made, tier), tuple(report))
+            return ProbedMover(_limited(made, tier), tuple(report))
     reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
     raise MoverUnavailableError(f"mover {tier.mover!r} cannot move {memory_kind.value} to {where}: {reasons} ({_HELP})")
 

@@ -20,13 +20,13 @@ from vllm.v1.kv_offload.config import OffloadingParallelConfig
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import Config, MemoryConfig, S3Config, SharedDirConfig, SlabConfig, TierConfig
 from nixl_offload.engine import ChainEngine, Engine
+from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.chain import TierEngine
-from nixl_offload.engine.choose import Choice
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.opened_mover import OpenedMover, engine_options, open_planned, plan_tier, spared_bytes
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.queued import DeviceGroups
-from nixl_offload.engine.reach import Reach, choose_way, reach_files, spared_bytes, ways_of
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.hardware.cores import unbound
@@ -61,28 +61,30 @@ class RankMemory:
 
 
 @unbound()
-def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[Reach]:
+def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[OpenedMover]:
     """Reach shared tiers, compare ways between device memory and files, and have kernels compiled: at start, for it may
     take seconds.
 
     Raises NixlOffloadError when this rank cannot reach its storage at all. A server that is down is no such case.
     """
-    found: list[Reach] = []
+    found: list[OpenedMover] = []
     device = device_of(tensors[0])
     # What Triton compiles here it keeps: with the first job, seconds of a step would go into it.
     slow = device.is_accelerator and DeviceGroups(tensors, pages_of(layout), device).sums_slowly
     try:
         for tier in config.tiers:
             if isinstance(tier, S3Config):
-                found.append(Reach(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover))
+                found.append(
+                    OpenedMover(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover)
+                )
             elif isinstance(tier, SharedDirConfig):
                 make_private_directory(Path(tier.path))
-                choice = choose_way(tier, device, layout, sums_slowly=slow)
-                found.append(reach_files(tier, tier.path, device, choice))
+                plan = plan_tier(tier, device, layout, sums_slowly=slow)
+                found.append(open_planned(tier, tier.path, device, plan))
             elif isinstance(tier, SlabConfig) and device.is_accelerator:
-                found.append(Reach(choice=_choose_for_slab(tier, device, layout, slow)))
+                found.append(OpenedMover(plan=_plan_for_slab(tier, device, layout, slow)))
             else:
-                found.append(Reach())
+                found.append(OpenedMover())
     except BaseException:
         for reach in found:
             reach.close()
@@ -90,11 +92,11 @@ def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayou
     return found
 
 
-def _choose_for_slab(tier: SlabConfig, device: Device, layout: KVLayout, slow: bool) -> Choice | None:
+def _plan_for_slab(tier: SlabConfig, device: Device, layout: KVLayout, slow: bool) -> TransferPlan | None:
     """Trouble is told when the slab is opened: the directory may be there by then."""
     with contextlib.suppress(NixlOffloadError, OSError):
         make_private_directory(Path(tier.path))
-        return choose_way(tier, device, layout, sums_slowly=slow)
+        return plan_tier(tier, device, layout, sums_slowly=slow)
     return None
 
 
@@ -134,7 +136,7 @@ def engine_of_nothing(layout: KVLayout) -> ChainEngine | None:
 
 @unbound()
 def open_engine(
-    config: Config, memory: RankMemory, places: Sequence[Place], rank: int, reaches: Sequence[Reach]
+    config: Config, memory: RankMemory, places: Sequence[Place], rank: int, reaches: Sequence[OpenedMover]
 ) -> ChainEngine:
     """Open this rank's way to each tier and start their engines, which own what is open of ``reaches`` from then on.
     ``memory`` must outlive them. A tier that cannot be opened here is left out: what is asked of it fails.
@@ -173,7 +175,7 @@ def _open_tier(
     place: Place,
     memory: RankMemory,
     rank: int,
-    reach: Reach,
+    reach: OpenedMover,
     sharers: int,
 ) -> TierEngine:
     """``sharers``: how many engines divide the staging memory."""
@@ -192,26 +194,28 @@ def _open_tier(
         if isinstance(tier, SlabConfig) and isinstance(place, SlabPlace):
             slab = _open_slab(tier, place, rank)
             undo.callback(slab.close)
-            reach = reach_files(tier, place.directory, device, reach.choice)
+            reach = open_planned(tier, place.directory, device, reach.plan)
             undo.callback(reach.close)
             assert reach.mover is not None
             link: Link = SlabLink(slab, reach.mover, time.monotonic)
         else:
             link = _open_shared(tier, place, reach, rank)
-        ways = ways_of(reach, link.mover, device, memory.layout)
-        ways = ways.within(config.staging_bytes, spared_bytes(device, memory.claimed_share), sharers, memory.layout)
+        options = engine_options(reach, link.mover, device, memory.layout)
+        options = options.share(
+            config.staging_bytes, spared_bytes(device, memory.claimed_share), sharers, memory.layout
+        )
         engine = Engine(
             tensors=memory.tensors,
             layout=memory.layout,
             links=[*[None] * position, link],
             rank_namespace=place.rank_namespaces[rank],
-            staging_bytes=ways.staging_bytes,
+            staging_bytes=options.staging_bytes,
             verify=config.verify,
             load_timeout_s=config.load_timeout_s,
-            direct_min_extent_bytes=ways.direct_min_extent_bytes,
+            direct_min_extent_bytes=options.direct_min_extent_bytes,
             host=memory.host,
             device=device,
-            staging=ways.staging,
+            staging=options.staging,
         )
         undo.pop_all()
     return engine
@@ -228,7 +232,7 @@ def _open_slab(tier: SlabConfig, place: SlabPlace, rank: int) -> SlabFile:
     return slab
 
 
-def _open_shared(tier: TierConfig, place: Place, reach: Reach, rank: int) -> Link:
+def _open_shared(tier: TierConfig, place: Place, reach: OpenedMover, rank: int) -> Link:
     assert reach.mover is not None
     assert isinstance(place, SharedPlace)
     if isinstance(tier, SharedDirConfig):

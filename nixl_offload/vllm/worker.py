@@ -31,8 +31,8 @@ from nixl_offload.chunk.layout import split_job
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO, Standing, Work
 from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.opened_mover import OpenedMover
 from nixl_offload.engine.pump import LEAKED
-from nixl_offload.engine.reach import Reach
 from nixl_offload.errors import LayoutError, NixlOffloadError
 from nixl_offload.types import Outcome, key_group
 from nixl_offload.vllm.kv_caches import canonical_layout, without_padding
@@ -106,7 +106,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
         self._engine = engine_of_nothing(self.layout)
         self._host: HostSlab | None = None
-        self._reaches: list[Reach] = []
+        self._reaches: list[OpenedMover] = []
         self._broken = off
         self._jobs: dict[int, RankJob] = {}
         self._refused: list[JobResult] = []

@@ -21,7 +21,7 @@ from nixl_offload.errors import MoverUnavailableError, StoreError
 from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl_plugins import object_plugin
-from nixl_offload.movers.select import OpenedMover
+from nixl_offload.movers.select import ProbedMover
 from nixl_offload.movers.select_object import make_mover, open_object_mover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
@@ -74,7 +74,7 @@ class Rigs:
         self.opened.append(ObjectRig(mover, RawBucket(self.server), MemoryKind.DRAM, MIB))
         return self.opened[-1]
 
-    def select(self, **fields: object) -> OpenedMover:
+    def select(self, **fields: object) -> ProbedMover:
         tier = self.tier(**fields)
         return open_object_mover(tier, MemoryKind.DRAM, lambda client: open_store(tier, client))
 

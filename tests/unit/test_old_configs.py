@@ -34,7 +34,11 @@ MEDIA: Final[dict[tuple[str, str | None], str]] = {
     ("s3", None): "bucket",
 }
 """What ``show`` calls a tier, by kind and layout, and what that means. A new spelling gets a new row."""
-CHANGED: Final[dict[tuple[str, object], object]] = {}
+CHANGED: Final[dict[tuple[str, object], object]] = {
+    ("slab.mover", "gds"): "gds_mt",
+    ("shared directory.mover", "gds"): "gds_mt",
+    ("bucket.mover", "boto3"): "obstore",
+}
 """``(setting, recorded value) -> value of today``; None: the setting is gone. A setting of a tier is called
 ``medium.setting``, such as ``slab.mover``."""
 
@@ -82,6 +86,8 @@ def as_today(recorded: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             said[name] = value
         elif (now := CHANGED.get((prefix + name, value), value)) is not None or value is None:
             said[name] = now
+    if said.get("mover") == "gds_mt":
+        said.setdefault("threads", 8)  # gds had none
     return said
 
 

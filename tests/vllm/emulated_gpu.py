@@ -16,8 +16,8 @@ from typing import cast
 
 import torch
 
-from nixl_offload.engine import engine, packer, reach
-from nixl_offload.engine.choose import Choice
+from nixl_offload.engine import engine, opened_mover, packer
+from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.image import Way
 from nixl_offload.engine.streams import Device
 from nixl_offload.movers.base import MemoryKind
@@ -38,7 +38,7 @@ _device = Device(torch.device("cpu"), MemoryKind.VRAM, ThreadedStreams())
 for _module in (engine, packer, rank_engine):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:
-    reach.choose = lambda *_: Choice("gds_mt", cast(Way, os.environ[WAY]), (), 0.0, False, "the test says so")
+    opened_mover.plan_transfers = lambda *_: TransferPlan("gds_mt", cast(Way, os.environ[WAY]), "the test says so")
 
 
 class EmulatedGpuExtension(BlocksOutermostExtension):

@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.config import (
 from nixl_offload.catalog import NOWHERE
 from nixl_offload.config import parse_config
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.reach import Reach
+from nixl_offload.engine.opened_mover import OpenedMover
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import LayoutError
 from nixl_offload.tiers.slab.tier import SlabPlace
@@ -331,7 +331,7 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
     second = {"kind": "s3", "bucket": "nowhere"}
     first = {"kind": "slab", "path": str(tmp_path), "capacity": "64MiB"}
     rig.worker._config = parse_config({"staging": "8MiB", "tiers": [first, second]})
-    rig.worker._reaches = [Reach(), Reach()]
+    rig.worker._reaches = [OpenedMover(), OpenedMover()]
     rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), dataclasses.replace(rig.spec(0), places=(rig.place, rig.place)))
     (item,) = rig.results()
     assert set(item.result.outcomes) == {Outcome.OK}

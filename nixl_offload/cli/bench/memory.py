@@ -12,8 +12,8 @@ import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.cli.model_shape import ModelShape
-from nixl_offload.engine.choice.base import Shape
-from nixl_offload.engine.choice.memory import aligned_tensor
+from nixl_offload.engine.autotune.candidates import Shape
+from nixl_offload.engine.autotune.scratch import aligned_tensor
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.types import PAGE_BYTES
 
@@ -37,7 +37,7 @@ class KVCache:
 
     @property
     def shape(self) -> Shape:
-        """As ``engine.choose`` wants it."""
+        """As ``engine.autotune`` wants it."""
         group = max(range(len(self.layout.groups)), key=self.layout.slot_bytes)
         direct = self.layout.is_group_direct_capable(group, PAGE_BYTES)
         return Shape(self.slot_bytes, min(page for _, page in self.layout.groups[group].refs) if direct else 0)

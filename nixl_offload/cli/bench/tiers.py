@@ -22,10 +22,10 @@ from nixl_offload.cli.inventory.base import BENCH_SCRATCH
 from nixl_offload.cli.terminal import plural
 from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, S3Config, SharedDirConfig, SlabConfig, TierConfig
 from nixl_offload.engine import ChunkIO, Engine, JobResult
-from nixl_offload.engine.choice import cache as cache_files
+from nixl_offload.engine.autotune.scratch import new_scratch_path, remove_leftovers
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory import MemoryEngine
-from nixl_offload.engine.reach import Reach, choose_way, reach_files, ways_of
+from nixl_offload.engine.opened_mover import OpenedMover, engine_options, open_planned, plan_tier
 from nixl_offload.errors import StoreError, TierError
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.base import Store
@@ -37,7 +37,6 @@ from nixl_offload.tiers.shared.naming import parse_shard_name
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
-from nixl_offload.tiers.slab.other_namespaces import MOVER_CHOICE_PREFIX
 
 SCRATCH: Final = BENCH_SCRATCH
 """How the names of scratch namespaces begin: half of 32 hex digits, which no digest has but by a chance of 2**-64."""
@@ -129,9 +128,9 @@ def _slab(config: Config, position: int, tier: SlabConfig, cache: KVCache, size_
     if space.f_blocks:
         size_bytes = min(size_bytes, space.f_bavail * space.f_frsize // _SPACE_SHARE)
     chunks = _chunks(min(size_bytes, tier.capacity_bytes // _SPACE_SHARE), cache, directory)
-    cache_files.clean(directory)
+    remove_leftovers(directory)
     # As movers are compared: no engine that starts counts a file of this name, and one that was left is removed.
-    path = Path(directory, f"{MOVER_CHOICE_PREFIX}-{secrets.token_hex(8)}.scratch")
+    path = Path(new_scratch_path(directory))
     slab = SlabFile(path, chunks * cache.slot_bytes, cache.slot_bytes, direct_io=tier.direct_io)
     with contextlib.ExitStack() as undo:
         undo.callback(path.unlink, missing_ok=True)
@@ -167,7 +166,7 @@ def _shared(
         if isinstance(tier, SharedDirConfig):
             reach = _reach(tier, tier.path, cache)
         else:
-            reach = Reach(open_object_mover(tier, cache.device.kind, functools.partial(open_store, tier)).mover)
+            reach = OpenedMover(open_object_mover(tier, cache.device.kind, functools.partial(open_store, tier)).mover)
         undo.callback(_remove, store, namespace)
         undo.callback(reach.close)
         mover, clock = reach.mover, time.monotonic
@@ -188,20 +187,20 @@ def _opened(
     where: str,
     config: Config,
     cache: KVCache,
-    reach: Reach,
+    reach: OpenedMover,
     chunks: int,
     *,
     overwrites: bool,
 ) -> OpenTier:
     assert reach.mover is not None
-    way = "host" if reach.choice is None else reach.choice.way
+    way = "host" if reach.plan is None else reach.plan.path
     in_flight = min(in_flight_of(config, cache.slot_bytes), cache.chunks, chunks)
     return OpenTier(engine, position, where, reach.mover.name, way, in_flight, chunks, overwrites)
 
 
-def _engine(config: Config, position: int, link: Link, cache: KVCache, reach: Reach) -> Engine:
+def _engine(config: Config, position: int, link: Link, cache: KVCache, reach: OpenedMover) -> Engine:
     """As ``vllm.rank_engine`` makes it."""
-    ways = ways_of(reach, link.mover, cache.device, cache.layout)
+    options = engine_options(reach, link.mover, cache.device, cache.layout)
     return Engine(
         tensors=cache.tensors,
         layout=cache.layout,
@@ -210,14 +209,14 @@ def _engine(config: Config, position: int, link: Link, cache: KVCache, reach: Re
         staging_bytes=_staging_bytes(config),
         verify=config.verify,
         load_timeout_s=config.load_timeout_s,
-        direct_min_extent_bytes=ways.direct_min_extent_bytes,
+        direct_min_extent_bytes=options.direct_min_extent_bytes,
         device=cache.device,
-        staging=ways.staging,
+        staging=options.staging,
     )
 
 
-def _reach(tier: DirectoryConfig, directory: str, cache: KVCache) -> Reach:
-    return reach_files(tier, directory, cache.device, choose_way(tier, cache.device, cache.layout))
+def _reach(tier: DirectoryConfig, directory: str, cache: KVCache) -> OpenedMover:
+    return open_planned(tier, directory, cache.device, plan_tier(tier, cache.device, cache.layout))
 
 
 def _staging_bytes(config: Config) -> int:

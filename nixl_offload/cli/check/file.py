@@ -14,7 +14,7 @@ from nixl_offload.cli.check import directory
 from nixl_offload.cli.check.child import Answer, Trials
 from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.check.report import Doing
-from nixl_offload.cli.terminal import about_size, moment
+from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import DirectoryConfig, SharedDirConfig
 from nixl_offload.hardware.gds import GdsReport, gds_report
 
@@ -161,19 +161,14 @@ def _try_movers(
     options = {"threads": tier.threads, "bounce_bytes": tier.bounce_bytes}
     tasks = [trials.begin("mover", name=name, directory=where, gpu=gpu, **options) for name in everything]
     found = {name: _probe(trials.answer(task)) for name, task in zip(everything, tasks, strict=True)}
-    measured: list[dict[str, Any]] = trials.run("choices", directory=tier.path).get("measured", [])
-    chosen = next((each["mover"] for each in measured if each["current"] and tier.mover == "auto"), None)
-    starting = [name for name in allowed if found[name]["ok"]]
-    taken = chosen if chosen in starting else next(iter(starting), None)
+    taken = next((name for name in allowed if found[name]["ok"]), None)
     section.facts |= {
         "taken": taken,
         "movers": [{"name": name, **probe, "allowed": name in allowed} for name, probe in found.items()],
-        "measured": measured,
     }
     section.add(_mover_line(name, probe, tier, name in allowed, name == taken) for name, probe in found.items())
     if taken is None:
         section.lines.append(_nothing_starts(tier, starts_elsewhere=any(probe["ok"] for probe in found.values())))
-    section.add(map(_measured_line, measured))
     if taken is None or not io:
         return
     doing(f"measuring {where} by {taken}")
@@ -206,21 +201,6 @@ def _mover_line(name: str, probe: dict[str, Any], tier: DirectoryConfig, allowed
 def _nothing_starts(tier: DirectoryConfig, *, starts_elsewhere: bool) -> Line:
     words = f"none of the movers that `mover: {tier.mover}` allows starts here"
     return wrong("movers", words, "mover: auto" if starts_elsewhere else "see above what each of them lacks")
-
-
-def _measured_line(measured: dict[str, Any]) -> Line:
-    speeds = "; ".join(
-        f"{each['mover']} {each['way']}: "
-        + (
-            f"read {each['read_bytes_s'] / 1e6:,.0f}, write {each['write_bytes_s'] / 1e6:,.0f} MB/s"
-            if each["ok"] and each["read_bytes_s"]
-            else each["reason"]
-        )
-        for each in measured["candidates"]
-    )
-    age = "" if measured["current"] else ", too old to be used"
-    chosen = f"{measured['mover']} ({measured['way']}), {measured['reason']}"
-    return ok("measured by auto", f"{moment(measured['measured_at_s'])}{age}: {chosen} [{speeds}]")
 
 
 def _ms(seconds: float) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import glob
 import json
 import os
 import sys
@@ -18,8 +17,6 @@ from typing import Any, Final
 
 from nixl_offload.config import S3Config, parse_config
 from nixl_offload.errors import ConfigError, MoverError, NixlOffloadError
-
-_CHOICES: Final = ".mover-choice-*.json"
 
 
 def main() -> None:
@@ -142,30 +139,6 @@ def _memory() -> dict[str, Any]:
     return {"available_bytes": available_bytes, "usable_bytes": available_bytes - reserve_bytes, "by": limited_by}
 
 
-def _choices(directory: str) -> dict[str, Any]:
-    """Return what ``mover: auto`` measured there. The engine, and torch, are imported only where there is something."""
-    patterns = (os.path.join(glob.escape(directory), *deeper, _CHOICES) for deeper in ((), ("*",), ("*", "*")))
-    if not any(next(glob.iglob(pattern), None) for pattern in patterns):
-        return {"measured": []}
-    from nixl_offload.engine.choice.cache import read_cached
-
-    names = ("mover", "way", "ok", "reason", "read_bytes_s", "write_bytes_s")
-    return {
-        "measured": [
-            {
-                "path": cached.path,
-                "mover": cached.choice.mover,
-                "way": cached.choice.way,
-                "reason": cached.choice.reason,
-                "measured_at_s": cached.choice.measured_at,
-                "current": cached.current,
-                "candidates": [{key: getattr(each, key) for key in names} for each in cached.choice.candidates],
-            }
-            for cached in read_cached(directory)
-        ]
-    }
-
-
 def _server(words: list[str], other: list[str] | None, transfer: dict[str, Any]) -> dict[str, Any]:
     """Have vLLM read a server's arguments. ``usage``: what is wrong with them."""
     try:
@@ -193,7 +166,6 @@ _TASKS: Final[dict[str, Any]] = {
     "file_io": _file_io,
     "objects": _objects,
     "memory": _memory,
-    "choices": _choices,
     "server": _server,
 }
 

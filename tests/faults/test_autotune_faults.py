@@ -1,4 +1,4 @@
-"""Choosing a mover on a disk that is full, gets full, or cannot be written: that alone keeps no engine from starting,
+"""Autotune on a disk that is full, gets full, or cannot be written: that alone keeps no engine from starting,
 and nothing is left behind.
 """
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nixl_offload.config import SlabConfig
-from nixl_offload.engine.choice import trial
-from nixl_offload.engine.choice.base import Shape
-from nixl_offload.engine.choice.trial import Verdict, hold_trial
-from nixl_offload.engine.choose import choose
+from nixl_offload.engine.autotune import compare as compare_module
+from nixl_offload.engine.autotune.candidates import MeasuredPath, Shape
+from nixl_offload.engine.autotune.compare import compare
+from nixl_offload.engine.autotune.plan import plan_transfers
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind
@@ -29,11 +29,11 @@ DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
 SHAPE = Shape(MIB + PAGE_BYTES, 0)
 
 
-def tried(directory: Path) -> Verdict:
+def tried(directory: Path) -> tuple[MeasuredPath, ...]:
     """Compare a mover with itself."""
-    ways = (("posix", "host"), ("copy", "host"))
-    return hold_trial(
-        ways, str(directory), DEVICE, SHAPE, lambda _: LimitedMover(CopyMover()), direct_io=False, budget_s=1.0
+    paths = (("posix", "host"), ("copy", "host"))
+    return compare(
+        paths, str(directory), DEVICE, SHAPE, lambda _: LimitedMover(CopyMover()), direct_io=False, budget_s=1.0
     )
 
 
@@ -43,30 +43,27 @@ def files(directory: Path) -> list[str]:
 
 def test_little_is_taken_where_little_is_left(tmpfs: Path) -> None:
     """Of 8 MiB a quarter at most: room for one image."""
-    verdict = tried(tmpfs)
-    assert (verdict.finished, verdict.trouble) == (True, "")
+    assert all(candidate.measured for candidate in tried(tmpfs))
     assert not files(tmpfs)
 
 
 def test_a_disk_that_is_nearly_full(tmpfs: Path) -> None:
     """Nothing is measured, and the first that runs is taken; the reason says why."""
     (tmpfs / "filler").write_bytes(bytes(5 * MIB))
-    verdict = tried(tmpfs)
-    assert verdict.trouble == "the disk has 3 MiB left, too little to measure with"
-    assert [candidate.reason for candidate in verdict.candidates] == [f"not measured: {verdict.trouble}"] * 2
-    assert all(candidate.ok for candidate in verdict.candidates)
-    assert not verdict.finished
+    for candidate in tried(tmpfs):
+        assert candidate.ok
+        assert candidate.reason == "not measured: the disk has 3 MiB left, too little to measure with"
     assert files(tmpfs) == ["filler"]
 
 
 def test_a_disk_that_gets_full(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others took what was free a moment ago: where none can write it is not the movers' fault."""
-    monkeypatch.setattr(trial, "FREE_SHARE", Fraction(1, 8))
+    monkeypatch.setattr(compare_module, "FREE_SHARE", Fraction(1, 8))
     (tmpfs / "filler").write_bytes(bytes(7 * MIB + MIB // 2))
-    verdict = tried(tmpfs)
-    assert verdict.trouble.startswith("the scratch file could not be written: ")
-    assert "No space left on device" in verdict.trouble
-    assert all(candidate.ok and not candidate.measured for candidate in verdict.candidates)
+    for candidate in tried(tmpfs):
+        assert candidate.ok
+        assert candidate.reason.startswith("not measured: the scratch file could not be written: ")
+        assert "No space left on device" in candidate.reason
     assert files(tmpfs) == ["filler"]
 
 
@@ -75,5 +72,5 @@ def test_a_disk_that_cannot_be_written(small_filesystem: SmallFilesystem) -> Non
     small_filesystem.make_read_only()
     tier = SlabConfig.model_validate({"kind": "slab", "path": str(small_filesystem.path), "capacity": "1GiB"})
     with pytest.raises(MoverUnavailableError, match="Read-only file system"):
-        choose(tier, str(small_filesystem.path), DEVICE, SHAPE)
+        plan_transfers(tier, str(small_filesystem.path), DEVICE, SHAPE)
     assert not files(small_filesystem.path)

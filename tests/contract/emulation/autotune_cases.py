@@ -1,5 +1,5 @@
-"""``choose`` with the real GDS_MT over the emulated cuFile, and POSIX on the real disk: the slower loses. Run in a
-child by ``test_choose_movers.py``.
+"""Autotune with the real GDS_MT over the emulated cuFile, and POSIX on the real disk: the slower loses. Run in a
+child by ``test_autotune_movers.py``.
 
 Delays decide: cuFile's before each of its I/Os, and the bus's before each copy between device and host. They are large
 beside what a disk does with a MiB, so that a busy machine changes nothing. KvikIO cannot run without a driver: it knows
@@ -13,16 +13,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from nixl_offload.config import SlabConfig
-from nixl_offload.engine.choice import trial
-from nixl_offload.engine.choice.cache import read_cached
-from nixl_offload.engine.choose import Choice, Shape, choose
+from nixl_offload.engine.autotune import compare as compare_module
+from nixl_offload.engine.autotune.candidates import Shape, TransferPlan
+from nixl_offload.engine.autotune.plan import plan_transfers
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.types import PAGE_BYTES
@@ -64,7 +63,7 @@ class Bus:
 @pytest.fixture(autouse=True)
 def _small_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """An image goes through each slot once per turn, so that the time is never over."""
-    monkeypatch.setattr(trial, "MAX_LAPS", 1)
+    monkeypatch.setattr(compare_module, "MAX_LAPS", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -78,81 +77,62 @@ def control() -> Iterator[Control]:
     assert (control["buffers"], control["files"]) == registered
 
 
-def chosen(directory: Path, piece_bytes: int = 0, *, mover: str = "auto", bus_s: float = 0.0) -> Choice:
-    """Choose, with host memory in the part of a device's."""
+def planned(directory: Path, piece_bytes: int = 0, *, mover: str = "auto", bus_s: float = 0.0) -> TransferPlan:
+    """Plan, with host memory in the part of a device's."""
     tier = SlabConfig.model_validate({"kind": "slab", "path": str(directory), "capacity": "1GiB", "mover": mover})
     device = Device(torch.device("cpu"), MemoryKind.VRAM, Bus(bus_s))
-    return choose(tier, str(directory), device, Shape(SLOT_BYTES, piece_bytes), budget_s=BUDGET_S)
+    plan = plan_transfers(tier, str(directory), device, Shape(SLOT_BYTES, piece_bytes), budget_s=BUDGET_S)
+    assert plan is not None
+    return plan
 
 
-def measured(choice: Choice) -> set[tuple[str, str]]:
-    return {(found.mover, found.way) for found in choice.candidates if found.measured}
-
-
-def left(directory: Path) -> list[str]:
-    """What is there beside the lock and the choice."""
-    return [path.name for path in directory.iterdir() if path.suffix not in (".json", ".lock")]
+def measured(plan: TransferPlan) -> set[tuple[str, str]]:
+    return {(found.mover, found.path) for found in plan.candidates if found.measured}
 
 
 def test_direct_wins(tmp_path: Path, control: Control) -> None:
     """A chunk in one piece takes as long as one that is packed on the device, and a copy less."""
     control["delay_us"] = 3 * SLOW_US
-    choice = chosen(tmp_path, SLOT_BYTES - PAGE_BYTES, mover="gds_mt")
-    assert (choice.mover, choice.way) == ("gds_mt", "direct")
-    assert measured(choice) == {("gds_mt", "direct"), ("gds_mt", "device")}
+    plan = planned(tmp_path, SLOT_BYTES - PAGE_BYTES, mover="gds_mt")
+    assert (plan.mover, plan.path) == ("gds_mt", "direct")
+    assert measured(plan) == {("gds_mt", "direct"), ("gds_mt", "device")}
 
 
 def test_device_wins(tmp_path: Path, control: Control) -> None:
     """Each I/O costs much: one for a chunk beats many small ones."""
     control["delay_us"] = SLOW_US // 8
-    choice = chosen(tmp_path, 16 * KIB, bus_s=SLOW_US / 8e6)
-    assert (choice.mover, choice.way, choice.reason) == ("gds_mt", "device", "the fastest")
-    assert measured(choice) == {("gds_mt", "direct"), ("gds_mt", "device"), ("posix", "host")}
-    assert not [found for found in choice.candidates if found.mover == "kvikio" and (found.ok or not found.reason)]
-    assert not left(tmp_path)
+    plan = planned(tmp_path, 16 * KIB, bus_s=SLOW_US / 8e6)
+    assert (plan.mover, plan.path, plan.reason) == ("gds_mt", "device", "the fastest")
+    assert measured(plan) == {("gds_mt", "direct"), ("gds_mt", "device"), ("posix", "host")}
+    assert not [found for found in plan.candidates if found.mover == "kvikio" and (found.ok or not found.reason)]
+    assert not list(tmp_path.iterdir())
 
 
 def test_host_wins(tmp_path: Path, control: Control, caplog: pytest.LogCaptureFixture) -> None:
     """What cuFile does is slower than page-locked memory and O_DIRECT. The figures of all are in one line."""
-    caplog.set_level(logging.INFO, logger="nixl_offload.engine.choose")
+    caplog.set_level(logging.INFO, logger="nixl_offload.engine.autotune.plan")
     control["delay_us"] = SLOW_US
-    choice = chosen(tmp_path, 32 * KIB)
-    assert (choice.mover, choice.way) == ("posix", "host")
-    [told] = [record.message for record in caplog.records if record.name == "nixl_offload.engine.choose"]
+    plan = planned(tmp_path, 32 * KIB)
+    assert (plan.mover, plan.path) == ("posix", "host")
+    [told] = [record.message for record in caplog.records if record.name == "nixl_offload.engine.autotune.plan"]
     assert told.startswith(f"Files in {tmp_path}: posix, host, ")
     assert all(words in told for words in ("; gds_mt direct: read ", "; gds_mt device: read ", "; posix host: read "))
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path: Path, control: Control) -> None:
-    """A second start does no I/O and comes to the same; another shape is measured, and both are there afterwards."""
-    first = chosen(tmp_path, 32 * KIB, mover="gds_mt")
-    moved = control["reads"], control["writes"]
-    again = chosen(tmp_path, 32 * KIB, mover="gds_mt")
-    assert (control["reads"], control["writes"]) == moved
-    assert not first.cached
-    assert again == replace(first, cached=True)
-    assert not chosen(tmp_path, 16 * KIB, mover="gds_mt").cached
-    found = read_cached(str(tmp_path))
-    assert {cached.shape.piece_bytes for cached in found} == {16 * KIB, 32 * KIB}
-    assert all(cached.current for cached in found)
-
-
-def test_the_only_way_is_not_measured(tmp_path: Path, control: Control) -> None:
+def test_the_only_path_is_not_measured(tmp_path: Path, control: Control) -> None:
     """Nothing is opened or written."""
-    for mover, way in (("gds", "device"), ("gds_mt", "device"), ("posix", "host")):
-        choice = chosen(tmp_path, mover=mover)
-        assert (choice.mover, choice.way, choice.candidates) == (mover, way, ())
+    for mover, path in (("gds_mt", "device"), ("posix", "host")):
+        plan = planned(tmp_path, mover=mover)
+        assert (plan.mover, plan.path, plan.candidates) == (mover, path, ())
     assert not control["writes"]
     assert not list(tmp_path.iterdir())
 
 
 def test_one_that_fails_is_out_of_the_running(tmp_path: Path, control: Control) -> None:
-    """An error in the middle costs a candidate its place; as it may have been a passing one, next start tries again."""
+    """An error in the middle costs a candidate its place, until the next start."""
     control["fail_write_nth"] = 10  # the first is that of the round trip, the next ones fill the file
-    choice = chosen(tmp_path, 32 * KIB)
-    failed = [found for found in choice.candidates if not found.ok and found.mover == "gds_mt"]
+    plan = planned(tmp_path, 32 * KIB)
+    failed = [found for found in plan.candidates if not found.ok and found.mover == "gds_mt"]
     assert len(failed) == 1
     assert "failed" in failed[0].reason
-    assert choice.way != failed[0].way
-    [cached] = read_cached(str(tmp_path))
-    assert cached.current
+    assert plan.path != failed[0].path

@@ -1,4 +1,4 @@
-"""Proves what an engine is told of the way that was measured, of staging, and of what a device can spare."""
+"""Proves what an engine is told of the transfer path that was measured, of staging, and of what a device can spare."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.config import SlabConfig
-from nixl_offload.engine import reach as reach_module
-from nixl_offload.engine.choose import Choice
+from nixl_offload.engine import opened_mover as opened_module
+from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.image import Way
-from nixl_offload.engine.reach import (
+from nixl_offload.engine.opened_mover import (
     NEVER_DIRECT,
-    Reach,
-    Ways,
-    choose_way,
-    reach_files,
+    EngineOptions,
+    OpenedMover,
+    engine_options,
+    open_planned,
+    plan_tier,
     shape_of,
     spared_bytes,
-    ways_of,
 )
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverUnavailableError
@@ -40,8 +40,8 @@ def _layout(page_bytes: int = 8192, base: int = 1 << 30) -> KVLayout:
     return KVLayout(tensors, (GroupLayout(((0, page_bytes), (1, page_bytes))),), 4)
 
 
-def _choice(way: Way, mover: str = "gds_mt") -> Choice:
-    return Choice(mover, way, (), 0.0, True)
+def _plan(path: Way, mover: str = "gds_mt") -> TransferPlan:
+    return TransferPlan(mover, path, "the fastest")
 
 
 def test_a_shape_has_pieces_where_all_of_them_are_aligned() -> None:
@@ -51,41 +51,41 @@ def test_a_shape_has_pieces_where_all_of_them_are_aligned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "told"),
+    ("path", "told"),
     [("direct", (8192, "device")), ("device", (NEVER_DIRECT, "device")), ("host", (NEVER_DIRECT, "host"))],
 )
-def test_what_was_measured_is_what_is_done(way: Way, told: tuple[int, str]) -> None:
+def test_what_was_measured_is_what_is_done(path: Way, told: tuple[int, str]) -> None:
     """Direct from the measured size on; else never, whatever the size."""
-    ways = ways_of(Reach(None, _choice(way)), CopyMover(), VRAM, _layout())
-    assert (ways.direct_min_extent_bytes, ways.staging) == told
+    options = engine_options(OpenedMover(None, _plan(path)), CopyMover(), VRAM, _layout())
+    assert (options.direct_min_extent_bytes, options.staging) == told
 
 
 def test_without_figures_a_mover_that_cannot_touch_the_device_packs_on_the_host() -> None:
-    ways = ways_of(Reach(), CopyMover(), VRAM, _layout())
-    assert (ways.direct_min_extent_bytes, ways.staging) == (DIRECT_MIN_EXTENT_BYTES, "host")
+    options = engine_options(OpenedMover(), CopyMover(), VRAM, _layout())
+    assert (options.direct_min_extent_bytes, options.staging) == (DIRECT_MIN_EXTENT_BYTES, "host")
 
 
 def test_a_device_without_quick_kernels_leaves_checksums_to_the_host(tmp_path: Path) -> None:
     """Torch's take many times as long as any drive. A mover that is named is used all the same."""
     tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
-    choice = choose_way(tier, VRAM, _layout(), sums_slowly=True)
-    assert choice is not None
-    assert (choice.mover, choice.way) == ("posix", "host")
-    named = choose_way(tier.model_copy(update={"mover": "gds"}), VRAM, _layout(), sums_slowly=True)
+    plan = plan_tier(tier, VRAM, _layout(), sums_slowly=True)
+    assert plan is not None
+    assert (plan.mover, plan.path) == ("posix", "host")
+    named = plan_tier(tier.model_copy(update={"mover": "kvikio"}), VRAM, _layout(base=(1 << 30) + 64), sums_slowly=True)
     assert named is not None
-    assert (named.mover, named.way) == ("gds", "device")
+    assert (named.mover, named.path) == ("kvikio", "device")
 
 
 def test_staging_keeps_to_what_the_device_can_spare(caplog: pytest.LogCaptureFixture) -> None:
     """Less than asked for, down to two chunks for each engine; below that through host memory, as much as asked for."""
-    ways, layout = Ways(NEVER_DIRECT, "device"), _layout()
+    options, layout = EngineOptions(NEVER_DIRECT, "device"), _layout()
     two = 2 * layout.slot_bytes(0)
-    assert ways.within(64 * MIB, None, 2, layout) == Ways(NEVER_DIRECT, "device", 32 * MIB)
-    assert ways.within(64 * MIB, 40 * MIB, 2, layout) == Ways(NEVER_DIRECT, "device", 20 * MIB)
-    assert ways.within(64 * MIB, 2 * two, 2, layout) == Ways(NEVER_DIRECT, "device", two)
+    assert options.share(64 * MIB, None, 2, layout) == EngineOptions(NEVER_DIRECT, "device", 32 * MIB)
+    assert options.share(64 * MIB, 40 * MIB, 2, layout) == EngineOptions(NEVER_DIRECT, "device", 20 * MIB)
+    assert options.share(64 * MIB, 2 * two, 2, layout) == EngineOptions(NEVER_DIRECT, "device", two)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert ways.within(64 * MIB, 2 * two - 2, 2, layout) == Ways(NEVER_DIRECT, "host", 32 * MIB)
+        assert options.share(64 * MIB, 2 * two - 2, 2, layout) == EngineOptions(NEVER_DIRECT, "host", 32 * MIB)
     assert "gpu_memory_utilization" in caplog.text
 
 
@@ -98,7 +98,7 @@ def test_what_the_model_has_claimed_is_not_spared(monkeypatch: pytest.MonkeyPatc
     assert spared_bytes(VRAM, 0.9) is None
 
 
-def test_a_remembered_mover_that_opens_no_more_is_passed_over(
+def test_a_planned_mover_that_opens_no_more_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a warning; and where the config names that very mover, nothing is passed over."""
@@ -108,13 +108,13 @@ def test_a_remembered_mover_that_opens_no_more_is_passed_over(
             raise MoverUnavailableError("kvikio: gone")
         return CopyMover()
 
-    monkeypatch.setattr(reach_module, "open_file_mover", opened)
+    monkeypatch.setattr(opened_module, "open_file_mover", opened)
     tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
     with caplog.at_level(logging.WARNING):
-        found = reach_files(tier, str(tmp_path), DRAM, _choice("device", "kvikio"))
+        found = open_planned(tier, str(tmp_path), DRAM, _plan("device", "kvikio"))
     assert isinstance(found.mover, CopyMover)
-    assert found.choice is None
+    assert found.plan is None
     assert "kvikio: gone" in caplog.text
     found.close()
     with pytest.raises(MoverUnavailableError):
-        reach_files(tier.model_copy(update={"mover": "kvikio"}), str(tmp_path), DRAM, _choice("device", "kvikio"))
+        open_planned(tier.model_copy(update={"mover": "kvikio"}), str(tmp_path), DRAM, _plan("device", "kvikio"))

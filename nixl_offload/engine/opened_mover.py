@@ -1,7 +1,6 @@
-"""How a rank reaches the storage of one tier: the mover that is open, the way that was measured, and what an engine is
-told of it.
+"""The mover that a rank has open for a tier, the transfer plan that was measured, and what an engine is told of both.
 
-Threading: on the thread that opens the engine. Ownership: ``Reach`` owns its mover until an engine has it.
+Threading: on the thread that opens the engine. Ownership: ``OpenedMover`` owns its mover until an engine has it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import torch
 
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import DirectoryConfig
-from nixl_offload.engine.choose import Choice, Shape, choose, open_file_mover
+from nixl_offload.engine.autotune.candidates import Shape, TransferPlan
+from nixl_offload.engine.autotune.plan import open_file_mover, plan_transfers
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.pools import Staging
 from nixl_offload.engine.staging import MIN_SLOTS
@@ -34,30 +34,30 @@ SPARED_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class OpenedMover:
     """What is open, and known, of a tier before its engine is."""
 
     mover: Mover | None = None
     """None: a slab's is opened with the slab."""
-    choice: Choice | None = None
-    """What was measured; None where there is nothing to choose."""
+    plan: TransferPlan | None = None
+    """None where nothing was compared."""
 
     def close(self) -> None:
-        """Close what is open. It never moved a chunk."""
+        """Close the mover, before it has moved a chunk."""
         if self.mover is not None:
             with contextlib.suppress(Exception):
                 self.mover.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class EngineOptions:
     """Arguments of ``Engine``."""
 
     direct_min_extent_bytes: int
     staging: Staging
     staging_bytes: int = 0
 
-    def within(self, wanted_bytes: int, spared_bytes: int | None, sharers: int, layout: KVLayout) -> Ways:
+    def share(self, wanted_bytes: int, spared_bytes: int | None, sharers: int, layout: KVLayout) -> EngineOptions:
         """Return these with a share of the staging memory that ``sharers`` engines divide.
 
         Where the device can spare less than two chunks for each (``spared_bytes``; None: as much as is wanted), chunks
@@ -71,8 +71,8 @@ class Ways:
         if spared_bytes >= least_bytes:
             return replace(self, staging_bytes=min(share_bytes, spared_bytes))
         logger.warning(
-            "Chunks go through host memory: of the device's memory %s are to be spared for a tier, and two chunks are "
-            "%s. Lower gpu_memory_utilization or chunk_tokens.",
+            "Chunks go through host memory: the device can spare %s for a tier, and two chunks take %s. "
+            "Lower gpu_memory_utilization or chunk_tokens.",
             format_size(spared_bytes),
             format_size(least_bytes),
         )
@@ -87,30 +87,34 @@ def shape_of(layout: KVLayout) -> Shape:
     return Shape(layout.slot_bytes(group), piece_bytes if direct else 0)
 
 
-def choose_way(tier: DirectoryConfig, device: Device, layout: KVLayout, *, sums_slowly: bool = False) -> Choice | None:
-    """Compare ways between device memory and the tier's directory, which must be there; None: nothing to choose.
+def plan_tier(
+    tier: DirectoryConfig, device: Device, layout: KVLayout, *, sums_slowly: bool = False
+) -> TransferPlan | None:
+    """Compare movers and transfer paths in the tier's directory, which must be there. None: nothing was compared.
 
-    ``sums_slowly``: see ``queued.DeviceGroups``; then the host sums, unless the config names a mover.
-    Raises MoverUnavailableError when nothing that the tier allows can run.
+    ``sums_slowly``: the device has no quick kernels for checksums (``queued.DeviceGroups``); then the host sums, unless
+    the config names a mover. Raises MoverUnavailableError when nothing that the tier allows can run.
     """
+    if not device.is_accelerator:
+        return None
     if sums_slowly and tier.mover == "auto":
-        return Choice("posix", "host", (), 0.0, False, "the device has no quick kernels for checksums")
-    return choose(tier, tier.path, device, shape_of(layout)) if device.is_accelerator else None
+        return TransferPlan("posix", "host", "the device has no quick kernels for checksums")
+    return plan_transfers(tier, tier.path, device, shape_of(layout))
 
 
-def reach_files(tier: DirectoryConfig, directory: str, device: Device, choice: Choice | None) -> Reach:
-    """Open the mover of ``choice``, or of the tier. A choice that was remembered and opens no more is as good as none.
+def open_planned(tier: DirectoryConfig, directory: str, device: Device, plan: TransferPlan | None) -> OpenedMover:
+    """Open the mover of ``plan``, or of the tier where there is no plan or its mover opens no more.
 
     Raises MoverUnavailableError.
     """
-    if choice is not None:
+    if plan is not None:
         try:
-            return Reach(open_file_mover(choice.mover, tier, directory, device), choice)
+            return OpenedMover(open_file_mover(plan.mover, tier, directory, device), plan)
         except MoverUnavailableError as error:
-            if choice.mover == tier.mover:
+            if plan.mover == tier.mover:
                 raise
-            logger.warning("%s is passed over, though it was found best: %s", choice.mover, error)
-    return Reach(open_file_mover(tier.mover, tier, directory, device))
+            logger.warning("%s was found best and opens no more; using another mover: %s", plan.mover, error)
+    return OpenedMover(open_file_mover(tier.mover, tier, directory, device))
 
 
 def spared_bytes(device: Device, claimed_share: float) -> int | None:
@@ -125,11 +129,10 @@ def spared_bytes(device: Device, claimed_share: float) -> int | None:
     return int(total_bytes * max(0.0, 1.0 - claimed_share) * SPARED_SHARE)
 
 
-def ways_of(reach: Reach, mover: Mover, device: Device, layout: KVLayout) -> Ways:
-    """Return what the engine over ``mover`` is told: that which was measured, where something was."""
-    if reach.choice is None:
-        return Ways(DIRECT_MIN_EXTENT_BYTES, "device" if device.kind in mover.memory_kinds else "host")
-    direct = reach.choice.way == "direct"
-    return Ways(
-        shape_of(layout).piece_bytes if direct else NEVER_DIRECT, "host" if reach.choice.way == "host" else "device"
-    )
+def engine_options(opened: OpenedMover, mover: Mover, device: Device, layout: KVLayout) -> EngineOptions:
+    """Return what the engine over ``mover`` is told: by the plan, where there is one."""
+    if opened.plan is None:
+        return EngineOptions(DIRECT_MIN_EXTENT_BYTES, "device" if device.kind in mover.memory_kinds else "host")
+    direct = opened.plan.path == "direct"
+    staging: Staging = "host" if opened.plan.path == "host" else "device"
+    return EngineOptions(shape_of(layout).piece_bytes if direct else NEVER_DIRECT, staging)

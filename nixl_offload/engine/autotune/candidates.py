@@ -1,4 +1,4 @@
-"""What a choice is: a mover and a way for chunks between device memory and files, and the figures that speak for it.
+"""What may carry chunks between device memory and files, what was measured of it, and which is best.
 
 Threading: immutable values and pure functions, safe anywhere.
 """
@@ -15,8 +15,8 @@ MARGIN: Final = 0.1
 """Candidates this close to the best are as good as it: what is measured in two seconds is no better than that."""
 DIRECT_UNMEASURED_BYTES: Final = 256 << 10
 """Pieces from this size on go direct where nothing could be measured."""
-_WAYS: Final[tuple[Way, ...]] = ("direct", "device", "host")
-_MOVERS: Final = ("gds_mt", "kvikio", "gds", "posix", "copy")
+_PATHS: Final[tuple[Way, ...]] = ("direct", "device", "host")
+_MOVERS: Final = ("gds_mt", "kvikio", "posix", "copy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """What became of one mover on one way. Speeds are medians, 0.0 where nothing was measured."""
+class MeasuredPath:
+    """What became of one mover on one transfer path. Speeds are medians, 0.0 where nothing was measured."""
 
     mover: str
     """As ``select.open_mover`` takes it."""
-    way: Way
+    path: Way
     ok: bool
     """It ran, as far as it was tried."""
-    reason: str
+    reason: str = ""
     """Why it cannot run, or has no figures; empty when it has."""
     read_bytes_s: float = 0.0
     write_bytes_s: float = 0.0
@@ -56,48 +56,43 @@ class Candidate:
     def __str__(self) -> str:
         """For logs."""
         if not self.measured:
-            return f"{self.mover} {self.way}: {self.reason}"
-        return f"{self.mover} {self.way}: read {self.read_bytes_s / 1e9:.3g}, write {self.write_bytes_s / 1e9:.3g} GB/s"
+            return f"{self.mover} {self.path}: {self.reason}"
+        read, write = self.read_bytes_s / 1e9, self.write_bytes_s / 1e9
+        return f"{self.mover} {self.path}: read {read:.3g}, write {write:.3g} GB/s"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The mover to open, with ``select.open_mover``, and the way of chunks that ``Engine`` is told of."""
+class TransferPlan:
+    """The mover to open, with ``select.open_mover``, and the transfer path of chunks."""
 
     mover: str
-    way: Way
-    candidates: tuple[Candidate, ...]
-    """All that were looked at; empty where there was nothing to choose."""
-    measured_at: float
-    """Seconds since the epoch; 0.0 where movers were not compared."""
-    cached: bool
-    """Found by an earlier start or by another rank, and read from the directory."""
-    reason: str = ""
+    path: Way
+    reason: str
     """Why this one, in words."""
+    candidates: tuple[MeasuredPath, ...] = ()
+    """All that were looked at; empty where there was nothing to choose."""
 
 
-def ways_of(mover: str, shape: Shape, *, accelerator: bool) -> tuple[tuple[str, Way], ...]:
+def candidates_of(mover: str, shape: Shape, *, accelerator: bool) -> tuple[tuple[str, Way], ...]:
     """Return what ``mover`` of a config may come to, the one that is preferred unmeasured first.
 
     Fewer copies first, where the pieces are not small; then gds_mt before kvikio, which needs a thread pool of its own.
     """
     if not accelerator or mover in ("posix", "copy"):
         return ((mover, "host"),)
-    if mover == "gds":  # as it may tell failed I/O as DONE it never touches KV blocks
-        return ((mover, "device"),)
     on_device: tuple[Way, ...] = ("device",)
     if shape.piece_bytes:
         on_device = ("direct", "device") if shape.piece_bytes >= DIRECT_UNMEASURED_BYTES else ("device", "direct")
     movers = ("gds_mt", "kvikio") if mover == "auto" else (mover,)
-    found = tuple((name, way) for name in movers for way in on_device)
+    found = tuple((name, path) for name in movers for path in on_device)
     return (*found, ("posix", "host")) if mover == "auto" else found
 
 
-def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
+def best_of(candidates: Sequence[MeasuredPath]) -> MeasuredPath | None:
     """Return the cheapest, or among those within ``MARGIN`` of it the one with the fewest copies; None: no figures."""
     measured = [candidate for candidate in candidates if candidate.measured]
     if not measured:
         return None
     limit = (1 + MARGIN) * min(candidate.cost_s_byte for candidate in measured)
     close = [candidate for candidate in measured if candidate.cost_s_byte <= limit]
-    return min(close, key=lambda candidate: (_WAYS.index(candidate.way), _MOVERS.index(candidate.mover)))
+    return min(close, key=lambda candidate: (_PATHS.index(candidate.path), _MOVERS.index(candidate.mover)))

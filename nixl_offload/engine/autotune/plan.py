@@ -1,0 +1,163 @@
+"""Which mover and which transfer path chunks take between a device and the files of a directory: compared at start.
+
+No rule knows it beforehand. GPUDirect Storage is the shortest path where it is real, and slower than page-locked host
+memory with plain O_DIRECT where cuFile bounces through its own buffers; direct saves a copy on the device and pays with
+smaller extents. So each candidate moves images of the shape that chunks have, through a scratch file in the directory
+itself, many at once, as the engine does when it is busy: two seconds in all, a turn for each in every round. Ranks that
+start together measure together, and share the drive as they will later on.
+
+What is compared is the time until an image has gone from device memory into the file, or back. For ``host`` that
+includes the copy over the bus, overlapped; the kernels that pack and unpack for ``device`` are left out: they run at
+the speed of device memory, some hundred times that of a drive. A load holds up a request, a store goes on behind it: so
+a candidate costs 2 seconds per byte read + 1 second per byte written, and among those within 10 % of the cheapest the
+one with the fewest copies is taken: direct, then device, then host, and gds_mt before kvikio.
+
+``mover: posix`` in the config spares the comparison; ``gds_mt`` and ``kvikio`` leave two paths at most to compare.
+Threading: in the process and on the thread that will drive the mover, at start. Nothing is left open. Raises nothing
+for reasons of storage, unless nothing can run at all. While it measures, a file without a name takes up to 256 MiB of
+the disk, a quarter of what is free at most, beside the tier's capacity.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, cast
+
+import torch
+
+from nixl_offload.config import DirectoryConfig
+from nixl_offload.engine.autotune.candidates import (
+    MARGIN,
+    Shape,
+    TransferPlan,
+    best_of,
+    candidates_of,
+)
+from nixl_offload.engine.autotune.compare import compare
+from nixl_offload.engine.autotune.scratch import aligned_tensor, remove_leftovers
+from nixl_offload.engine.image import Way
+from nixl_offload.engine.streams import Device, device_of
+from nixl_offload.errors import MoverUnavailableError
+from nixl_offload.hardware.cores import unbound
+from nixl_offload.movers.base import MemoryRegion, Mover
+from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
+
+logger = logging.getLogger(__name__)
+
+BUDGET_S: Final = 2.0
+"""For measuring; opening movers comes on top, which the first use of CUDA's libraries makes the longer part."""
+_KEPT: Final[list[torch.Tensor]] = []
+"""Some pages of device memory for each mover that failed to open; not ``pump.LEAKED``, for which shutdown leaves host
+memory as it is."""
+
+
+@unbound()
+def plan_transfers(
+    tier: DirectoryConfig, directory: str, device: Device, shape: Shape, *, budget_s: float = BUDGET_S
+) -> TransferPlan | None:
+    """Return the mover and the path for chunks of ``shape`` between ``device`` and files in ``directory``.
+
+    None: comparing them failed for a reason of our own; the log has it, and the tier's mover is opened unmeasured.
+
+    What it returns was opened here and closed again, unless there was nothing to choose: open it with
+    ``open_file_mover``. Says at INFO, in one line, what was chosen and the figures of all candidates.
+    Raises MoverUnavailableError when nothing that the tier allows can run, with all reasons.
+    """
+    candidates = candidates_of(tier.mover, shape, accelerator=device.is_accelerator)
+    if len(candidates) == 1:
+        why = f"the only path of mover: {tier.mover}" if device.is_accelerator else "the KV cache is in host memory"
+        plan: TransferPlan | None = TransferPlan(*candidates[0], why)
+    else:
+        remove_leftovers(directory)
+        plan = _compared(candidates, tier, directory, device, shape, budget_s)
+    if plan is not None:
+        logger.info("%s", _line(directory, plan))
+    return plan
+
+
+def measure_candidates(
+    tier: DirectoryConfig, directory: str, slot_bytes: int, piece_bytes: int = 0
+) -> TransferPlan | None:
+    """Do for torch's current device what a server does at start: for ``nixl-offload check``.
+
+    ``slot_bytes`` and ``piece_bytes`` are those of ``Shape``. Where there is no GPU nothing is measured. Raises
+    MoverUnavailableError.
+    """
+    on = "cuda" if torch.cuda.is_available() else "cpu"
+    return plan_transfers(tier, directory, device_of(torch.empty(1, device=on)), Shape(slot_bytes, piece_bytes))
+
+
+def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: Device) -> Mover:
+    """Open a mover between ``device`` and files in ``directory`` with the tier's settings. ``name``: a plan's, or what
+    the tier says. Raises MoverUnavailableError, and what third parties raise.
+    """
+    scratch = None
+    if device.is_accelerator and name not in ("posix", "copy"):
+        memory = aligned_tensor(SCRATCH_BYTES, device.torch_device)
+        scratch = MemoryRegion(memory.data_ptr(), SCRATCH_BYTES, device.kind, device.number)
+    safe = False
+    try:
+        opened = open_mover(
+            cast(MoverChoice, name),
+            device.kind,
+            directory,
+            tier.posix_api,
+            threads=tier.threads,
+            bounce_bytes=tier.bounce_bytes,
+            scratch=scratch,
+        )
+        safe = all(probe.ok for probe in opened.report)
+    finally:
+        if scratch is not None and not safe:
+            _KEPT.append(memory)  # late I/O of a mover that was passed over must not find it in other hands
+    return opened.mover
+
+
+def _compared(
+    candidates: Sequence[tuple[str, Way]],
+    tier: DirectoryConfig,
+    directory: str,
+    device: Device,
+    shape: Shape,
+    budget_s: float,
+) -> TransferPlan | None:
+    def opened(name: str) -> Mover:
+        try:
+            return open_file_mover(name, tier, directory, device)
+        except MoverUnavailableError as error:
+            # What cannot be moved where is said once, around the reasons of all.
+            raise MoverUnavailableError(str(error).partition(f" to files in {directory}: ")[2] or str(error)) from error
+
+    try:
+        found = compare(candidates, directory, device, shape, opened, direct_io=tier.direct_io, budget_s=budget_s)
+        if ("posix", "host") in candidates and not any(candidate.ok for candidate in found):
+            # Where NIXL itself is missing, there is still what auto always ends with.
+            found += compare([("copy", "host")], directory, device, shape, opened, direct_io=True, budget_s=0.0)
+    except Exception:
+        logger.exception("%s: movers could not be compared", directory)
+        return None
+    best = best_of(found)
+    if best is not None:
+        fastest = min(candidate.cost_s_byte for candidate in found if candidate.measured)
+        why = "the fastest" if best.cost_s_byte == fastest else f"within {MARGIN:.0%} of the fastest, with fewer copies"
+        return TransferPlan(best.mover, best.path, why, found)
+    first = next((candidate for candidate in found if candidate.ok), None)
+    if first is not None:
+        return TransferPlan(first.mover, first.path, f"the first that runs: {first.reason}", found)
+    reasons = "; ".join(dict.fromkeys(f"{candidate.mover}: {candidate.reason}" for candidate in found))
+    raise MoverUnavailableError(
+        f"mover {tier.mover!r} cannot move {device.kind.value} to files in {directory}: {reasons}"
+    )
+
+
+def _line(directory: str, plan: TransferPlan) -> str:
+    """For the log; what keeps a mover from running at all is said once, not for each of its paths."""
+    reasons: dict[str, set[str]] = {}
+    for candidate in plan.candidates:
+        reasons.setdefault(candidate.mover, set()).add("" if candidate.ok else candidate.reason)
+    parts = dict.fromkeys(
+        str(found) if found.ok or len(reasons[found.mover]) > 1 else f"{found.mover}: {found.reason}"
+        for found in plan.candidates
+    )
+    return "; ".join([f"Files in {directory}: {plan.mover}, {plan.path}, {plan.reason}", *parts])
