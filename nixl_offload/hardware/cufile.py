@@ -22,14 +22,9 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "block.nvme.use_pci_p2pdma": False,
     "block.nvmeof.use_pci_p2pdma": False,
     "block.raid.use_pci_p2pdma": False,
-    "properties.max_direct_io_size_kb": 16_384,
     "properties.max_device_cache_size_kb": 131_072,
-    "properties.per_buffer_cache_size_kb": 1_024,
     "properties.max_device_pinned_mem_size_kb": 33_554_432,
-    "properties.use_poll_mode": False,
     "properties.gds_rdma_write_support": True,
-    "execution.max_io_threads": 4,
-    "execution.parallel_io": True,
 }
 """What cuFile does where the file says nothing, of the settings that we look at."""
 VARIABLES: Final[Mapping[str, str]] = {
@@ -48,7 +43,7 @@ class CufileSettings:
     """Settings by their dotted names, such as ``properties.allow_compat_mode``."""
 
     path: str | None = None
-    """The file in force; None: there is none, cuFile goes by what is built in."""
+    """The file in force; None: there is none, and cuFile's built-in defaults hold."""
     error: str | None = None
     """Why the file cannot be read or understood; then ``said`` has only what the environment says."""
     said: Mapping[str, Any] = field(default_factory=dict)

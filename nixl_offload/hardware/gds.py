@@ -6,26 +6,17 @@ NVIDIA's, starts no process, and never raises: what it cannot read is told as no
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
 from typing import Final, NamedTuple
 
-from nixl_offload.hardware.cufile import DEFAULTS, CufileSettings, beneath, read_settings
-from nixl_offload.hardware.gds_routes import (
-    Driver,
-    Fact,
-    acs_fact,
-    find_driver,
-    iommu_fact,
-    names,
-    nvidia_fs_fact,
-    p2pdma_fact,
-)
-from nixl_offload.hardware.libraries import Library, find_library
+from nixl_offload.hardware.cufile import CufileSettings, beneath, read_settings
+from nixl_offload.hardware.gds_routes import Fact, find_driver, iommu_fact, names, nvidia_fs_fact, p2pdma_fact
+from nixl_offload.hardware.libraries import find_library
 from nixl_offload.hardware.mounts import BlockDevice, Mount, find_device, find_mount
 from nixl_offload.types import PAGE_BYTES
-from nixl_offload.units import format_size
 
 __all__ = ["Fact", "GdsReport", "gds_report"]
 
@@ -41,11 +32,9 @@ _NETWORK: Final = {
 }
 """Filesystems that nvidia-fs serves, and the driver that must know it."""
 _STORAGE_DRIVERS: Final = {"nvme": "nvme", "raid0": "nvme", "nvmeof": "nvme_rdma"}
+_LOCAL: Final = ("ext4", "xfs")
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
-_ROUTES: Final = ("nvidia-fs", "PCI P2PDMA")
 _FATAL: Final = ("GPU driver", "libcufile", "libcudart", "directory")
-_ADVICE: Final = ("IOMMU", "PCIe ACS", "limits")
-"""They cost speed and decide nothing."""
 _PLACE: Final = ("filesystem", "block device")
 """Where these are wrong or not known, no route could serve them, and that is no reason of its own."""
 _REASONS: Final = 3
@@ -70,55 +59,50 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     """
     settings = read_settings(root)
     driver = find_driver(root)
-    cufile = find_library("libcufile.so", root)
     mount = find_mount(directory, root) if os.path.isdir(directory) else None
     device = find_device(mount, root) if mount else None
-    kind = _kind_below(device) if mount and mount.kind in ("ext4", "xfs") else ""
+    is_local = mount is not None and mount.kind in _LOCAL
+    kind = _kind_below(device) if is_local else ""
     wanted = _STORAGE_DRIVERS.get(kind) or (_NETWORK.get(mount.kind) if mount else None)
-    facts = [
+    conditions = [
         driver.fact,
-        _library_fact("libcufile", cufile, "libcufile.so.0 of CUDA 12.8 or newer"),
-        _library_fact("libcudart", find_library("libcudart.so", root), "the CUDA runtime"),
+        _library_fact("libcufile", "libcufile.so.0 of CUDA 12.8 or newer", root),
+        _library_fact("libcudart", "the CUDA runtime", root),
         _settings_fact(settings, mount, device),
         _directory_fact(directory),
         _filesystem_fact(mount, settings),
-        *([_device_fact(device)] if mount and mount.kind in ("ext4", "xfs") else []),
+        *([_device_fact(device)] if is_local else []),
         _direct_io_fact(directory),
         _udev_fact(root),
-        nvidia_fs_fact(root, wanted),
-        p2pdma_fact(root, kind, driver, cufile, settings),
-        iommu_fact(root, driver.machine),
-        *filter(None, [acs_fact(root)]),
-        _limits_fact(settings),
     ]
-    return _judge(facts, driver, settings, mount, device)
-
-
-def _judge(
-    facts: list[Fact], driver: Driver, settings: CufileSettings, mount: Mount | None, device: BlockDevice | None
-) -> GdsReport:
-    routes = [fact for fact in facts if fact.name in _ROUTES]
-    deciding = [fact for fact in facts if fact.name not in (*_ROUTES, *_ADVICE)]
+    routes = [
+        nvidia_fs_fact(root, wanted),
+        p2pdma_fact(root, kind, driver, find_library("libcufile.so", root), settings),
+    ]
     route = next((fact for fact in routes if fact.ok), None)
+    deciding = list(conditions)
     if route is not None:
-        # The other way is not needed, so nothing about it is to be mended.
-        facts = [fact._replace(mend=None) if fact in routes and fact is not route else fact for fact in facts]
+        # The other route is not needed, so there is nothing to fix about it.
+        routes = [fact if fact is route else fact._replace(fix=None) for fact in routes]
     elif any(fact.ok is None for fact in routes):
         deciding += [fact for fact in routes if fact.ok is None]
-    elif all(fact.ok for fact in facts if fact.name in _PLACE):
+    elif all(fact.ok for fact in conditions if fact.name in _PLACE):
         deciding += routes
     against = [fact for fact in deciding if fact.ok is False]
     doubtful = [fact for fact in deciding if fact.ok is None]
     if against:
         # Without a driver it is idle talk which filesystem would do.
         told = [fact for fact in against if fact.name in _FATAL] or against
-        verdict = f"{_how_bad(against, settings, mount)}, because {_reasons(told)}{_to_mend(told)}"
+        fixes = [fact.fix for fact in told[:_REASONS] if fact.fix]
+        verdict = f"{_how_bad(against, settings, mount)}, because {_reasons(told)}"
+        verdict += f"; fix: {'; '.join(fixes)}" if fixes else ""
     elif doubtful:
         verdict = f"GPUDirect Storage: not certain, because {_reasons(doubtful)}; `gdscheck -p` may tell"
     else:
         on = device.words if device else mount.source if mount else "?"
         verdict = f"GPUDirect Storage: real ({route.words if route else '?'}, {mount.kind if mount else '?'} on {on})"
-    return GdsReport(not against and not doubtful, verdict, tuple(facts))
+    facts = (*conditions, *routes, iommu_fact(root, driver.machine))  # an IOMMU costs speed and decides nothing alone
+    return GdsReport(not against and not doubtful, verdict, facts)
 
 
 def _how_bad(against: list[Fact], settings: CufileSettings, mount: Mount | None) -> str:
@@ -136,42 +120,32 @@ def _reasons(facts: list[Fact]) -> str:
     return "; ".join(fact.words for fact in facts[:_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _to_mend(facts: list[Fact]) -> str:
-    mends = [fact.mend for fact in facts[:_REASONS] if fact.mend]
-    return f"; to mend: {'; '.join(mends)}" if mends else ""
-
-
-def _library_fact(name: str, library: Library | None, what: str) -> Fact:
+def _library_fact(name: str, what: str, root: str) -> Fact:
+    library = find_library(f"{name}.so", root)
     if library is None:
         return Fact(name, False, f"{name} is not here", f"install {what}")
     if not library.loadable:
-        directory = os.path.dirname(library.path)
         words = f"{library.words} is where the loader does not look"
-        return Fact(name, False, words, f"export LD_LIBRARY_PATH={directory}")
+        return Fact(name, False, words, f"export LD_LIBRARY_PATH={os.path.dirname(library.path)}")
     return Fact(name, True, library.words)
 
 
 def _settings_fact(settings: CufileSettings, mount: Mount | None, device: BlockDevice | None) -> Fact:
     name = "cufile.json"
     if settings.error:
-        return Fact(name, False, settings.error, f"mend {settings.path}, or unset CUFILE_ENV_PATH_JSON")
-    variables = f", over it {', '.join(settings.variables)}" if settings.variables else ""
-    where = f"{settings.path or 'none: built-in defaults'}{variables}"
+        return Fact(name, False, settings.error, f"correct {settings.path}, or unset CUFILE_ENV_PATH_JSON")
+    where = ", over it ".join(filter(None, [settings.path or "none: built-in defaults", ", ".join(settings.variables)]))
     if settings.flag("properties.force_compat_mode"):
         return Fact(name, False, f"force_compat_mode is on ({where})", "turn force_compat_mode off")
-    drives = {f"/dev/{drive.name}" for drive in device.drives()} | {mount.source if mount else ""} if device else set()
-    denied = (
-        (drives & set(settings.names("denylist.devices")))
-        | ({mount.point} & set(settings.names("denylist.mounts")) if mount else set())
-        | ({mount.kind} & set(settings.names("denylist.filesystems")) if mount else set())
-    )
+    drives = {f"/dev/{drive.name}" for drive in device.drives()} if device else set()
+    denied = drives & set(settings.names("denylist.devices"))
+    if mount:
+        denied |= {mount.source} & set(settings.names("denylist.devices"))
+        denied |= {mount.point} & set(settings.names("denylist.mounts"))
+        denied |= {mount.kind} & set(settings.names("denylist.filesystems"))
     if denied:
-        return Fact(
-            name,
-            False,
-            f"denylist has {', '.join(sorted(denied))} ({where})",
-            f"take it off the list in {settings.where}",
-        )
+        words = f"denylist has {', '.join(sorted(denied))} ({where})"
+        return Fact(name, False, words, f"take it off the list in {settings.where}")
     compat = "allowed" if settings.flag("properties.allow_compat_mode") else "forbidden: what cannot go direct fails"
     return Fact(name, True, f"{where}; compatibility mode {compat}")
 
@@ -188,25 +162,24 @@ def _filesystem_fact(mount: Mount | None, settings: CufileSettings) -> Fact:
     name = "filesystem"
     if mount is None:
         return Fact(name, None, "what it lies on cannot be told")
+    here = f"{mount.kind} at {mount.point}"
     if mount.kind == "xfs":
-        return Fact(name, True, f"xfs at {mount.point}")
+        return Fact(name, True, here)
     if mount.kind == "ext4":
         data = mount.option("data")
-        mend = f"mount -o remount,data=ordered {mount.point} (of the root filesystem: rootflags=data=ordered)"
         if data == "ordered":
-            return Fact(name, True, f"ext4 at {mount.point}, data=ordered")
+            return Fact(name, True, f"{here}, data=ordered")
         said = f"has data={data}" if data else "does not say data=ordered, which cuFile wants to see"
-        return Fact(name, False, f"ext4 at {mount.point} {said}", mend)
-    if mount.kind in _NETWORK:
-        if mount.kind.startswith("nfs") and mount.option("proto") != "rdma":
-            mend = "mount it with proto=rdma"
-            return Fact(
-                name, False, f"{mount.kind} at {mount.point} goes by {mount.option('proto') or 'tcp'}, not RDMA", mend
-            )
-        if not settings.flag("properties.gds_rdma_write_support"):
-            return Fact(name, False, "gds_rdma_write_support is off", f"turn it on in {settings.where}")
-        return Fact(name, True, f"{mount.kind} at {mount.point}")
-    return Fact(name, False, f"{mount.kind} at {mount.point}", _MOVE)
+        fix = f"mount -o remount,data=ordered {mount.point} (of the root filesystem: rootflags=data=ordered)"
+        return Fact(name, False, f"{here} {said}", fix)
+    if mount.kind not in _NETWORK:
+        return Fact(name, False, here, _MOVE)
+    if mount.kind.startswith("nfs") and mount.option("proto") != "rdma":
+        words = f"{here} goes by {mount.option('proto') or 'tcp'}, not RDMA"
+        return Fact(name, False, words, "mount it with proto=rdma")
+    if not settings.flag("properties.gds_rdma_write_support"):
+        return Fact(name, False, "gds_rdma_write_support is off", f"turn it on in {settings.where}")
+    return Fact(name, True, here)
 
 
 def _kind_below(device: BlockDevice | None) -> str:
@@ -226,9 +199,8 @@ def _device_fact(device: BlockDevice | None) -> Fact:
     if _kind_below(device):
         return Fact(name, True, device.words)
     if device.kind in ("lvm", "crypt", "multipath", "dm"):
-        return Fact(
-            name, False, f"{device.words} goes through the device mapper", "use the NVMe drive itself, or RAID 0"
-        )
+        words = f"{device.words} goes through the device mapper"
+        return Fact(name, False, words, "use the NVMe drive itself, or RAID 0")
     if device.kind.startswith("raid"):
         return Fact(name, False, f"{device.words} is not RAID 0 of NVMe drives", "use an NVMe drive, or RAID 0 of some")
     return Fact(name, False, f"{device.words} is no NVMe drive", _MOVE)
@@ -238,54 +210,34 @@ def _direct_io_fact(directory: str) -> Fact:
     name = "O_DIRECT"
     if not os.path.isdir(directory):
         return Fact(name, None, "O_DIRECT was not tried")
-    path = None
     try:
         fd, path = tempfile.mkstemp(prefix=".mover-probe-", dir=directory)
-        os.close(fd)
-        with mmap.mmap(-1, PAGE_BYTES) as page:
-            fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-            try:
-                os.pwrite(fd, page, 0)
-                os.preadv(fd, [page], 0)
-            finally:
-                os.close(fd)
     except OSError as error:
-        why = error.strerror or str(error)
-        if path is None:
-            return Fact(name, False, f"{directory} cannot be written ({why})", "let this user write there")
-        return Fact(name, False, f"O_DIRECT does not work there ({why})", _MOVE)
-    finally:
-        if path is not None:
-            _remove(path)
+        words = f"{directory} cannot be written ({error.strerror or error})"
+        return Fact(name, False, words, "let this user write there")
+    with contextlib.ExitStack() as undo:
+        undo.callback(_remove, path)
+        undo.callback(os.close, fd)
+        try:
+            direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            undo.callback(os.close, direct)
+            with mmap.mmap(-1, PAGE_BYTES) as page:
+                os.pwrite(direct, page, 0)
+                os.preadv(direct, [page], 0)
+        except OSError as error:
+            return Fact(name, False, f"O_DIRECT does not work there ({error.strerror or error})", _MOVE)
     return Fact(name, True, "O_DIRECT reads and writes")
 
 
 def _remove(path: str) -> None:
-    try:
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except OSError:
-        return
 
 
 def _udev_fact(root: str) -> Fact:
     """CuFile asks udev what a mount is made of."""
-    mend = "in a container: -v /run/udev:/run/udev:ro"
     if names(root, "/run/udev/data"):
         return Fact("udev", True, "/run/udev is here")
-    if os.path.isdir(beneath(root, "/run/udev")):
-        return Fact("udev", False, "/run/udev has no data", mend)
-    return Fact("udev", False, "/run/udev is missing, by which cuFile finds out what a mount is", mend)
-
-
-def _limits_fact(settings: CufileSettings) -> Fact:
-    name = "limits"
-    pinned = format_size(settings.number("properties.max_device_pinned_mem_size_kb") << 10)
-    one = format_size(settings.number("properties.max_direct_io_size_kb") << 10)
-    legacy = [key for key in DEFAULTS if key.endswith(("direct_io_size_kb", "cache_size_kb")) and key in settings.said]
-    if legacy and any(key.startswith("properties.gpu_bounce_buffer_slab_config.") for key in settings.said):
-        said = ", ".join(key.partition(".")[2] for key in legacy)
-        return Fact(
-            name, False, f"gpu_bounce_buffer_slab_config together with {said}", f"keep one of them in {settings.where}"
-        )
-    poll = ", polls" if settings.flag("properties.use_poll_mode") else ""
-    return Fact(name, True, f"pins up to {pinned} of device memory, I/O up to {one} at once{poll}")
+    is_there = os.path.isdir(beneath(root, "/run/udev"))
+    words = "has no data" if is_there else "is missing, by which cuFile finds out what a mount is"
+    return Fact("udev", False, f"/run/udev {words}", "in a container: -v /run/udev:/run/udev:ro")

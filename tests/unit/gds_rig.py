@@ -25,7 +25,6 @@ class Machine:
         self.write("proc/driver/nvidia/gpus/0000:4e:00.0/information", "Model: \t\t NVIDIA H100 80GB HBM3\n")
         self.write("proc/driver/nvidia-fs/version", "version: 2.24\n")
         self.write("proc/driver/nvidia-fs/modules", "nvme: 1.0\nrpcrdma: 1.0\n")
-        self.write("proc/driver/nvidia-fs/bridges", "")
         self.write("proc/sys/kernel/osrelease", "6.8.0-51-generic\n")
         self.write("dev/nvidia-fs0", "")
         self.write("run/udev/data/b259:1", "")

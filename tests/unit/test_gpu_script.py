@@ -102,7 +102,7 @@ def test_the_script_collects_all_gpu_tests_with_what_the_kit_has() -> None:
     names = [line.partition("::")[0] for line in ended.stdout.splitlines() if "::" in line]
     files = [name.removeprefix("tests/gpu/test_").removesuffix("_cuda.py") for name in dict.fromkeys(names)]
     assert tuple(files) == ORDER
-    assert len(names) > 300
+    assert len(names) > 250
     marked = {path for path in (REPOSITORY / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
     assert marked - {Path(__file__)} == {REPOSITORY / f"tests/gpu/test_{name}_cuda.py" for name in ORDER}
 

@@ -122,19 +122,19 @@ def gds_lines(tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> list[Line]
         return [ok(name, "does not matter without a GPU: files are moved through host memory")]
     else:
         certain = all(fact.ok is not None for fact in gds.facts)
-        words = gds.verdict.partition("; to mend:")[0]
+        words = gds.verdict.partition("; fix:")[0]
         mend = "mend what is named below (GDS: ...), or say mover: posix if it is not wanted"
         lines = [warning(name, words, mend) if certain else unknown(name, words, "gdscheck -p")]
     for fact in gds.facts:
         title = f"GDS: {fact.name}"
         if fact.ok:
             lines.append(ok(title, fact.words))
-        elif fact.mend is None and gds.real:
+        elif fact.fix is None and gds.real:
             lines.append(ok(title, f"{fact.words}; not needed"))
         elif fact.ok is None:
-            lines.append(unknown(title, fact.words, fact.mend))
+            lines.append(unknown(title, fact.words, fact.fix))
         else:
-            lines.append(warning(title, fact.words, fact.mend))
+            lines.append(warning(title, fact.words, fact.fix))
     return lines
 
 
