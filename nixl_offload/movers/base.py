@@ -8,6 +8,7 @@ that *nothing will touch that memory any more*; a mover that cannot promise this
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.errors import MoverError
+
+logger = logging.getLogger(__name__)
 
 MemoryId = NewType("MemoryId", int)
 FileId = NewType("FileId", int)
@@ -159,3 +162,15 @@ class Mover(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for what is in flight, then release everything. Idempotent."""
+
+
+def close_if_idle(mover: Mover, file: FileId) -> bool:
+    """Close a file that nobody needs any more. False while transfers still own it: it stays open until the next try, or
+    until the mover closes.
+    """
+    try:
+        mover.close_file(file)
+    except MoverError as error:
+        logger.debug("%s: a file stays open: %s", mover.name, error)
+        return False
+    return True

@@ -45,7 +45,7 @@ def split_extents(memory_extents: Extents, file_extents: Extents, max_extent_byt
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _QueuedPart:
     """What becomes one transfer of the wrapped mover, with its ids."""
 
     owner: _LimitedTransfer
@@ -90,7 +90,7 @@ class LimitedMover(Mover):
         self._per_transfer = min(inner.max_extents_per_transfer, inner.max_extents_in_flight)
         self._close_timeout_s = close_timeout_s
         self._table = HandleTable(mover.name)
-        self._queue: deque[_Part] = deque()
+        self._queue: deque[_QueuedPart] = deque()
         self._running: dict[Transfer, _LimitedTransfer] = {}
         self._extents_running = 0
         self._inner_ids: dict[int, int] = {}
@@ -162,7 +162,7 @@ class LimitedMover(Mover):
         ids = MemoryId(self._inner_ids[memory]), FileId(self._inner_ids[file])
         for start in range(0, len(mem), self._per_transfer):
             rows = slice(start, start + self._per_transfer)
-            self._queue.append(_Part(transfer, ids[0], mem[rows], ids[1], fil[rows]))
+            self._queue.append(_QueuedPart(transfer, ids[0], mem[rows], ids[1], fil[rows]))
             transfer.waiting += 1
         self._hold(transfer)
         # A single part that the wrapped mover refuses at once was never started: that is an exception, not a failure.

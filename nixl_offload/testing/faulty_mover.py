@@ -90,29 +90,24 @@ class FaultyMover(Mover):
         self._stuck: set[_FaultyTransfer] = set()
 
     def register_memory(self, region: MemoryRegion) -> MemoryId:
-        """See Mover."""
         memory = self.inner.register_memory(region)
         self._regions[memory] = region
         return memory
 
     def unregister_memory(self, memory: MemoryId) -> None:
-        """See Mover."""
         self.inner.unregister_memory(memory)
         self._regions.pop(memory, None)
 
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        """See Mover."""
         return self._opened(self.inner.open_file(path, length_bytes, direct_io=direct_io), path, direct=direct_io)
 
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        """See Mover."""
         # By the descriptor, for the file may have no name, or another one soon.
         return self._opened(
             self.inner.adopt_file(fd, path, length_bytes, direct=direct), f"/proc/self/fd/{fd}", direct=direct
         )
 
     def open_object(self, name: str, length_bytes: int) -> FileId:
-        """See Mover."""
         file = self.inner.open_object(name, length_bytes)
         self._objects[file] = name
         return file
@@ -124,7 +119,6 @@ class FaultyMover(Mover):
         return file
 
     def close_file(self, file: FileId) -> None:
-        """See Mover."""
         self.inner.close_file(file)
         self._paths.pop(file, None)
         self._objects.pop(file, None)
@@ -137,7 +131,7 @@ class FaultyMover(Mover):
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
     ) -> Transfer:
-        """See Mover; or the fault that the script has for this transfer."""
+        """Start the transfer, or do what the script says instead."""
         fault = self._next_fault(op)
         if fault is None:
             return self.inner.submit(op, memory, memory_extents, file, file_extents)
@@ -163,7 +157,6 @@ class FaultyMover(Mover):
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """See Mover."""
         if not isinstance(transfer, _FaultyTransfer):
             return self.inner.poll(transfer)
         fault = transfer.fault
@@ -200,7 +193,7 @@ class FaultyMover(Mover):
         return transfer.state
 
     def close(self) -> None:
-        """See Mover. Transfers that are still stuck become FAILED; nothing of them was ever started."""
+        """Transfers that are still stuck become FAILED; nothing of them was ever started."""
         for transfer in self._stuck:
             transfer.error, transfer.state = f"{self.name}: closed while stuck", TransferState.FAILED
         self._stuck.clear()

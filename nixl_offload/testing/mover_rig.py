@@ -60,11 +60,9 @@ class HostMemory:
         self.region = MemoryRegion(int(self._array.ctypes.data), size_bytes, kind)
 
     def read(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
-        """See SuiteMemory."""
         return self._array[begin:end].copy()
 
     def write(self, values: npt.NDArray[np.uint8] | int) -> None:
-        """See SuiteMemory."""
         self._array[:] = values
 
 

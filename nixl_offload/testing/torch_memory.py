@@ -30,12 +30,10 @@ class TorchMemory:
         self.region = MemoryRegion(self._tensor.data_ptr(), size_bytes, kind, whole.device.index or 0)
 
     def read(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
-        """See SuiteMemory."""
         copy: npt.NDArray[np.uint8] = self._tensor[begin:end].cpu().numpy().copy()
         return copy
 
     def write(self, values: npt.NDArray[np.uint8] | int) -> None:
-        """See SuiteMemory."""
         if isinstance(values, int):
             self._tensor.fill_(values)
         else:

@@ -5,18 +5,15 @@ Threading: the pump's thread. Nothing here does I/O: the mover does, and its fai
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator
 from typing import Final
 
 from nixl_offload.errors import MoverError, TierError
-from nixl_offload.movers.base import FileId, Mover
+from nixl_offload.movers.base import FileId, Mover, close_if_idle
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.link import Link, Target, at_once
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Location
-
-logger = logging.getLogger(__name__)
 
 FAILURES: Final = 8
 """In a row, of stores or of loads; then no more of them go to the bucket until a trial succeeds."""
@@ -115,12 +112,4 @@ class ObjectLink(Link):
 
     def _close_stale(self) -> None:
         """Forget what was opened; an object that late I/O may still touch stays until the mover closes."""
-        self._stale = [file for file in self._stale if not self._closes(file)]
-
-    def _closes(self, file: FileId) -> bool:
-        try:
-            self.mover.close_file(file)
-        except MoverError as error:
-            logger.debug("An object stays open in the mover: %s", error)
-            return False
-        return True
+        self._stale = [file for file in self._stale if not close_if_idle(self.mover, file)]

@@ -6,14 +6,13 @@ while. Ownership: descriptors belong to the mover from ``adopt_file`` on.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
 from nixl_offload.errors import MoverError, TierError
-from nixl_offload.movers.base import FileId, Mover
+from nixl_offload.movers.base import FileId, Mover, close_if_idle
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.health import Health
 from nixl_offload.tiers.link import Link, Target
@@ -21,8 +20,6 @@ from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared_dir.calls import Chore, ChoreThreads
 from nixl_offload.tiers.shared_dir.files import Draft, Shard, TreeFiles
 from nixl_offload.types import Key, Location
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -238,11 +235,4 @@ class TreeLink(Link):
 
     def _closes(self, chore: Chore[None] | None, file: FileId) -> bool:
         """Close a file in the mover, unless ``chore`` still uses it or the mover owns it; whether it is closed."""
-        if chore is not None and not chore.done:
-            return False
-        try:
-            self.mover.close_file(file)
-        except MoverError as error:
-            logger.debug("A shard stays open in the mover: %s", error)
-            return False
-        return True
+        return (chore is None or chore.done) and close_if_idle(self.mover, file)

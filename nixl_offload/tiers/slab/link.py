@@ -6,18 +6,15 @@ Ownership: the slab belongs to the caller, who closes it after the engine.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator
 from os import PathLike
 from typing import Protocol
 
 from nixl_offload.errors import MoverError, TierError
-from nixl_offload.movers.base import FileId, Mover
+from nixl_offload.movers.base import FileId, Mover, close_if_idle
 from nixl_offload.tiers.health import Health
 from nixl_offload.tiers.link import Link, Target, at_once
 from nixl_offload.types import Key, Location
-
-logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 1.0
 """How often a slab that works is looked at before a store: a deleted file still takes writes, and nobody would know."""
@@ -161,12 +158,4 @@ class SlabLink(Link):
 
     def _close_stale(self) -> None:
         """Close replaced files; one that is still in flight stays until the next time, or until the mover closes."""
-        self._stale = [file for file in self._stale if not self._closes(file)]
-
-    def _closes(self, file: FileId) -> bool:
-        try:
-            self.mover.close_file(file)
-        except MoverError as error:
-            logger.debug("A replaced slab stays open in the mover: %s", error)
-            return False
-        return True
+        self._stale = [file for file in self._stale if not close_if_idle(self.mover, file)]
