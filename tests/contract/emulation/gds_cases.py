@@ -6,6 +6,7 @@ The child's loader must find the emulation, so this module is not collected on i
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,5 +135,10 @@ class TestClosing(MoverRigs):
         with pytest.raises(MoverError):
             rig.submit(Op.READ, WHERE, BACK)
         control["delay_us"] = 0
+        deadline_s = time.monotonic() + 10
+        while control["reads"] < len(WHERE) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        time.sleep(0.2)  # the late reads must land before their memory goes
+        assert rig.memory.size
         control["buffers"] -= 1  # leaked on purpose
         control["files"] -= 1
