@@ -10,9 +10,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from nixl_offload.cli.common import s3_tier
-from nixl_offload.config import load_config
-from nixl_offload.errors import NotSupportedError, StoreError
+from nixl_offload.cli.common import Commands, add_command
+from nixl_offload.config import S3Config, load_config
+from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 
 if TYPE_CHECKING:
     from nixl_offload.stores.lifecycle import LifecyclePlan
@@ -37,25 +37,26 @@ CONFIG or the options are wrong. 130: interrupted.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add ``bucket init`` to the command line."""
     parser = commands.add_parser("bucket", help="make a bucket ready (bucket init)")
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    init = actions.add_parser(
+    init = add_command(
+        actions,
         "init",
-        help="show what the bucket lacks, ask, apply it",
+        run_init,
+        summary="show what the bucket lacks, ask, apply it",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        json="print JSON; asks nothing, and applies only with --yes",
     )
-    init.add_argument("file", metavar="CONFIG", help="the YAML config")
     init.add_argument("--yes", action="store_true", help="apply without asking")
-    init.add_argument("--json", action="store_true", help="print JSON; asks nothing, and applies only with --yes")
-    init.set_defaults(run=run_init)
 
 
 def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError, NotSupportedError."""
-    tier = s3_tier(load_config(arguments.file), arguments.file)
+    tier = next((tier for tier in load_config(arguments.file).tiers if isinstance(tier, S3Config)), None)
+    if tier is None:
+        raise ConfigError(f"{arguments.file}: tiers: none of them has kind: s3, so there is no bucket")
     try:
         from nixl_offload.stores.lifecycle import apply_lifecycle, plan_lifecycle
     except ImportError as exc:

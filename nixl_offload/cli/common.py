@@ -1,40 +1,92 @@
-"""From a config file to the tiers in it, for commands that look at them or after them.
+"""What commands share: their common arguments, and the way from a config file to the tiers in it.
 
-Threading: one thread.
+Threading: one thread; ``Throttle`` is safe in several.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TextIO, TypeAlias, TypeVar
 
-from nixl_offload.cli.inventory.base import Inventory
-from nixl_offload.cli.inventory.shared import SharedInventory
-from nixl_offload.cli.inventory.slab import SlabInventory, require_directory
 from nixl_offload.config import Config, S3Config, SharedDirConfig, SlabConfig
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError
-from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
+from nixl_offload.tiers.inspect import Inspector, NamespaceInfo
+from nixl_offload.tiers.shared.inspect import SharedInspector
+from nixl_offload.tiers.slab.inspect import SlabInspector, require_directory
 
 T = TypeVar("T")
-
-NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
 SharedConfig = SharedDirConfig | S3Config
 StoredConfig = SlabConfig | SharedConfig
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+STORED_KINDS: Final = ("slab", "shared_dir", "s3")
 TIER_ERRORS: Final = (StoreError, TierError, NotSupportedError)
-"""What one tier may raise without being the others' affair."""
+"""What one tier may raise without stopping work on the others."""
 MEMORY_TOLD: Final = (
     "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "
     "it holds"
 )
+_NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace, TextIO], int],
+    *,
+    summary: str,
+    description: str,
+    config: bool = True,
+    json: str | None = "print JSON",
+) -> argparse.ArgumentParser:
+    """Add a command that ``run`` carries out; with CONFIG and ``--json``, unless told otherwise."""
+    parser = commands.add_parser(
+        name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if config:
+        parser.add_argument("file", metavar="CONFIG", help="the YAML config")
+    if json is not None:
+        parser.add_argument("--json", action="store_true", help=json)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_selection(parser: argparse.ArgumentParser, *, tenant: bool) -> None:
+    """Add ``--tier`` and ``--namespace``, ``--tenant`` too where it says so."""
+    parser.add_argument("--tier", choices=STORED_KINDS, help="only this tier of CONFIG")
+    parser.add_argument("--namespace", metavar="NAME", help="only this namespace, 32 hex digits as ls prints them")
+    if tenant:
+        parser.add_argument("--tenant", help="only the namespaces of this tenant")
+
+
+def check_namespace(text: str | None) -> None:
+    """Raise ConfigError for what is no name of a namespace."""
+    if text is not None and not _NAMESPACE_NAME.fullmatch(text):
+        raise ConfigError(f"--namespace: {text!r} is not one; allowed: 32 hex digits, as ls and gc print them")
+
+
+def selected(inspector: Inspector, arguments: argparse.Namespace) -> Iterator[NamespaceInfo]:
+    """Yield the namespaces that ``--namespace`` and ``--tenant`` leave."""
+    tenant = getattr(arguments, "tenant", None)
+    for namespace in inspector.namespaces():
+        if arguments.namespace in (None, namespace.name) and tenant in (None, namespace.tenant):
+            yield namespace
+
+
+def tell_of_nothing(arguments: argparse.Namespace) -> None:
+    """Say on stderr that the namespace or tenant asked for is not there: perhaps it is misspelt."""
+    asked = [f"{word} {value}" for word in ("namespace", "tenant") if (value := getattr(arguments, word, None))]
+    print(f"nixl-offload: nothing is there of {' and '.join(asked)}", file=sys.stderr)
 
 
 def stored_tiers(config: Config, file: str, kind: str | None = None) -> list[StoredConfig]:
@@ -50,72 +102,16 @@ def stored_tiers(config: Config, file: str, kind: str | None = None) -> list[Sto
     )
 
 
-def open_inventory(tier: StoredConfig) -> Inventory:
-    """Return what looks at the tier; the caller closes it. Raises StoreError, NotSupportedError."""
-    if isinstance(tier, SlabConfig):
-        return SlabInventory(tier)
-    return SharedInventory(open_existing(tier), kind=tier.kind, capacity_bytes=tier.capacity_bytes)
+def open_inspector(tier: StoredConfig) -> Inspector:
+    """Return what looks into the tier; the caller closes it. A directory that is not there is not made.
 
-
-def check_namespace(text: str | None) -> None:
-    """Raise ConfigError for what is no name of a namespace."""
-    if text is not None and not NAMESPACE_NAME.fullmatch(text):
-        raise ConfigError(f"--namespace: {text!r} is not one; allowed: 32 hex digits, as ls and gc print them")
-
-
-def collected_tier(config: Config, file: str, kind: str | None = None) -> StoredConfig:
-    """Return the tier that ``gc`` looks after: the one that many servers share, or the one of ``kind``.
-
-    A slab is meant where nothing is shared, or where ``kind`` says so. Raises ConfigError when there is no tier to look
-    after, or when several are shared and ``kind`` does not say which.
+    Raises StoreError, NotSupportedError.
     """
-    shared = [tier for tier in config.tiers if isinstance(tier, SharedConfig)]
-    if kind is None and len(shared) > 1:
-        kinds = [tier.kind for tier in shared]
-        raise ConfigError(
-            f"{file}: tiers: {' and '.join(kinds)} are both shared, and gc looks after one at a time; say --tier "
-            f"{' or --tier '.join(kinds)}"
-        )
-    if kind is None and shared:
-        return shared[0]
-    return stored_tiers(config, file, kind)[0]
-
-
-def s3_tier(config: Config, file: str) -> S3Config:
-    """Return the tier that is a bucket. Raises ConfigError when there is none."""
-    for tier in config.tiers:
-        if isinstance(tier, S3Config):
-            return tier
-    raise ConfigError(f"{file}: tiers: none of them has kind: s3, so there is no bucket")
-
-
-def open_existing(tier: SharedConfig) -> Store:
-    """Return the tier's store. Raises StoreError where it would have to be made first: nothing can be in it."""
+    if isinstance(tier, SlabConfig):
+        return SlabInspector(tier.path, capacity_bytes=tier.capacity_bytes)
     if isinstance(tier, SharedDirConfig):
         require_directory(Path(tier.path))
-    return open_store(tier)
-
-
-def tell_of_nothing(namespace: str | None, tenant: str | None) -> None:
-    """Say on stderr that what was asked for by name is not there: perhaps it is misspelt."""
-    asked = [f"{word} {value}" for word, value in (("namespace", namespace), ("tenant", tenant)) if value is not None]
-    print(f"nixl-offload: nothing is there of {' and '.join(asked)}", file=sys.stderr)
-
-
-def refuse_anothers_directory(path: str, command: str) -> None:
-    """Raise ConfigError for root in a directory of somebody else: what root makes there, the lock too, no server could
-    open.
-    """
-    if os.geteuid() != 0:
-        return
-    for place in (os.path.join(path, "lock"), path):
-        with contextlib.suppress(OSError):
-            owner = os.stat(place, follow_symlinks=False).st_uid
-            if owner != 0:
-                raise ConfigError(
-                    f"{path}: belongs to user {owner}, whose server could not open what root puts there; run this "
-                    f"as that user: sudo -u '#{owner}' nixl-offload {command} ..."
-                )
+    return SharedInspector(open_store(tier), kind=tier.kind, capacity_bytes=tier.capacity_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,31 +120,55 @@ class TierFailure:
 
     kind: str
     where: str | None
-    error: Exception
-
-    def tell(self) -> None:
-        """Say it on stderr."""
-        print(f"nixl-offload: {self.error}", file=sys.stderr)
-
-    def to_dict(self) -> dict[str, object]:
-        """For ``--json``."""
-        return {"tier": self.kind, "where": self.where, "failure": str(self.error)}
+    words: str
 
 
 def attempt(kind: str, where: str | None, call: Callable[[], T]) -> T | TierFailure:
-    """Return what ``call`` returns; what the tier raises is told."""
+    """Return what ``call`` returns; what the tier raises is told on stderr and returned."""
     try:
         return call()
     except TIER_ERRORS as error:
-        failure = TierFailure(kind, where, error)
-        failure.tell()
-        return failure
+        sys.stdout.flush()
+        print(f"nixl-offload: {error}", file=sys.stderr)
+        return TierFailure(kind, where, str(error))
 
 
-def open_inventories(tiers: Sequence[StoredConfig], opened: ExitStack) -> tuple[list[Inventory], list[TierFailure]]:
-    """Open what can be looked at, closed with ``opened``, and tell what cannot."""
-    found = [attempt(tier.kind, None, partial(open_inventory, tier)) for tier in tiers]
-    inventories = [entry for entry in found if not isinstance(entry, TierFailure)]
-    for inventory in inventories:
-        opened.callback(inventory.close)
-    return inventories, [entry for entry in found if isinstance(entry, TierFailure)]
+def visit(inspector: Inspector | TierFailure, call: Callable[[Inspector], T]) -> T | TierFailure:
+    """Return what ``call`` returns, or why the tier could not be opened or failed meanwhile."""
+    if isinstance(inspector, TierFailure):
+        return inspector
+    return attempt(inspector.kind, inspector.where, lambda: call(inspector))
+
+
+@contextlib.contextmanager
+def opened(arguments: argparse.Namespace, config: Config) -> Iterator[list[Inspector | TierFailure]]:
+    """Open the tiers that ``--tier`` leaves, for ``visit``. Raises ConfigError."""
+    check_namespace(arguments.namespace)
+    tiers = stored_tiers(config, arguments.file, arguments.tier)
+    found = [attempt(tier.kind, None, partial(open_inspector, tier)) for tier in tiers]
+    try:
+        yield found
+    finally:
+        for each in found:
+            if isinstance(each, Inspector):
+                each.close()
+
+
+class Throttle:
+    """Spreads reads so that together they take no more than so many bytes a second. None: no limit."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._next_s = 0.0
+
+    def wait(self, size_bytes: int, stop: threading.Event) -> None:
+        """Return when ``size_bytes`` may be read, or when ``stop`` is set."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now_s = time.monotonic()
+            begin_s = max(self._next_s, now_s)
+            self._next_s = begin_s + size_bytes / self._bytes_per_s
+        if begin_s > now_s:
+            stop.wait(begin_s - now_s)

@@ -10,8 +10,10 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Final, TextIO
 
+from nixl_offload.cli.common import Commands, add_command
+
 SHELLS: Final = ("bash", "zsh", "fish", "tcsh")
-_FILES: Final = ("CONFIG", "FILE.png", "LIST", "PATH")
+_FILES: Final = ("CONFIG", "PATH")
 _DESCRIPTION = """\
 Prints a script that makes SHELL complete the commands and options of nixl-offload, and the files that they take.
 
@@ -25,18 +27,14 @@ Print it anew after an upgrade.
 """
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: Callable[[], argparse.ArgumentParser]
-) -> None:
+def add_parser(commands: Commands, whole: Callable[[], argparse.ArgumentParser]) -> None:
     """Add ``completion`` to the command line. ``whole`` makes the parser that is to be completed."""
-    parser = commands.add_parser(
-        "completion",
-        help="print a script that completes commands in bash, zsh, fish or tcsh",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    summary = "print a script that completes commands in bash, zsh, fish or tcsh"
+    parser = add_command(
+        commands, "completion", run, summary=summary, description=_DESCRIPTION, config=False, json=None
     )
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-    parser.set_defaults(run=run, whole=whole)
+    parser.set_defaults(whole=whole)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:

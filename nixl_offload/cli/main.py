@@ -17,12 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from nixl_offload import __version__
-from nixl_offload.cli import bucket, completion, schema, show
+from nixl_offload.cli import bucket, completion, ls, schema, show, stat
 from nixl_offload.cli.bench import command as bench
 from nixl_offload.cli.check import command as check
 from nixl_offload.cli.gc import command as gc
-from nixl_offload.cli.ls import command as ls
-from nixl_offload.cli.stat import command as stat
 from nixl_offload.cli.verify import command as verify
 from nixl_offload.cli.warm import command as warm
 from nixl_offload.errors import ConfigError, NixlOffloadError

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import TextIO
 
+from nixl_offload.cli.common import Commands, add_command
+
 _DESCRIPTION = """\
 Prints the JSON Schema (draft 2020-12) of the config file. With it an editor completes fields, explains them, and marks
 what is wrong while it is typed. For editors that use yaml-language-server (VS Code's YAML extension, Neovim, Helix):
@@ -23,15 +25,10 @@ below its minimum, say), and names the line.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add ``schema`` to the command line."""
-    parser = commands.add_parser(
-        "schema",
-        help="print the config's JSON Schema, which lets editors complete and check it",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+    summary = "print the config's JSON Schema, which lets editors complete and check it"
+    add_command(commands, "schema", run, summary=summary, description=_DESCRIPTION, config=False, json=None)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:

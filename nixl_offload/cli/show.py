@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from nixl_offload.cli.common import Commands, add_command
 from nixl_offload.config import kv_transfer_config, load_config
 
 _DESCRIPTION = """\
@@ -22,21 +23,21 @@ Exit code 2, with one line per problem, when CONFIG is wrong.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add ``show`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "show",
-        help="check a config file and print what to pass to vLLM",
+        run,
+        summary="check a config file and print what to pass to vLLM",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        json=None,
     )
-    parser.add_argument("file", metavar="CONFIG", help="the YAML config")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print {config, kv_transfer_config} as JSON")
     form.add_argument(
         "--kv-transfer-config", action="store_true", help='print only the JSON for vLLM, for "$(...)" in a shell'
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:

@@ -1,4 +1,4 @@
-"""What the commands share: sizes and times for people, progress, arguments that carry units.
+"""What commands share at the terminal: sizes and times for people, progress, tables, arguments that carry units.
 
 Threading: one thread.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Collection, Sequence
 from datetime import datetime, timezone
 from typing import Final, TextIO
 
 from nixl_offload.units import parse_duration, parse_size
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_EACH_S: Final = 0.2
-_EACH_LOG_LINE_S: Final = 10.0
 
 
 def about_size(size_bytes: int) -> str:
@@ -27,11 +26,16 @@ def about_size(size_bytes: int) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Render a time since the epoch in UTC: ``2026-11-21 14:03:13Z``. What no calendar has is a dash."""
+    """Render a time since the epoch in UTC: ``2026-11-21 14:03:13Z``; ``-`` for what no calendar has."""
     try:
         return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}Z"
     except (ValueError, OverflowError, OSError):
         return "-"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``1 object`` or ``1,234 objects``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def size_argument(text: str) -> int:
@@ -61,36 +65,39 @@ def rate_argument(text: str) -> int:
     return rate
 
 
-def plural(count: int, noun: str) -> str:
-    """Return ``1 object`` or ``1,234 objects``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def print_table(table: Sequence[Sequence[str]], out: TextIO, *, right: Collection[str]) -> None:
+    """Print rows under a row of headings. ``right``: headings of columns that are set to the right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        cells = (
+            cell.rjust(width) if heading in right else cell.ljust(width)
+            for heading, cell, width in zip(table[0], row, widths, strict=True)
+        )
+        print("  ".join(cells).rstrip(), file=out)
 
 
 class Progress:
-    """One line that is written over on a terminal; a line every ten seconds in a log. Erased by ``clear``."""
+    """One line that is overwritten on a terminal; a line every ten seconds in a log."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = stream.isatty()
-        self._next_s = time.monotonic() + (_EACH_S if self._terminal else _EACH_LOG_LINE_S)
+        self._each_s = 0.2 if self._terminal else 10.0
+        self._next_s = time.monotonic() + self._each_s
         self._shown = False
 
-    def __call__(self, done: str, objects: int) -> None:
-        """Show ``1,234 objects counted``, unless something was shown just now."""
+    def __call__(self, text: str) -> None:
+        """Show ``text``, unless something was shown just now."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
-        text = f"{plural(objects, 'object')} {done} so far"
-        if self._terminal:
-            self._stream.write(f"\r\x1b[K{text}")
-            self._shown = True
-        else:
-            self._stream.write(f"nixl-offload: {text}\n")
+        self._next_s = now_s + self._each_s
+        self._stream.write(f"\r\x1b[K{text}" if self._terminal else f"nixl-offload: {text}\n")
         self._stream.flush()
-        self._next_s = now_s + (_EACH_S if self._terminal else _EACH_LOG_LINE_S)
+        self._shown = self._terminal
 
     def clear(self) -> None:
-        """Leave no half line behind."""
+        """Erase the line."""
         if self._shown:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.cli.gc import collect
+from nixl_offload.cli.gc import shared as gc_shared
 from nixl_offload.cli.main import main
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
 from nixl_offload.errors import StoreError
@@ -84,7 +84,7 @@ def test_a_look_tells_all_and_deletes_nothing(tree: Tree, capsys: pytest.Capture
     assert tree.files() == before
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tree.root}: 4 chunks in 8 objects, 15.6KiB"
-    assert lines[1] == "1 foreign object beside them, never touched"
+    assert lines[1] == "1 other object beside them, never touched"
     assert lines[3].split() == ["namespace", "tenant", "model", "chunks", "objects", "size", "oldest", "newest"]
     rows = {line.split()[0]: line.split()[1:6] for line in lines[4:6]}
     assert rows == {
@@ -180,10 +180,10 @@ def test_what_a_manifest_says_cannot_drive_the_terminal(tree: Tree, capsys: pyte
     assert "m" * 61 not in shown
 
 
-def test_nothing_foreign_is_touched(tree: Tree, tmp_path: Path) -> None:
+def test_what_is_not_ours_is_never_touched(tree: Tree, tmp_path: Path) -> None:
     ours = tree.chunk(BLUE, 0, 90 * HOUR_S)
     digits = key(1).hex()
-    foreign = [
+    strangers = [
         "README",
         "backup/2024.tar",
         f"{BLUE.name}/notes.txt",
@@ -196,14 +196,14 @@ def test_nothing_foreign_is_touched(tree: Tree, tmp_path: Path) -> None:
         "manifest.json",
     ]
     assert f"00/{digits}" not in shard_name(BLUE.name, key(1), 0)
-    for name in foreign:
+    for name in strangers:
         put(tree.store, name)
         tree.age(name, 90 * HOUR_S)
     outside = tmp_path / "outside"
     outside.write_text("precious")
     os.symlink(outside, tree.root / shard_name(BLUE.name, key(2), 0).replace("/", "_"))
     assert tree.gc("--older-than", "0s", "--max-size", "0", "--delete") == 0
-    assert set(foreign) <= tree.files()
+    assert set(strangers) <= tree.files()
     assert not set(ours) & tree.files()
     assert outside.read_text() == "precious"
 
@@ -299,7 +299,7 @@ def failing_delete(monkeypatch: pytest.MonkeyPatch, failures: Iterator[bool]) ->
             raise StoreError(f"{store.where}: cannot delete {names[0]}: Permission denied", cause="denied")
 
     monkeypatch.setattr(TreeStore, "delete", delete)
-    monkeypatch.setattr(collect, "_BATCH_NAMES", 2 * RANKS)
+    monkeypatch.setattr(gc_shared, "_BATCH_NAMES", 2 * RANKS)
 
 
 def test_single_failures_do_not_stop_it(
@@ -348,7 +348,7 @@ def test_an_interruption_tells_what_was_done(
         real(store, names)
 
     monkeypatch.setattr(TreeStore, "delete", delete)
-    monkeypatch.setattr(collect, "_BATCH_NAMES", 2 * RANKS)
+    monkeypatch.setattr(gc_shared, "_BATCH_NAMES", 2 * RANKS)
     assert tree.gc("--older-than", "0s", "--delete") == 130
     captured = capsys.readouterr()
     assert "Deleted: 4 chunks in 8 objects" in captured.out
@@ -459,7 +459,7 @@ def test_root_makes_no_lock_in_a_directory_of_somebody_else(
     (slab.root / "lock").unlink()
     os.chown(slab.root, 2000, 0)
     assert main(["gc", str(slab.file), "--namespace", stored_namespace("red", "org/red").name, "--delete"]) == 2
-    assert "sudo -u '#2000' nixl-offload gc" in capsys.readouterr().err
+    assert "sudo -u '#2000' nixl-offload" in capsys.readouterr().err
     assert not (slab.root / "lock").exists()
 
 
@@ -560,7 +560,7 @@ def test_progress_is_a_line_on_a_terminal_and_lines_in_a_log(monkeypatch: pytest
     for second in range(21):
         now_s[0] = float(second)
         for progress in shown:
-            progress("counted", 1000 * second)
+            progress(f"{1000 * second:,} objects counted so far")
     for progress in shown:
         progress.clear()
     assert log.getvalue() == (

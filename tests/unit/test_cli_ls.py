@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nixl_offload.cli.inventory.base import BENCH_SCRATCH, Held
-from nixl_offload.cli.inventory.index import IndexReader
-from nixl_offload.cli.inventory.slab import SlabInventory
-from nixl_offload.cli.ls.report import about_age
+from nixl_offload.cli.ls import about_age
 from nixl_offload.identity.namespace import make_namespace
 from nixl_offload.index.database import Database
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.inspect import BENCH_SCRATCH, NamespaceInfo
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
+from nixl_offload.tiers.slab.index_reader import IndexReader
+from nixl_offload.tiers.slab.inspect import SlabInspector
 from nixl_offload.types import Key
 from tests.unit.gc_rig import key, put, put_chunk, put_manifest
 from tests.unit.stored_rig import SLOT_BYTES, Cli, StoredSlab, snapshot, stored_namespace
@@ -77,7 +77,7 @@ def test_a_slab_as_programs_read_it(slab: StoredSlab, cli: Cli) -> None:
         "kind": "slab",
         "where": str(slab.root),
         "capacity_bytes": 64 << 20,
-        "foreign_objects": 0,
+        "other_objects": 0,
     }
     now_s = time.time()
     for name in ("oldest_s", "newest_s", "last_opened_s"):
@@ -130,7 +130,7 @@ def test_tiers_in_their_order_memory_told_in_a_line(slab: StoredSlab, tmp_path: 
         f"{tmp_path}/tree (shared_dir): 4 chunks in 2 namespaces, {size}; "
         f"{(6 * SLOT_BYTES + 10_000) / 2**20:.1%} of the capacity, 1.00MiB"
     )
-    assert lines[3] == "1 foreign object beside them, never touched"
+    assert lines[3] == "1 other object beside them, never touched"
     assert "engine" not in cli.out, "a tree has no lock"
     assert cli("ls", slab.file, "--json", "--tenant", "red") == 0
     memory, found = cli.json["tiers"]
@@ -167,9 +167,9 @@ def test_two_namespaces_data_parallel_parts_and_strangers(slab: StoredSlab, cli:
         (None, "ab" * 16): (0, False),
     }
     assert found[None, "ab" * 16]["trouble"] == "no index: its chunks are not known"
-    assert tier["foreign_objects"] == 2
+    assert tier["other_objects"] == 2
     assert cli("ls", slab.file) == 0
-    assert "no manifest that fits: nobody can tell whose it is" in cli.out
+    assert "no manifest that fits: its owner is unknown" in cli.out
     assert "\x1b" not in cli.out
 
 
@@ -224,8 +224,8 @@ def test_a_hundred_thousand_chunks_take_seconds(tmp_path: Path, cli: Cli) -> Non
     assert cli("ls", slab.file) == 0
     assert "100,000 chunks in 200,000 shards" in cli.out
     assert time.monotonic() - began_s < 5
-    (held,) = SlabInventory(slab.config).namespaces()
-    assert sum(1 for _ in SlabInventory(slab.config).chunks(held)) == 100_000
+    (namespace,) = SlabInspector(slab.config.path, capacity_bytes=None).namespaces()
+    assert sum(1 for _ in SlabInspector(slab.config.path, capacity_bytes=None).chunks(namespace)) == 100_000
     assert time.monotonic() - began_s < 15
 
 
@@ -312,4 +312,4 @@ def test_ages_for_people() -> None:
 
 @pytest.mark.parametrize(("said", "believed"), [(2, 2), (1 << 16, 1 << 16), (1 << 30, None), (0, None), ("2", None)])
 def test_nobody_counts_up_to_what_a_manifest_invents(said: object, believed: int | None) -> None:
-    assert Held("0" * 32, {"namespace": "0" * 64, "fields": {"world_size": said}}).ranks == believed
+    assert NamespaceInfo("0" * 32, {"namespace": "0" * 64, "fields": {"world_size": said}}).ranks == believed

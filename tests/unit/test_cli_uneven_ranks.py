@@ -19,10 +19,10 @@ import yaml
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header, slot_bytes
-from nixl_offload.cli.inventory.base import Held
 from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace, manifest_digest, rank_digest
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.inspect import NamespaceInfo
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.types import Key
@@ -267,15 +267,17 @@ def test_chunks_of_an_older_version_are_listed_verified_and_collected_and_warm_s
 )
 def test_sizes_that_cannot_be_true_say_nothing(sizes: object) -> None:
     """Anybody may have written a manifest; then the header alone tells."""
-    held = Held("0" * 32, {"fields": {"world_size": 2, "groups": [{"group_id": 0, "slot_bytes": sizes}]}})
-    assert (held.shard_bytes(KEYS[0], 0), list(held.holders(0)), held.groups) == (None, [0, 1], ())
+    namespace = NamespaceInfo("0" * 32, {"fields": {"world_size": 2, "groups": [{"group_id": 0, "slot_bytes": sizes}]}})
+    assert (namespace.shard_bytes(KEYS[0], 0), list(namespace.holders(0)), namespace.groups) == (None, [0, 1], ())
 
 
 @pytest.mark.parametrize("group", [-1, 1 << 32, 1 << 40, True, "0"])
 def test_a_group_that_no_key_can_name_says_nothing(group: object) -> None:
     """A slab's index counts by the groups of the manifest; a key has four bytes for them."""
-    held = Held("0" * 32, {"fields": {"world_size": 2, "groups": [{"group_id": group, "slot_bytes": [8192, 8192]}]}})
-    assert held.groups == ()
+    namespace = NamespaceInfo(
+        "0" * 32, {"fields": {"world_size": 2, "groups": [{"group_id": group, "slot_bytes": [8192, 8192]}]}}
+    )
+    assert namespace.groups == ()
 
 
 def forged(**changes: Any) -> dict[str, Any]:

@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 import yaml
 
-from nixl_offload.cli.inventory.slab import SlabInventory
 from nixl_offload.cli.main import main
+from nixl_offload.cli.verify import command as verify_command
 from nixl_offload.cli.verify import judge as verify_judge
-from nixl_offload.cli.verify import run as verify_run
-from nixl_offload.cli.verify.delete import delete_bad
-from nixl_offload.cli.verify.judge import BAD, Verdict
-from nixl_offload.cli.verify.report import bar_text
-from nixl_offload.cli.verify.state import State, TierProgress
+from nixl_offload.cli.verify.command import bar_text
+from nixl_offload.cli.verify.state import ResumeFile, TierProgress
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared.inspect import SharedInspector
+from nixl_offload.tiers.slab.inspect import SlabInspector
 from tests.unit.engine_rig import until
 from tests.unit.gc_rig import key
 from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot, stored_namespace
@@ -158,17 +157,17 @@ def test_a_slot_that_a_server_gives_to_another_chunk_is_not_bad(
     """The server evicts and overwrites between the look at the index and that at the slot; its index follows later."""
     tier = slab.tier
     assert tier is not None
-    real, done = SlabInventory.read_into, []
+    real, done = SlabInspector.read_into, []
 
-    def read_into(inventory: SlabInventory, shard: Any, offset: int, memory: memoryview) -> None:
+    def read_into(inspector: SlabInspector, shard: Any, offset: int, memory: memoryview) -> None:
         if shard.offset == slab.offsets[key(3)] and not done:
             done.append(True)
             slab.damage(3, 0, 0, slab.shard(9, 0))
             slab.damage(3, 0, 9000, b"half of something new")
             tier._durable.delete(key(3))
-        real(inventory, shard, offset, memory)
+        real(inspector, shard, offset, memory)
 
-    monkeypatch.setattr(SlabInventory, "read_into", read_into)
+    monkeypatch.setattr(SlabInspector, "read_into", read_into)
     assert cli("verify", slab.file, "--json") == 0
     (line,) = cli.lines[:-1]
     assert (line["verdict"], line["key"]) == ("changed", key(3).hex())
@@ -177,15 +176,15 @@ def test_a_slot_that_a_server_gives_to_another_chunk_is_not_bad(
 def test_a_slot_that_is_whole_at_the_second_look_is_good(
     slab: StoredSlab, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, real, reads = slab.shard(3, 0), SlabInventory.look_again, []
+    whole, real, reads = slab.shard(3, 0), SlabInspector.look_again, []
     slab.damage(3, 0, 5000)
 
-    def look_again(inventory: SlabInventory, held: Any, chunk: Any) -> Any:
+    def look_again(inspector: SlabInspector, namespace: Any, chunk: Any) -> Any:
         reads.append(chunk.key)
         slab.damage(3, 0, 0, whole)
-        return real(inventory, held, chunk)
+        return real(inspector, namespace, chunk)
 
-    monkeypatch.setattr(SlabInventory, "look_again", look_again)
+    monkeypatch.setattr(SlabInspector, "look_again", look_again)
     assert cli("verify", slab.file) == 0
     assert reads == [key(3)]
 
@@ -221,17 +220,16 @@ def test_bad_chunks_of_a_slab_are_deleted_only_when_no_server_runs(slab: StoredS
 
 
 def test_a_chunk_put_anew_since_it_was_judged_stays(slab: StoredSlab, tmp_path: Path) -> None:
-    inventory = SlabInventory(slab.config)
-    (held,) = inventory.namespaces()
-    first = next(inventory.chunks(held))
+    inspector = SlabInspector(slab.config.path, capacity_bytes=None)
+    (namespace,) = inspector.namespaces()
+    first = next(inspector.chunks(namespace))
     tier = slab.tier
     assert tier is not None
     location = tier.pin(first.key)
     assert location is not None
     tier._durable.put(first.key, location)
     slab.close()
-    (deleted,) = delete_bad(inventory, held, [Verdict(BAD, first)])
-    assert (deleted.done, deleted.words) == (False, "changed meanwhile, left")
+    assert inspector.delete(namespace, [(first, first.shards)]) == ["changed meanwhile, left"]
 
 
 def test_every_kind_of_damage_to_a_tree_is_told_and_deleted(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
@@ -276,7 +274,7 @@ def test_every_kind_of_damage_to_a_tree_is_told_and_deleted(tree: Tree, slab: St
     assert cli("verify", tree.file) == 0
 
 
-def test_shards_in_a_foreign_namespace_are_bad(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
+def test_shards_in_a_other_namespace_are_bad(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
     """Somebody copied a namespace to another's name."""
     red = stored_namespace("red", "org/red")
     tree.store.write(f"{red.name}/manifest.json", memoryview(json.dumps(red.manifest()).encode()))
@@ -307,13 +305,13 @@ def test_a_bad_file_that_a_server_has_mended_stays(tree: Tree, cli: Cli, monkeyp
     """Between the verdict and the deletion a server stores the chunk anew."""
     whole = tree.path(0).read_bytes()
     flip(tree.path(0), 6000)
-    real = verify_run.delete_bad
+    real = SharedInspector.delete
 
-    def mended(inventory: Any, held: Any, verdicts: Any) -> Any:
+    def mended(inspector: SharedInspector, namespace: Any, chunks: Any) -> Any:
         tree.path(0).write_bytes(whole)
-        return real(inventory, held, verdicts)
+        return real(inspector, namespace, chunks)
 
-    monkeypatch.setattr(verify_run, "delete_bad", mended)
+    monkeypatch.setattr(SharedInspector, "delete", mended)
     assert cli("verify", tree.file, "--delete-bad") == 1
     assert "changed meanwhile, left" in cli.out
     assert tree.path(0).read_bytes() == whole
@@ -367,7 +365,7 @@ def test_a_signal_ends_a_run_in_another_process(
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         # Its readers are threads, and there are none before.
-        until(lambda: len(os.listdir(f"/proc/{child.pid}/task")) > verify_run.THREADS // 2)
+        until(lambda: len(os.listdir(f"/proc/{child.pid}/task")) > verify_command.THREADS // 2)
         child.send_signal(number)
         out, err = child.communicate(timeout=20.0)
     finally:
@@ -381,7 +379,7 @@ def test_a_signal_ends_a_run_in_another_process(
 
 
 def test_a_state_file_of_any_content_means_from_the_start(slab: StoredSlab, cli: Cli, cache: Path) -> None:
-    state = State({"tiers": [str(slab.root)], "namespace": None, "delete_bad": False})
+    state = ResumeFile({"tiers": [str(slab.root)], "namespace": None, "delete_bad": False})
     cache.mkdir(parents=True)
     for content in (b"", b"[]", b'{"version": 1, "tiers": {"x": {}}}', b"\xff" * 10, b'{"version": 1, "tiers": 3}'):
         state.path.write_bytes(content)
@@ -394,7 +392,7 @@ def test_a_state_file_of_any_content_means_from_the_start(slab: StoredSlab, cli:
 def test_a_state_file_of_another_user_counts_for_nothing(
     slab: StoredSlab, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = State({})
+    state = ResumeFile({})
     assert state.save({"x": TierProgress(done=True)})
     assert state.load() is not None
     user = os.geteuid()
@@ -408,7 +406,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
-    state = State({})
+    state = ResumeFile({})
     assert (state.save({}), state.load()) == (False, None)
     state.remove()
 
@@ -439,7 +437,7 @@ def test_storage_that_fails_is_exit_code_1_and_can_be_resumed(
 def test_a_limit_on_the_rate_is_kept(slab: StoredSlab, cli: Cli) -> None:
     began_s = time.monotonic()
     assert cli("verify", slab.file, "--rate", "2MiB/s") == 0
-    least_s = (CHUNKS - verify_run.THREADS) * 2 * SLOT_BYTES / (2 << 20)
+    least_s = (CHUNKS - verify_command.THREADS) * 2 * SLOT_BYTES / (2 << 20)
     assert time.monotonic() - began_s >= 0.9 * least_s
 
 

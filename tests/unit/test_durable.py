@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.cli.inventory.index import IndexReader
 from nixl_offload.index.database import BATCH_OPS, Database, UnusableError, is_damage, max_bytes, translate
 from nixl_offload.index.durable import DurableIndex
+from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.types import Key, Location
 
 GEOMETRY = {"namespace": "aa", "slot_classes": "4096"}

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_offload.stores.base import ObjectInfo
+from nixl_offload.tiers.inspect import ChunkInfo, ShardInfo
 from nixl_offload.tiers.shared import sweep
+from nixl_offload.tiers.shared.inspect import group_chunks
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
 from nixl_offload.tiers.shared.sweep import (
     GRACE_S,
     Ages,
-    Chunk,
     Plan,
     Sweep,
-    Tally,
-    chunks_of,
+    Totals,
     make_plan,
     manifest_goes,
 )
@@ -28,11 +28,12 @@ NS = "0123456789abcdef" * 2
 NOW_S = 1_800_000_000.0
 
 
-def chunk(age_s: float, size_bytes: int = 100, objects: int = 1) -> Chunk:
-    return Chunk(tuple(f"n{number}" for number in range(objects)), size_bytes, NOW_S - age_s)
+def chunk(age_s: float, size_bytes: int = 100, objects: int = 1) -> ChunkInfo:
+    shards = (ShardInfo(n, f"n{n}", 0 if n else size_bytes, 0, NOW_S - age_s) for n in range(objects))
+    return ChunkInfo(Key(bytes(36)), tuple(shards), "")
 
 
-def counted(chunks: list[Chunk]) -> Ages:
+def counted(chunks: list[ChunkInfo]) -> Ages:
     ages = Ages()
     for item in chunks:
         ages.add(item)
@@ -40,8 +41,8 @@ def counted(chunks: list[Chunk]) -> Ages:
 
 
 def plan_and_sweep(
-    chunks: list[Chunk], max_bytes: int | None, older_than_s: float | None
-) -> tuple[Plan, list[Chunk], list[Chunk]]:
+    chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None
+) -> tuple[Plan, list[ChunkInfo], list[ChunkInfo]]:
     """Return the plan, what it deletes and what it keeps."""
     plan = make_plan(counted(chunks), now_s=NOW_S, max_bytes=max_bytes, older_than_s=older_than_s)
     sweeping = Sweep(plan)
@@ -63,8 +64,8 @@ def test_a_listing_becomes_chunks_with_all_their_ranks() -> None:
     ]
     assert sorted(info.name for info in listing) == [info.name for info in listing], "as a store would list it"
     others: list[str] = []
-    chunks = list(chunks_of(listing, lambda info: others.append(info.name)))
-    assert [(len(c.names), c.size_bytes, c.modified_s) for c in chunks] == [(3, 33, 5.0), (2, 2, 1.0), (1, 4, 9.0)]
+    chunks = list(group_chunks(listing, lambda info: others.append(info.name)))
+    assert [(len(c.shards), c.size_bytes, c.modified_s) for c in chunks] == [(3, 33, 5.0), (2, 2, 1.0), (1, 4, 9.0)]
     assert others == [f"{NS}/ab/notes.txt", manifest_name(NS)]
 
 
@@ -102,8 +103,8 @@ def test_nothing_young_goes(max_bytes: int | None, older_than_s: float | None) -
 def test_without_limits_nothing_goes() -> None:
     plan, gone, _ = plan_and_sweep([chunk(1e9)], None, None)
     assert gone == []
-    assert plan.estimate == Tally()
-    assert make_plan(Ages(), now_s=NOW_S, max_bytes=0, older_than_s=0.0).estimate == Tally()
+    assert plan.estimate == Totals()
+    assert make_plan(Ages(), now_s=NOW_S, max_bytes=0, older_than_s=0.0).estimate == Totals()
 
 
 def test_what_was_refreshed_between_the_passes_stays() -> None:
@@ -118,7 +119,7 @@ _CHUNKS = st.lists(st.builds(chunk, _AGES, st.integers(0, 1000), st.integers(1, 
 
 @given(_CHUNKS, st.none() | st.integers(0, 20_000), st.none() | st.floats(0, 1e7), st.sampled_from([4, 64, 8192]))
 def test_whatever_is_there_the_limits_are_kept(
-    chunks: list[Chunk], max_bytes: int | None, older_than_s: float | None, most_buckets: int
+    chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None, most_buckets: int
 ) -> None:
     """Also where buckets had to become wide, which ages are then known to within one of."""
     with pytest.MonkeyPatch.context() as patch:
@@ -146,12 +147,12 @@ def test_whatever_is_there_the_limits_are_kept(
 
 
 @given(_CHUNKS, st.integers(2, 40))
-def test_ages_lose_nothing_however_narrow_their_memory(chunks: list[Chunk], most_buckets: int) -> None:
+def test_ages_lose_nothing_however_narrow_their_memory(chunks: list[ChunkInfo], most_buckets: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "_MOST_BUCKETS", most_buckets)
         ages, first, second = counted(chunks), counted(chunks[::2]), counted(chunks[1::2])
         first.merge(second)
-    total = Tally(len(chunks), sum(len(c.names) for c in chunks), sum(c.size_bytes for c in chunks))
+    total = Totals(len(chunks), sum(len(c.shards) for c in chunks), sum(c.size_bytes for c in chunks))
     for counts in (ages, first):
         assert counts.total == total
         buckets = list(counts.oldest_first())

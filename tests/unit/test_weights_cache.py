@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.cli.inventory.slab import SlabInventory
-from nixl_offload.config import SlabConfig, parse_config
+from nixl_offload.config import parse_config
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
 from nixl_offload.identity.weights_cache import CACHE_PREFIX, WeightsCache, keeps_change_time
 from nixl_offload.identity.weights_files import ModelFile, list_files
 from nixl_offload.tiers.slab import other_namespaces
+from nixl_offload.tiers.slab.inspect import SlabInspector
 
 PATIENCE_S = 60.0
 SETTLE_S = 2.1
@@ -352,10 +352,10 @@ def test_where_digests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slab_does_not_take_it_for_somebody_elses(model: Path, tmp_path: Path) -> None:
-    """Else a second start would find less room, and ls would tell of foreign objects."""
+    """Else a second start would find less room, and ls would tell of other objects."""
     identify(model, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     assert other_namespaces.survey(tmp_path, ()) == other_namespaces.Survey((), 0)
-    inventory = SlabInventory(SlabConfig(kind="slab", path=str(tmp_path), capacity="1GiB"))
-    assert not list(inventory.namespaces())
-    assert inventory.foreign == 0
+    inspector = SlabInspector(str(tmp_path), capacity_bytes=None)
+    assert not list(inspector.namespaces())
+    assert inspector.other_objects == 0

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from typing import TYPE_CHECKING, Final, TextIO
 
 from nixl_offload.cli.bench.report import BenchReport, TierFigures
+from nixl_offload.cli.common import Commands, add_command
 from nixl_offload.cli.model_shape import LLAMA_3_1_8B, ModelShape, model_shape, read_model_shape
-from nixl_offload.cli.terminal import about_size, size_argument
+from nixl_offload.cli.terminal import Progress, about_size, size_argument
 from nixl_offload.config import Config, MemoryConfig, S3Config, TierConfig, load_config
 from nixl_offload.config.schema import TIER_KINDS
 from nixl_offload.errors import ConfigError, NixlOffloadError
@@ -23,34 +23,29 @@ if TYPE_CHECKING:
 
 _SECONDS: Final = 5.0
 _SIZE_BYTES: Final = 1 << 30
-_EACH_S: Final = 0.2
 _DESCRIPTION = """\
 Stores and loads chunks of a model's shape in every tier of CONFIG, as a server would: the same engine, the mover that
 the config and this machine lead to, as many chunks in flight. Every load is verified.
 
     nixl-offload bench kv.yaml                                    # with the shape of Llama-3.1-8B
     nixl-offload bench kv.yaml --model /models/qwen --tp 2 --prefill 12000
-    nixl-offload bench kv.yaml --tier slab --seconds 20 --size 8GiB --plot bench.png
+    nixl-offload bench kv.yaml --tier s3 --seconds 20 --size 8GiB
 
-The KV cache lies on the GPU where there is one, else in host memory. It works in scratch space of its own, beside a
-running server too, whose chunks it never touches and whose speed it shares: a nameless file in a slab's directory, a
-namespace that no server asks for in a tree or bucket. That is removed in the end, also after an interruption; it
-takes at most half of what is free. --prefill is what a server computes per second (vLLM logs "Avg prompt throughput").
+The KV cache lies on the GPU where there is one, else in host memory. bench works in scratch space of its own, beside a
+running server too: it never touches the server's chunks, and shares its bandwidth. The scratch space is an unnamed file
+in a slab's directory, or a namespace of its own in a bucket or shared directory. It takes at most half of what is free,
+and is removed at the end, also after an interruption. --prefill is what a server computes per second (vLLM logs "Avg
+prompt throughput").
 
-Exit code 0: done. 1: a tier could not be measured, or a chunk failed; the others are told. 2: CONFIG, the model or the
-options are wrong. 130: interrupted.
+Exit code 0: done. 1: a tier could not be measured, or a chunk failed; the others are measured. 2: CONFIG, the model or
+the options are wrong. 130: interrupted.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add ``bench`` to the command line."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure the tiers with a model's shapes",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("file", metavar="CONFIG", help="the YAML config")
+    summary = "measure the tiers with a model's shapes"
+    parser = add_command(commands, "bench", run, summary=summary, description=_DESCRIPTION)
     parser.add_argument("--model", metavar="PATH", help="the model's directory or config.json; default: Llama-3.1-8B")
     parser.add_argument("--kv-dtype", default="auto", metavar="TYPE", help="as vLLM's --kv-cache-dtype; default: auto")
     parser.add_argument(
@@ -68,9 +63,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help=f"what is stored in each tier; default: {about_size(_SIZE_BYTES)}",
     )
     parser.add_argument("--prefill", type=_seconds, metavar="TOKENS/s", help="compare with computing at this rate")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw it; needs matplotlib")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -81,16 +73,12 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     missing = set(arguments.tier or ()) - {tier.kind for tier in config.tiers}
     if missing:
         raise ConfigError(f"--tier: {', '.join(sorted(missing))} is not among the tiers of {arguments.file}")
-    if arguments.plot is not None:
-        from nixl_offload.cli.bench.plot import check_plot
-
-        check_plot(arguments.plot)
     try:
         from nixl_offload.cli.bench.memory import make_kv_cache
         from nixl_offload.cli.bench.tiers import in_flight_of
     except ImportError as error:
         raise ConfigError(f"bench needs torch, which comes with vLLM: {error}") from error
-    progress = _Progress(sys.stderr)
+    progress = Progress(sys.stderr)
     try:
         largest = max(shape.chunk_bytes(config.chunk_tokens) // len(shape.groups), 1)
         cache = make_kv_cache(
@@ -108,18 +96,14 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         print(json.dumps(report.to_dict(), indent=2), file=out)
     else:
         report.print_to(out)
-    if arguments.plot is not None and any(tier.of("load") for tier in report.tiers):
-        from nixl_offload.cli.bench.plot import draw
-
-        draw(report, arguments.plot)
     return 0 if report.works else 1
 
 
 def _measure(
-    config: Config, tier: TierConfig, cache: KVCache, arguments: argparse.Namespace, progress: _Progress
+    config: Config, tier: TierConfig, cache: KVCache, arguments: argparse.Namespace, progress: Progress
 ) -> TierFigures:
     """Measure one tier; what goes wrong there is part of the figures."""
-    from nixl_offload.cli.bench.drive import Driver
+    from nixl_offload.cli.bench.drive import TierBench
     from nixl_offload.cli.bench.tiers import open_tier
 
     figures = TierFigures(tier.kind, _where(tier))
@@ -127,9 +111,9 @@ def _measure(
         with open_tier(config, tier, cache, arguments.size) as opened:
             figures.where, figures.mover, figures.way = opened.where, opened.mover, opened.way
             figures.size_bytes = opened.chunks * cache.slot_bytes
-            driver = Driver(opened, cache, lambda text: progress(f"{tier.kind}: {text}"))
-            figures.measured.append(driver.store(arguments.seconds))
-            figures.measured.append(driver.load(arguments.seconds))
+            bench = TierBench(opened, cache, lambda text: progress(f"{tier.kind}: {text}"))
+            figures.measured.append(bench.store(arguments.seconds))
+            figures.measured.append(bench.load(arguments.seconds))
     except NixlOffloadError as error:
         figures.trouble = str(error)
     except OSError as error:
@@ -163,26 +147,3 @@ def _seconds(text: str) -> float:
     if not 0 < value < 1e12:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
-
-
-class _Progress:
-    """One line that is written over on a terminal; nothing in a log, for it takes seconds."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._next_s = 0.0
-
-    def __call__(self, text: str) -> None:
-        """Show ``text``, unless something was shown just now."""
-        now_s = time.monotonic()
-        if self._terminal and now_s >= self._next_s:
-            self._stream.write(f"\r\x1b[K{text}")
-            self._stream.flush()
-            self._next_s = now_s + _EACH_S
-
-    def clear(self) -> None:
-        """Leave no half line behind."""
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()

@@ -64,7 +64,7 @@ class Measured:
         return float(np.quantile(self.latencies_s, share)) if self.latencies_s else 0.0
 
 
-class Driver:
+class TierBench:
     """Stores chunks in the places of one tier, and loads those that are there."""
 
     def __init__(self, tier: OpenTier, cache: KVCache, report: Callable[[str], None]) -> None:

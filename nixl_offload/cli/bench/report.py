@@ -5,20 +5,18 @@ Threading: pure but for printing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from nixl_offload.cli.model_shape import ModelShape
-from nixl_offload.cli.terminal import about_size
+from nixl_offload.cli.terminal import about_size, print_table
 
 if TYPE_CHECKING:
     from nixl_offload.cli.bench.drive import Measured
 
 PROMPT_TOKENS: Final = 10_000
 """A prompt that everybody can picture."""
-_WORDS: Final = ("tier", "where", "mover", "by", "operation")
-"""Columns that are set to the left."""
+_NUMBERS: Final = ("MB/s", "chunks/s", "p50 ms", "p99 ms", "CPU s/GB", "in flight")
 
 
 @dataclass(slots=True)
@@ -85,19 +83,7 @@ class BenchReport:
         print(f"KV cache in {self.kv_memory}; loads verified by {self.verify}.\n", file=out)
         rows = [_row(tier, each) for tier in self.tiers for each in tier.measured if each.chunks]
         if rows:
-            headings = (
-                "tier",
-                "mover",
-                "by",
-                "operation",
-                "MB/s",
-                "chunks/s",
-                "p50 ms",
-                "p99 ms",
-                "CPU s/GB",
-                "in flight",
-            )
-            _print_table([headings, *rows], out)
+            print_table([("tier", "mover", "by", "operation", *_NUMBERS), *rows], out, right=_NUMBERS)
         self._print_meaning(out)
         for tier in self.tiers:
             if tier.trouble:
@@ -151,12 +137,13 @@ class BenchReport:
         if not rows:
             return
         print(file=out)
-        prompt = f"{PROMPT_TOKENS:,} tokens in"
+        numbers = ["tokens/s loaded", f"{PROMPT_TOKENS:,} tokens in", "faster than computing"]
         if compute_s is None:
-            _print_table([("tier", "tokens/s loaded", prompt), *rows], out)
-            print("--prefill TOKENS/s says what that is against computing them.", file=out)
+            numbers.pop()
+        print_table([("tier", *numbers), *rows], out, right=numbers)
+        if compute_s is None:
+            print("--prefill TOKENS/s compares that with computing them.", file=out)
             return
-        _print_table([("tier", "tokens/s loaded", prompt, "faster than computing"), *rows], out)
         print(
             f"Computing {PROMPT_TOKENS:,} tokens takes {_seconds(compute_s)} at {self.prefill_tokens_s:,.0f} tokens/s.",
             file=out,
@@ -192,16 +179,6 @@ def _plain(each: Measured) -> dict[str, Any]:
         "failed_chunks": each.failed,
         "errors": each.errors,
     }
-
-
-def _print_table(table: Sequence[Sequence[str]], out: TextIO) -> None:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        cells = (
-            cell.ljust(width) if heading in _WORDS else cell.rjust(width)
-            for heading, cell, width in zip(table[0], row, widths, strict=True)
-        )
-        print("  ".join(cells).rstrip(), file=out)
 
 
 def _seconds(seconds: float) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from nixl_offload.cli.bench.memory import KVCache
-from nixl_offload.cli.inventory.base import BENCH_SCRATCH
 from nixl_offload.cli.terminal import plural
 from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, S3Config, SharedDirConfig, SlabConfig, TierConfig
 from nixl_offload.engine import ChunkIO, Engine, JobResult
@@ -31,6 +30,7 @@ from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
+from nixl_offload.tiers.inspect import BENCH_SCRATCH
 from nixl_offload.tiers.link import Link
 from nixl_offload.tiers.s3.link import ObjectLink
 from nixl_offload.tiers.shared.naming import parse_shard_name

@@ -1,31 +1,35 @@
 """``nixl-offload gc CONFIG``: brings a bucket or a shared directory down to a size and an age, oldest first.
 
-Threading: one thread. ``cli.gc.collect`` does the work, ``tiers.sweep`` decides; ``cli.gc.slab`` is for slabs.
+Threading: one thread. ``cli.gc.shared`` does the work, ``tiers.shared.sweep`` decides; ``cli.gc.slab`` is for slabs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import sys
 import time
-from typing import Final, TextIO
+from contextlib import closing
+from typing import TextIO
 
-from nixl_offload.cli.common import collected_tier, open_existing, tell_of_nothing
-from nixl_offload.cli.gc.collect import Outcome, collect, remove_stale_drafts, take_census
-from nixl_offload.cli.gc.report import GcReport
-from nixl_offload.cli.gc.slab import run_on_slab
-from nixl_offload.cli.terminal import Progress, duration_argument, size_argument
-from nixl_offload.config import S3Config, SharedDirConfig, SlabConfig, load_config
+from nixl_offload.cli.common import (
+    STORED_KINDS,
+    Commands,
+    SharedConfig,
+    StoredConfig,
+    add_command,
+    check_namespace,
+    open_inspector,
+    stored_tiers,
+)
+from nixl_offload.cli.gc.shared import collect
+from nixl_offload.cli.gc.slab import remove_namespaces
+from nixl_offload.cli.terminal import duration_argument, size_argument
+from nixl_offload.config import Config, S3Config, load_config
 from nixl_offload.errors import ConfigError
-from nixl_offload.tiers.shared.sweep import make_plan
 
-_NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 _DESCRIPTION = """\
-Counts what the shared tier of CONFIG holds (a bucket, or a shared directory), by namespace, and deletes
-the oldest chunks until at most --max-size is left, and every chunk older than --older-than. Without --delete it
-only says what it would delete. Run it every hour or so, from one machine:
+Counts what the shared tier of CONFIG (a bucket or a shared directory) holds, by namespace, and deletes the oldest
+chunks until at most --max-size is left, and every chunk older than --older-than. Without --delete it only says what it
+would delete. Run it every hour or so, from one machine:
 
     nixl-offload gc kv.yaml                              # look
     nixl-offload gc kv.yaml --delete                     # keep to the capacity and ttl of kv.yaml
@@ -35,11 +39,11 @@ only says what it would delete. Run it every hour or so, from one machine:
 
 Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing of the last ten minutes is deleted, by
 the clock of this machine, and nothing that is not named like a chunk of ours. A chunk is as old as its last refresh.
-A namespace that has been empty for a day loses its manifest; a tree, what writers that died an hour ago left.
-Memory does not grow with the number of objects; the listing is read twice.
+A namespace that has been empty for a day loses its manifest; a shared directory loses what writers that died more than
+an hour ago left. Memory does not grow with the number of objects; the listing is read twice.
 
-A slab keeps to its capacity by itself, but whole namespaces of models that are no longer served may lie
-there. gc lists them with their last use, and removes those chosen while no engine has the directory open:
+A slab keeps to its capacity by itself, but whole namespaces of models that are no longer served may lie there. gc lists
+them with their last use, and removes those chosen while no engine has the directory open:
 
     nixl-offload gc kv.yaml                              # a slab, if CONFIG has nothing shared; else say --tier slab
     nixl-offload gc kv.yaml --older-than 30d --delete    # not opened by an engine for so long
@@ -50,15 +54,15 @@ options are wrong. 130: interrupted; what is deleted is deleted, run again to go
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add ``gc`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "gc",
-        help="delete the oldest chunks of a bucket or shared directory, unused namespaces of a slab",
+        run,
+        summary="delete the oldest chunks of a bucket or shared directory, unused namespaces of a slab",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="CONFIG", help="the YAML config")
     parser.add_argument(
         "--max-size",
         metavar="SIZE",
@@ -75,71 +79,43 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--tenant", help="look at the namespaces of one tenant only; SIZE counts for them together")
     parser.add_argument(
         "--tier",
-        choices=("slab", "shared_dir", "s3"),
+        choices=STORED_KINDS,
         help="which tier of CONFIG; needed if it has a shared directory and a bucket",
     )
     parser.add_argument("--delete", action="store_true", help="do it, instead of saying what would be done")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError, StoreError (nothing was deleted yet), KeyboardInterrupt."""
-    _check_namespace(arguments)
-    tier = collected_tier(load_config(arguments.file), arguments.file, arguments.tier)
-    if isinstance(tier, SlabConfig):
-        return run_on_slab(arguments, tier, out)
+    """Print to ``out``. Raises ConfigError, StoreError, TierError (nothing was deleted yet), KeyboardInterrupt."""
+    check_namespace(arguments.namespace)
+    tier = _tier(load_config(arguments.file), arguments.file, arguments.tier)
     max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
     ttl_s = tier.ttl_s if isinstance(tier, S3Config) else None
     older_than_s = ttl_s if arguments.older_than is None else arguments.older_than
-    _check(arguments, max_bytes, older_than_s)
-    selection: dict[str, str | None] = {"namespace": arguments.namespace, "tenant": arguments.tenant}
-    progress = Progress(sys.stderr)
-    store = open_existing(tier)
-    try:
-        census = take_census(store, namespace=arguments.namespace, tenant=arguments.tenant, report=progress)
-        if any(selection.values()) and not census.namespaces:
-            progress.clear()
-            tell_of_nothing(arguments.namespace, arguments.tenant)
-        now_s = _now_s()
-        plan = make_plan(census.ages(), now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
-        report = GcReport(
-            store.where, selection, census, max_bytes, older_than_s, plan, tree=isinstance(tier, SharedDirConfig)
-        )
-        progress.clear()
-        if not arguments.json:
-            report.print_findings(out)
-            out.flush()
-        try:
-            if arguments.delete:
-                report.outcome = Outcome()
-                collect(store, census, plan, report.outcome, now_s=now_s, report=progress)
-                if not any(selection.values()):
-                    remove_stale_drafts(store, report.outcome)
-        finally:
-            progress.clear()
-            if arguments.json:
-                print(json.dumps(report.to_dict(), indent=2), file=out)
-            else:
-                report.print_outcome(out)
-            report.print_failures(sys.stderr)
-        return 1 if report.outcome and report.outcome.failures else 0
-    finally:
-        progress.clear()
-        store.close()
-
-
-def _now_s() -> float:
-    return time.time()
-
-
-def _check_namespace(arguments: argparse.Namespace) -> None:
-    if arguments.namespace is not None and not _NAMESPACE.fullmatch(arguments.namespace):
-        raise ConfigError(f"--namespace: {arguments.namespace!r} is not one; allowed: 32 hex digits, as gc prints them")
-
-
-def _check(arguments: argparse.Namespace, max_bytes: int | None, older_than_s: float | None) -> None:
     if arguments.delete and max_bytes is None and older_than_s is None:
         raise ConfigError(
             f"--delete: down to what? Say --max-size or --older-than, or capacity or ttl in {arguments.file}"
         )
+    with closing(open_inspector(tier)) as inspector:
+        if inspector.store is None:
+            return remove_namespaces(arguments, inspector, out)
+        return collect(arguments, inspector.store, out, max_bytes=max_bytes, older_than_s=older_than_s, now_s=_now_s())
+
+
+def _tier(config: Config, file: str, kind: str | None) -> StoredConfig:
+    """Return the tier to look after: the shared one, the one of ``kind``, else the slab.
+
+    Raises ConfigError where there is none, or several are shared and ``kind`` does not choose.
+    """
+    shared = [tier for tier in stored_tiers(config, file, kind) if isinstance(tier, SharedConfig)]
+    if kind is None and len(shared) > 1:
+        kinds = [tier.kind for tier in shared]
+        raise ConfigError(
+            f"{file}: tiers: {' and '.join(kinds)} are both shared, and gc looks after one at a time; say --tier "
+            f"{' or --tier '.join(kinds)}"
+        )
+    return (shared or stored_tiers(config, file, kind))[0]
+
+
+def _now_s() -> float:
+    return time.time()

@@ -1,176 +1,118 @@
 """``nixl-offload gc`` over a slab's directory: whole namespaces that nobody serves any more, never single chunks.
 
-A slab keeps to its capacity by itself, and an engine that starts removes other namespaces when it has no room; until
-then those of models that are no longer served lie there. Threading: one thread. Ownership: nothing is removed but under
-the directory's lock, which an engine that runs has.
+A slab keeps to its capacity by itself, and an engine that starts removes other namespaces when it needs their room;
+until then those of models that are no longer served lie there. Threading: one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
-from nixl_offload.cli.common import refuse_anothers_directory, tell_of_nothing
-from nixl_offload.cli.inventory.base import Held
-from nixl_offload.cli.inventory.slab import SlabInventory, shown_holder
+from nixl_offload.cli.common import tell_of_nothing
 from nixl_offload.cli.terminal import about_size, moment, plural
-from nixl_offload.config import SlabConfig
-from nixl_offload.errors import ConfigError, TierError
-from nixl_offload.tiers.lock import DirectoryLock
-from nixl_offload.tiers.slab import other_namespaces
+from nixl_offload.errors import ConfigError
+from nixl_offload.tiers.inspect import Inspector, NamespaceInfo
 from nixl_offload.units import format_duration
+
+_HINT: Final = "a slab keeps to its capacity by itself; --namespace, --tenant or --older-than choose what may go"
 
 
 @dataclass(slots=True)
-class _Namespace:
-    held: Held
+class _Listed:
+    info: NamespaceInfo
     size_bytes: int
     chosen: bool
     deleted: bool = False
     failure: str | None = None
 
 
-def run_on_slab(arguments: argparse.Namespace, tier: SlabConfig, out: TextIO) -> int:
+def remove_namespaces(arguments: argparse.Namespace, inspector: Inspector, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError, TierError (``locked``: by whom; nothing was deleted)."""
-    _check(arguments)
-    inventory = SlabInventory(tier)
-    found = _look(inventory, arguments)
-    by_name = arguments.namespace is not None or arguments.tenant is not None
-    if by_name and not any(namespace.chosen for namespace in found):
-        tell_of_nothing(arguments.namespace, arguments.tenant)
-    if not arguments.json:
-        _print_findings(inventory, found, arguments, out)
-        out.flush()
-    failed = False
-    if arguments.delete:
-        failed = _delete(inventory, arguments, found)
-        if not arguments.json:
-            gone = [namespace for namespace in found if namespace.deleted]
-            size = about_size(sum(namespace.size_bytes for namespace in gone))
-            print(f"Deleted: {plural(len(gone), 'namespace')}, {size}.", file=out)
-    if arguments.json:
-        print(json.dumps(_to_dict(inventory, found, arguments), indent=2), file=out)
-    for namespace in found:
-        if namespace.failure:
-            print(f"nixl-offload: {namespace.failure}; run again", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
+    chooses = any(value is not None for value in (arguments.namespace, arguments.tenant, arguments.older_than))
     if arguments.max_size is not None:
         raise ConfigError(
             "--max-size: has no meaning for a slab, which keeps to its capacity by itself; here gc removes whole "
             "namespaces: --namespace, --tenant or --older-than"
         )
-    if arguments.delete and not _selects(arguments):
+    if arguments.delete and not chooses:
         raise ConfigError(
             "--delete: which namespaces? A slab keeps to its capacity by itself; say --namespace, --tenant or "
             "--older-than (since an engine last opened them)"
         )
+    found = [
+        _Listed(info, inspector.used_bytes(info) or 0, chooses and _is_chosen(info, arguments))
+        for info in inspector.namespaces()
+    ]
+    chosen = [each for each in found if each.chosen]
+    if (arguments.namespace is not None or arguments.tenant is not None) and not chosen:
+        tell_of_nothing(arguments)
+    if not arguments.json:
+        _print_findings(inspector, found, arguments, out)
+        out.flush()
+    if arguments.delete:
+        results = inspector.remove([each.info for each in chosen]) if chosen else []
+        for each, failure in zip(chosen, results, strict=True):
+            each.failure, each.deleted = failure, failure is None
+        if not arguments.json:
+            gone = [each.size_bytes for each in found if each.deleted]
+            print(f"Deleted: {plural(len(gone), 'namespace')}, {about_size(sum(gone))}.", file=out)
+    if arguments.json:
+        print(json.dumps(_to_dict(inspector, found, arguments), indent=2), file=out)
+    failures = [each.failure for each in found if each.failure]
+    for failure in failures:
+        print(f"nixl-offload: {failure}; run again", file=sys.stderr)
+    return 1 if failures else 0
 
 
-def _selects(arguments: argparse.Namespace) -> bool:
-    return any(value is not None for value in (arguments.namespace, arguments.tenant, arguments.older_than))
+def _is_chosen(info: NamespaceInfo, arguments: argparse.Namespace) -> bool:
+    if info.used_s is None or info.manifest is None:
+        return False  # what no manifest identifies as ours is never removed
+    named = arguments.namespace in (None, info.name) and arguments.tenant in (None, info.tenant)
+    return named and (arguments.older_than is None or info.used_s < time.time() - arguments.older_than)
 
 
-def _look(inventory: SlabInventory, arguments: argparse.Namespace) -> list[_Namespace]:
-    found = []
-    for held in inventory.namespaces():
-        # What is not recognised as ours by its manifest is never removed: that is ``foreign``'s rule, too.
-        chosen = _selects(arguments) and held.used_s is not None and held.manifest is not None
-        chosen &= arguments.namespace in (None, held.name) and arguments.tenant in (None, held.tenant)
-        if arguments.older_than is not None and held.used_s is not None:
-            chosen &= held.used_s < time.time() - arguments.older_than
-        found.append(_Namespace(held, inventory.bytes_of(held), chosen))
-    return found
-
-
-def _delete(inventory: SlabInventory, arguments: argparse.Namespace, found: list[_Namespace]) -> bool:
-    """Remove what is chosen, and still is once nobody else can use it. Return whether some could not be removed."""
-    if not any(namespace.chosen for namespace in found):
-        return False
-    refuse_anothers_directory(str(inventory.base), "gc")
-    lock = DirectoryLock(inventory.base / "lock", brief=True)
-    try:
-        lock.acquire()
-    except TierError as error:
-        if error.cause != "locked":
-            raise
-        holders = [shown_holder(inventory.base), *(namespace.held.in_use for namespace in found)]
-        holder = next((holder for holder in holders if holder), "which one is not known")
-        raise TierError(
-            f"{inventory.where}: an engine has the directory open ({holder}); stop it, then run this again. "
-            "Nothing was deleted.",
-            cause="locked",
-        ) from error
-    try:
-        for namespace in found:
-            if not namespace.chosen:
-                continue
-            path = inventory.base / namespace.held.path
-            used_s = other_namespaces.last_use_s(path)
-            if used_s is None or used_s != namespace.held.used_s:
-                namespace.failure = f"{path}: was opened or removed meanwhile, left"
-                continue
-            try:
-                other_namespaces.remove(other_namespaces.ForeignNamespace(path, namespace.size_bytes, used_s))
-                namespace.deleted = True
-            except OSError as error:
-                namespace.failure = f"{path}: cannot be removed: {os.strerror(error.errno or 0)}"
-    finally:
-        lock.release()
-    return any(namespace.failure for namespace in found)
-
-
-def _print_findings(
-    inventory: SlabInventory, found: list[_Namespace], arguments: argparse.Namespace, out: TextIO
-) -> None:
-    total = about_size(sum(namespace.size_bytes for namespace in found))
-    print(f"{inventory.where}: {plural(len(found), 'namespace')}, {total} on disk", file=out)
-    holder = next((namespace.held.in_use for namespace in found if namespace.held.in_use), None)
+def _print_findings(inspector: Inspector, found: list[_Listed], arguments: argparse.Namespace, out: TextIO) -> None:
+    total = about_size(sum(each.size_bytes for each in found))
+    print(f"{inspector.where}: {plural(len(found), 'namespace')}, {total} on disk", file=out)
+    holder = next((each.info.in_use for each in found if each.info.in_use), None)
     print(f"Open now: {holder}." if holder else "No engine has the directory open.", file=out)
-    for namespace in sorted(found, key=lambda namespace: namespace.held.used_s or 0.0):
-        held = namespace.held
-        opened = moment(held.used_s) if held.used_s is not None else "?"
-        mark = "to delete" if namespace.chosen else "stays"
+    for each in sorted(found, key=lambda each: each.info.used_s or 0.0):
+        last = moment(each.info.used_s) if each.info.used_s is not None else "?"
         print(
-            f"  {held.path}  tenant {held.tenant or '?'}, model {held.model or '?'}, "
-            f"{about_size(namespace.size_bytes)}, last opened {opened}: {mark}",
+            f"  {each.info.path}  {each.info.owner}, {about_size(each.size_bytes)}, last opened {last}: "
+            f"{'to delete' if each.chosen else 'stays'}",
             file=out,
         )
     if arguments.older_than is not None:
         print(f"Limit: last opened more than {format_duration(arguments.older_than)} ago.", file=out)
     if not arguments.delete:
-        words = "--delete does it" if any(namespace.chosen for namespace in found) else _HINT
+        words = "--delete does it" if any(each.chosen for each in found) else _HINT
         print(f"Nothing was deleted; {words}.", file=out)
 
 
-_HINT = "a slab keeps to its capacity by itself; --namespace, --tenant or --older-than choose what may go"
-
-
-def _to_dict(inventory: SlabInventory, found: list[_Namespace], arguments: argparse.Namespace) -> dict[str, Any]:
+def _to_dict(inspector: Inspector, found: list[_Listed], arguments: argparse.Namespace) -> dict[str, Any]:
     return {
-        "where": inventory.where,
+        "where": inspector.where,
         "selection": {"namespace": arguments.namespace, "tenant": arguments.tenant},
         "limits": {"older_than_s": arguments.older_than},
         "namespaces": [
             {
-                "name": namespace.held.name,
-                "part": namespace.held.part or None,
-                "tenant": namespace.held.tenant,
-                "model": namespace.held.model,
-                "bytes": namespace.size_bytes,
-                "last_opened_s": namespace.held.used_s,
-                "open_now": namespace.held.in_use is not None,
-                "chosen": namespace.chosen,
-                "deleted": namespace.deleted,
-                "failure": namespace.failure,
+                "name": each.info.name,
+                "part": each.info.part or None,
+                "tenant": each.info.tenant,
+                "model": each.info.model,
+                "bytes": each.size_bytes,
+                "last_opened_s": each.info.used_s,
+                "open_now": each.info.in_use is not None,
+                "chosen": each.chosen,
+                "deleted": each.deleted,
+                "failure": each.failure,
             }
-            for namespace in found
+            for each in found
         ],
     }

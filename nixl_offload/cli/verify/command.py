@@ -1,6 +1,7 @@
 """``nixl-offload verify CONFIG``: reads everything that is stored and checks it, beside servers or without.
 
-Threading: one thread here; ``cli.verify.run`` has those that read. ``cli.verify.judge`` decides what is bad.
+Threading: the main thread lists, settles and prints; ``THREADS`` others read and check. Memory: a piece per thread and
+the names of the chunks in flight. After an interruption or a failure ``TierProgress`` tells how far the run came.
 """
 
 from __future__ import annotations
@@ -8,178 +9,317 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
-from contextlib import ExitStack
-from functools import partial
-from typing import TYPE_CHECKING, Final, TextIO
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TextIO
 
 from nixl_offload.cli.common import (
     MEMORY_TOLD,
+    Commands,
+    Throttle,
     TierFailure,
-    attempt,
-    check_namespace,
-    open_inventories,
-    stored_tiers,
+    add_command,
+    add_selection,
+    opened,
+    selected,
     tell_of_nothing,
+    visit,
 )
-from nixl_offload.cli.terminal import rate_argument
+from nixl_offload.cli.terminal import Progress, about_size, moment, plural, rate_argument
+from nixl_offload.cli.verify.judge import BAD, CHANGED, GOOD, STALE, UNFINISHED, UNREADABLE, ChunkVerdict, Judge
+from nixl_offload.cli.verify.state import ResumeFile, TierProgress
 from nixl_offload.config import MemoryConfig, load_config
+from nixl_offload.errors import StoreError
+from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
 
-if TYPE_CHECKING:
-    from nixl_offload.cli.inventory.base import Held, Inventory
-    from nixl_offload.cli.verify.delete import Deleted
-    from nixl_offload.cli.verify.judge import Verdict
-    from nixl_offload.cli.verify.state import State, TierProgress
-
+THREADS: Final = 8
+_IN_FLIGHT: Final = 2 * THREADS
+_FAILURES_IN_A_ROW: Final = 3
+"""After so many chunks that cannot be read, the storage counts as down."""
 _SAVE_EACH_S: Final = 5.0
+_BAR_CHARS: Final = 20
+_WORDS_CHARS: Final = 600
+_VERDICT_WORDS: Final = {
+    BAD: "bad",
+    CHANGED: "changed meanwhile (evicted, rewritten or deleted)",
+    STALE: "forgotten (the slot holds another chunk by now; harmless)",
+    UNFINISHED: "not finished (still being written)",
+    UNREADABLE: "not readable (the storage failed)",
+}
 _DESCRIPTION = """\
 Reads every chunk that the tiers of CONFIG hold and checks it as a server would before using it: header, namespace, key,
-lengths, the checksum of each block, and that the shards of all ranks are there. Tells each bad one, where it lies and
-what is wrong. A server finds a bad chunk itself when it loads it, and computes it anew: nothing wrong is ever served;
-verify tells you before, and tells you about the drive.
+lengths, the checksum of each block, and that the shards of all ranks are there. Reports each bad chunk, where it lies
+and what is wrong. A server that loads a bad chunk finds that out itself and computes it anew: nothing wrong is ever
+served. verify finds it earlier, and tells about the drive.
 
     nixl-offload verify kv.yaml                        # everything
     nixl-offload verify kv.yaml --rate 200MiB/s        # beside a busy server
     nixl-offload verify kv.yaml --tier s3 --delete-bad
-    nixl-offload verify kv.yaml --resume               # go on where an interrupted run was
+    nixl-offload verify kv.yaml --resume               # continue an interrupted run
     nixl-offload verify kv.yaml --json                 # a line per chunk that is not good, and a last one with totals
 
 Servers go on meanwhile. What they evict, rewrite or refresh while it is read is read again, and counts as changed, not
-as bad. --delete-bad removes all shards of a bad chunk, if it is still the same bad one: of a slab only while no engine
-has the directory open, as the engine alone may change the index then; it is told which are left.
+as bad. --delete-bad removes all shards of a bad chunk if it is still the same bad one. In a slab that takes the
+directory's lock: while an engine has it, bad chunks are reported and left.
 
 A run that was interrupted, or that the storage failed, leaves a small file in ~/.cache/nixl-offload (or under
-XDG_CACHE_HOME); --resume with the same config, selection and --delete-bad goes on from it, a finished run removes it.
+XDG_CACHE_HOME); --resume with the same config, selection and --delete-bad continues from it.
 
 Exit code 0: all is good. 1: bad chunks were found (deleted or not), nothing is there of the namespace, or the storage
-failed. 2: CONFIG or the options are wrong. 130: interrupted; --resume goes on.
+failed. 2: CONFIG or the options are wrong. 130: interrupted; --resume continues.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add ``verify`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "verify",
-        help="read and check everything that is stored",
+        run,
+        summary="read and check everything that is stored",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        json="print JSON lines",
     )
-    parser.add_argument("file", metavar="CONFIG", help="the YAML config")
-    parser.add_argument("--tier", choices=("slab", "shared_dir", "s3"), help="only this tier of CONFIG")
-    parser.add_argument("--namespace", metavar="NAME", help="only this namespace, 32 hex digits as ls prints them")
+    add_selection(parser, tenant=False)
     parser.add_argument("--delete-bad", action="store_true", help="delete bad chunks, all their shards")
-    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run was")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--rate", metavar="SIZE/s", type=rate_argument, help="read no faster, such as 200MiB/s")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError, StoreError, TierError, KeyboardInterrupt."""
-    from nixl_offload.cli.verify.state import State
-
+    """Print to ``out``. Raises ConfigError, KeyboardInterrupt; a tier that fails is told, and the others go on."""
     config = load_config(arguments.file)
-    check_namespace(arguments.namespace)
-    tiers = stored_tiers(config, arguments.file, arguments.tier)
-    if any(isinstance(tier, MemoryConfig) for tier in config.tiers) and not arguments.json:
-        print(f"Left out: {MEMORY_TOLD}.", file=out)
-    with ExitStack() as opened:
-        inventories, failures = open_inventories(tiers, opened)
-        wheres = [inventory.where for inventory in inventories]
-        selection = {"tiers": wheres, "namespace": arguments.namespace, "delete_bad": arguments.delete_bad}
-        state = State(selection)
-        return _Run(arguments, out, state).run(inventories, failures)
+    with opened(arguments, config) as tiers:
+        if any(isinstance(tier, MemoryConfig) for tier in config.tiers) and not arguments.json:
+            print(f"Left out: {MEMORY_TOLD}.", file=out)
+        wheres = [tier.where for tier in tiers if isinstance(tier, Inspector)]
+        file = ResumeFile({"tiers": wheres, "namespace": arguments.namespace, "delete_bad": arguments.delete_bad})
+        return _verify_all(arguments, tiers, file, out)
 
 
-class _Run:
-    """All tiers, one after the other."""
+def _verify_all(
+    arguments: argparse.Namespace, tiers: list[Inspector | TierFailure], file: ResumeFile, out: TextIO
+) -> int:
+    stored = file.load() if arguments.resume else None
+    if arguments.resume:
+        words = "going on where the last run was" if stored else "there is no interrupted run; from the start"
+        print(f"nixl-offload: {words}", file=sys.stderr)
+    progress = stored or {}
+    runs: list[_TierRun] = []
+    results: list[dict[str, Any]] = []
+    finished = False
 
-    def __init__(self, arguments: argparse.Namespace, out: TextIO, state: State) -> None:
-        from nixl_offload.cli.verify.report import VerifyBar
-        from nixl_offload.cli.verify.state import TierProgress
+    def verify(inspector: Inspector) -> dict[str, Any]:
+        tier = progress.setdefault(inspector.where, TierProgress())
+        runs.append(_TierRun(arguments, inspector, tier, out, lambda: file.save(progress)))
+        return runs[-1].run()
 
-        self._arguments = arguments
-        self._out = out
-        self._state = state
-        self._bar = VerifyBar(sys.stderr)
-        self._next_save_s = time.monotonic() + _SAVE_EACH_S
-        self._all: dict[str, TierProgress] = {}
-        self._new = TierProgress
-        self._found = 0
-        """Namespaces to look at."""
-
-    def run(self, inventories: list[Inventory], failures: list[TierFailure]) -> int:
-        stored = self._state.load() if self._arguments.resume else None
-        if self._arguments.resume:
-            words = "going on where the last run was" if stored else "there is no interrupted run; from the start"
-            print(f"nixl-offload: {words}", file=sys.stderr)
-        self._all = stored or {}
-        results: list[dict[str, object]] = [failure.to_dict() for failure in failures]
-        try:
-            for inventory in inventories:
-                found = attempt(inventory.kind, inventory.where, partial(self._verify, inventory))
-                if isinstance(found, TierFailure):
-                    failures.append(found)
-                results.append(found.to_dict() if isinstance(found, TierFailure) else found)
-        except BaseException:
-            self._bar.clear()
-            if self._state.save(self._all):
-                print("nixl-offload: not finished; --resume goes on from here", file=sys.stderr)
-            raise
-        if not failures:
-            self._state.remove()
-        elif any(sum(progress.chunks.values()) for progress in self._all.values()) and self._state.save(self._all):
+    try:
+        for tier in tiers:
+            found = visit(tier, verify)
+            if isinstance(found, TierFailure):
+                found = {"tier": found.kind, "where": found.where, "failure": found.words}
+            results.append(found)
+        finished = True
+    finally:
+        failures = [result for result in results if "failure" in result]
+        begun = not finished or any(sum(tier.chunks.values()) for tier in progress.values())
+        if finished and not failures:
+            file.remove()
+        elif begun and file.save(progress):
             print("nixl-offload: not finished; --resume goes on from here", file=sys.stderr)
-        if self._arguments.json:
-            print(json.dumps({"tiers": results}), file=self._out)
-        progress = self._all.values()
-        if self._arguments.namespace is not None and not self._found and not stored and not failures:
-            tell_of_nothing(self._arguments.namespace, None)
-            return 1
-        bad = any(p.chunks["bad"] or p.chunks["unreadable"] or p.failures for p in progress)
-        return 1 if bad or failures else 0
+    if arguments.json:
+        print(json.dumps({"tiers": results}), file=out)
+    if arguments.namespace is not None and not any(run.found for run in runs) and not stored and not failures:
+        tell_of_nothing(arguments)
+        return 1
+    bad = any(tier.chunks[BAD] or tier.chunks[UNREADABLE] or tier.failures for tier in progress.values())
+    return 1 if bad or failures else 0
 
-    def _verify(self, inventory: Inventory) -> dict[str, object]:
-        from nixl_offload.cli.verify.report import print_totals, print_verdict, totals, verdict_line
-        from nixl_offload.cli.verify.run import TierRun
 
-        arguments, out = self._arguments, self._out
-        progress = self._all.setdefault(inventory.where, self._new())
-        total_bytes = 0
+class _TierRun:
+    """Verifies one tier: several reads in flight, verdicts in order."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        inspector: Inspector,
+        progress: TierProgress,
+        out: TextIO,
+        save: Callable[[], object],
+    ) -> None:
+        self._arguments = arguments
+        self._inspector = inspector
+        self._progress = progress
+        self._out = out
+        self._save = save
+        self._bar = Progress(sys.stderr)
+        self._stop = threading.Event()
+        self._judge = Judge(inspector, Throttle(arguments.rate), self._stop)
+        self._bad: list[ChunkVerdict] = []
+        self._failed_in_a_row = 0
+        self._total_bytes = 0
+        self._began_s = time.monotonic()
+        self._next_save_s = self._began_s + _SAVE_EACH_S
+        self.found = 0
+        """Namespaces that were selected."""
+
+    def run(self) -> dict[str, Any]:
+        """Read everything, and return the totals as plain data. Raises StoreError, TierError, KeyboardInterrupt."""
+        progress = self._progress
         if not progress.done:
-            selected = [held for held in inventory.namespaces() if arguments.namespace in (None, held.name)]
-            total_bytes = sum(inventory.measure(held).size_bytes for held in selected)
-            self._found += len(selected)
-
-        def tell(held: Held, verdict: Verdict, deleted: Deleted | None) -> None:
-            self._bar.clear()
-            if arguments.json:
-                print(verdict_line(inventory, held, verdict, deleted), file=out, flush=True)
-            else:
-                print_verdict(inventory, held, verdict, deleted, out)
-
-        def tick() -> None:
-            self._bar(progress, tier_run.bytes_read, total_bytes)
-            if time.monotonic() >= self._next_save_s:
-                self._next_save_s = time.monotonic() + _SAVE_EACH_S
-                self._state.save(self._all)
-
-        tier_run = TierRun(
-            inventory,
-            progress,
-            namespace=arguments.namespace,
-            delete=arguments.delete_bad,
-            bytes_per_s=arguments.rate,
-            tell=tell,
-            tick=tick,
-        )
-        began_s = time.monotonic()
+            namespaces = list(selected(self._inspector, self._arguments))
+            self.found = len(namespaces)
+            self._total_bytes = sum(self._inspector.measure(namespace).size_bytes for namespace in namespaces)
+        self._began_s = time.monotonic()
         try:
             if not progress.done:
-                tier_run.run()
+                self._read_all()
         finally:
             self._bar.clear()
-            elapsed_s = time.monotonic() - began_s
-            if not arguments.json:
-                print_totals(inventory, progress, elapsed_s, tier_run.bytes_read, out)
-        return totals(inventory, progress, elapsed_s, tier_run.bytes_read)
+            elapsed_s = time.monotonic() - self._began_s
+            if not self._arguments.json:
+                self._print_totals(elapsed_s)
+        return {
+            "tier": self._inspector.kind,
+            "where": self._inspector.where,
+            "finished": progress.done,
+            "chunks": dict(progress.chunks),
+            "bytes_checked": progress.bytes_checked,
+            "deleted": progress.deleted,
+            "left": progress.left,
+            "unlisted_namespaces": progress.failures,
+            "seconds": round(elapsed_s, 3),
+            "bytes_read": self._judge.bytes_read,
+        }
+
+    def _read_all(self) -> None:
+        progress = self._progress
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nixl-offload-verify")
+        try:
+            for namespace in selected(self._inspector, self._arguments):
+                if namespace.path < progress.namespace:
+                    continue
+                if namespace.path != progress.namespace:
+                    progress.namespace, progress.cursor = namespace.path, ""
+                if namespace.trouble is not None:
+                    progress.failures += 1
+                    continue
+                self._read_namespace(pool, namespace)
+        finally:
+            self._stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+        progress.done = True
+
+    def _read_namespace(self, pool: ThreadPoolExecutor, namespace: NamespaceInfo) -> None:
+        flight: deque[Future[ChunkVerdict]] = deque()
+        try:
+            for chunk in self._inspector.chunks(namespace, self._progress.cursor):
+                flight.append(pool.submit(self._judge.judge, namespace, chunk))
+                if len(flight) >= _IN_FLIGHT:
+                    self._settle(namespace, flight)
+            while flight:
+                self._settle(namespace, flight)
+        finally:
+            self._delete_bad(namespace)
+
+    def _settle(self, namespace: NamespaceInfo, flight: deque[Future[ChunkVerdict]]) -> None:
+        verdict = flight[0].result()
+        flight.popleft()
+        if verdict.kind == UNREADABLE:
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
+                raise StoreError(f"{verdict.faults[0].words}; gave up after several in a row", cause="io")
+        elif verdict.kind == GOOD:
+            self._failed_in_a_row = 0
+        self._progress.add(verdict.kind, verdict.chunk.size_bytes)
+        self._progress.cursor = verdict.chunk.cursor
+        if self._arguments.delete_bad and verdict.kind in (BAD, STALE):
+            self._bad.append(verdict)
+            if len(self._bad) >= self._inspector.delete_batch:
+                self._delete_bad(namespace)
+        elif verdict.kind != GOOD:
+            self._report(namespace, verdict)
+        elapsed_s = time.monotonic() - self._began_s
+        self._bar(bar_text(self._progress, self._judge.bytes_read, self._total_bytes, elapsed_s))
+        if time.monotonic() >= self._next_save_s:
+            self._next_save_s = time.monotonic() + _SAVE_EACH_S
+            self._save()
+
+    def _delete_bad(self, namespace: NamespaceInfo) -> None:
+        bad, self._bad = self._bad, []
+        results = self._inspector.delete(namespace, [(each.chunk, each.bad_shards) for each in bad]) if bad else []
+        for verdict, left_because in zip(bad, results, strict=True):
+            done = left_because is None
+            self._progress.deleted += done
+            self._progress.left += not done and verdict.kind == BAD
+            whole = len(verdict.bad_shards) in (0, len(verdict.chunk.shards))
+            words = left_because or ("deleted" if whole else "deleted what belongs to no rank; the chunk stays")
+            self._report(namespace, verdict, done, words)
+
+    def _report(
+        self, namespace: NamespaceInfo, verdict: ChunkVerdict, done: bool | None = None, words: str | None = None
+    ) -> None:
+        """Print a bad chunk and what is wrong with it; as JSON any verdict. ``done``: whether it was deleted."""
+        self._bar.clear()
+        where, out = self._inspector.where, self._out
+        if self._arguments.json:
+            line = {
+                "verdict": verdict.kind,
+                "tier": self._inspector.kind,
+                "where": where,
+                "namespace": namespace.path,
+                "key": verdict.chunk.key.hex(),
+                "bytes": verdict.chunk.size_bytes,
+                "problems": [fault._asdict() for fault in verdict.faults],
+                "deleted": done,
+                "left_because": None if done else words,
+            }
+            print(json.dumps(line), file=out, flush=True)
+        elif verdict.kind in (BAD, UNREADABLE):
+            heading = "BAD" if verdict.kind == BAD else "NOT READABLE"
+            what = f", {printable(words, _WORDS_CHARS)}" if words else ""
+            print(f"{heading} {verdict.chunk.key.hex()} in {where}, namespace {namespace.path}{what}", file=out)
+            for fault in verdict.faults:
+                since = f"; written {moment(fault.created_s)}" if fault.created_s else ""
+                place = f" {fault.place}:" if fault.place else ""
+                print(f"    rank {fault.rank}:{place} {printable(fault.words, _WORDS_CHARS)}{since}", file=out)
+            out.flush()
+
+    def _print_totals(self, elapsed_s: float) -> None:
+        progress, out, bytes_read = self._progress, self._out, self._judge.bytes_read
+        rate = f", {about_size(int(bytes_read / elapsed_s))}/s" if elapsed_s > 0 and bytes_read else ""
+        checked = plural(sum(progress.chunks.values()), "chunk")
+        end = "" if progress.done else "; not finished"
+        print(f"{self._inspector.where}: {checked}, {about_size(progress.bytes_checked)} checked{rate}{end}", file=out)
+        print(f"  {progress.chunks[GOOD]:,} good", file=out)
+        for kind, words in _VERDICT_WORDS.items():
+            if progress.chunks[kind] or kind == BAD:
+                print(f"  {progress.chunks[kind]:,} {words}", file=out)
+        if progress.deleted or progress.left:
+            print(f"  {progress.deleted:,} deleted, {progress.left:,} bad ones left", file=out)
+        if progress.failures:
+            namespaces = plural(progress.failures, "namespace")
+            print(f"  {namespaces} whose chunks cannot be listed; nixl-offload ls says why", file=out)
+
+
+def bar_text(progress: TierProgress, bytes_read: int, total_bytes: int, elapsed_s: float) -> str:
+    """Return the progress line: bar, bytes, chunks, bad ones, bytes per second, time left."""
+    total_bytes = max(total_bytes, progress.bytes_checked, 1)
+    rate = bytes_read / elapsed_s if elapsed_s > 0 else 0.0
+    left = f"{_about_time((total_bytes - progress.bytes_checked) / rate)} left" if rate > 0 else "…"
+    full = round(progress.bytes_checked / total_bytes * _BAR_CHARS)
+    return (
+        f"[{'#' * full}{'.' * (_BAR_CHARS - full)}] {about_size(progress.bytes_checked)} of {about_size(total_bytes)}, "
+        f"{plural(sum(progress.chunks.values()), 'chunk')}, {progress.chunks[BAD]:,} bad, {about_size(int(rate))}/s, "
+        f"{left}"
+    )
+
+
+def _about_time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f}s"
+    return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"

@@ -1,6 +1,6 @@
-"""One chunk's verdict, beside servers that write, evict and refresh meanwhile: nothing is called bad at first sight.
+"""One chunk's verdict, beside servers that write, evict and refresh: nothing is called bad at first sight.
 
-Threading: ``Judge.judge`` is called by several threads at once, each with a buffer of its own.
+Threading: several threads call ``Judge.judge`` at once, each with a buffer of its own.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ import threading
 import time
 from typing import Final, NamedTuple
 
-from nixl_offload.cli.inventory.base import Chunk, Held, Inventory, Shard
-from nixl_offload.cli.inventory.slab import SlabInventory
-from nixl_offload.cli.verify.check import Buffer, Problem, check_shard
+from nixl_offload.cli.common import Throttle
+from nixl_offload.cli.verify.shard import Buffer, ShardFault, check_shard
 from nixl_offload.errors import NixlOffloadError
+from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.types import key_group
 
 GOOD: Final = "good"
 BAD: Final = "bad"
 CHANGED: Final = "changed"
-"""Evicted, rewritten or deleted while it was looked at."""
+"""Evicted, rewritten or deleted while it was read."""
 STALE: Final = "stale"
-"""A slab's index names a slot that has been given to another chunk since: harmless, as loads check the header."""
+"""A slab's index names a slot that holds another chunk by now: harmless, as loads check the header."""
 UNFINISHED: Final = "unfinished"
-"""Some ranks' shards are missing, and the others are so young that those may still be on their way."""
+"""Shards of some ranks are missing, and the others are so young that those may still be on their way."""
 UNREADABLE: Final = "unreadable"
 """The storage failed: nothing is known of the chunk."""
 VERDICTS: Final = (GOOD, BAD, CHANGED, STALE, UNFINISHED, UNREADABLE)
 
 _PAUSES_BESIDE_AN_ENGINE_S: Final = (0.3, 1.0)
-"""Before a slot is read again: an engine tells its index of an eviction within 0.1 s, and writes a slot in less."""
+"""Before a slot is read again: an engine records an eviction in its index within 0.1 s, and writes a slot in less."""
 _PAUSES_S: Final = (0.0,)
 
 
@@ -37,98 +37,84 @@ class StoppedError(NixlOffloadError):
     """The run was interrupted: no verdict."""
 
 
-class Verdict(NamedTuple):
+class ChunkVerdict(NamedTuple):
     """What became of a chunk."""
 
     kind: str
-    chunk: Chunk
+    chunk: ChunkInfo
     """As it was read last."""
-    problems: tuple[Problem, ...] = ()
+    faults: tuple[ShardFault, ...] = ()
 
-
-class Throttle:
-    """Spreads reads so that they take no more than so many bytes a second together. None: no limit."""
-
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._next_s = 0.0
-
-    def wait(self, size_bytes: int, stop: threading.Event) -> None:
-        """Return when ``size_bytes`` may be read, or when ``stop`` is set."""
-        if self._bytes_per_s is None:
-            return
-        with self._lock:
-            now_s = time.monotonic()
-            begin_s = max(self._next_s, now_s)
-            self._next_s = begin_s + size_bytes / self._bytes_per_s
-        if begin_s > now_s:
-            stop.wait(begin_s - now_s)
+    @property
+    def bad_shards(self) -> tuple[ShardInfo, ...]:
+        """The shards to delete: none where the slots hold another chunk, strays alone where the rest is good."""
+        if self.kind != BAD:
+            return ()
+        if all(fault.reason == "rank" for fault in self.faults):
+            strays = {fault.place for fault in self.faults}
+            return tuple(shard for shard in self.chunk.shards if shard.place in strays)
+        return self.chunk.shards
 
 
 class Judge:
-    """Reads chunks of one inventory and gives verdicts."""
+    """Reads chunks of one tier and gives verdicts."""
 
-    def __init__(self, inventory: Inventory, throttle: Throttle, stop: threading.Event) -> None:
-        self._inventory = inventory
+    def __init__(self, inspector: Inspector, throttle: Throttle, stop: threading.Event) -> None:
+        self._inspector = inspector
         self._throttle = throttle
         self._stop = stop
         self._own = threading.local()
         self._lock = threading.Lock()
         self.bytes_read = 0
-        """By all threads; for the progress."""
+        """By all threads."""
 
-    def judge(self, held: Held, chunk: Chunk) -> Verdict:
+    def judge(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkVerdict:
         """Return the verdict. Raises StoppedError, StoreError, TierError (the index cannot be read)."""
-        problems = self._look(held, chunk)
-        pauses_s = _PAUSES_BESIDE_AN_ENGINE_S if problems and self._engine(held) else _PAUSES_S
-        for pause_s in pauses_s:
-            if not problems:
+        faults = self._check(namespace, chunk)
+        beside_an_engine = bool(faults) and self._inspector.in_use(namespace) is not None
+        for pause_s in _PAUSES_BESIDE_AN_ENGINE_S if beside_an_engine else _PAUSES_S:
+            if not faults:
                 break
             self._stop.wait(pause_s)
-            now = self._inventory.look_again(held, chunk)
+            now = self._inspector.look_again(namespace, chunk)
             if now is None or now.cursor != chunk.cursor:
-                return Verdict(CHANGED, chunk)
-            chunk, problems = now, self._look(held, now)
-        return Verdict(self._kind(chunk, problems), chunk, problems)
+                return ChunkVerdict(CHANGED, chunk)
+            chunk, faults = now, self._check(namespace, now)
+        return ChunkVerdict(self._kind(chunk, faults), chunk, faults)
 
-    def _engine(self, held: Held) -> bool:
-        return isinstance(self._inventory, SlabInventory) and self._inventory.in_use(held) is not None
-
-    def _kind(self, chunk: Chunk, problems: tuple[Problem, ...]) -> str:
-        if not problems:
+    def _kind(self, chunk: ChunkInfo, faults: tuple[ShardFault, ...]) -> str:
+        if not faults:
             return GOOD
-        reasons = {problem.reason for problem in problems}
+        reasons = {fault.reason for fault in faults}
         if "unreadable" in reasons:
             return UNREADABLE
-        if reasons == {"other"} and len(problems) == len(chunk.shards) and self._inventory.kind == "slab":
+        if reasons == {"other"} and len(faults) == len(chunk.shards) and self._inspector.exclusive:
             return STALE
-        times_s = [shard.modified_s for shard in chunk.shards if shard.modified_s is not None]
-        if reasons - {"rank"} == {"missing"} and times_s and max(times_s) > time.time() - GRACE_S:
+        if reasons - {"rank"} == {"missing"} and chunk.modified_s > time.time() - GRACE_S:
             return UNFINISHED
         return BAD
 
-    def _look(self, held: Held, chunk: Chunk) -> tuple[Problem, ...]:
-        problems = []
+    def _check(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> tuple[ShardFault, ...]:
+        faults = []
         for shard in chunk.shards:
-            words = held.why_no_shard(chunk.key, shard.rank)
+            words = namespace.why_no_shard(chunk.key, shard.rank)
             if words is not None:
-                problems.append(Problem(shard.rank, shard.place, "rank", words))
+                faults.append(ShardFault(shard.rank, shard.place, "rank", words))
                 continue
-            problem = check_shard(self._read, held, chunk, shard, self._buffer())
-            if problem is not None:
-                problems.append(problem)
+            fault = check_shard(self._read, namespace, chunk, shard, self._buffer())
+            if fault is not None:
+                faults.append(fault)
         there = {shard.rank for shard in chunk.shards}
-        for rank in sorted(set(held.holders(key_group(chunk.key))) - there):
+        for rank in sorted(set(namespace.holders(key_group(chunk.key))) - there):
             words = f"the shard of rank {rank} is not there: the chunk is incomplete, and cannot be loaded"
-            problems.append(Problem(rank, "", "missing", words))
-        return tuple(problems)
+            faults.append(ShardFault(rank, "", "missing", words))
+        return tuple(faults)
 
-    def _read(self, shard: Shard, offset: int, memory: memoryview) -> None:
+    def _read(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
         self._throttle.wait(memory.nbytes, self._stop)
         if self._stop.is_set():
             raise StoppedError("interrupted")
-        self._inventory.read_into(shard, offset, memory)
+        self._inspector.read_into(shard, offset, memory)
         with self._lock:
             self.bytes_read += memory.nbytes
 

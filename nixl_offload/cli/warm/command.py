@@ -1,70 +1,71 @@
 """``nixl-offload warm CONFIG``: copies chunks from a bucket or a shared directory into a nearer tier, ahead of traffic.
 
-Threading: the main thread decides, threads of ``cli.warm.copy`` carry.
+Threading: the main thread decides; up to ``MAX_CHUNKS`` threads copy a chunk each.
+Failure: a shard that is damaged, or that storage does not give, costs its chunk; what was copied stays.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
-import re
 import sys
+import threading
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from typing import Final, Literal, NamedTuple, TextIO
 
-from nixl_offload.cli.common import open_existing
-from nixl_offload.cli.gc.collect import model_words, shown
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header, decode_header, verify_payload
+from nixl_offload.chunk.header import slot_bytes as format_slot_bytes
+from nixl_offload.cli.common import Commands, SharedConfig, Throttle, add_command, check_namespace, open_inspector
 from nixl_offload.cli.terminal import Progress, about_size, plural, rate_argument, size_argument
+from nixl_offload.cli.warm.source import Selection, WholeChunk, choose_namespace, newest_first
+from nixl_offload.cli.warm.target import WarmTarget, held_namespaces, open_target
 from nixl_offload.config import Config, S3Config, SharedDirConfig, SlabConfig, load_config
-from nixl_offload.errors import ConfigError
+from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
+from nixl_offload.identity.namespace import Namespace
+from nixl_offload.stores.base import Store
+from nixl_offload.tiers.inspect import NamespaceInfo, printable
+from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.types import Key, key_group
 
-if TYPE_CHECKING:
-    from nixl_offload.cli.warm.copy import Copied
-    from nixl_offload.cli.warm.source import Selection
-    from nixl_offload.identity.namespace import Namespace
-
-_NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
-_EACH_S: Final = 0.2
-_EACH_LOG_LINE_S: Final = 10.0
+MEMORY_BYTES: Final = 512 << 20
+"""What the shards in flight may take together; of shards larger than that, one is copied at a time."""
+MAX_CHUNKS: Final = 16
+FAILURES_IN_A_ROW: Final = 3
+"""After so many the storage counts as down."""
+_FAILURES_TOLD: Final = 5
 _DESCRIPTION = """\
-Copies chunks of one namespace from the shared tier of CONFIG (a bucket, or a shared directory) into its
-nearer tier, so that a new server finds them close by, and checks every byte on the way: header, identity, checksums.
+Copies chunks of one namespace from the shared tier of CONFIG (a bucket or a shared directory) into its nearer tier, so
+that a new server finds them close by, and checks every byte on the way: header, identity, checksums.
 
     nixl-offload warm kv.yaml                                 # from the bucket into the directory of kv.yaml
-    nixl-offload warm kv.yaml --namespace 0f3a...             # where the bucket holds several; gc lists them
+    nixl-offload warm kv.yaml --namespace 0f3a...             # where the bucket holds several; ls lists them
     nixl-offload warm kv.yaml --from /mnt/shared/kv           # from a shared directory that CONFIG does not name
     nixl-offload warm kv.yaml --max-size 200GiB --rate 500MB/s
-    nixl-offload ls kv.yaml --tier s3 --keys --json | grep ... | nixl-offload warm kv.yaml --keys -
 
-Into a shared directory it copies beside running servers. A slab belongs to one engine at a time: stop the
-server first; all ranks' slabs of this machine are filled. Memory cannot be warmed from outside: what a server loads
-from a farther tier it keeps there by itself.
+Into a shared directory it copies beside running servers. A slab belongs to one engine at a time: stop the server first;
+the slabs of all ranks of this machine are filled. Memory cannot be warmed from outside: the server keeps there by
+itself what it loads from a farther tier.
 
 The newest chunks come first, until the tier's capacity, or --max-size, is reached; nothing that is there makes room.
-What is there already is skipped, so that an interrupted run goes on where it was.
+What is there already is skipped, so an interrupted run continues where it was.
 
 Exit code 0: done. 1: the storage failed, or a chunk is damaged in the source (nixl-offload verify finds those); run
 again. 2: CONFIG or the options are wrong. 130: interrupted; what was copied stays.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add ``warm`` to the command line."""
-    parser = commands.add_parser(
-        "warm",
-        help="copy chunks from a bucket or shared directory into a nearer tier",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("file", metavar="CONFIG", help="the YAML config")
+    summary = "copy chunks from a bucket or shared directory into a nearer tier"
+    parser = add_command(commands, "warm", run, summary=summary, description=_DESCRIPTION)
     parser.add_argument("--from", dest="source", metavar="TIER", help="s3, or the absolute path of a shared directory")
-    parser.add_argument("--to", dest="target", metavar="TIER", help="slab or shared_dir; default: the one of CONFIG")
     parser.add_argument("--namespace", metavar="NAME", help="which namespace; needed where the source holds several")
-    parser.add_argument(
-        "--keys", metavar="LIST", help="copy these: a file (or -), a key in hex per line, or what ls --keys prints"
-    )
     parser.add_argument(
         "--max-size",
         metavar="SIZE",
@@ -72,86 +73,81 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="the namespace holds at most so much in the nearer tier afterwards; default: what the capacity leaves",
     )
     parser.add_argument("--rate", metavar="SIZE/s", type=rate_argument, help="read no faster, such as 500MB/s")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+
+
+@dataclass(slots=True)
+class WarmReport:
+    """What was done so far, in chunks."""
+
+    total: int = 0
+    copied: int = 0
+    copied_bytes: int = 0
+    present: int = 0
+    """Were there already."""
+    gone: int = 0
+    """Deleted in the source meanwhile."""
+    damaged: int = 0
+    """Did not verify, and were not copied."""
+    failed: int = 0
+    no_room: int = 0
+    failures: list[str] = field(default_factory=list)
+    """The first few of what was damaged or failed, in words."""
+    gave_up: bool = False
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    def complain(self, words: str) -> None:
+        """Keep the first few."""
+        if words and len(self.failures) < _FAILURES_TOLD:
+            self.failures.append(words)
+
+
+class CopyResult(NamedTuple):
+    """What became of a chunk."""
+
+    kind: Literal["copied", "present", "gone", "damaged", "failed", "stopped"]
+    size_bytes: int = 0
+    words: str = ""
+    cause: str = ""
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError and TierError (nothing was copied yet), KeyboardInterrupt."""
-    if arguments.namespace is not None and not _NAMESPACE.fullmatch(arguments.namespace):
-        raise ConfigError(
-            f"--namespace: {shown(arguments.namespace)!r} is not one; allowed: 32 hex digits, as gc prints"
-        )
-    config = load_config(arguments.file)
-    source, target_tier = _tiers(config, arguments)
-    from nixl_offload.cli.verify.judge import Throttle
-    from nixl_offload.cli.warm import source as warm_source
-    from nixl_offload.cli.warm.copy import Copied, copy_all
-    from nixl_offload.cli.warm.target import held_namespaces, open_target
-
-    counting, progress, copied = Progress(sys.stderr), _Progress(sys.stderr), Copied()
-    store = open_existing(source)
-    try:
-        namespace = warm_source.choose_namespace(store, arguments.namespace, held_namespaces(target_tier))
-        target = open_target(target_tier, namespace, arguments.max_size, replace=arguments.namespace is not None)
-        try:
-            if arguments.keys is not None:
-                selection = warm_source.listed_keys(arguments.keys, namespace)
-            else:
-                selection = warm_source.newest_first(
-                    store,
-                    namespace,
-                    max_bytes=min(target_tier.capacity_bytes, arguments.max_size or target_tier.capacity_bytes),
-                    ttl_s=source.ttl_s if isinstance(source, S3Config) else None,
-                    report=counting,
-                )
-            counting.clear()
+    check_namespace(arguments.namespace)
+    source_tier, target_tier = _tiers(load_config(arguments.file), arguments)
+    progress = Progress(sys.stderr)
+    with closing(open_inspector(source_tier)) as source:
+        assert source.store is not None, "only shared tiers are sources"
+        info, namespace = choose_namespace(source, arguments.namespace, held_namespaces(target_tier.path))
+        replace = arguments.namespace is not None
+        with closing(open_target(target_tier, namespace, arguments.max_size, replace=replace)) as target:
+            max_bytes = min(target_tier.capacity_bytes, arguments.max_size or target_tier.capacity_bytes)
+            ttl_s = source_tier.ttl_s if isinstance(source_tier, S3Config) else None
+            selection = newest_first(source, info, namespace, max_bytes, ttl_s, progress)
+            warming = Warming(source.store, target, namespace, arguments.rate, progress)
             try:
-                copy_all(
-                    store,
-                    target,
-                    namespace,
-                    selection.candidates,
-                    copied,
-                    throttle=Throttle(arguments.rate),
-                    report=progress,
-                )
+                warming.run(selection.chunks)
             finally:
                 progress.clear()
-                _tell(arguments, store.where, target.where, namespace, selection, copied, out)
-        finally:
-            target.close()
-    finally:
-        counting.clear()
-        store.close()
-    return 1 if copied.failed or copied.damaged or copied.gave_up else 0
+                _print_report(arguments, source.where, target.where, info, selection, warming.report, out)
+    report = warming.report
+    return 1 if report.failed or report.damaged or report.gave_up else 0
 
 
-def _tiers(
-    config: Config, arguments: argparse.Namespace
-) -> tuple[S3Config | SharedDirConfig, SlabConfig | SharedDirConfig]:
+def _tiers(config: Config, arguments: argparse.Namespace) -> tuple[SharedConfig, SlabConfig | SharedDirConfig]:
     """Return where to copy from and to. Raises ConfigError."""
-    file = arguments.file
-    if arguments.target == "memory":
-        raise ConfigError(
-            "--to: memory cannot be warmed from outside: it belongs to the server's process, which keeps in it what it "
-            "loads from a farther tier (promote)"
-        )
+    file, wanted = arguments.file, arguments.source
     target = next((tier for tier in config.tiers if isinstance(tier, SlabConfig | SharedDirConfig)), None)
+    source = next((tier for tier in config.tiers if isinstance(tier, S3Config)), None)
     if target is None:
         raise ConfigError(f"{file}: tiers: none has kind: slab or shared_dir, so there is nothing to warm")
-    if arguments.target not in (None, target.kind):
-        raise ConfigError(f"--to: {shown(arguments.target)!r} cannot be warmed; allowed: {target.kind}")
-    source = next((tier for tier in config.tiers if isinstance(tier, S3Config)), None)
-    wanted = arguments.source
     if wanted is not None and os.path.isabs(wanted):
         path = os.path.normpath(wanted)
         if os.path.realpath(path) == os.path.realpath(target.path):
             raise ConfigError(f"--from: {wanted!r} is the directory to be warmed")
         return SharedDirConfig(kind="shared_dir", path=path, capacity=target.capacity_bytes), target
     if wanted not in (None, "s3"):
-        which = "is the tier to be warmed" if wanted == target.kind else "is no tier"
-        raise ConfigError(f"--from: {shown(wanted)!r} {which}; allowed: s3, or the absolute path of a shared directory")
+        raise ConfigError(f"--from: {printable(wanted)!r}: allowed: s3, or the absolute path of a shared directory")
     if source is None:
         raise ConfigError(
             f"{file}: tiers: none has kind: s3 behind the directory; say --from with the path of a shared directory"
@@ -159,76 +155,178 @@ def _tiers(
     return source, target
 
 
-def _tell(
+class Warming:
+    """One run."""
+
+    def __init__(
+        self, source: Store, target: WarmTarget, namespace: Namespace, bytes_per_s: float | None, progress: Progress
+    ) -> None:
+        self.report = WarmReport()
+        self._source = source
+        self._target = target
+        self._namespace = namespace
+        self._throttle = Throttle(bytes_per_s)
+        self._progress = progress
+        self._stop = threading.Event()
+        self._own = threading.local()
+        self._largest = HEADER_BYTES
+        self._flight: dict[Future[CopyResult], WholeChunk] = {}
+        self._copied: set[Key] = set()
+        self._failures_in_a_row = 0
+        self._began_s = time.monotonic()
+
+    def run(self, chunks: Sequence[WholeChunk]) -> None:
+        """Copy ``chunks`` in their order, until the target is full.
+
+        Raises KeyboardInterrupt after what was in flight has arrived; then and always the target is finished.
+        """
+        report = self.report
+        report.total = len(chunks)
+        self._largest = max((chunk.slot_bytes for chunk in chunks), default=HEADER_BYTES)
+        threads = max(1, min(MAX_CHUNKS, MEMORY_BYTES // self._largest, len(chunks)))
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="nixl-offload-warm")
+        try:
+            for number, chunk in enumerate(chunks):
+                while len(self._flight) >= threads:
+                    self._settle_some()
+                if report.gave_up:
+                    break
+                if self._target.has(chunk):
+                    report.present += 1
+                    continue
+                while not (reserved := self._target.reserve(chunk)) and self._flight:
+                    self._settle_some()  # a chunk that fails may leave its room
+                if not reserved:
+                    report.no_room = len(chunks) - number
+                    break
+                self._flight[pool.submit(self._copy, chunk)] = chunk
+            while self._flight:
+                self._settle_some()
+        except TierError as error:
+            report.failed += 1
+            report.complain(str(error))
+            report.gave_up = True
+        except KeyboardInterrupt:
+            report.interrupted = True
+            raise
+        finally:
+            self._stop.set()
+            pool.shutdown(cancel_futures=True)
+            for future, chunk in self._flight.items():
+                self._settle(chunk, CopyResult("stopped") if future.cancelled() else future.result())
+            try:
+                self._target.finish([chunk.key for chunk in reversed(chunks) if chunk.key in self._copied])
+            except TierError as error:
+                report.complain(str(error))
+                report.gave_up = True
+            report.seconds = time.monotonic() - self._began_s
+
+    def _settle_some(self) -> None:
+        for future in wait(self._flight, return_when=FIRST_COMPLETED).done:
+            self._settle(self._flight.pop(future), future.result())
+
+    def _settle(self, chunk: WholeChunk, result: CopyResult) -> None:
+        report, kind = self.report, result.kind
+        self._target.settle(chunk, stored=kind == "copied")
+        if kind == "stopped":
+            return
+        setattr(report, kind, getattr(report, kind) + 1)
+        if kind == "copied":
+            report.copied_bytes += result.size_bytes
+            self._copied.add(chunk.key)
+        report.complain(result.words)
+        self._failures_in_a_row = self._failures_in_a_row + 1 if kind == "failed" else 0
+        if self._failures_in_a_row >= FAILURES_IN_A_ROW or result.cause in ("full", "readonly", "denied"):
+            report.gave_up = True
+        done = report.copied + report.present + report.gone + report.damaged + report.failed
+        speed = report.copied_bytes / max(time.monotonic() - self._began_s, 0.001)
+        self._progress(
+            f"{done:,} of {plural(report.total, 'chunk')}, {about_size(report.copied_bytes)} copied, "
+            f"{about_size(int(speed))}/s"
+        )
+
+    def _copy(self, chunk: WholeChunk) -> CopyResult:
+        """Copy what the target lacks of a chunk. Nothing is written that was not verified whole before."""
+        moved_bytes, name = 0, ""
+        try:
+            buffer = self._buffer()
+            missing = self._target.missing_ranks(chunk)
+            if not missing:
+                return CopyResult("present")
+            self._throttle.wait(sum(chunk.sizes[rank] for rank in missing), self._stop)
+            for rank in missing:
+                if self._stop.is_set():
+                    return CopyResult("stopped")
+                name = shard_name(self._namespace.name, chunk.key, rank)
+                image = buffer[: chunk.sizes[rank]]
+                self._source.read_into(name, 0, image)
+                verify_image(image, self._namespace, chunk.key, rank)
+                self._target.write(chunk, rank, image)
+                moved_bytes += chunk.sizes[rank]
+        except FormatError as error:
+            return CopyResult("damaged", words=f"{name}: {error}")
+        except (StoreError, TierError) as error:
+            if error.cause == "missing":
+                return CopyResult("gone")
+            return CopyResult("damaged" if error.cause == "short" else "failed", words=str(error), cause=error.cause)
+        except OSError as error:
+            return CopyResult("failed", words=f"no memory for a shard of {self._largest} bytes: {error}")
+        return CopyResult("copied", moved_bytes)
+
+    def _buffer(self) -> memoryview:
+        """Return this thread's memory for one shard, page-aligned. Raises OSError."""
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None:
+            buffer = self._own.buffer = memoryview(mmap.mmap(-1, self._largest))
+        return buffer
+
+
+def verify_image(image: memoryview, namespace: Namespace, key: Key, rank: int) -> None:
+    """Raise FormatError unless ``image`` is, whole and in every checksum, the shard of ``key`` that ``rank`` holds."""
+    fields = namespace.fields
+    page = image[:HEADER_BYTES]
+    header = decode_header(page)
+    check_header(
+        page, Expected(namespace.rank_digest(rank), key, key_group(key), fields.blocks_per_chunk, header.block_bytes)
+    )
+    if format_slot_bytes(fields.blocks_per_chunk, header.block_bytes) != image.nbytes:
+        raise FormatError(
+            f"blocks of {header.block_bytes} bytes do not make a shard of {image.nbytes} bytes", reason="length"
+        )
+    verify_payload(header, image[HEADER_BYTES:], header.first_valid_block, header.blocks_per_chunk)
+
+
+def _print_report(
     arguments: argparse.Namespace,
     source: str,
     target: str,
-    namespace: Namespace,
+    info: NamespaceInfo,
     selection: Selection,
-    copied: Copied,
+    report: WarmReport,
     out: TextIO,
 ) -> None:
-    left_out = {name: getattr(selection, name) for name in ("incomplete", "expired", "surplus", "unknown")}
     if arguments.json:
-        plain: dict[str, Any] = {
-            "from": source,
-            "to": target,
-            "namespace": namespace.name,
-            **asdict(copied),
-            "left_out": left_out,
-        }
+        left_out = {name: getattr(selection, name) for name in ("incomplete", "expired", "surplus")}
+        plain = {"from": source, "to": target, "namespace": info.name, **asdict(report), "left_out": left_out}
         print(json.dumps(plain, indent=2), file=out)
         return
-    fields = namespace.fields
     print(f"{source} -> {target}", file=out)
-    print(f"Namespace {namespace.name}: tenant {shown(fields.tenant)}, model {model_words(asdict(fields))}.", file=out)
-    speed = f", {about_size(int(copied.copied_bytes / copied.seconds))}/s" if copied.seconds > 0.05 else ""
-    size = about_size(copied.copied_bytes)
-    print(f"Copied: {plural(copied.copied, 'chunk')}, {size} in {copied.seconds:.1f} s{speed}.", file=out)
+    print(f"Namespace {info.name}: {info.owner}.", file=out)
+    speed = f", {about_size(int(report.copied_bytes / report.seconds))}/s" if report.seconds > 0.05 else ""
+    size = about_size(report.copied_bytes)
+    print(f"Copied: {plural(report.copied, 'chunk')}, {size} in {report.seconds:.1f} s{speed}.", file=out)
     for count, words in (
-        (copied.present, "were there already"),
-        (copied.gone, "not in the source, or deleted meanwhile"),
-        (copied.no_room + selection.surplus, "left out, the oldest: no room for them"),
+        (report.present, "were there already"),
+        (report.gone, "deleted in the source meanwhile"),
+        (report.no_room + selection.surplus, "left out, the oldest: no room for them"),
         (selection.incomplete, "incomplete in the source: no server could load them"),
         (selection.expired, "past the ttl"),
-        (selection.unknown, "keys of no KV group of this namespace"),
-        (copied.damaged, "damaged in the source, and not copied; nixl-offload verify finds them"),
-        (copied.failed, "failed"),
+        (report.damaged, "damaged in the source, and not copied; nixl-offload verify finds them"),
+        (report.failed, "failed"),
     ):
         if count:
             print(f"  {count:,} {words}", file=out)
-    for words in copied.failures:
+    for words in report.failures:
         print(f"nixl-offload: {words}", file=sys.stderr)
-    if copied.interrupted or copied.gave_up:
+    if report.interrupted or report.gave_up:
         print("Not finished; run it again to go on.", file=out)
-
-
-class _Progress:
-    """One line that is written over on a terminal; a line every ten seconds in a log."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._began_s = time.monotonic()
-        self._pause_s = _EACH_S if self._terminal else _EACH_LOG_LINE_S
-        self._next_s = self._began_s + self._pause_s
-
-    def __call__(self, copied: Copied) -> None:
-        """Show how far it is, unless something was shown just now."""
-        now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
-        speed = copied.copied_bytes / max(now_s - self._began_s, 0.001)
-        text = (
-            f"{copied.done:,} of {plural(copied.total, 'chunk')}, {about_size(copied.copied_bytes)} copied, "
-            f"{about_size(int(speed))}/s"
-        )
-        self._stream.write(f"\r\x1b[K{text}" if self._terminal else f"nixl-offload: {text}\n")
-        self._stream.flush()
-        self._next_s = now_s + self._pause_s
-
-    def clear(self) -> None:
-        """Leave no half line behind."""
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()

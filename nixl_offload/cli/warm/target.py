@@ -1,7 +1,7 @@
 """Where ``nixl-offload warm`` copies to: a shared directory beside running servers, or the slabs of a stopped engine.
 
-Threading: ``begin``, ``end`` and ``finish`` are the main thread's; ``missing_ranks`` and ``write`` may be called by
-several at once, for different chunks. Ownership: a slab target holds the directory's lock until ``close``.
+Threading: ``missing_ranks`` and ``write`` may be called by several threads at once, for different chunks; all else is
+the main thread's. Ownership: a slab target holds the directory's lock until ``close``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
-from nixl_offload.cli.common import refuse_anothers_directory
-from nixl_offload.cli.warm.source import Candidate
-from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
+from nixl_offload.cli.warm.source import WholeChunk
+from nixl_offload.config import SharedDirConfig, SlabConfig
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.inspect import refuse_anothers_directory
 from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.shared.background_tasks import WriteManifest
 from nixl_offload.tiers.shared.naming import manifest_name, parse_shard_name, shard_name, witness_rank
@@ -33,67 +33,49 @@ from nixl_offload.types import Key, Location, key_group
 _INDEX_FLUSH_S: Final = 60.0
 
 
-class Place:
-    """A chunk's place, from ``begin`` to ``end``."""
-
-    __slots__ = ("candidate", "location")
-
-    def __init__(self, candidate: Candidate, location: Location | None) -> None:
-        self.candidate = candidate
-        self.location = location
-
-
-class Target(ABC):
+class WarmTarget(ABC):
     """Receives chunks, each whole or not at all. Errors: TierError and StoreError; what was copied before stays."""
 
     where: str
-    """The directory, for people."""
     room_bytes: int
     """What may still come, over all ranks."""
 
-    @abstractmethod
-    def begin(self, candidate: Candidate) -> Place | None:
-        """Take a place. None: there is no room for it; nothing that is there is given up to make some."""
+    def has(self, chunk: WholeChunk) -> bool:
+        """Whether the chunk is there, as far as that is known without asking for each shard."""
+        return False
 
     @abstractmethod
-    def missing_ranks(self, place: Place) -> Sequence[int]:
+    def reserve(self, chunk: WholeChunk) -> bool:
+        """Take room for a chunk. False: there is none; nothing that is there makes room."""
+
+    @abstractmethod
+    def missing_ranks(self, chunk: WholeChunk) -> Sequence[int]:
         """Return the ranks whose shards are not there, in the order in which they are to be written."""
 
     @abstractmethod
-    def write(self, place: Place, rank: int, image: memoryview) -> None:
-        """Put a verified shard in place."""
+    def write(self, chunk: WholeChunk, rank: int, image: memoryview) -> None:
+        """Write a verified shard."""
 
     @abstractmethod
-    def end(self, place: Place, *, stored: bool) -> None:
-        """All shards are there (``stored``), or nothing came and nothing writes to the place any more."""
-
-    @abstractmethod
-    def has(self, candidate: Candidate) -> bool:
-        """Whether the chunk is there already, as far as that is known without asking for each shard."""
+    def settle(self, chunk: WholeChunk, *, stored: bool) -> None:
+        """End what ``reserve`` began: all shards are there (``stored``), or nothing writes them any more."""
 
     @abstractmethod
     def finish(self, copied: Sequence[Key]) -> None:
-        """Make what was copied last: ``copied`` is in order of use, the least wanted first."""
+        """Make what was copied durable. ``copied``: the least wanted first."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""
 
 
-def held_namespaces(tier: DirectoryConfig) -> set[str]:
-    """Return the names of the namespaces in the tier's directory."""
-    with contextlib.suppress(OSError):
-        return {
-            name for name in os.listdir(tier.path) if other_namespaces.last_use_s(Path(tier.path) / name) is not None
-        }
-    return set()
-
-
-class TreeTarget(Target):
-    """A directory that servers share: a file per shard, renamed into place when it is whole and synced."""
+class DirectoryTarget(WarmTarget):
+    """A shared directory: a file per shard, renamed into place when it is whole and synced."""
 
     def __init__(self, tier: SharedDirConfig, namespace: Namespace, max_bytes: int | None) -> None:
         """Count what is there. ``max_bytes``: of this namespace, over all ranks. Raises StoreError."""
+        if not os.path.isdir(tier.path) and not Path(tier.path).parent.is_dir():
+            raise StoreError(f"{tier.path}: there is no such directory; is the filesystem mounted?", cause="missing")
         self._store = TreeStore(tier.path)
         self.where = self._store.where
         self._name = namespace.name
@@ -102,66 +84,58 @@ class TreeTarget(Target):
             used_bytes += info.size_bytes
             named = parse_shard_name(info.name)
             ours_bytes += info.size_bytes if named is not None and named.namespace == namespace.name else 0
-        self.room_bytes = max(0, tier.capacity_bytes - used_bytes)
+        self.room_bytes = tier.capacity_bytes - used_bytes
         if max_bytes is not None:
-            self.room_bytes = max(0, min(self.room_bytes, max_bytes - ours_bytes))
+            self.room_bytes = min(self.room_bytes, max_bytes - ours_bytes)
         WriteManifest(manifest_name(namespace.name), namespace.manifest(), time.time).run(self._store)
 
-    def begin(self, candidate: Candidate) -> Place | None:
-        """See Target."""
-        if candidate.total_bytes > self.room_bytes:
-            return None
-        self.room_bytes -= candidate.total_bytes
-        return Place(candidate, None)
+    def reserve(self, chunk: WholeChunk) -> bool:
+        if chunk.total_bytes > self.room_bytes:
+            return False
+        self.room_bytes -= chunk.total_bytes
+        return True
 
-    def has(self, candidate: Candidate) -> bool:
-        """See Target. Each shard has to be asked for, which ``missing_ranks`` does, many at a time."""
-        return False
-
-    def missing_ranks(self, place: Place) -> Sequence[int]:
-        """See Target. The shard that servers ask for when they want to know of the chunk comes last."""
-        holders = place.candidate.holders
-        last = witness_rank(place.candidate.key, holders)
-        missing = [rank for rank in holders if not self._has_shard(place.candidate, rank)]
+    def missing_ranks(self, chunk: WholeChunk) -> Sequence[int]:
+        """Return them, the one last whose shard servers ask for when they want to know of the chunk."""
+        last = witness_rank(chunk.key, chunk.holders)
+        missing = []
+        for rank in chunk.holders:
+            info = self._store.head(shard_name(self._name, chunk.key, rank))
+            if info is None or info.size_bytes != chunk.sizes[rank]:
+                missing.append(rank)
         return sorted(missing, key=lambda rank: rank == last)
 
-    def write(self, place: Place, rank: int, image: memoryview) -> None:
-        """See Target."""
-        self._store.write(shard_name(self._name, place.candidate.key, rank), image)
+    def write(self, chunk: WholeChunk, rank: int, image: memoryview) -> None:
+        self._store.write(shard_name(self._name, chunk.key, rank), image)
 
-    def end(self, place: Place, *, stored: bool) -> None:
-        """See Target. Shards that came without the others stay; a later run completes them."""
+    def settle(self, chunk: WholeChunk, *, stored: bool) -> None:
+        """Shards that came without the others stay; a later run completes them."""
         if not stored:
-            self.room_bytes += place.candidate.total_bytes
+            self.room_bytes += chunk.total_bytes
 
     def finish(self, copied: Sequence[Key]) -> None:
-        """See Target. Every file is there since its rename."""
+        """Every file is durable since its rename."""
 
     def close(self) -> None:
-        """See Target."""
         self._store.close()
 
-    def _has_shard(self, candidate: Candidate, rank: int) -> bool:
-        info = self._store.head(shard_name(self._name, candidate.key, rank))
-        return info is not None and info.size_bytes == candidate.sizes[rank]
 
-
-class SlabTarget(Target):
-    """The slabs of all ranks of this machine, while no engine has them open: index, slots and headers as the tier's."""
+class SlabTarget(WarmTarget):
+    """The slabs of all ranks of this machine, while no engine has them open."""
 
     def __init__(self, tier: SlabConfig, namespace: Namespace, max_bytes: int | None, *, replace: bool) -> None:
         """Take the directory's lock and open what is there, as an engine of ``namespace`` would.
 
-        ``replace``: namespaces of other models may be removed, as far as room is needed, as an engine would do.
+        ``replace``: namespaces of other models may be removed where room is needed, as an engine would do.
         Raises TierError (an engine has it open, ...), ConfigError.
         """
         self.where = tier.path
         self._namespace = namespace
         self._ranks = namespace.fields.world_size
-        self._fds: dict[int, int] = {}
-        self._slabs: dict[int, SlabFile] = {}
-        """By rank, of those that hold anything."""
-        _refuse_what_is_not_one_slab(tier, namespace, replace=replace)
+        self._slabs: dict[int, tuple[SlabFile, int]] = {}
+        """By rank, of those that hold anything: the slab, and a descriptor to write by."""
+        self._locations: dict[Key, Location] = {}
+        _refuse_what_is_not_one_slab(tier.path, namespace, replace=replace)
         sizes = sorted({namespace.slot_bytes(group.group_id) for group in namespace.fields.groups})
         try:
             self._tier = SlabTier.open(
@@ -172,77 +146,75 @@ class SlabTarget(Target):
                 raise
             raise TierError(
                 f"{str(error).partition(' Stop that engine')[0]} A slab belongs to one engine at a time: stop the "
-                "server and run this again, or keep a tier of kind: shared_dir, which is warmed beside servers, or let "
-                "traffic warm it: a server stores what it computes, and a memory tier in front keeps what it loads.",
+                "server and run this again, or use a shared directory, which is warmed beside servers.",
                 cause="locked",
             ) from error
         try:
-            self._open_slabs(tier)
+            for rank in sorted(
+                {rank for group in namespace.fields.groups for rank in namespace.holders(group.group_id)}
+            ):
+                self._open_slab(rank, direct_io=tier.direct_io)
         except BaseException:
             self.close()
             raise
         used_bytes = sum(taken.bytes_total for taken in self._tier.occupancy().values())
         self.room_bytes = (self._tier.place.rank_bytes - used_bytes) * self._ranks
         if max_bytes is not None:
-            self.room_bytes = max(0, min(self.room_bytes, max_bytes - used_bytes * self._ranks))
+            self.room_bytes = min(self.room_bytes, max_bytes - used_bytes * self._ranks)
 
-    def begin(self, candidate: Candidate) -> Place | None:
-        """See Target."""
-        size = self._ranks * candidate.slot_bytes
-        if size > self.room_bytes:
-            return None
-        location = self._tier.reserve_unused(candidate.key, candidate.slot_bytes)
-        if location is None:
-            return None
-        try:
-            for rank in candidate.holders:
-                self._slabs[rank].ensure(location.offset, location.slot_bytes)
-        except TierError:
-            self._tier.abort(candidate.key)
-            raise
-        self.room_bytes -= size
-        return Place(candidate, location)
-
-    def has(self, candidate: Candidate) -> bool:
-        """See Target. What the index names must have its header on every rank; else it is forgotten."""
-        if self._tier.state(candidate.key) is not State.READY:
+    def has(self, chunk: WholeChunk) -> bool:
+        """Ask the index. What it names must have its header on every rank; else it is forgotten."""
+        if self._tier.state(chunk.key) is not State.READY:
             return False
-        location = self._tier.pin(candidate.key)
+        location = self._tier.pin(chunk.key)
         try:
-            whole = all(self._has_header(rank, candidate.key, location) for rank in candidate.holders)
+            whole = all(self._has_header(rank, chunk.key, location) for rank in chunk.holders)
         finally:
-            self._tier.unpin(candidate.key)
+            self._tier.unpin(chunk.key)
         if not whole:
-            self._tier.drop(candidate.key)
+            self._tier.drop(chunk.key)
             self.room_bytes += self._ranks * location.slot_bytes
         return whole
 
-    def missing_ranks(self, place: Place) -> Sequence[int]:
-        """See Target. A new slot holds nothing yet."""
-        return place.candidate.holders
+    def reserve(self, chunk: WholeChunk) -> bool:
+        size_bytes = self._ranks * chunk.slot_bytes
+        location = self._tier.reserve_unused(chunk.key, chunk.slot_bytes) if size_bytes <= self.room_bytes else None
+        if location is None:
+            return False
+        try:
+            for rank in chunk.holders:
+                self._slabs[rank][0].ensure(location.offset, location.slot_bytes)
+        except TierError:
+            self._tier.abort(chunk.key)
+            raise
+        self.room_bytes -= size_bytes
+        self._locations[chunk.key] = location
+        return True
 
-    def write(self, place: Place, rank: int, image: memoryview) -> None:
-        """See Target."""
-        assert place.location is not None
-        done = 0
+    def missing_ranks(self, chunk: WholeChunk) -> Sequence[int]:
+        return chunk.holders
+
+    def write(self, chunk: WholeChunk, rank: int, image: memoryview) -> None:
+        slab, fd = self._slabs[rank]
+        offset, done = self._locations[chunk.key].offset, 0
         try:
             while done < image.nbytes:
-                done += os.pwrite(self._fds[rank], image[done:], place.location.offset + done)
+                done += os.pwrite(fd, image[done:], offset + done)
         except OSError as error:
-            raise tier_error(error, f"cannot write to {self._slabs[rank].path}") from error
+            raise tier_error(error, f"cannot write to {slab.path}") from error
 
-    def end(self, place: Place, *, stored: bool) -> None:
-        """See Target."""
+    def settle(self, chunk: WholeChunk, *, stored: bool) -> None:
+        del self._locations[chunk.key]
         if stored:
-            self._tier.commit(place.candidate.key)
+            self._tier.commit(chunk.key)
         else:
-            self._tier.abort(place.candidate.key)
-            self.room_bytes += self._ranks * place.candidate.slot_bytes
+            self._tier.abort(chunk.key)
+            self.room_bytes += self._ranks * chunk.slot_bytes
 
     def finish(self, copied: Sequence[Key]) -> None:
-        """See Target. Syncs the slabs, then has the index name the most wanted last: what is first there goes first."""
+        """Sync the slabs, then have the index name the most wanted last: an engine evicts what it names first."""
         try:
-            for fd in self._fds.values():
+            for _, fd in self._slabs.values():
                 os.fsync(fd)
         except OSError as error:
             raise tier_error(error, f"cannot sync the slabs in {self.where}") from error
@@ -250,66 +222,63 @@ class SlabTarget(Target):
             raise TierError(f"the index in {self.where} could not be written; run this again", cause="io")
 
     def close(self) -> None:
-        """See Target."""
-        fds, self._fds = self._fds, {}
-        for fd in fds.values():
+        slabs, self._slabs = self._slabs, {}
+        for slab, fd in slabs.values():
             os.close(fd)
-        for slab in self._slabs.values():
             slab.close()
         self._tier.close()
 
-    def _open_slabs(self, tier: SlabConfig) -> None:
+    def _open_slab(self, rank: int, *, direct_io: bool) -> None:
         place = self._tier.place
-        groups = [group.group_id for group in self._namespace.fields.groups]
-        for rank in sorted({rank for group in groups for rank in self._namespace.holders(group)}):
-            path = os.path.join(place.directory, rank_file_name(rank))
-            slab = SlabFile(path, place.rank_bytes, place.extent_bytes, direct_io=tier.direct_io)
-            slab.open()
-            self._slabs[rank] = slab
-            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if slab.direct_io else 0)
-            try:
-                self._fds[rank] = os.open(path, flags)
-            except OSError as error:
-                raise tier_error(error, f"cannot open {path}") from error
+        path = os.path.join(place.directory, rank_file_name(rank))
+        slab = SlabFile(path, place.rank_bytes, place.extent_bytes, direct_io=direct_io)
+        slab.open()
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if slab.direct_io else 0)
+        try:
+            self._slabs[rank] = (slab, os.open(path, flags))
+        except OSError as error:
+            slab.close()
+            raise tier_error(error, f"cannot open {path}") from error
 
     def _has_header(self, rank: int, key: Key, location: Location) -> bool:
-        """Look at one page past O_DIRECT's needs: through the page cache, by a descriptor of its own."""
+        """Read through the page cache: O_DIRECT would need aligned memory."""
         try:
-            with open(self._slabs[rank].path, "rb", buffering=0) as file:
+            with open(self._slabs[rank][0].path, "rb", buffering=0) as file:
                 header = decode_header(os.pread(file.fileno(), HEADER_BYTES, location.offset))
         except (OSError, FormatError):
             return False
         return (header.namespace, header.key, header.group) == (self._namespace.rank_digest(rank), key, key_group(key))
 
 
-def _refuse_what_is_not_one_slab(tier: SlabConfig, namespace: Namespace, *, replace: bool) -> None:
-    """Raise ConfigError for data-parallel engines, and where others' chunks might be removed for this one's."""
+def held_namespaces(path: str) -> set[str]:
+    """Return the names of the namespaces in a tier's directory."""
     with contextlib.suppress(OSError):
-        if any(_is_part(name) for name in os.listdir(tier.path)):
+        return {name for name in os.listdir(path) if other_namespaces.last_use_s(Path(path) / name) is not None}
+    return set()
+
+
+def _refuse_what_is_not_one_slab(path: str, namespace: Namespace, *, replace: bool) -> None:
+    """Raise ConfigError for data-parallel engines, and where other chunks might be removed for this namespace's."""
+    with contextlib.suppress(OSError):
+        if any(name.startswith("dp-") and name[3:].isdigit() for name in os.listdir(path)):
             raise ConfigError(
-                f"{tier.path}: data-parallel engines have a slab each there, which warm does not fill; let traffic do "
-                "it, or keep a tier of kind: shared_dir"
+                f"{path}: data-parallel engines have a slab each there, which warm does not fill; let traffic do it, "
+                "or use a shared directory"
             )
-    others = held_namespaces(tier) - {namespace.name}
+    others = held_namespaces(path) - {namespace.name}
     if others and not replace:
         raise ConfigError(
-            f"{tier.path}: holds {', '.join(sorted(others))} of another model or configuration, which would be removed "
-            f"as far as room is needed, as by a server of {namespace.name}; if that is meant, say --namespace "
+            f"{path}: holds {', '.join(sorted(others))} of another model or configuration, which would be removed "
+            f"where room is needed, as by a server of {namespace.name}; if that is meant, say --namespace "
             f"{namespace.name}"
         )
 
 
-def _is_part(name: str) -> bool:
-    return name.startswith("dp-") and name[3:].isdigit()
-
-
 def open_target(
     tier: SlabConfig | SharedDirConfig, namespace: Namespace, max_bytes: int | None, *, replace: bool
-) -> Target:
+) -> WarmTarget:
     """Open the tier for copying; arguments as for ``SlabTarget``. Raises TierError, StoreError, ConfigError."""
-    refuse_anothers_directory(tier.path, "warm")
+    refuse_anothers_directory(tier.path)
     if isinstance(tier, SharedDirConfig):
-        if not os.path.isdir(tier.path) and not Path(tier.path).parent.is_dir():
-            raise StoreError(f"{tier.path}: there is no such directory; is the filesystem mounted?", cause="missing")
-        return TreeTarget(tier, namespace, max_bytes)
+        return DirectoryTarget(tier, namespace, max_bytes)
     return SlabTarget(tier, namespace, max_bytes, replace=replace)

@@ -1,4 +1,4 @@
-"""What to delete from a shared tier so that it keeps to a size and an age: decided from listings, without touching it.
+"""Decides from listings what to delete from a shared tier so that it keeps to a size and an age.
 
 Threading: pure, one owner; nothing here does I/O or reads a clock.
 
@@ -11,12 +11,11 @@ between the passes is younger than that point and stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from nixl_offload.stores.base import ObjectInfo
-from nixl_offload.tiers.shared.naming import parse_shard_name
+from nixl_offload.tiers.inspect import ChunkInfo
 
 GRACE_S: Final = 600.0
 """Nothing younger is ever deleted: it may be part of a chunk of which other ranks are still writing theirs."""
@@ -25,58 +24,19 @@ MANIFEST_MIN_AGE_S: Final = 86_400.0
 _MOST_BUCKETS: Final = 8192
 
 
-class Chunk(NamedTuple):
-    """All shards of one key that were listed."""
-
-    names: tuple[str, ...]
-    size_bytes: int
-    modified_s: float
-    """Of the youngest shard: a chunk is as old as the last that was done to any part of it."""
-
-
-class Tally(NamedTuple):
-    """So many chunks, and what they consist of."""
+class Totals(NamedTuple):
+    """How many chunks, and what they consist of."""
 
     chunks: int = 0
     objects: int = 0
     size_bytes: int = 0
 
-    def plus(self, chunks: int, objects: int, size_bytes: int) -> Tally:
+    def plus(self, chunks: int, objects: int, size_bytes: int) -> Totals:
         """Return the sum."""
-        return Tally(self.chunks + chunks, self.objects + objects, self.size_bytes + size_bytes)
+        return Totals(self.chunks + chunks, self.objects + objects, self.size_bytes + size_bytes)
 
 
-NOTHING: Final = Tally()
-
-
-def chunks_of(listing: Iterable[ObjectInfo], others: Callable[[ObjectInfo], None] | None = None) -> Iterator[Chunk]:
-    """Group a listing in name order into chunks. What is not named like a shard is told to ``others`` and no chunk.
-
-    All ranks of a key stand side by side in a listing, so that one chunk is held at a time.
-    """
-    key: tuple[str, bytes] | None = None
-    shards: list[ObjectInfo] = []
-    for info in listing:
-        name = parse_shard_name(info.name)
-        if name is None:
-            if others is not None:
-                others(info)
-            continue
-        if (name.namespace, name.key) != key:
-            if shards:
-                yield _chunk(shards)
-            key, shards = (name.namespace, name.key), []
-        shards.append(info)
-    if shards:
-        yield _chunk(shards)
-
-
-def _chunk(shards: list[ObjectInfo]) -> Chunk:
-    return Chunk(
-        tuple(shard.name for shard in shards),
-        sum(shard.size_bytes for shard in shards),
-        max(shard.modified_s for shard in shards),
-    )
+NOTHING: Final = Totals()
 
 
 @dataclass(slots=True)
@@ -88,14 +48,14 @@ class Ages:
     """
 
     width_s: float = 1.0
-    total: Tally = NOTHING
+    total: Totals = NOTHING
     oldest_s: float = math.inf
     newest_s: float = -math.inf
-    _buckets: dict[int, Tally] = field(default_factory=dict)
+    _buckets: dict[int, Totals] = field(default_factory=dict)
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: ChunkInfo) -> None:
         """Count a chunk."""
-        self._count(math.floor(chunk.modified_s / self.width_s), Tally(1, len(chunk.names), chunk.size_bytes))
+        self._count(math.floor(chunk.modified_s / self.width_s), Totals(1, len(chunk.shards), chunk.size_bytes))
         self.oldest_s = min(self.oldest_s, chunk.modified_s)
         self.newest_s = max(self.newest_s, chunk.modified_s)
 
@@ -103,28 +63,28 @@ class Ages:
         """Count all that ``other`` has counted."""
         while self.width_s < other.width_s:
             self._widen()
-        for number, tally in other._buckets.items():
-            self._count(math.floor(number * other.width_s / self.width_s), tally)
+        for number, totals in other._buckets.items():
+            self._count(math.floor(number * other.width_s / self.width_s), totals)
         self.oldest_s = min(self.oldest_s, other.oldest_s)
         self.newest_s = max(self.newest_s, other.newest_s)
 
-    def oldest_first(self) -> Iterator[tuple[float, Tally]]:
+    def oldest_first(self) -> Iterator[tuple[float, Totals]]:
         """Yield for each bucket the time at which it ends (its chunks are older) and what it holds."""
         for number in sorted(self._buckets):
             yield (number + 1) * self.width_s, self._buckets[number]
 
-    def _count(self, number: int, tally: Tally) -> None:
-        self._buckets[number] = self._buckets.get(number, NOTHING).plus(*tally)
-        self.total = self.total.plus(*tally)
+    def _count(self, number: int, totals: Totals) -> None:
+        self._buckets[number] = self._buckets.get(number, NOTHING).plus(*totals)
+        self.total = self.total.plus(*totals)
         while len(self._buckets) > _MOST_BUCKETS:
             self._widen()
 
     def _widen(self) -> None:
         narrow, self._buckets = self._buckets, {}
         self.width_s *= 2
-        for number, tally in narrow.items():
+        for number, totals in narrow.items():
             wide = number // 2
-            self._buckets[wide] = self._buckets.get(wide, NOTHING).plus(*tally)
+            self._buckets[wide] = self._buckets.get(wide, NOTHING).plus(*totals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +97,7 @@ class Plan:
     """Of those modified later than ``before_s`` but earlier than this, which count as equally old ..."""
     partly_bytes: int
     """... so many go that this is reached."""
-    estimate: Tally
+    estimate: Totals
     """What will go, to within one bucket of ``Ages`` and one chunk."""
     kept_bytes: int
     """What will be left, likewise."""
@@ -188,7 +148,7 @@ class Sweep:
         self._plan = plan
         self._partly_left_bytes = plan.partly_bytes
 
-    def takes(self, chunk: Chunk) -> bool:
+    def takes(self, chunk: ChunkInfo) -> bool:
         """Whether ``chunk`` goes; to be asked once per chunk."""
         if chunk.modified_s < self._plan.before_s:
             return True

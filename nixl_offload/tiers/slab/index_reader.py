@@ -1,12 +1,12 @@
-"""A slab's durable index, read from outside: beside the engine that writes it, after it ended, after it was killed.
+"""Reads a slab's durable index from outside: beside the engine that writes it, after it ended, after it was killed.
 
-Threading: every call opens a connection of its own and closes it. Nothing is created or changed on disk, not even the
-log's shared memory, so that anybody who may read the files may look; ``drop_rows`` alone writes, and is for the holder
-of the directory's lock.
+Threading: every call opens a connection of its own and closes it. Reading creates and changes nothing on disk, not even
+the log's shared memory, so whoever may read the files may look. ``drop_rows`` alone writes, and is for the holder of
+the directory's lock.
 
-An index in use has its log's two side files beside it. Then it is opened with ``readonly_shm``: beside a running engine
-its log is respected, and of one that was killed the log is read into this process. Without them the file itself is all
-there is, and nothing may make the side files anew: ``immutable``.
+An index in use has the two side files of its log beside it. It is then opened with ``readonly_shm``: a running engine's
+log is respected, that of an engine that was killed is read into this process. Without them the file itself is
+complete, and nothing may create side files anew: ``immutable``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from nixl_offload.errors import TierError
 from nixl_offload.index.database import READABLE, is_damage, translate
@@ -27,11 +27,10 @@ _ROWS_PER_READ: Final = 10_000
 _SELECT: Final = f"SELECT seq, key, offset, slot_bytes FROM {READABLE}"
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.1
-_T = TypeVar("_T")
 
 
 class IndexRow(NamedTuple):
-    """A chunk's place. ``seq`` grows with every put."""
+    """A chunk's location. ``seq`` grows with every put."""
 
     seq: int
     key: Key
@@ -62,11 +61,7 @@ class IndexReader:
     def rows(self, after: int) -> Iterator[IndexRow]:
         """Yield all rows behind ``after``, the first put first; what is put meanwhile may be among them or not."""
         while True:
-            some = self._query(
-                f"{_SELECT} AND seq > ? ORDER BY seq LIMIT ?",
-                after,
-                _ROWS_PER_READ,
-            )
+            some = self._query(f"{_SELECT} AND seq > ? ORDER BY seq LIMIT ?", after, _ROWS_PER_READ)
             if not some:
                 return
             after = some[-1][0]
@@ -95,7 +90,7 @@ class IndexReader:
         return list(_sound(self._query(statement, *values)))
 
     def _query(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """Ask once more when an engine starts, ends, or makes the index anew between the look and the question."""
+        """Ask again where an engine started, ended or replaced the index between the check and the query."""
         for attempt in range(_ATTEMPTS):
             before = self._identity()
             try:
@@ -110,10 +105,10 @@ class IndexReader:
                         raise TierError(f"index {self.path} is damaged: {error}", cause="io") from error
                     raise why from error
             time.sleep(_PAUSE_S)
-        raise TierError(f"index {self.path}: it is being made anew all the time", cause="io")
+        raise TierError(f"index {self.path}: it is replaced again and again", cause="io")
 
     def _identity(self) -> tuple[int, ...]:
-        """Tell by which rules the file is read, and which file it is; its times too where nobody guards the reading."""
+        """Return how to read the file and which file it is; its time and size too where no lock guards reading."""
         try:
             status = self.path.stat()
         except OSError as error:
@@ -125,9 +120,8 @@ class IndexReader:
         return os.path.exists(f"{self.path}-shm") and os.path.exists(f"{self.path}-wal")
 
     def _connect(self) -> sqlite3.Connection:
-        name = os.path.abspath(self.path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
         how = "readonly_shm=1" if self._has_log() else "immutable=1"
-        connection = sqlite3.connect(f"file:{name}?mode=ro&{how}", uri=True, timeout=1.0, isolation_level=None)
+        connection = _open(self.path, f"mode=ro&{how}", timeout_s=1.0)
         connection.text_factory = bytes
         return connection
 
@@ -137,33 +131,24 @@ def drop_rows(path: Path, rows: Sequence[IndexRow]) -> list[IndexRow]:
 
     Raises TierError; then none is deleted.
     """
-
-    def drop(connection: sqlite3.Connection) -> list[IndexRow]:
-        connection.execute("BEGIN IMMEDIATE")
-        dropped = [
-            row
-            for row in rows
-            if connection.execute("DELETE FROM slot WHERE seq = ? AND key = ? AND offset = ?", row[:3]).rowcount
-        ]
-        connection.execute("COMMIT")
-        return dropped
-
-    return _writing(path, drop)
-
-
-def _writing(path: Path, act: Callable[[sqlite3.Connection], _T]) -> _T:
-    name = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"file:{name}?mode=rw", uri=True, timeout=5.0, isolation_level=None)
-        ) as connection:
-            return act(connection)
+        with contextlib.closing(_open(path, "mode=rw", timeout_s=5.0)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            delete = "DELETE FROM slot WHERE seq = ? AND key = ? AND offset = ?"
+            dropped = [row for row in rows if connection.execute(delete, row[:3]).rowcount]
+            connection.execute("COMMIT")
+            return dropped
     except sqlite3.Error as error:
         raise translate(error, str(path)) from error
 
 
+def _open(path: Path, how: str, timeout_s: float) -> sqlite3.Connection:
+    name = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    return sqlite3.connect(f"file:{name}?{how}", uri=True, timeout=timeout_s, isolation_level=None)
+
+
 def _sound(rows: Sequence[tuple[Any, ...]]) -> Iterator[IndexRow]:
-    """Leave out rows whose values are of other types than were written: a damaged page may hold anything."""
+    """Skip rows whose values are not of the types that were written: a damaged page may hold anything."""
     for seq, key, offset, slot_bytes in rows:
         typed = type(key) is bytes and type(offset) is int and type(slot_bytes) is int
         if typed and len(key) > 4 and offset >= 0 and slot_bytes > 0:

@@ -1,1 +1,0 @@
-"""``nixl-offload ls``: what is stored."""

@@ -1,1 +1,0 @@
-"""``nixl-offload stat``: one chunk, header and all."""

@@ -1,0 +1,142 @@
+"""Whether a stored shard is what its name or index row promises: header, identity, lengths, checksum of each block.
+
+Threading: functions over the caller's buffers, safe anywhere. Memory: one piece, however large a shard or a block is.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import xxhash
+
+from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header, slot_bytes
+from nixl_offload.errors import FormatError, StoreError
+from nixl_offload.tiers.inspect import ChunkInfo, NamespaceInfo, ShardInfo
+from nixl_offload.types import PAGE_BYTES, key_group
+
+PIECE_BYTES: Final = 8 << 20
+"""How much is read at once; each thread that checks has a buffer of this size."""
+
+Read = Callable[[ShardInfo, int, memoryview], None]
+
+
+class ShardFault(NamedTuple):
+    """What is wrong with a shard."""
+
+    rank: int
+    place: str
+    reason: str
+    """As ``FormatError.reason``; or ``missing``, ``rank`` (there is no such rank), ``other`` (a whole shard of another
+    chunk) or ``unreadable`` (the storage failed; nothing is known of the shard)."""
+    words: str
+    created_s: int | None = None
+    """By the header, where it can be read."""
+
+
+class Buffer:
+    """Page-aligned memory of one thread."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, PIECE_BYTES))
+
+
+def check_shard(
+    read: Read, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo, buffer: Buffer
+) -> ShardFault | None:
+    """Read a shard whole and check it. None: it is right."""
+    header: ShardHeader | None = None
+    try:
+        first = min(PIECE_BYTES, max(shard.size_bytes, HEADER_BYTES))
+        try:
+            read(shard, 0, buffer.memory[:first])
+        except StoreError as error:
+            if error.cause != "short" or first == HEADER_BYTES:
+                raise
+            first = HEADER_BYTES  # a slab may end within a slot; the header tells more than that
+            read(shard, 0, buffer.memory[:first])
+        header = decode_header(buffer.memory[:HEADER_BYTES])
+        _check_identity(header, namespace, chunk, shard)
+        _check_blocks(header, _checksums(read, shard, header, buffer, first))
+    except (FormatError, StoreError) as error:
+        if isinstance(error, FormatError):
+            reason = error.reason
+        else:
+            reason = {"missing": "missing", "short": "length"}.get(error.cause, "unreadable")
+        return ShardFault(shard.rank, shard.place, reason, str(error), header.created_s if header else None)
+    return None
+
+
+def _check_identity(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> None:
+    """Raise FormatError where a valid header is not that of ``shard``; ``other`` where it is another chunk's."""
+    digest = namespace.rank_digest(shard.rank)
+    if digest is not None and header.namespace != digest:
+        raise FormatError(
+            f"the shard belongs to namespace {header.namespace.hex()[:32]}…, "
+            f"that of rank {shard.rank} here is {digest.hex()[:32]}…",
+            reason="namespace",
+        )
+    if header.key != chunk.key or header.group != key_group(chunk.key):
+        same_namespace = digest is not None and header.group == int.from_bytes(header.key[-4:], "big")
+        raise FormatError(
+            f"the shard holds key {header.key.hex()} of group {header.group}",
+            reason="other" if same_namespace else "key",
+        )
+    if namespace.blocks_per_chunk not in (None, header.blocks_per_chunk):
+        raise FormatError(
+            f"the shard holds {header.blocks_per_chunk} blocks, expected {namespace.blocks_per_chunk}", reason="blocks"
+        )
+    needed_bytes = slot_bytes(header.blocks_per_chunk, header.block_bytes)
+    promised_bytes = namespace.shard_bytes(chunk.key, shard.rank)
+    if promised_bytes not in (None, needed_bytes):
+        raise FormatError(
+            f"by its header the shard has {needed_bytes} bytes, those of rank {shard.rank} have {promised_bytes}",
+            reason="length",
+        )
+    # A slot has room for the largest shard of all ranks and of groups that share its class; an object has its own size.
+    if shard.size_bytes < needed_bytes or (shard.modified_s is not None and shard.size_bytes != needed_bytes):
+        raise FormatError(
+            f"by its header the shard has {needed_bytes} bytes, there are {shard.size_bytes}", reason="length"
+        )
+
+
+def _checksums(read: Read, shard: ShardInfo, header: ShardHeader, buffer: Buffer, there_bytes: int) -> list[int]:
+    """Return the checksums of all valid blocks, reading what is not in the buffer yet. Raises StoreError.
+
+    ``there_bytes``: how much of the shard's beginning lies in ``buffer``.
+    """
+    found: list[int] = []
+    digest, left_bytes = xxhash.xxh3_64(), header.block_bytes
+    position = HEADER_BYTES
+    begin, end = position + header.first_valid_block * header.block_bytes, position + header.payload_bytes
+    while position < end:
+        if position >= there_bytes:
+            length = min(PIECE_BYTES, shard.size_bytes - position, -(-(end - position) // PAGE_BYTES) * PAGE_BYTES)
+            read(shard, position, buffer.memory[:length])
+            piece = buffer.memory[: min(length, end - position)]
+        else:
+            piece = buffer.memory[position : min(there_bytes, end)]
+        position += piece.nbytes
+        piece = piece[max(0, piece.nbytes - max(0, position - begin)) :]
+        while piece.nbytes:  # a block may span pieces, and a piece may hold many blocks
+            part, piece = piece[:left_bytes], piece[left_bytes:]
+            digest.update(part)
+            left_bytes -= part.nbytes
+            if not left_bytes:
+                found.append(digest.intdigest())
+                digest, left_bytes = xxhash.xxh3_64(), header.block_bytes
+    return found
+
+
+def _check_blocks(header: ShardHeader, found: list[int]) -> None:
+    """Raise FormatError naming the blocks whose checksums are not the header's."""
+    first = header.first_valid_block
+    stated = header.checksums[first:]
+    bad = [number for number, pair in enumerate(zip(stated, found, strict=True), start=first) if pair[0] != pair[1]]
+    if bad:
+        some = ", ".join(map(str, bad[:8])) + (" …" if len(bad) > 8 else "")
+        noun = "block" if len(bad) == 1 else "blocks"
+        raise FormatError(
+            f"{noun} {some} of {header.blocks_per_chunk}: the checksum is not the header's", reason="checksum"
+        )

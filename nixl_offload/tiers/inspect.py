@@ -1,0 +1,296 @@
+"""The inspection contract: what a tier holds, asked by commands from outside any server.
+
+Threading: one thread lists; ``read_into`` and ``look_again`` may be called by several threads at once.
+Inspection locks, creates and changes nothing, ``delete`` and ``remove`` apart. Memory does not grow with the number of
+chunks: listings are yielded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, NamedTuple
+
+from nixl_offload.errors import ConfigError, NotSupportedError
+from nixl_offload.identity.namespace import manifest_digest, rank_digest
+from nixl_offload.stores.base import Store
+from nixl_offload.types import Key, key_group
+
+BENCH_SCRATCH: Final = b"nxobench".hex()
+"""Names of the scratch namespaces of ``nixl-offload bench`` begin with this."""
+_MAX_RANKS: Final = 1 << 16
+"""A manifest that names more ranks is not believed: counting up to a forged number would never end."""
+_GROUPS: Final = range(1 << 32)
+"""A key has four bytes for its KV group."""
+_MAX_BYTES: Final = 1 << 62
+_PRINTABLE_CHARS: Final = 60
+
+
+class ShardInfo(NamedTuple):
+    """What one rank holds of a chunk, as an index or a listing says."""
+
+    rank: int
+    place: str
+    """The object's name, or ``PATH.slab@OFFSET``; ``nixl-offload stat`` takes it."""
+    size_bytes: int
+    offset: int
+    """Of its first byte at that place: 0 except in a slab."""
+    modified_s: float | None
+    """By the store's clock; None in a slab, where only the header knows."""
+
+
+class ChunkInfo(NamedTuple):
+    """A chunk, as an index or a listing says."""
+
+    key: Key
+    shards: tuple[ShardInfo, ...]
+    cursor: str
+    """A listing resumes after this chunk from here."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all its shards."""
+        return sum(shard.size_bytes for shard in self.shards)
+
+    @property
+    def modified_s(self) -> float:
+        """When its youngest shard was written or refreshed; 0 in a slab."""
+        return max(shard.modified_s or 0.0 for shard in self.shards)
+
+
+class NamespaceSize(NamedTuple):
+    """How much a namespace holds."""
+
+    chunks: int = 0
+    shards: int = 0
+    size_bytes: int = 0
+    oldest_s: float | None = None
+    newest_s: float | None = None
+
+
+@dataclass(slots=True)
+class NamespaceInfo:
+    """A namespace that a tier holds."""
+
+    name: str
+    """32 hex digits."""
+    manifest: Mapping[str, Any] | None
+    """Only a manifest that fits the namespace; the values of its fields may still be of any type."""
+    part: str = ""
+    """``dp-0`` and so on, where data-parallel engines share a directory."""
+    used_s: float | None = None
+    """When an engine last opened it, where that is known."""
+    in_use: str | None = None
+    """Which engine has it open now, in words; None: none, or unknown (``Inspector.exclusive``)."""
+    trouble: str | None = None
+    """Why its chunks cannot be listed, if so."""
+    digest: bytes | None = field(init=False)
+    _sizes: dict[int, int | tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    """By KV group: bytes of a shard by rank, or one number where an older version had one for all ranks."""
+
+    def __post_init__(self) -> None:
+        self.digest = manifest_digest(self.manifest)
+        self._sizes = _sizes_of(self._fields.get("groups"), self.ranks)
+
+    @property
+    def path(self) -> str:
+        """The name, behind the part."""
+        return f"{self.part}/{self.name}" if self.part else self.name
+
+    @property
+    def tenant(self) -> str | None:
+        """From the manifest, safe to print."""
+        return printable(self._fields.get("tenant"))
+
+    @property
+    def model(self) -> str | None:
+        """From the manifest, safe to print; local weights by their digest too."""
+        model, weights = printable(self._fields.get("model")), printable(self._fields.get("weights"), 8)
+        return f"{model} (local weights {weights})" if model and weights else model
+
+    @property
+    def owner(self) -> str:
+        """Tenant and model, for people."""
+        return f"tenant {self.tenant or '?'}, model {self.model or '?'}"
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks the namespace has: the most shards that a chunk can consist of."""
+        ranks = self._number("world_size")
+        return None if ranks is None or ranks > _MAX_RANKS else ranks
+
+    @property
+    def blocks_per_chunk(self) -> int | None:
+        """Blocks of a chunk, in every group."""
+        return self._number("blocks_per_chunk")
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens of a chunk."""
+        block, blocks = self._number("tokens_per_block"), self.blocks_per_chunk
+        return block * blocks if block and blocks else None
+
+    @property
+    def groups(self) -> Sequence[int]:
+        """The KV groups whose shard sizes the manifest tells."""
+        return tuple(self._sizes)
+
+    def shard_bytes(self, key: Key, rank: int) -> int | None:
+        """Return the size of the shard of ``rank``, header and padding included; None where no manifest tells it."""
+        sizes = self._sizes.get(key_group(key))
+        if not isinstance(sizes, tuple):
+            return sizes
+        return sizes[rank] if 0 <= rank < len(sizes) else None
+
+    def holders(self, group: int) -> Sequence[int]:
+        """Return the ranks that hold a shard of the group's chunks: all of them, unless the manifest says otherwise."""
+        sizes = self._sizes.get(group)
+        if not isinstance(sizes, tuple):
+            return range(self.ranks or 0)
+        return tuple(rank for rank, size in enumerate(sizes) if size)
+
+    def why_no_shard(self, key: Key, rank: int) -> str | None:
+        """Say why a chunk can have no shard of ``rank``; None where it has one, or where that is unknown."""
+        if self.ranks is None or rank in self.holders(key_group(key)):
+            return None
+        if rank >= self.ranks:
+            return f"there is no rank {rank} in a namespace of {self.ranks}"
+        return f"rank {rank} has no layer of KV group {key_group(key)}"
+
+    def rank_digest(self, rank: int) -> bytes | None:
+        """Return the digest that the headers of ``rank`` must carry; None where no manifest fits."""
+        return rank_digest(self.digest, rank) if self.digest and 0 <= rank < 1 << 32 else None
+
+    def details(self) -> dict[str, str | int]:
+        """Return what tells this namespace from others of the same model, safe to print."""
+        texts = ("engine", "platform", "revision", "dtype", "kv_layout", "attention_backend")
+        numbers = ("tp", "pp", "pcp", "dcp", "world_size", "blocks_per_chunk", "tokens_per_block")
+        found: dict[str, str | int | None] = {name: printable(self._fields.get(name)) for name in texts}
+        found |= {name: self._number(name) for name in numbers}
+        return {name: value for name, value in found.items() if value}
+
+    @property
+    def _fields(self) -> Mapping[str, Any]:
+        return self.manifest["fields"] if self.manifest else {}
+
+    def _number(self, name: str) -> int | None:
+        value = self._fields.get(name)
+        return value if type(value) is int and 0 < value < 1 << 31 else None
+
+
+def _sizes_of(groups: object, ranks: int | None) -> dict[int, int | tuple[int, ...]]:
+    """Return what a manifest says of shard sizes, as far as it can be true: anybody may have written it."""
+    sizes: dict[int, int | tuple[int, ...]] = {}
+    for group in groups if isinstance(groups, list) and ranks else ():
+        number, size = (group.get("group_id"), group.get("slot_bytes")) if isinstance(group, dict) else (None, None)
+        of_ranks = tuple(size) if isinstance(size, list) and len(size) == ranks else (size,)
+        possible = all(type(each) is int and 0 <= each < _MAX_BYTES for each in of_ranks) and any(of_ranks)
+        if type(number) is int and number in _GROUPS and possible:
+            sizes[number] = of_ranks if isinstance(size, list) else of_ranks[0]
+    return sizes
+
+
+class Inspector(ABC):
+    """Looks into one tier. Errors: StoreError and TierError."""
+
+    kind: str
+    """The tier's kind, as the config spells it."""
+    where: str
+    """The directory, or the bucket and prefix, for people."""
+    capacity_bytes: int | None
+    exclusive: ClassVar[bool] = False
+    """One engine at a time has the tier: it locks the directory, reuses slots, and keeps within the capacity itself."""
+    delete_batch: ClassVar[int] = 1
+    """How many chunks ``delete`` best takes at once."""
+    store: Store | None = None
+    """The store of a tier that servers share; None where chunks lie in slots."""
+    other_objects: int = 0
+    """Objects that are not ours, counted while ``namespaces`` and ``chunks`` run. No command touches them."""
+
+    @abstractmethod
+    def namespaces(self) -> Iterator[NamespaceInfo]:
+        """Yield what is there, in the order of ``NamespaceInfo.path``."""
+
+    @abstractmethod
+    def measure(self, namespace: NamespaceInfo) -> NamespaceSize:
+        """Count chunks and bytes."""
+
+    @abstractmethod
+    def chunks(self, namespace: NamespaceInfo, after: str = "") -> Iterator[ChunkInfo]:
+        """Yield chunks, from behind the cursor ``after``."""
+
+    @abstractmethod
+    def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:
+        """Return up to ``limit`` chunks whose keys begin with these hex digits (two at least)."""
+
+    @abstractmethod
+    def find_place(self, text: str) -> Sequence[tuple[NamespaceInfo, ChunkInfo, ShardInfo]]:
+        """Return the shards at a place, which may be one of another tier or of none: ``ShardInfo.place`` or a path."""
+
+    @abstractmethod
+    def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:
+        """Return the chunk as it is now, None where it is gone."""
+
+    @abstractmethod
+    def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` from ``offset`` of the shard. ``memory``: page-aligned, whole pages where possible.
+
+        Raises StoreError: ``missing``, ``short`` (the shard ends earlier), others where the storage fails.
+        """
+
+    @abstractmethod
+    def created_s(self, chunk: ChunkInfo) -> float | None:
+        """Return when the chunk was written, None where that is unknown."""
+
+    def in_use(self, namespace: NamespaceInfo) -> str | None:
+        """Say which engine has the namespace open at this moment; None: none, or unknown."""
+        return None
+
+    def used_bytes(self, namespace: NamespaceInfo | None = None) -> int | None:
+        """Return what the tier, or one namespace, takes on the disk; None where only chunks count."""
+        return None
+
+    @abstractmethod
+    def delete(
+        self, namespace: NamespaceInfo, chunks: Sequence[tuple[ChunkInfo, Sequence[ShardInfo]]]
+    ) -> list[str | None]:
+        """Delete these shards of chunks that are still as they were listed.
+
+        Returns for each chunk None where it is done, else why it was left. In a slab the chunk leaves the index, and
+        the slots of the shards named are cleared.
+        """
+
+    def remove(self, namespaces: Sequence[NamespaceInfo]) -> list[str | None]:
+        """Remove whole namespaces that nobody has opened since they were listed; returns as ``delete``.
+
+        Raises TierError (``locked``: an engine has the directory; nothing was removed), ConfigError, NotSupportedError.
+        """
+        raise NotSupportedError(f"{self.where}: chunks of a shared tier are deleted one by one")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what was opened. Idempotent."""
+
+
+def printable(value: object, limit: int = _PRINTABLE_CHARS) -> str | None:
+    """Return text that is safe for a terminal, None for what is no text."""
+    if not isinstance(value, str):
+        return None
+    return "".join(char if char.isprintable() else "?" for char in value[:limit])
+
+
+def refuse_anothers_directory(path: str) -> None:
+    """Raise ConfigError where root would write into another user's directory, whose server could not open the files."""
+    if os.geteuid() != 0:
+        return
+    for place in (os.path.join(path, "lock"), path):
+        with contextlib.suppress(OSError):
+            owner = os.stat(place, follow_symlinks=False).st_uid
+            if owner != 0:
+                raise ConfigError(
+                    f"{path}: belongs to user {owner}, whose server could not open what root puts there; run the "
+                    f"command as that user: sudo -u '#{owner}' nixl-offload ..."
+                )

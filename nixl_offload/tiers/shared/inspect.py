@@ -1,0 +1,169 @@
+"""What a shared directory or a bucket holds, found by listing it through its store. Servers go on meanwhile.
+
+Threading: as ``tiers.inspect``. Ownership: the inspector closes its store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from nixl_offload.errors import StoreError
+from nixl_offload.identity.namespace import manifest_fits
+from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, NamespaceSize, ShardInfo
+from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name
+from nixl_offload.types import Key
+
+_MANIFEST_MAX_BYTES: Final = 1 << 20
+_PLACE: Final = re.compile(r"(?:.*/)?([0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]+\.[0-9a-f]{4})")
+
+
+class SharedInspector(Inspector):
+    """Looks into a shared directory or a bucket."""
+
+    store: Store
+
+    def __init__(self, store: Store, *, kind: str, capacity_bytes: int | None) -> None:
+        self.store = store
+        self.kind = kind
+        self.where = store.where
+        self.capacity_bytes = capacity_bytes
+
+    def namespaces(self) -> Iterator[NamespaceInfo]:
+        self.other_objects = 0
+        for name in list_namespaces(self.store, self._count_other):
+            yield NamespaceInfo(name, read_manifest(self.store, name))
+
+    def measure(self, namespace: NamespaceInfo) -> NamespaceSize:
+        """List the namespace. A chunk is as old as its youngest shard."""
+        size = NamespaceSize()
+        for chunk in self.chunks(namespace):
+            size = NamespaceSize(
+                size.chunks + 1,
+                size.shards + len(chunk.shards),
+                size.size_bytes + chunk.size_bytes,
+                min(chunk.modified_s, chunk.modified_s if size.oldest_s is None else size.oldest_s),
+                max(chunk.modified_s, chunk.modified_s if size.newest_s is None else size.newest_s),
+            )
+        return size
+
+    def chunks(self, namespace: NamespaceInfo, after: str = "") -> Iterator[ChunkInfo]:
+        """Yield chunks in the order of their keys."""
+
+        def count(info: ObjectInfo) -> None:
+            if parse_manifest_name(info.name) != namespace.name:
+                self._count_other(info)
+
+        return group_chunks(self.store.list(f"{namespace.name}/", start_after=after), count)
+
+    def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:
+        found = group_chunks(self.store.list(f"{namespace.name}/{digits[:2]}/{digits}"))
+        return [chunk for chunk, _ in zip(found, range(limit), strict=False)]
+
+    def find_place(self, text: str) -> Sequence[tuple[NamespaceInfo, ChunkInfo, ShardInfo]]:
+        """Find the shard of that name; an absolute path must lie in this directory."""
+        match = _PLACE.fullmatch(text)
+        name = parse_shard_name(match[1]) if match else None
+        outside = text.startswith("/") and not os.path.abspath(text).startswith(f"{self.where}/")
+        if match is None or name is None or outside:
+            return []
+        namespace = NamespaceInfo(name.namespace, read_manifest(self.store, name.namespace))
+        found = group_chunks(self.store.list(match[1]))
+        return [(namespace, chunk, shard) for chunk in found for shard in chunk.shards if shard.place == match[1]]
+
+    def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:
+        return next(iter(self.find(namespace, f"{chunk.key.hex()}.", 1)), None)
+
+    def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
+        self.store.read_into(shard.place, offset, memory)
+
+    def created_s(self, chunk: ChunkInfo) -> float | None:
+        """Return when the chunk was written or refreshed."""
+        return chunk.modified_s
+
+    def delete(
+        self, namespace: NamespaceInfo, chunks: Sequence[tuple[ChunkInfo, Sequence[ShardInfo]]]
+    ) -> list[str | None]:
+        return [self._delete(namespace, chunk, shards) for chunk, shards in chunks]
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _delete(self, namespace: NamespaceInfo, chunk: ChunkInfo, shards: Sequence[ShardInfo]) -> str | None:
+        try:
+            if self.look_again(namespace, chunk) != chunk:
+                return "changed meanwhile, left"
+            self.store.delete([shard.place for shard in shards])
+        except StoreError as error:
+            return str(error)
+        return None
+
+    def _count_other(self, info: ObjectInfo) -> None:
+        self.other_objects += 1
+
+
+def group_chunks(
+    listing: Iterable[ObjectInfo], others: Callable[[ObjectInfo], None] | None = None
+) -> Iterator[ChunkInfo]:
+    """Group a listing in name order into chunks; what is not named like a shard goes to ``others``.
+
+    All ranks of a key stand side by side in a listing, so one chunk is held at a time.
+    """
+    current: tuple[str, Key] | None = None
+    shards: list[ShardInfo] = []
+    for info in listing:
+        name = parse_shard_name(info.name)
+        if name is None or len(name.key) <= 4:
+            if others is not None:
+                others(info)
+            continue
+        if (name.namespace, name.key) != current:
+            if current is not None:
+                yield ChunkInfo(current[1], tuple(shards), shards[-1].place)
+            current, shards = (name.namespace, name.key), []
+        shards.append(ShardInfo(name.rank, info.name, info.size_bytes, 0, info.modified_s))
+    if current is not None:
+        yield ChunkInfo(current[1], tuple(shards), shards[-1].place)
+
+
+def list_namespaces(store: Store, others: Callable[[ObjectInfo], None]) -> Iterator[str]:
+    """Yield each namespace once, listing at most a page of it; objects outside namespaces go to ``others``."""
+    after = ""
+    while True:
+        found = None
+        for info in store.list("", start_after=after):
+            first, slash, _ = info.name.partition("/")
+            found = parse_manifest_name(manifest_name(first)) if slash else None
+            if found:
+                break
+            others(info)
+        if not found:
+            return
+        yield found
+        after = f"{found}0"  # "0" follows "/": all of the namespace sorts before it, and no other namespace does
+
+
+def read_manifest(store: Store, namespace: str) -> dict[str, Any] | None:
+    """Return the manifest, None where there is none that fits the namespace. Anybody may have written it.
+
+    Raises StoreError.
+    """
+    name = manifest_name(namespace)
+    info = store.head(name)
+    if info is None or info.size_bytes > _MANIFEST_MAX_BYTES:
+        return None
+    content = bytearray(info.size_bytes)
+    try:
+        store.read_into(name, 0, memoryview(content))
+        manifest: Any = json.loads(content)
+    except StoreError as exc:
+        if exc.cause in ("missing", "short"):  # deleted or replaced this moment
+            return None
+        raise
+    except (ValueError, RecursionError):
+        return None
+    return manifest if manifest_fits(manifest, namespace) else None
