@@ -101,7 +101,7 @@ def _discard_stdout() -> None:
 
 @contextlib.contextmanager
 def _terminated_is_interrupted() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, so that scratch is removed and --resume can go on."""
+    """Let SIGTERM raise KeyboardInterrupt, so that scratch space is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

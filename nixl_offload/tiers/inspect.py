@@ -47,8 +47,8 @@ class ChunkInfo(NamedTuple):
 
     key: Key
     shards: tuple[ShardInfo, ...]
-    cursor: str
-    """A listing resumes after this chunk from here."""
+    version: int = 0
+    """In a slab it changes whenever the chunk is put again."""
 
     @property
     def size_bytes(self) -> int:
@@ -219,8 +219,8 @@ class Inspector(ABC):
         """Count chunks and bytes."""
 
     @abstractmethod
-    def chunks(self, namespace: NamespaceInfo, after: str = "") -> Iterator[ChunkInfo]:
-        """Yield chunks, from behind the cursor ``after``."""
+    def chunks(self, namespace: NamespaceInfo) -> Iterator[ChunkInfo]:
+        """Yield the chunks of a namespace."""
 
     @abstractmethod
     def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:

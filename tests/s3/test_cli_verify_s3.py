@@ -44,7 +44,6 @@ class Bucket:
 def bucket(rclone: RcloneServer, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     for name, value in rclone.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Bucket(rclone, prefix, tmp_path)
 
 

@@ -93,8 +93,7 @@ class Tiers:
 
 
 @pytest.fixture
-def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tiers:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def tiers(tmp_path: Path) -> Tiers:
     return Tiers(tmp_path)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -20,8 +19,7 @@ import yaml
 from nixl_offload.cli.main import main
 from nixl_offload.cli.verify import command as verify_command
 from nixl_offload.cli.verify import judge as verify_judge
-from nixl_offload.cli.verify.command import bar_text
-from nixl_offload.cli.verify.state import ResumeFile, TierProgress
+from nixl_offload.cli.verify.command import VerifyTotals, bar_text
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.inspect import SharedInspector
@@ -34,10 +32,8 @@ CHUNKS = 24
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_judge, "_PAUSES_BESIDE_AN_ENGINE_S", (0.15, 0.05))
-    return tmp_path / "cache" / "nixl-offload"
 
 
 @pytest.fixture
@@ -92,7 +88,7 @@ def bad(cli: Cli) -> dict[str, list[tuple[int, str]]]:
     }
 
 
-def test_all_is_good_beside_a_server_and_nothing_is_touched(slab: StoredSlab, cli: Cli, cache: Path) -> None:
+def test_all_is_good_beside_a_server_and_nothing_is_touched(slab: StoredSlab, cli: Cli) -> None:
     before = snapshot(slab.root)
     assert cli("verify", slab.file) == 0
     size = f"{2 * CHUNKS * SLOT_BYTES / 1024**2:.2f}MiB"
@@ -103,7 +99,6 @@ def test_all_is_good_beside_a_server_and_nothing_is_touched(slab: StoredSlab, cl
     before = snapshot(slab.root)
     assert cli("verify", slab.file) == 0
     assert snapshot(slab.root) == before, "no side file of the index is made where no server runs"
-    assert list(cache.glob("*")) == [], "a run that ended leaves nothing to resume"
 
 
 def test_every_kind_of_damage_to_a_slab_is_told(slab: StoredSlab, cli: Cli) -> None:
@@ -317,48 +312,8 @@ def test_a_bad_file_that_a_server_has_mended_stays(tree: Tree, cli: Cli, monkeyp
     assert tree.path(0).read_bytes() == whole
 
 
-@pytest.mark.parametrize("kind", ["slab", "tree"])
-def test_an_interrupted_run_goes_on_where_it_was(
-    kind: str, slab: StoredSlab, tree: Tree, cli: Cli, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is read twice but what was in flight, and the totals are those of both runs."""
-    file = slab.file if kind == "slab" else tree.file
-    flip(tree.path(0), 6000)
-    slab.damage(0, 0, 6000)
-    real, settled = TierProgress.add, []
-
-    def add(progress: TierProgress, verdict: str, size_bytes: int) -> None:
-        if len(settled) == 10:
-            raise KeyboardInterrupt
-        settled.append(verdict)
-        real(progress, verdict, size_bytes)
-
-    monkeypatch.setattr(TierProgress, "add", add)
-    assert cli("verify", file) == 130
-    assert "10 chunks," in cli.out
-    assert cli.out.splitlines()[0 if settled.count("bad") == 0 else 2].endswith("; not finished")
-    assert cli.err.splitlines() == [
-        "nixl-offload: not finished; --resume goes on from here",
-        "nixl-offload: interrupted",
-    ]
-    (path,) = cache.iterdir()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    monkeypatch.setattr(TierProgress, "add", real)
-    assert cli("verify", file, "--resume", "--delete-bad", "--namespace", "0" * 32) == 1
-    assert "there is no interrupted run" in cli.err, "another selection is another run"
-    assert cli("verify", file, "--resume", "--json") == 1
-    assert "going on where the last run was" in cli.err
-    (found,) = cli.lines[-1]["tiers"]
-    assert found["chunks"] == {**dict.fromkeys(verify_judge.VERDICTS, 0), "good": CHUNKS - 1, "bad": 1}
-    assert found["bytes_read"] == (CHUNKS - 10) * 2 * SLOT_BYTES + (settled.count("bad") == 0) * 2 * SLOT_BYTES
-    assert list(cache.iterdir()) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_in_another_process(
-    slab: StoredSlab, tmp_path: Path, cache: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_a_run_in_another_process(slab: StoredSlab, tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C, or a service manager's stop, at a real command line, slowed down so that it is in the middle."""
     command = [sys.executable, "-m", "nixl_offload.cli.main", "verify", str(slab.file), "--rate", "100kB/s"]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -372,48 +327,11 @@ def test_a_signal_ends_a_run_in_another_process(
         child.kill()
         child.wait()
     assert child.returncode == 130, err
-    assert "not finished; --resume goes on from here" in err
     assert "Traceback" not in err
     assert "; not finished" in out
-    assert len(list(cache.iterdir())) == 1
 
 
-def test_a_state_file_of_any_content_means_from_the_start(slab: StoredSlab, cli: Cli, cache: Path) -> None:
-    state = ResumeFile({"tiers": [str(slab.root)], "namespace": None, "delete_bad": False})
-    cache.mkdir(parents=True)
-    for content in (b"", b"[]", b'{"version": 1, "tiers": {"x": {}}}', b"\xff" * 10, b'{"version": 1, "tiers": 3}'):
-        state.path.write_bytes(content)
-        assert cli("verify", slab.file, "--resume") == 0
-        assert "there is no interrupted run; from the start" in cli.err
-        assert f"  {CHUNKS} good" in cli.out
-        assert not state.path.exists()
-
-
-def test_a_state_file_of_another_user_counts_for_nothing(
-    slab: StoredSlab, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = ResumeFile({})
-    assert state.save({"x": TierProgress(done=True)})
-    assert state.load() is not None
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert state.load() is None
-
-
-def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", homeless)
-    state = ResumeFile({})
-    assert (state.save({}), state.load()) == (False, None)
-    state.remove()
-
-
-def test_storage_that_fails_is_exit_code_1_and_can_be_resumed(
-    tree: Tree, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_that_fails_is_exit_code_1(tree: Tree, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk that cannot be read is told, and never deleted; three in a row end the run."""
     real = TreeStore.read_into
     failing = {tree.slab.name(5, 0)}
@@ -449,7 +367,7 @@ def test_an_index_that_is_gone_is_no_success(slab: StoredSlab, cli: Cli) -> None
 
 
 def test_the_bar_says_how_far_and_how_long() -> None:
-    progress = TierProgress()
+    progress = VerifyTotals()
     for _ in range(3):
         progress.add("good", 1 << 30)
     progress.add("bad", 1 << 30)

@@ -30,7 +30,7 @@ NOW_S = 1_800_000_000.0
 
 def chunk(age_s: float, size_bytes: int = 100, objects: int = 1) -> ChunkInfo:
     shards = (ShardInfo(n, f"n{n}", 0 if n else size_bytes, 0, NOW_S - age_s) for n in range(objects))
-    return ChunkInfo(Key(bytes(36)), tuple(shards), "")
+    return ChunkInfo(Key(bytes(36)), tuple(shards))
 
 
 def counted(chunks: list[ChunkInfo]) -> Ages:

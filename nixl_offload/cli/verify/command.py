@@ -1,7 +1,7 @@
 """``nixl-offload verify CONFIG``: reads everything that is stored and checks it, beside servers or without.
 
 Threading: the main thread lists, settles and prints; ``THREADS`` others read and check. Memory: a piece per thread and
-the names of the chunks in flight. After an interruption or a failure ``TierProgress`` tells how far the run came.
+the names of the chunks in flight.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TextIO
 
 from nixl_offload.cli.common import (
@@ -29,8 +29,17 @@ from nixl_offload.cli.common import (
     visit,
 )
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural, rate_argument
-from nixl_offload.cli.verify.judge import BAD, CHANGED, GOOD, STALE, UNFINISHED, UNREADABLE, ChunkVerdict, Judge
-from nixl_offload.cli.verify.state import ResumeFile, TierProgress
+from nixl_offload.cli.verify.judge import (
+    BAD,
+    CHANGED,
+    GOOD,
+    STALE,
+    UNFINISHED,
+    UNREADABLE,
+    VERDICTS,
+    ChunkVerdict,
+    Judge,
+)
 from nixl_offload.config import MemoryConfig, load_config
 from nixl_offload.errors import StoreError
 from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
@@ -39,7 +48,6 @@ THREADS: Final = 8
 _IN_FLIGHT: Final = 2 * THREADS
 _FAILURES_IN_A_ROW: Final = 3
 """After so many chunks that cannot be read, the storage counts as down."""
-_SAVE_EACH_S: Final = 5.0
 _BAR_CHARS: Final = 20
 _WORDS_CHARS: Final = 600
 _VERDICT_WORDS: Final = {
@@ -58,18 +66,14 @@ served. verify finds it earlier, and tells about the drive.
     nixl-offload verify kv.yaml                        # everything
     nixl-offload verify kv.yaml --rate 200MiB/s        # beside a busy server
     nixl-offload verify kv.yaml --tier s3 --delete-bad
-    nixl-offload verify kv.yaml --resume               # continue an interrupted run
     nixl-offload verify kv.yaml --json                 # a line per chunk that is not good, and a last one with totals
 
 Servers go on meanwhile. What they evict, rewrite or refresh while it is read is read again, and counts as changed, not
 as bad. --delete-bad removes all shards of a bad chunk if it is still the same bad one. In a slab that takes the
 directory's lock: while an engine has it, bad chunks are reported and left.
 
-A run that was interrupted, or that the storage failed, leaves a small file in ~/.cache/nixl-offload (or under
-XDG_CACHE_HOME); --resume with the same config, selection and --delete-bad continues from it.
-
 Exit code 0: all is good. 1: bad chunks were found (deleted or not), nothing is there of the namespace, or the storage
-failed. 2: CONFIG or the options are wrong. 130: interrupted; --resume continues.
+failed. 2: CONFIG or the options are wrong. 130: interrupted.
 """
 
 
@@ -85,7 +89,6 @@ def add_parser(commands: Commands) -> None:
     )
     add_selection(parser, tenant=False)
     parser.add_argument("--delete-bad", action="store_true", help="delete bad chunks, all their shards")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--rate", metavar="SIZE/s", type=rate_argument, help="read no faster, such as 200MiB/s")
 
 
@@ -95,67 +98,65 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     with opened(arguments, config) as tiers:
         if any(isinstance(tier, MemoryConfig) for tier in config.tiers) and not arguments.json:
             print(f"Left out: {MEMORY_TOLD}.", file=out)
-        wheres = [tier.where for tier in tiers if isinstance(tier, Inspector)]
-        file = ResumeFile({"tiers": wheres, "namespace": arguments.namespace, "delete_bad": arguments.delete_bad})
-        return _verify_all(arguments, tiers, file, out)
+        return _verify(arguments, tiers, out)
 
 
-def _verify_all(
-    arguments: argparse.Namespace, tiers: list[Inspector | TierFailure], file: ResumeFile, out: TextIO
-) -> int:
-    stored = file.load() if arguments.resume else None
-    if arguments.resume:
-        words = "going on where the last run was" if stored else "there is no interrupted run; from the start"
-        print(f"nixl-offload: {words}", file=sys.stderr)
-    progress = stored or {}
-    runs: list[_TierRun] = []
+def _verify(arguments: argparse.Namespace, tiers: list[Inspector | TierFailure], out: TextIO) -> int:
     results: list[dict[str, Any]] = []
-    finished = False
+    runs: list[_TierRun] = []
 
     def verify(inspector: Inspector) -> dict[str, Any]:
-        tier = progress.setdefault(inspector.where, TierProgress())
-        runs.append(_TierRun(arguments, inspector, tier, out, lambda: file.save(progress)))
+        runs.append(_TierRun(arguments, inspector, out))
         return runs[-1].run()
 
-    try:
-        for tier in tiers:
-            found = visit(tier, verify)
-            if isinstance(found, TierFailure):
-                found = {"tier": found.kind, "where": found.where, "failure": found.words}
-            results.append(found)
-        finished = True
-    finally:
-        failures = [result for result in results if "failure" in result]
-        begun = not finished or any(sum(tier.chunks.values()) for tier in progress.values())
-        if finished and not failures:
-            file.remove()
-        elif begun and file.save(progress):
-            print("nixl-offload: not finished; --resume goes on from here", file=sys.stderr)
+    for tier in tiers:
+        found = visit(tier, verify)
+        if isinstance(found, TierFailure):
+            found = {"tier": found.kind, "where": found.where, "failure": found.words}
+        results.append(found)
     if arguments.json:
         print(json.dumps({"tiers": results}), file=out)
-    if arguments.namespace is not None and not any(run.found for run in runs) and not stored and not failures:
+    failed = any("failure" in result for result in results)
+    if arguments.namespace is not None and not any(run.found for run in runs) and not failed:
         tell_of_nothing(arguments)
         return 1
-    bad = any(tier.chunks[BAD] or tier.chunks[UNREADABLE] or tier.failures for tier in progress.values())
-    return 1 if bad or failures else 0
+    return 1 if failed or any(run.totals.is_bad for run in runs) else 0
+
+
+@dataclass(slots=True)
+class VerifyTotals:
+    """What was verified of one tier."""
+
+    chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(VERDICTS, 0))
+    """By verdict."""
+    bytes_checked: int = 0
+    deleted: int = 0
+    left: int = 0
+    """Bad chunks that could not be deleted."""
+    unlisted_namespaces: int = 0
+    finished: bool = False
+
+    def add(self, kind: str, size_bytes: int) -> None:
+        """Count a verdict."""
+        self.chunks[kind] += 1
+        self.bytes_checked += size_bytes
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether something is wrong, or unknown."""
+        return bool(self.chunks[BAD] or self.chunks[UNREADABLE] or self.unlisted_namespaces)
 
 
 class _TierRun:
     """Verifies one tier: several reads in flight, verdicts in order."""
 
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        inspector: Inspector,
-        progress: TierProgress,
-        out: TextIO,
-        save: Callable[[], object],
-    ) -> None:
+    def __init__(self, arguments: argparse.Namespace, inspector: Inspector, out: TextIO) -> None:
+        self.totals = VerifyTotals()
+        self.found = 0
+        """Namespaces that were selected."""
         self._arguments = arguments
         self._inspector = inspector
-        self._progress = progress
         self._out = out
-        self._save = save
         self._bar = Progress(sys.stderr)
         self._stop = threading.Event()
         self._judge = Judge(inspector, Throttle(arguments.rate), self._stop)
@@ -163,22 +164,24 @@ class _TierRun:
         self._failed_in_a_row = 0
         self._total_bytes = 0
         self._began_s = time.monotonic()
-        self._next_save_s = self._began_s + _SAVE_EACH_S
-        self.found = 0
-        """Namespaces that were selected."""
 
     def run(self) -> dict[str, Any]:
         """Read everything, and return the totals as plain data. Raises StoreError, TierError, KeyboardInterrupt."""
-        progress = self._progress
-        if not progress.done:
-            namespaces = list(selected(self._inspector, self._arguments))
-            self.found = len(namespaces)
-            self._total_bytes = sum(self._inspector.measure(namespace).size_bytes for namespace in namespaces)
+        namespaces = list(selected(self._inspector, self._arguments))
+        self.found = len(namespaces)
+        self._total_bytes = sum(self._inspector.measure(namespace).size_bytes for namespace in namespaces)
         self._began_s = time.monotonic()
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nixl-offload-verify")
         try:
-            if not progress.done:
-                self._read_all()
+            for namespace in namespaces:
+                if namespace.trouble is not None:
+                    self.totals.unlisted_namespaces += 1
+                    continue
+                self._read_namespace(pool, namespace)
+            self.totals.finished = True
         finally:
+            self._stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
             self._bar.clear()
             elapsed_s = time.monotonic() - self._began_s
             if not self._arguments.json:
@@ -186,38 +189,15 @@ class _TierRun:
         return {
             "tier": self._inspector.kind,
             "where": self._inspector.where,
-            "finished": progress.done,
-            "chunks": dict(progress.chunks),
-            "bytes_checked": progress.bytes_checked,
-            "deleted": progress.deleted,
-            "left": progress.left,
-            "unlisted_namespaces": progress.failures,
+            **asdict(self.totals),
             "seconds": round(elapsed_s, 3),
             "bytes_read": self._judge.bytes_read,
         }
 
-    def _read_all(self) -> None:
-        progress = self._progress
-        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nixl-offload-verify")
-        try:
-            for namespace in selected(self._inspector, self._arguments):
-                if namespace.path < progress.namespace:
-                    continue
-                if namespace.path != progress.namespace:
-                    progress.namespace, progress.cursor = namespace.path, ""
-                if namespace.trouble is not None:
-                    progress.failures += 1
-                    continue
-                self._read_namespace(pool, namespace)
-        finally:
-            self._stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-        progress.done = True
-
     def _read_namespace(self, pool: ThreadPoolExecutor, namespace: NamespaceInfo) -> None:
         flight: deque[Future[ChunkVerdict]] = deque()
         try:
-            for chunk in self._inspector.chunks(namespace, self._progress.cursor):
+            for chunk in self._inspector.chunks(namespace):
                 flight.append(pool.submit(self._judge.judge, namespace, chunk))
                 if len(flight) >= _IN_FLIGHT:
                     self._settle(namespace, flight)
@@ -235,8 +215,7 @@ class _TierRun:
                 raise StoreError(f"{verdict.faults[0].words}; gave up after several in a row", cause="io")
         elif verdict.kind == GOOD:
             self._failed_in_a_row = 0
-        self._progress.add(verdict.kind, verdict.chunk.size_bytes)
-        self._progress.cursor = verdict.chunk.cursor
+        self.totals.add(verdict.kind, verdict.chunk.size_bytes)
         if self._arguments.delete_bad and verdict.kind in (BAD, STALE):
             self._bad.append(verdict)
             if len(self._bad) >= self._inspector.delete_batch:
@@ -244,18 +223,15 @@ class _TierRun:
         elif verdict.kind != GOOD:
             self._report(namespace, verdict)
         elapsed_s = time.monotonic() - self._began_s
-        self._bar(bar_text(self._progress, self._judge.bytes_read, self._total_bytes, elapsed_s))
-        if time.monotonic() >= self._next_save_s:
-            self._next_save_s = time.monotonic() + _SAVE_EACH_S
-            self._save()
+        self._bar(bar_text(self.totals, self._judge.bytes_read, self._total_bytes, elapsed_s))
 
     def _delete_bad(self, namespace: NamespaceInfo) -> None:
         bad, self._bad = self._bad, []
         results = self._inspector.delete(namespace, [(each.chunk, each.bad_shards) for each in bad]) if bad else []
         for verdict, left_because in zip(bad, results, strict=True):
             done = left_because is None
-            self._progress.deleted += done
-            self._progress.left += not done and verdict.kind == BAD
+            self.totals.deleted += done
+            self.totals.left += not done and verdict.kind == BAD
             whole = len(verdict.bad_shards) in (0, len(verdict.chunk.shards))
             words = left_because or ("deleted" if whole else "deleted what belongs to no rank; the chunk stays")
             self._report(namespace, verdict, done, words)
@@ -290,31 +266,31 @@ class _TierRun:
             out.flush()
 
     def _print_totals(self, elapsed_s: float) -> None:
-        progress, out, bytes_read = self._progress, self._out, self._judge.bytes_read
+        totals, out, bytes_read = self.totals, self._out, self._judge.bytes_read
         rate = f", {about_size(int(bytes_read / elapsed_s))}/s" if elapsed_s > 0 and bytes_read else ""
-        checked = plural(sum(progress.chunks.values()), "chunk")
-        end = "" if progress.done else "; not finished"
-        print(f"{self._inspector.where}: {checked}, {about_size(progress.bytes_checked)} checked{rate}{end}", file=out)
-        print(f"  {progress.chunks[GOOD]:,} good", file=out)
+        checked = plural(sum(totals.chunks.values()), "chunk")
+        end = "" if totals.finished else "; not finished"
+        print(f"{self._inspector.where}: {checked}, {about_size(totals.bytes_checked)} checked{rate}{end}", file=out)
+        print(f"  {totals.chunks[GOOD]:,} good", file=out)
         for kind, words in _VERDICT_WORDS.items():
-            if progress.chunks[kind] or kind == BAD:
-                print(f"  {progress.chunks[kind]:,} {words}", file=out)
-        if progress.deleted or progress.left:
-            print(f"  {progress.deleted:,} deleted, {progress.left:,} bad ones left", file=out)
-        if progress.failures:
-            namespaces = plural(progress.failures, "namespace")
+            if totals.chunks[kind] or kind == BAD:
+                print(f"  {totals.chunks[kind]:,} {words}", file=out)
+        if totals.deleted or totals.left:
+            print(f"  {totals.deleted:,} deleted, {totals.left:,} bad ones left", file=out)
+        if totals.unlisted_namespaces:
+            namespaces = plural(totals.unlisted_namespaces, "namespace")
             print(f"  {namespaces} whose chunks cannot be listed; nixl-offload ls says why", file=out)
 
 
-def bar_text(progress: TierProgress, bytes_read: int, total_bytes: int, elapsed_s: float) -> str:
+def bar_text(totals: VerifyTotals, bytes_read: int, total_bytes: int, elapsed_s: float) -> str:
     """Return the progress line: bar, bytes, chunks, bad ones, bytes per second, time left."""
-    total_bytes = max(total_bytes, progress.bytes_checked, 1)
+    total_bytes = max(total_bytes, totals.bytes_checked, 1)
     rate = bytes_read / elapsed_s if elapsed_s > 0 else 0.0
-    left = f"{_about_time((total_bytes - progress.bytes_checked) / rate)} left" if rate > 0 else "…"
-    full = round(progress.bytes_checked / total_bytes * _BAR_CHARS)
+    left = f"{_about_time((total_bytes - totals.bytes_checked) / rate)} left" if rate > 0 else "…"
+    full = round(totals.bytes_checked / total_bytes * _BAR_CHARS)
     return (
-        f"[{'#' * full}{'.' * (_BAR_CHARS - full)}] {about_size(progress.bytes_checked)} of {about_size(total_bytes)}, "
-        f"{plural(sum(progress.chunks.values()), 'chunk')}, {progress.chunks[BAD]:,} bad, {about_size(int(rate))}/s, "
+        f"[{'#' * full}{'.' * (_BAR_CHARS - full)}] {about_size(totals.bytes_checked)} of {about_size(total_bytes)}, "
+        f"{plural(sum(totals.chunks.values()), 'chunk')}, {totals.chunks[BAD]:,} bad, {about_size(int(rate))}/s, "
         f"{left}"
     )
 

@@ -77,7 +77,7 @@ class Judge:
                 break
             self._stop.wait(pause_s)
             now = self._inspector.look_again(namespace, chunk)
-            if now is None or now.cursor != chunk.cursor:
+            if now is None or now.version != chunk.version or _places(chunk) - _places(now):
                 return ChunkVerdict(CHANGED, chunk)
             chunk, faults = now, self._check(namespace, now)
         return ChunkVerdict(self._kind(chunk, faults), chunk, faults)
@@ -123,3 +123,7 @@ class Judge:
         if buffer is None:
             buffer = self._own.buffer = Buffer()
         return buffer
+
+
+def _places(chunk: ChunkInfo) -> set[str]:
+    return {shard.place for shard in chunk.shards}

@@ -51,14 +51,14 @@ class SharedInspector(Inspector):
             )
         return size
 
-    def chunks(self, namespace: NamespaceInfo, after: str = "") -> Iterator[ChunkInfo]:
+    def chunks(self, namespace: NamespaceInfo) -> Iterator[ChunkInfo]:
         """Yield chunks in the order of their keys."""
 
         def count(info: ObjectInfo) -> None:
             if parse_manifest_name(info.name) != namespace.name:
                 self._count_other(info)
 
-        return group_chunks(self.store.list(f"{namespace.name}/", start_after=after), count)
+        return group_chunks(self.store.list(f"{namespace.name}/"), count)
 
     def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:
         found = group_chunks(self.store.list(f"{namespace.name}/{digits[:2]}/{digits}"))
@@ -123,11 +123,11 @@ def group_chunks(
             continue
         if (name.namespace, name.key) != current:
             if current is not None:
-                yield ChunkInfo(current[1], tuple(shards), shards[-1].place)
+                yield ChunkInfo(current[1], tuple(shards))
             current, shards = (name.namespace, name.key), []
         shards.append(ShardInfo(name.rank, info.name, info.size_bytes, 0, info.modified_s))
     if current is not None:
-        yield ChunkInfo(current[1], tuple(shards), shards[-1].place)
+        yield ChunkInfo(current[1], tuple(shards))
 
 
 def list_namespaces(store: Store, others: Callable[[ObjectInfo], None]) -> Iterator[str]:

@@ -58,7 +58,7 @@ class IndexReader:
         select = f"{_SELECT} ORDER BY seq"
         return self._rows(f"{select} LIMIT ?", limit), self._rows(f"{select} DESC LIMIT ?", limit)
 
-    def rows(self, after: int) -> Iterator[IndexRow]:
+    def rows(self, after: int = 0) -> Iterator[IndexRow]:
         """Yield all rows behind ``after``, the first put first; what is put meanwhile may be among them or not."""
         while True:
             some = self._query(f"{_SELECT} AND seq > ? ORDER BY seq LIMIT ?", after, _ROWS_PER_READ)

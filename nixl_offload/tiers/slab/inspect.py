@@ -99,11 +99,11 @@ class SlabInspector(Inspector):
         ages = [age for rows in index.ends() if (age := self._first_age(namespace, rows)) is not None]
         return NamespaceSize(chunks, shards, size_bytes, min(ages, default=None), max(ages, default=None))
 
-    def chunks(self, namespace: NamespaceInfo, after: str = "") -> Iterator[ChunkInfo]:
+    def chunks(self, namespace: NamespaceInfo) -> Iterator[ChunkInfo]:
         """Yield chunks in the order in which they were put."""
         if namespace.trouble:
             return
-        for row in self.index(namespace).rows(int(after or 0)):
+        for row in self.index(namespace).rows():
             yield self._chunk(namespace, row)
 
     def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:
@@ -174,7 +174,7 @@ class SlabInspector(Inspector):
         try:
             with self._locked():
                 rows = [
-                    IndexRow(int(chunk.cursor), chunk.key, chunk.shards[0].offset, chunk.shards[0].size_bytes)
+                    IndexRow(chunk.version, chunk.key, chunk.shards[0].offset, chunk.shards[0].size_bytes)
                     for chunk, _ in chunks
                 ]
                 dropped = {row.key for row in drop_rows(self.index(namespace).path, rows)}
@@ -262,7 +262,7 @@ class SlabInspector(Inspector):
             ShardInfo(rank, f"{directory}/{rank_file_name(rank)}@{row.offset}", row.slot_bytes, row.offset, None)
             for rank in self._ranks_of(namespace, key_group(row.key))
         )
-        return ChunkInfo(row.key, shards, str(row.seq))
+        return ChunkInfo(row.key, shards, row.seq)
 
     def _first_age(self, namespace: NamespaceInfo, rows: Sequence[IndexRow]) -> float | None:
         ages = (self.created_s(self._chunk(namespace, row)) for row in rows)
