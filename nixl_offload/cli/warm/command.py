@@ -23,7 +23,7 @@ from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header, deco
 from nixl_offload.chunk.header import slot_bytes as format_slot_bytes
 from nixl_offload.cli.common import Commands, SharedConfig, Throttle, add_command, check_namespace, open_inspector
 from nixl_offload.cli.terminal import Progress, about_size, plural, rate_argument, size_argument
-from nixl_offload.cli.warm.source import Selection, WholeChunk, choose_namespace, newest_first
+from nixl_offload.cli.warm.source import WholeChunk, choose_namespace, newest_first
 from nixl_offload.cli.warm.target import WarmTarget, held_namespaces, open_target
 from nixl_offload.config import Config, S3Config, SharedDirConfig, SlabConfig, load_config
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
@@ -90,6 +90,8 @@ class WarmReport:
     """Did not verify, and were not copied."""
     failed: int = 0
     no_room: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    """By the listing: see ``newest_first``."""
     failures: list[str] = field(default_factory=list)
     """The first few of what was damaged or failed, in words."""
     gave_up: bool = False
@@ -123,13 +125,14 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         with closing(open_target(target_tier, namespace, arguments.max_size, replace=replace)) as target:
             max_bytes = min(target_tier.capacity_bytes, arguments.max_size or target_tier.capacity_bytes)
             ttl_s = source_tier.ttl_s if isinstance(source_tier, S3Config) else None
-            selection = newest_first(source, info, namespace, max_bytes, ttl_s, progress)
+            chunks, left_out = newest_first(source, info, namespace, max_bytes, ttl_s, progress)
             warming = Warming(source.store, target, namespace, arguments.rate, progress)
+            warming.report.left_out = left_out
             try:
-                warming.run(selection.chunks)
+                warming.run(chunks)
             finally:
                 progress.clear()
-                _print_report(arguments, source.where, target.where, info, selection, warming.report, out)
+                _print_report(arguments, source.where, target.where, info, warming.report, out)
     report = warming.report
     return 1 if report.failed or report.damaged or report.gave_up else 0
 
@@ -301,13 +304,11 @@ def _print_report(
     source: str,
     target: str,
     info: NamespaceInfo,
-    selection: Selection,
     report: WarmReport,
     out: TextIO,
 ) -> None:
     if arguments.json:
-        left_out = {name: getattr(selection, name) for name in ("incomplete", "expired", "surplus")}
-        plain = {"from": source, "to": target, "namespace": info.name, **asdict(report), "left_out": left_out}
+        plain = {"from": source, "to": target, "namespace": info.name, **asdict(report)}
         print(json.dumps(plain, indent=2), file=out)
         return
     print(f"{source} -> {target}", file=out)
@@ -318,9 +319,9 @@ def _print_report(
     for count, words in (
         (report.present, "were there already"),
         (report.gone, "deleted in the source meanwhile"),
-        (report.no_room + selection.surplus, "left out, the oldest: no room for them"),
-        (selection.incomplete, "incomplete in the source: no server could load them"),
-        (selection.expired, "past the ttl"),
+        (report.no_room + report.left_out["surplus"], "left out, the oldest: no room for them"),
+        (report.left_out["incomplete"], "incomplete in the source: no server could load them"),
+        (report.left_out["expired"], "past the ttl"),
         (report.damaged, "damaged in the source, and not copied; nixl-offload verify finds them"),
         (report.failed, "failed"),
     ):

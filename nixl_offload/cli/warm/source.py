@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from nixl_offload.chunk.header import MAX_KEY_BYTES
@@ -44,19 +43,6 @@ class WholeChunk(NamedTuple):
     def slot_bytes(self) -> int:
         """What it takes in each rank's slab: room for the largest shard."""
         return max(self.sizes)
-
-
-@dataclass(slots=True)
-class Selection:
-    """The chunks to copy, newest first, and how many were left out."""
-
-    chunks: list[WholeChunk] = field(default_factory=list)
-    incomplete: int = 0
-    """The source lacks a shard, or has one of another length: no server could load them either."""
-    expired: int = 0
-    """Older than the tier's ttl: they count as absent."""
-    surplus: int = 0
-    """Older than what fills the target."""
 
 
 def choose_namespace(source: Inspector, wanted: str | None, held: set[str]) -> tuple[NamespaceInfo, Namespace]:
@@ -112,10 +98,14 @@ def _namespace_of(name: str, manifest: Mapping[str, Any]) -> Namespace:
 
 def newest_first(
     source: Inspector, info: NamespaceInfo, namespace: Namespace, max_bytes: int, ttl_s: float | None, show: Progress
-) -> Selection:
-    """List the namespace and return its youngest chunks, as many as ``max_bytes`` hold. Raises StoreError."""
+) -> tuple[list[WholeChunk], dict[str, int]]:
+    """List the namespace and return its youngest chunks, as many as ``max_bytes`` hold, and how many were left out.
+
+    ``incomplete``: the source lacks a shard, or has one of another length, so no server could load the chunk either.
+    ``expired``: older than the tier's ttl. ``surplus``: older than what fills the target. Raises StoreError.
+    """
     sizes = {group.group_id: group.slot_bytes for group in namespace.fields.groups}
-    selection = Selection()
+    left_out = {"incomplete": 0, "expired": 0, "surplus": 0}
     youngest: list[tuple[float, WholeChunk]] = []
     total_bytes = 0
     oldest_s = -1.0 if ttl_s is None else time.time() - ttl_s
@@ -127,15 +117,14 @@ def newest_first(
         there = [(shard.rank, shard.size_bytes) for shard in shards]
         whole = bool(there) and there == [(rank, chunk.sizes[rank]) for rank in chunk.holders]
         if not whole or len(chunk.key) > MAX_KEY_BYTES:
-            selection.incomplete += 1
+            left_out["incomplete"] += 1
         elif (modified_s := max(shard.modified_s or 0.0 for shard in shards)) < oldest_s:
-            selection.expired += 1
+            left_out["expired"] += 1
         else:
             heapq.heappush(youngest, (modified_s, chunk))
             total_bytes += chunk.total_bytes
             while total_bytes > max_bytes:
                 total_bytes -= heapq.heappop(youngest)[1].total_bytes
-                selection.surplus += 1
+                left_out["surplus"] += 1
     show.clear()
-    selection.chunks = [chunk for _, chunk in sorted(youngest, reverse=True)]
-    return selection
+    return [chunk for _, chunk in sorted(youngest, reverse=True)], left_out
