@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from nixl_offload.hardware.files import beneath
+
 PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"
 SYSTEM_FILE: Final = "/etc/cufile.json"
 DEFAULTS: Final[Mapping[str, Any]] = {
@@ -103,11 +105,6 @@ def parse(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return value
-
-
-def beneath(root: str, path: str) -> str:
-    """Return where an absolute ``path`` lies when ``root`` stands for ``/``."""
-    return path if root == "/" else os.path.join(root, path.lstrip("/"))
 
 
 def _without_comment(match: re.Match[str]) -> str:

@@ -12,8 +12,9 @@ import os
 import tempfile
 from typing import Final, NamedTuple
 
-from nixl_offload.hardware.cufile import CufileSettings, beneath, read_settings
-from nixl_offload.hardware.gds_routes import Fact, find_driver, iommu_fact, names, nvidia_fs_fact, p2pdma_fact
+from nixl_offload.hardware.cufile import CufileSettings, read_settings
+from nixl_offload.hardware.files import beneath, names
+from nixl_offload.hardware.gds_routes import Fact, find_driver, iommu_fact, nvidia_fs_fact, p2pdma_fact
 from nixl_offload.hardware.libraries import find_library
 from nixl_offload.hardware.mounts import BlockDevice, Mount, find_device, find_mount
 from nixl_offload.types import PAGE_BYTES

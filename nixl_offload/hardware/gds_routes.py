@@ -6,11 +6,11 @@ never an error. Where each condition is documented: docs/gds.md.
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Final, NamedTuple
 
-from nixl_offload.hardware.cufile import CufileSettings, beneath
+from nixl_offload.hardware.cufile import CufileSettings
+from nixl_offload.hardware.files import names, read
 from nixl_offload.hardware.libraries import Library, find_library
 
 _P2PDMA_GPUS: Final = re.compile(r"\b(A100|A40|L4|L40S|G?H100|G?H200|G?B100|G?B200|G?B300)\b")
@@ -166,25 +166,6 @@ def pinning_route(root: str, settings: CufileSettings) -> str | None:
         return "nvidia-fs"
     fact = p2pdma_fact(root, "nvme", driver, find_library("libcufile.so", root), settings)
     return None if fact.ok is False else "PCI P2PDMA"
-
-
-def read(root: str, path: str) -> str | None:
-    """Return what a file says; "" when there is no such file; None when it is there but cannot be read."""
-    try:
-        with open(beneath(root, path), encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError:
-        return None
-
-
-def names(root: str, path: str) -> list[str]:
-    """Return what is in a directory; nothing when it cannot be read."""
-    try:
-        return sorted(os.listdir(beneath(root, path)))
-    except OSError:
-        return []
 
 
 def _has_nvidia_fs_device(root: str) -> bool:

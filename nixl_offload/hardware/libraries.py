@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from nixl_offload.hardware.cufile import beneath
+from nixl_offload.hardware.files import beneath, names, read
 
 _SYSTEM: Final = tuple(
     f"{directory}{below}"
@@ -22,7 +22,6 @@ _SYSTEM: Final = tuple(
 _CUDA_FOLDERS: Final = ("/usr/local", "/opt")
 """Where CUDA is installed without the loader knowing."""
 _WHEELS: Final = {"libcufile.so": "nvidia_cufile", "libcudart.so": "nvidia_cuda_runtime"}
-_CACHE_BYTES: Final = 16 << 20
 
 
 class Library(NamedTuple):
@@ -55,11 +54,11 @@ def find_library(
         if os.path.exists(beneath(root, path)):
             return Library(path, _version_of_file(beneath(root, path)), loadable=True)
     for directory in sys.path if packages is None else packages:
-        for wheel in _names(os.path.join(directory, "nvidia")):  # nvidia/cufile/lib of CUDA 12, nvidia/cu13/lib
+        for wheel in names("/", os.path.join(directory, "nvidia")):  # nvidia/cufile/lib of CUDA 12, nvidia/cu13/lib
             for path in _matching(os.path.join(directory, "nvidia", wheel, "lib"), pattern):
-                return Library(path, _version_of_wheel(directory, stem), "torch" in _names(directory))
+                return Library(path, _version_of_wheel(directory, stem), "torch" in names("/", directory))
     for folder in _CUDA_FOLDERS:
-        for cuda in reversed(_names(beneath(root, folder))):
+        for cuda in reversed(names(root, folder)):
             for inner in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
                 for path in _matching(os.path.join(folder, cuda, inner), pattern, root):
                     return Library(path, _version_of_file(beneath(root, path)), loadable=False)
@@ -70,7 +69,7 @@ def _where_the_loader_looks(pattern: re.Pattern[str], root: str, environment: Ma
     """Paths, best first. The file of a path may have gone."""
 
     def named_in(path: str) -> Iterator[str]:
-        paths = re.findall(r"/[\x21-\x7e]*", _read(beneath(root, path)))
+        paths = re.findall(r"/[\x21-\x7e]*", read(root, path) or "")
         return (path for path in paths if pattern.match(os.path.basename(path)))
 
     yield from named_in("/proc/self/maps")
@@ -83,7 +82,7 @@ def _where_the_loader_looks(pattern: re.Pattern[str], root: str, environment: Ma
 
 def _version_of_wheel(directory: str, stem: str) -> tuple[int, ...]:
     wheel = re.compile(rf"{_WHEELS.get(stem, '(?!)')}(?:_cu\d+)?-([\d.]+)\.dist-info$")
-    found = filter(None, map(wheel.match, _names(directory)))
+    found = filter(None, map(wheel.match, names("/", directory)))
     return next((_numbers(match.group(1)) for match in found), ())
 
 
@@ -100,20 +99,5 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _matching(directory: str, pattern: re.Pattern[str], root: str = "/") -> list[str]:
     """Libraries with a number behind, shortest first: that is the one that programs ask for."""
-    names = filter(pattern.match, _names(beneath(root, directory)))
-    return [os.path.join(directory, name) for name in sorted(names, key=len)]
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read(_CACHE_BYTES).decode("latin-1")
-    except OSError:
-        return ""
+    found = sorted(filter(pattern.match, names(root, directory)), key=len)
+    return [os.path.join(directory, name) for name in found]

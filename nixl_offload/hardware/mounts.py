@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from nixl_offload.hardware.cufile import beneath
+from nixl_offload.hardware.files import beneath, names, read
 
 _MAX_DEPTH: Final = 8
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")
@@ -62,14 +62,9 @@ class BlockDevice:
 
 def find_mount(directory: str, root: str = "/") -> Mount | None:
     """Return the mount that ``directory`` lies on; None when the system does not tell."""
-    try:
-        with open(beneath(root, "/proc/self/mountinfo"), encoding="utf-8", errors="surrogateescape") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return None
     real = os.path.realpath(directory)
     found = None
-    for mount in filter(None, map(_mount, lines)):
+    for mount in filter(None, map(_mount, (read(root, "/proc/self/mountinfo") or "").splitlines())):
         inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
         # Of mounts on the same point the last one covers the others.
         if inside and (found is None or len(mount.point) >= len(found.point)):
@@ -103,27 +98,23 @@ def _device(path: str, depth: int) -> BlockDevice:
     disk = os.path.dirname(path) if os.path.exists(os.path.join(path, "partition")) else path
     members: tuple[BlockDevice, ...] = ()
     slaves = os.path.join(disk, "slaves")
-    if depth < _MAX_DEPTH and os.path.isdir(slaves):
-        below = sorted(os.listdir(slaves))
-        members = tuple(_device(os.path.realpath(os.path.join(slaves, each)), depth + 1) for each in below)
+    if depth < _MAX_DEPTH:
+        below = (os.path.realpath(os.path.join(slaves, each)) for each in names("/", slaves))
+        members = tuple(_device(each, depth + 1) for each in below)
     return BlockDevice(name, _kind(disk), members)
 
 
 def _kind(disk: str) -> str:
     name = os.path.basename(disk)
     if name.startswith("nvme"):
-        return "nvme" if _line(disk, "device/transport") in ("", "pcie") else "nvmeof"
+        return "nvme" if _text(disk, "device/transport") in ("", "pcie") else "nvmeof"
     if name.startswith("md"):
-        return _line(disk, "md/level") or "raid"
+        return _text(disk, "md/level") or "raid"
     if name.startswith("dm-"):
-        maker = _line(disk, "dm/uuid").partition("-")[0].lower()
+        maker = _text(disk, "dm/uuid").partition("-")[0].lower()
         return {"lvm": "lvm", "crypt": "crypt", "mpath": "multipath"}.get(maker, "dm")
     return "other"
 
 
-def _line(disk: str, name: str) -> str:
-    try:
-        with open(os.path.join(disk, name), encoding="utf-8", errors="replace") as file:
-            return file.readline().strip()
-    except OSError:
-        return ""
+def _text(disk: str, name: str) -> str:
+    return (read("/", os.path.join(disk, name)) or "").strip()

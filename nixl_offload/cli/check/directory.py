@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import DirectoryConfig
-from nixl_offload.hardware.cufile import beneath
+from nixl_offload.hardware.files import beneath
 from nixl_offload.hardware.mounts import Mount, find_mount
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.types import PAGE_BYTES
