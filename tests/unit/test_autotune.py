@@ -455,7 +455,7 @@ def test_gc_leaves_choices_alone(tmp_path: Path, capsys: pytest.CaptureFixture[s
     report = json.loads(capsys.readouterr().out)
     assert not any((root / shard).exists() for shard in shards)
     assert all(path.exists() for path in ours)
-    assert report["foreign_objects"] == 0
+    assert report["other_objects"] == 0
     assert [info.name for info in store.list("")] == [f"{namespace.name}/manifest.json"]
 
 

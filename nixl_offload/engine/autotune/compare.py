@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_IMAGES: Final = 16
 """In flight at once, as in the engine when it is busy; the scratch file holds as many."""
 MAX_SCRATCH_BYTES: Final = 256 << 20
-FREE_SHARE: Final = 4
-"""At most a quarter of what the filesystem has left is taken for the scratch file."""
+FREE_SHARE: Final = 16
+"""At most a sixteenth of what the filesystem has left is taken for the scratch file: ranks measure side by side."""
 ROUNDS: Final = 3
 MAX_LAPS: Final = 8
 """So often small images go through their slots per round: what takes a millisecond in all cannot be told apart."""

@@ -15,7 +15,7 @@ one with the fewest copies is taken: direct, then device, then host, and gds_mt 
 ``mover: posix`` in the config spares the comparison; ``gds_mt`` and ``kvikio`` leave two paths at most to compare.
 Threading: in the process and on the thread that will drive the mover, at start. Nothing is left open. Raises nothing
 for reasons of storage, unless nothing can run at all. While it measures, a file without a name takes up to 256 MiB of
-the disk, a quarter of what is free at most, beside the tier's capacity.
+the disk per rank, a sixteenth of what is free at most, beside the tier's capacity.
 """
 
 from __future__ import annotations
