@@ -83,7 +83,6 @@ class Collection:
             self._list(entry)
             if entry.ages.total.objects or entry.manifest:
                 self.namespaces.append(entry)
-        self._progress.clear()
         merged = Ages()
         for entry in self.namespaces:
             merged.merge(entry.ages)
@@ -114,8 +113,11 @@ class Collection:
             else:
                 self._count_other(info)
 
-        for chunk in group_chunks(self._counted(self._store.list(f"{entry.info.name}/")), other):
-            entry.ages.add(chunk)
+        try:
+            for chunk in group_chunks(self._counted(self._store.list(f"{entry.info.name}/")), other):
+                entry.ages.add(chunk)
+        finally:
+            self._progress.clear()
 
     def _counted(self, listing: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
         before = sum(entry.ages.total.objects for entry in self.namespaces)

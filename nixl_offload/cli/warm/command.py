@@ -125,7 +125,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         with closing(open_target(target_tier, namespace, arguments.max_size, replace=replace)) as target:
             max_bytes = min(target_tier.capacity_bytes, arguments.max_size or target_tier.capacity_bytes)
             ttl_s = source_tier.ttl_s if isinstance(source_tier, S3Config) else None
-            chunks, left_out = newest_first(source, info, namespace, max_bytes, ttl_s, progress)
+            try:
+                chunks, left_out = newest_first(source, info, namespace, max_bytes, ttl_s, progress)
+            finally:
+                progress.clear()
             warming = Warming(source.store, target, namespace, arguments.rate, progress)
             warming.report.left_out = left_out
             try:

@@ -126,5 +126,4 @@ def newest_first(
             while total_bytes > max_bytes:
                 total_bytes -= heapq.heappop(youngest)[1].total_bytes
                 left_out["surplus"] += 1
-    show.clear()
     return [chunk for _, chunk in sorted(youngest, reverse=True)], left_out
