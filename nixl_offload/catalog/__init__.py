@@ -9,7 +9,7 @@ from __future__ import annotations
 from nixl_offload.catalog.catalog import Catalog, Counts
 from nixl_offload.catalog.changes import Change
 from nixl_offload.catalog.moves import ChainOptions
-from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Grant, Kind, LoadGrant, MoveGrant, Settled
+from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, MoveTicket, Settled, StoreTicket
 from nixl_offload.tiers.base import Tier
 
 __all__ = [
@@ -19,10 +19,10 @@ __all__ = [
     "ChainOptions",
     "Change",
     "Counts",
-    "Grant",
     "Kind",
-    "LoadGrant",
-    "MoveGrant",
+    "LoadTicket",
+    "MoveTicket",
     "Settled",
+    "StoreTicket",
     "Tier",
 ]

@@ -15,7 +15,7 @@ from nixl_offload.catalog.admission import Admission
 from nixl_offload.catalog.changes import Change, Changes
 from nixl_offload.catalog.moves import ChainOptions, Move, WriteThrough
 from nixl_offload.catalog.placing import Placing
-from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Grant, Kind, LoadGrant, MoveGrant, Settled, Ticket
+from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, MoveTicket, OpenTicket, Settled, StoreTicket
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
@@ -83,7 +83,7 @@ class Catalog:
             evicted=self._removed,
         )
         self._through = WriteThrough(self._tiers, self._chain, slot_bytes=slot_bytes, evicted=self._removed)
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, OpenTicket] = {}
         self._numbers = count(1)
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self._tiers)
         """By tier: what is written there under a ticket."""
@@ -162,7 +162,7 @@ class Catalog:
 
     # What may begin
 
-    def reserve(self, keys: Iterable[Key], now_s: float) -> Grant | None:
+    def reserve(self, keys: Iterable[Key], now_s: float) -> StoreTicket | None:
         """Reserve room for the chunks among ``keys`` that no tier has; for the first of them when room is short.
 
         A chunk goes to the nearest tier that takes it. Returns None when there is nothing to store. Never an error: no
@@ -199,9 +199,9 @@ class Catalog:
         if not granted:
             return None
         ticket = self._open("store", granted, locations, now_s)
-        return Grant(ticket, tuple(granted), tuple(locations))
+        return StoreTicket(ticket, tuple(granted), tuple(locations))
 
-    def prepare_load(self, keys: Iterable[Key], now_s: float, allowed: Collection[int] | None = None) -> LoadGrant:
+    def prepare_load(self, keys: Iterable[Key], now_s: float, allowed: Collection[int] | None = None) -> LoadTicket:
         """Pin ``keys`` and tell where they are, among the tiers ``allowed``. A key that is gone gets ``NOWHERE``.
 
         What comes from farther than the memory tier is kept there, as far as there is room: under a ticket of its own,
@@ -213,17 +213,17 @@ class Catalog:
         landings = self._land(wanted, locations)
         kept = [(key, landing) for key, landing in zip(wanted, landings, strict=True) if landing is not None]
         if not kept:
-            return LoadGrant(ticket, wanted, locations)
+            return LoadTicket(ticket, wanted, locations)
         landing_ticket = self._open("landing", [key for key, _ in kept], [landing for _, landing in kept], now_s)
-        return LoadGrant(ticket, wanted, locations, landing_ticket, landings)
+        return LoadTicket(ticket, wanted, locations, landing_ticket, landings)
 
-    def begin_moves(self, now_s: float) -> list[MoveGrant]:
+    def begin_moves(self, now_s: float) -> list[MoveTicket]:
         """Begin what is due in farther tiers: its source pinned, its target reserved. To be called in every step."""
         grants = []
         for moves in self._through.begin(now_s):
             keys = tuple(move.chunk.key for move in moves)
             sources, targets = tuple(move.source for move in moves), tuple(move.target for move in moves)
-            grants.append(MoveGrant(self._open("move", keys, targets, now_s, moves), keys, sources, targets))
+            grants.append(MoveTicket(self._open("move", keys, targets, now_s, moves), keys, sources, targets))
         return grants
 
     # What has ended
@@ -313,7 +313,7 @@ class Catalog:
         moves: Sequence[Move] = (),
     ) -> int:
         number = next(self._numbers)
-        self._tickets[number] = Ticket(kind, tuple(keys), tuple(locations), self._world_size, moves=tuple(moves))
+        self._tickets[number] = OpenTicket(kind, tuple(keys), tuple(locations), self._world_size, moves=tuple(moves))
         if kind != "load":
             for key, location in zip(keys, locations, strict=True):
                 self._writing_since[location.tier][key] = now_s
@@ -346,12 +346,12 @@ class Catalog:
     # These go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk without those
     # before it is of no use.
 
-    def _unpin(self, record: Ticket) -> None:
+    def _unpin(self, record: OpenTicket) -> None:
         for key, location in zip(reversed(record.keys), reversed(record.locations), strict=True):
             if location.tier >= 0:
                 self._tiers[location.tier].unpin(key)
 
-    def _settle_written(self, record: Ticket, failed: Mapping[Key, Outcome], now_s: float) -> None:
+    def _settle_written(self, record: OpenTicket, failed: Mapping[Key, Outcome], now_s: float) -> None:
         ready: list[tuple[int, Key]] = []
         for position in range(len(record.keys) - 1, -1, -1):
             key, location = record.keys[position], record.locations[position]

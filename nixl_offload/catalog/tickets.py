@@ -1,6 +1,6 @@
-"""Tickets: what a job may touch until every rank has reported it, and what the catalog tells of it.
+"""Tickets: what a job may touch until every rank has reported it, and how it ended.
 
-Threading: the scheduler's thread alone; grants and what is settled are immutable and travel.
+Threading: the scheduler's thread alone. Tickets and ``Settled`` are immutable; a ticket travels to the ranks as it is.
 Ownership: a ticket holds its locations. They go back to their tiers only when it is settled, so nothing can be written
 over while a rank may still touch it, resets and aborts included.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from nixl_offload.catalog.moves import Move
 from nixl_offload.types import Asker, Key, Location, Outcome, worst
@@ -25,25 +25,30 @@ move: a tier to a farther one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """What a job may touch. ``keys[i]`` lies at ``locations[i]``."""
+class StoreTicket:
+    """Chunks to store: ``keys[i]`` goes to ``locations[i]``."""
 
     ticket: int
+    """Its number; 0: the catalog does not know it, and nothing is to be reported."""
     keys: tuple[Key, ...]
     locations: tuple[Location, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadGrant(Grant):
-    """A load, and where in memory to keep what it brings from farther tiers."""
+class LoadTicket:
+    """Chunks to load, ``keys[i]`` from ``locations[i]``, and where in memory to keep what comes from farther tiers."""
 
+    ticket: int
+    keys: tuple[Key, ...]
+    locations: tuple[Location, ...]
     landing_ticket: int = 0
     """Of those chunks that have a landing, in their order; 0: none has."""
     landings: tuple[Location | None, ...] = ()
     """By position in ``keys``; empty when none has one."""
 
 
-class MoveGrant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MoveTicket:
     """Chunks that go from tier to tier: ``keys[i]`` from ``sources[i]`` to ``targets[i]``, all of one tier."""
 
     ticket: int
@@ -53,8 +58,8 @@ class MoveGrant(NamedTuple):
 
 
 @dataclass(slots=True)
-class Ticket:
-    """A job that some rank has not reported yet."""
+class OpenTicket:
+    """The catalog's record of a ticket that some rank has not reported yet."""
 
     kind: Kind
     keys: tuple[Key, ...]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nixl_offload.catalog import Catalog, Grant
+from nixl_offload.catalog import Catalog, LoadTicket, StoreTicket
 from nixl_offload.errors import StoreError
 from nixl_offload.tiers.shared.tier import RESET_MARGIN_S
 from nixl_offload.types import Asker, Key, Lookup, Outcome
@@ -58,8 +58,8 @@ class SharedMachine(RuleBasedStateMachine):
         """Ever there as a good shard since the last reset, or before one that was."""
         self.asking: dict[str, float] = {}
         """Request -> when it was first told to ask again."""
-        self.stores: list[Grant] = []
-        self.loads: list[Grant] = []
+        self.stores: list[StoreTicket] = []
+        self.loads: list[LoadTicket] = []
         self.reset_s: float | None = None
 
     def teardown(self) -> None:

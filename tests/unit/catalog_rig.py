@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from nixl_offload.catalog import Catalog, ChainOptions, Grant, MoveGrant, Settled
+from nixl_offload.catalog import Catalog, ChainOptions, MoveTicket, Settled, StoreTicket
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
@@ -102,7 +102,7 @@ class Chain:
 
     # What vLLM does
 
-    def reserve(self, *numbers: int) -> Grant | None:
+    def reserve(self, *numbers: int) -> StoreTicket | None:
         grant = self.catalog.reserve(keys(*numbers), self.now_s)
         if grant is not None:
             self.open[grant.ticket] = len(grant.keys)
@@ -123,7 +123,7 @@ class Chain:
             count = sum(landing is not None for landing in grant.landings)
             self.report(grant.landing_ticket, dict.fromkeys(range(count), landed) if landed is not Outcome.OK else {})
 
-    def begin(self) -> list[MoveGrant]:
+    def begin(self) -> list[MoveTicket]:
         grants = self.catalog.begin_moves(self.now_s)
         self.open.update((grant.ticket, len(grant.keys)) for grant in grants)
         return grants
