@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -25,24 +23,25 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    TierFilter,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import NOWHERE, Catalog
-from nixl_offload.catalog.estimate import LoadOrRecompute, Part
+from nixl_offload.catalog import NOWHERE, Catalog, LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import Config
-from nixl_offload.engine import Standing, Work
+from nixl_offload.engine import Work
 from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Asker, Key, Lookup, key_group
-from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, Place, RankGeometry, TicketReport
+from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics
+from nixl_offload.vllm.messages import LoadSample, Place, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import Telling
 from nixl_offload.vllm.open_tiers import chain_options
-from nixl_offload.vllm.opening import Opening
+from nixl_offload.vllm.opening import TierOpening
+from nixl_offload.vllm.rank_opening import RankOpening
+from nixl_offload.vllm.tier_events import TIER_LABELS, TierEvents, TierLabel, allowed_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,8 +57,8 @@ _ANSWERS = {
 
 _NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
 
-SLOW_FAILURE_S = 1.0
-"""A load that fails sooner was refused, and says nothing of how long loads take."""
+_NO_STORE = StoreTicket(0, (), ())
+
 WEIGHTS_WAIT_S = 1.5
 """A start waits so long at most to learn which weights a local model has."""
 SMALL_WEIGHTS_WAIT_S = 30.0
@@ -68,74 +67,30 @@ STORE_BACKLOG_STAGINGS = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
 
 
-class _Face(NamedTuple):
-    """How vLLM and llm-d's indexer name a kind of tier."""
-
-    medium: Medium
-    locality: Locality
-    source: CacheHitSource
-    tells_all: bool
-    """Whether every chunk that goes is told of. vLLM remembers until then what a chunk was made of."""
-
-
-_FACES = {
-    MemoryTier: _Face(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST, True),
-    SlabTier: _Face(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK, True),
-    # vLLM has no word for a bucket or a shared filesystem yet.
-    SharedTier: _Face(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Refused:
     """State of a request whose keys are worth nothing: it is neither stored nor loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Allowed:
-    """The tiers that a request's ``kv_load_tiers`` lets it load from."""
-
-    tiers: frozenset[int]
-
-
-class _Worth(NamedTuple):
-    """What was decided about a request's hit, so that it is decided once."""
-
-    first_token: int
-    tokens: int
-    loaded_tokens: int
-    parts: tuple[Part, ...] = ()
-    """Which tiers have them, from the beginning on; empty where it was not asked."""
-
-
-class Looked(NamedTuple):
-    """What a request asked about and found, to be counted once it is scheduled."""
-
-    first_token: int
-    asked_tokens: int
-    """Whole chunks behind what the GPU's cache has; 0: counted."""
-    found_tokens: int
-
-
 class NixlOffloadManager(OffloadingManager):
-    """Answers vLLM from the catalog. Until ``open`` every lookup is a miss and nothing is stored."""
+    """Answers vLLM from the catalog. Until all ranks have opened their tiers nothing is found and nothing is stored."""
 
     def __init__(self, offloading: OffloadingConfig, config: Config, vllm_config: VllmConfig) -> None:
         """Remember what ``open`` will need; touches no storage."""
         self._offloading = offloading
         self._config = config
         self._vllm_config = vllm_config
-        self._opening: Opening | None = None
+        self._opening: TierOpening | None = None
+        self._next_catalog: Catalog | None = None
+        """Over open tiers, until the ranks have opened theirs."""
         self._catalog: Catalog | None = None
+        """In service."""
         self._tiers: list[MemoryTier | SlabTier | SharedTier] = []
-        self._faces: list[_Face] = []
-        self._places: tuple[Place, ...] = ()
-        self._moves: list[MoveSpec] = []
-        self._events: list[OffloadingEvent] = []
-        self._removed: list[OffloadKey] = []
-        self._token_bytes: dict[int, float] = {}
-        """By KV cache group, on each rank."""
-        self._speeds: LoadOrRecompute | None = None
+        self._labels: list[TierLabel] = []
+        self._rank_opening = RankOpening(offloading.parallel.world_size)
+        self._moves: list[MoveTicket] = []
+        self._events = TierEvents(enabled=offloading.enable_kv_cache_events)
+        self._decider: LoadDecider | None = None
         self._telling = Telling([tier.kind for tier in config.tiers])
         self._telling_failed = False
 
@@ -157,33 +112,27 @@ class NixlOffloadManager(OffloadingManager):
         """
         if self._opening is not None:
             return
-        self._opening = opening = Opening(self._config, self._vllm_config, self._offloading, ranks)
+        self._opening = opening = TierOpening(self._config, self._vllm_config, self._offloading, ranks)
         if not opening.wait(wait_s, small_wait_s):
             logger.info("Offloading begins as soon as the model's files have been read, to know which weights they are")
         self._take_over(at_start=True)
 
     def _take_over(self, *, at_start: bool = False) -> None:
         """Take the tiers over once they are open. What is wrong with one ends nothing but a start."""
-        opened = self._opening.take() if self._opening is not None else None
-        if opened is None:
+        try:
+            opened = self._opening.take() if self._opening is not None else None
+        except Exception as error:
+            if at_start and isinstance(error, (TierError, ConfigError)):
+                raise
+            trace = None if isinstance(error, NixlOffloadError) else error
+            logger.error("Offloading is off until the engine restarts: %s", error, exc_info=trace)
             return
-        if isinstance(opened, Exception):
-            if at_start and isinstance(opened, (TierError, ConfigError)):
-                raise opened
-            trace = None if isinstance(opened, NixlOffloadError) else opened
-            logger.error("Offloading is off until the engine restarts: %s", opened, exc_info=trace)
+        if opened is None:
             return
         namespace, self._tiers = opened
         parallel = self._offloading.parallel
-        self._places = tuple(tier.place for tier in self._tiers)
-        self._faces = [_FACES[type(tier)] for tier in self._tiers]
-        blocks = self._offloading.cache.blocks_per_chunk
-        self._token_bytes = {
-            group.group_id: namespace.slot_bytes(group.group_id) / (group.tokens_per_block * blocks)
-            for group in self._offloading.groups
-        }
-        self._speeds = LoadOrRecompute(len(self._tiers), ranks=parallel.world_size)
-        self._catalog = Catalog(
+        self._labels = [TIER_LABELS[type(tier)] for tier in self._tiers]
+        self._next_catalog = Catalog(
             self._tiers,
             world_size=parallel.world_size,
             slot_bytes=lambda key: namespace.slot_bytes(key_group(key)),
@@ -191,6 +140,49 @@ class NixlOffloadManager(OffloadingManager):
             chain=chain_options(self._config, parallel),
             store_after=self._config.store_after,
         )
+        blocks = self._offloading.cache.blocks_per_chunk
+        self._decider = LoadDecider(
+            self._next_catalog,
+            {
+                group.group_id: namespace.slot_bytes(group.group_id) / (group.tokens_per_block * blocks)
+                for group in self._offloading.groups
+            },
+            tiers=len(self._tiers),
+            ranks=parallel.world_size,
+            skips_slow=self._config.slow_hits == "skip",
+        )
+        self._rank_opening.begin(tuple(tier.place for tier in self._tiers))
+        self._begin_service()
+
+    def take_places(self) -> tuple[Place, ...] | None:
+        """Return where the ranks are to open the tiers, once; None: not yet, or they were told."""
+        return self._rank_opening.take_places()
+
+    def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
+        """Take the word of ranks whose status has changed. Service begins when all of them have opened their tiers."""
+        if not ranks:
+            return
+        self._rank_opening.update(ranks)
+        try:
+            self._telling.stand({rank: status.tiers for rank, status in ranks.items()})
+        except Exception:  # noqa: BLE001 - metrics are not worth an engine
+            self._complain_of_metrics()
+        self._begin_service()
+
+    def holds_requests(self) -> bool:
+        """Whether a request had better wait for the ranks to open their tiers. Bounded: see ``rank_opening``."""
+        return self._rank_opening.holds_requests(time.monotonic())
+
+    def _begin_service(self) -> None:
+        """Serve from the catalog if all ranks have told that they can."""
+        if self._next_catalog is None or self._rank_opening.is_under_way:
+            return
+        catalog, self._next_catalog = self._next_catalog, None
+        if broken := self._rank_opening.broken_ranks:
+            which = ", ".join(map(str, broken))
+            logger.error("Offloading is off until the engine restarts: no tier could be opened on rank %s", which)
+            return
+        self._catalog = catalog
 
     # What vLLM asks while it schedules.
 
@@ -215,12 +207,12 @@ class NixlOffloadManager(OffloadingManager):
             return
         now_s = time.monotonic()
         self._catalog.flush(now_s)
-        self._moves += [MoveSpec(*grant) for grant in self._catalog.begin_moves(now_s)]
+        self._moves += self._catalog.begin_moves(now_s)
 
-    def take_moves(self) -> tuple[list[MoveSpec], tuple[Place, ...]]:
-        """Return the moves to tell the ranks of, and where the ranks find the tiers."""
+    def take_moves(self) -> list[MoveTicket]:
+        """Return the moves to tell the ranks of."""
         moves, self._moves = self._moves, []
-        return moves, self._places
+        return moves
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what is remembered of a request's lookups."""
@@ -230,9 +222,9 @@ class NixlOffloadManager(OffloadingManager):
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return what kind of tier serves a hit."""
         position = self._catalog.where(Key(key), self._allowed(req_context)) if self._catalog is not None else None
-        return CacheHitSource.EXTERNAL_UNSPECIFIED if position is None else self._faces[position].source
+        return CacheHitSource.EXTERNAL_UNSPECIFIED if position is None else self._labels[position].source
 
-    def worth_loading(
+    def tokens_to_load(
         self,
         keys: Sequence[OffloadKey],
         req_context: ReqContext,
@@ -248,78 +240,52 @@ class NixlOffloadManager(OffloadingManager):
         of a KV cache group which looks no farther back; all of the others is. A request that is asked about again in
         the same words gets the same answer.
         """
-        if self._catalog is None or self._speeds is None:
+        if self._catalog is None or self._decider is None:
             return tokens
-        asked = req_context.get_state(_Worth)
-        if asked is not None and asked[:2] == (first_token, tokens):
-            return asked.loaded_tokens
-        allowed, end = self._allowed(req_context), first_token + tokens
-        chunk_bytes = round(chunk_tokens * sum(size for at, size in self._token_bytes.items() if at not in windows))
-        parts: list[Part] = []
-        at = first_token
-        for key in keys:
-            until = min(end, at - at % chunk_tokens + chunk_tokens)
-            tier = self._catalog.where(Key(key), allowed)
-            if tier is None:
-                return tokens  # it will be seen when it is loaded
-            if parts and parts[-1].tier == tier:
-                last = parts.pop()
-                parts.append(Part(tier, last.tokens + until - at, last.size_bytes + chunk_bytes))
-            else:
-                parts.append(Part(tier, until - at, chunk_bytes))
-            at = until
-        if not parts:
-            return tokens
-        last = parts.pop()
-        window_bytes = round(sum(self._token_bytes[at] * min(tokens, most) for at, most in windows.items()))
-        parts.append(Part(last.tier, last.tokens + end - at, last.size_bytes + window_bytes))
-        worth = tokens
-        if self._config.slow_hits == "skip":
-            worth = self._speeds.choose(parts, first_token, time.monotonic()).tokens
-        req_context.set_state(_Worth(first_token, tokens, worth, tuple(parts)))
-        return worth
+        allowed, now_s = self._allowed(req_context), time.monotonic()
+        return self._decider.tokens_to_load(
+            keys, req_context, first_token, tokens, chunk_tokens, windows, allowed, now_s
+        )
 
     def count_lookup(self, req_context: ReqContext) -> None:
-        """Count what a request has looked up (``Looked``), once."""
-        looked = req_context.get_state(Looked)
+        """Count what a request has looked up, once."""
+        looked = req_context.get_state(LookupStatistics)
         if looked is None or not looked.asked_tokens:
             return
-        req_context.set_state(Looked(0, 0, 0))
-        worth = req_context.get_state(_Worth) if looked.found_tokens else None
-        if worth is None or worth[:2] != (looked.first_token, looked.found_tokens):
+        req_context.set_state(LookupStatistics(0, 0, 0))
+        decision = req_context.get_state(LoadDecision) if looked.found_tokens else None
+        if decision is None or decision[:2] != (looked.first_token, looked.found_tokens):
             self._telling.looked_up(looked.asked_tokens, (), 0)
         else:
-            self._telling.looked_up(looked.asked_tokens, worth.parts, worth.loaded_tokens)
+            self._telling.looked_up(looked.asked_tokens, decision.parts, decision.loaded_tokens)
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
         """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
-        if self._speeds is not None:
-            self._speeds.prefill.observe(tokens, seconds, context_tokens)
+        if self._decider is not None:
+            self._decider.observe_prefill(tokens, context_tokens, seconds)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
         if self._catalog is not None:
             self._catalog.touch(Key(key) for key in keys)
 
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkSpec:
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> TicketSpec:
         """Pin chunks and tell the ranks where they are."""
         wanted = tuple(Key(key) for key in keys)
         if self._catalog is None:
-            return ChunkSpec(0, wanted, (NOWHERE,) * len(wanted), ())
-        grant = self._catalog.prepare_load(wanted, time.monotonic(), self._allowed(req_context))
+            return TicketSpec(LoadTicket(0, wanted, (NOWHERE,) * len(wanted)))
+        ticket = self._catalog.prepare_load(wanted, time.monotonic(), self._allowed(req_context))
         self._collect_events()
-        return ChunkSpec(grant.ticket, grant.keys, grant.locations, self._places, grant.landing_ticket, grant.landings)
+        return TicketSpec(ticket)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
-        if self._catalog is None or req_context.get_state(Refused) is not None:
-            return PrepareStoreOutput([], ChunkSpec(0, (), (), ()), [])
-        grant = self._catalog.reserve((Key(key) for key in keys), time.monotonic())
-        self._collect_events()
-        if grant is None:
-            return PrepareStoreOutput([], ChunkSpec(0, (), (), ()), [])
-        spec = ChunkSpec(grant.ticket, grant.keys, grant.locations, self._places)
-        return PrepareStoreOutput([OffloadKey(key) for key in grant.keys], spec, [])
+        ticket = None
+        if self._catalog is not None and req_context.get_state(Refused) is None:
+            ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic())
+            self._collect_events()
+        ticket = ticket or _NO_STORE
+        return PrepareStoreOutput([OffloadKey(key) for key in ticket.keys], TicketSpec(ticket), [])
 
     # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
     # tickets settle here, from our own message, and those two have nothing left to do.
@@ -330,11 +296,10 @@ class NixlOffloadManager(OffloadingManager):
         Returns the chunks that a load did not bring.
         """
         lost: set[OffloadKey] = set()
-        if self._catalog is None:
+        if self._catalog is None or self._decider is None:
             return lost
         now_s = time.monotonic()
-        for sample in loads:
-            self._observe_load(sample, now_s)
+        self._decider.observe_loads(loads, now_s)
         for ticket, report in reports.items():
             settled = self._catalog.report(ticket, report.ranks, report.failures, now_s)
             if settled is None:
@@ -348,29 +313,31 @@ class NixlOffloadManager(OffloadingManager):
         self._collect_events()
         return lost
 
-    def take_work(self, work: Work | None, standings: Mapping[int, tuple[Standing, ...]]) -> None:
-        """Take note, for metrics, of what the ranks have moved and of how their tiers stand."""
+    def take_work(self, work: Work | None) -> None:
+        """Take note, for metrics, of what the ranks have moved."""
         try:
             if work is not None:
                 self._telling.worked(work)
-            if standings:
-                self._telling.stand(standings)
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
 
     def has_pending_work(self) -> bool:
-        """Keep an idle engine stepping until every rank has reported every ticket, and nothing waits to be moved."""
-        return self._catalog is not None and (self._catalog.open_tickets > 0 or self._catalog.has_moves)
+        """Keep an idle engine stepping until the ranks are open, have reported every ticket, and nothing waits to be
+        moved.
+        """
+        if self._catalog is None:
+            return self._rank_opening.is_under_way
+        return self._catalog.open_tickets > 0 or self._catalog.has_moves
 
     def is_waiting(self) -> bool:
-        """Whether some rank moves bytes, or somebody looks into a shared tier."""
+        """Whether some rank opens its tiers or moves bytes, or somebody looks into a shared tier."""
         return self.has_pending_work() or any(isinstance(tier, SharedTier) and tier.is_looking for tier in self._tiers)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what has changed in our metrics since the last call."""
         if self._catalog is None:
             return None
-        decisions = self._speeds.counts() if self._speeds is not None else {}
+        decisions = self._decider.counts() if self._decider is not None else {}
         try:
             return self._telling.take(self._tiers, self._catalog.counts(), decisions)
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
@@ -379,14 +346,11 @@ class NixlOffloadManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and removed since the last call."""
-        events, self._events = self._events, []
-        self._removed += [key for event in events if event.removed for key in event.keys]
-        return events
+        return self._events.take()
 
     def take_removed(self) -> list[OffloadKey]:
         """Return the chunks of which ``take_events`` has told that they went from some tier, since the last call."""
-        removed, self._removed = self._removed, []
-        return removed
+        return self._events.take_removed()
 
     def is_known(self, key: OffloadKey) -> bool:
         """Whether a chunk is in some tier, or on its way there."""
@@ -394,9 +358,10 @@ class NixlOffloadManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Forget everything. Slots that a rank may still touch come back as their tickets settle."""
-        if self._catalog is not None:
-            self._catalog.clear()
-            self._events = []  # as with vLLM's own managers, its "all blocks cleared" says the rest
+        catalog = self._catalog or self._next_catalog
+        if catalog is not None:
+            catalog.clear()
+            self._events.clear()  # as with vLLM's own managers, its "all blocks cleared" says the rest
             logger.info("Cleared by reset_prefix_cache: nothing that was stored before is served any more")
 
     def shutdown(self) -> None:
@@ -421,34 +386,9 @@ class NixlOffloadManager(OffloadingManager):
             logger.exception("Metrics are incomplete from now on; do all ranks run the same config and version?")
         self._telling_failed = True
 
-    def _observe_load(self, sample: LoadSample, now_s: float) -> None:
-        """A load that failed says only that it would have taken longer; one that failed quickly says nothing."""
-        assert self._speeds is not None
-        if sample.tier >= len(self._speeds.tiers):
-            return  # of a rank with another config
-        speed = self._speeds.tiers[sample.tier]
-        least_s = max(speed.seconds(sample.size_bytes) or 0.0, SLOW_FAILURE_S) if sample.failed else 0.0
-        if sample.seconds > least_s:
-            speed.observe(sample.size_bytes, sample.seconds, now_s)
-
     def _allowed(self, req_context: ReqContext) -> frozenset[int] | None:
-        """Return the tiers that a request may load from, None for all: ``kv_load_tiers`` in its transfer params."""
-        chosen = req_context.load_tier_filter
-        if chosen is TierFilter.ALL:
-            return None
-        known = req_context.get_state(_Allowed)
-        if known is None:
-            faces = enumerate(self._faces)
-            known = _Allowed(frozenset(at for at, face in faces if chosen.allows(face.medium, face.locality)))
-            req_context.set_state(known)
-        return known.tiers
+        return allowed_tiers(req_context, self._labels)
 
     def _collect_events(self) -> None:
         assert self._catalog is not None
-        for change in self._catalog.take_changes():
-            if self._offloading.enable_kv_cache_events:
-                face = self._faces[change.tier]
-                keys = [OffloadKey(key) for key in change.keys]
-                self._events.append(
-                    OffloadingEvent(keys, face.medium, change.removed, face.locality, removal_expected=face.tells_all)
-                )
+        self._events.add(self._catalog.take_changes(), self._labels)

@@ -15,11 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.engine import Standing, Work
 from nixl_offload.tiers.memory.tier import MemoryPlace
 from nixl_offload.tiers.shared.tier import SharedPlace
 from nixl_offload.tiers.slab.tier import SlabPlace
-from nixl_offload.types import Key, Location, Outcome, worst
+from nixl_offload.types import Outcome, worst
 
 Place = MemoryPlace | SlabPlace | SharedPlace
 """Where the ranks find what a tier keeps."""
@@ -39,37 +40,19 @@ class RankGeometry(KVConnectorHandshakeMetadata):
 
 
 @dataclass
-class ChunkSpec(LoadStoreSpec):
-    """The storage side of a job: which chunks, and where."""
+class TicketSpec(LoadStoreSpec):
+    """The storage side of vLLM's job: the catalog's ticket."""
 
-    ticket: int
-    keys: tuple[Key, ...]
-    locations: tuple[Location, ...]
-    places: tuple[Place, ...]
-    """One for each tier of the config. Empty only when nothing can be loaded or stored: every chunk fails softly."""
-    landing_ticket: int = 0
-    """Of a load that keeps in memory what comes from farther tiers; 0: it keeps nothing."""
-    landings: tuple[Location | None, ...] = ()
-    """Where in the memory tier each chunk is kept, by position; empty, or as long as ``keys``."""
+    ticket: StoreTicket | LoadTicket
 
 
 @dataclass
-class MoveSpec:
-    """Chunks that travel from tier to tier, in the background: key, from where, to where, by position."""
+class StepMetadata(OffloadingConnectorMetadata):
+    """vLLM's message to the ranks in a step, with ours beside its jobs."""
 
-    ticket: int
-    keys: tuple[Key, ...]
-    sources: tuple[Location, ...]
-    targets: tuple[Location, ...]
-
-
-@dataclass
-class ChainMetadata(OffloadingConnectorMetadata):
-    """vLLM's message to the ranks, with the moves beside its jobs."""
-
-    moves: list[MoveSpec] = field(default_factory=list)
-    places: tuple[Place, ...] = ()
-    """As in ``ChunkSpec``; given where there are moves."""
+    moves: list[MoveTicket] = field(default_factory=list)
+    places: tuple[Place, ...] | None = None
+    """Sent once, before any job: open the config's tiers, which are here."""
 
 
 class LoadSample(NamedTuple):
@@ -98,6 +81,15 @@ class TicketReport:
         return TicketReport(self.ranks + other.ranks, failures)
 
 
+class RankStatus(NamedTuple):
+    """How one rank stands. It sends none before it has opened its tiers, or has failed to."""
+
+    is_open: bool
+    """False: it could open none of its tiers, and every job fails there."""
+    tiers: tuple[Standing, ...] = ()
+    """By position."""
+
+
 @dataclass
 class WorkerReport(OffloadingWorkerMetadata):
     """vLLM's completion message, extended by the failure channel it lacks."""
@@ -107,19 +99,19 @@ class WorkerReport(OffloadingWorkerMetadata):
     """What the estimate of the tiers' speed lives on."""
     work: Work | None = None
     """What was moved and what failed, added up over the ranks; for metrics. None: nothing."""
-    standings: dict[int, tuple[Standing, ...]] = field(default_factory=dict)
-    """By rank, and there by tier: how the tiers stand. Told when it has changed."""
+    ranks: dict[int, RankStatus] = field(default_factory=dict)
+    """Of the ranks whose status has changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another rank's report of the same step into a new one."""
         base = super().aggregate(other)
         assert isinstance(base, OffloadingWorkerMetadata)
         merged = WorkerReport(
-            base.completed_jobs, base.transfer_stats, dict(self.tickets), list(self.loads), self.work, self.standings
+            base.completed_jobs, base.transfer_stats, dict(self.tickets), list(self.loads), self.work, self.ranks
         )
         if isinstance(other, WorkerReport):
             merged.loads += other.loads
-            merged.standings = {**self.standings, **other.standings}
+            merged.ranks = {**self.ranks, **other.ranks}
             if other.work is not None:
                 merged.work = other.work if self.work is None else self.work.merge(other.work)
             for number, report in other.tickets.items():

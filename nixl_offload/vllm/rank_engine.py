@@ -1,6 +1,7 @@
 """Puts a rank's engine together: a link and a mover for each tier, as the config says and this machine can.
 
-Threading: on the worker's main thread, once per rank: ``reach_tiers`` at start, ``open_engine`` with the first job.
+Threading: once per rank: ``reach_tiers`` on the worker's main thread at start, ``open_engine`` on a thread of its own,
+once the scheduler's half has told where the tiers are.
 """
 
 from __future__ import annotations

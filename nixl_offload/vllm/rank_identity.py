@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_o
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, group_kernel_blocks
 
 from nixl_offload.identity.settings import collect
+from nixl_offload.vllm.vllm_internals import kv_scales
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,8 +67,4 @@ def _layer_facts(layer: Any) -> list[object]:
     if layer is None:
         return []
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
-    scales = [getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float")]
-    return [
-        backend.get_name() if backend is not None else None,
-        *(None if each is None else repr(each) for each in scales),
-    ]
+    return [backend.get_name() if backend is not None else None, *kv_scales(layer)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -19,12 +20,14 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.identity import reason_to_stay_off
+from nixl_offload.vllm.kv_caches import without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.metrics import DEFINITIONS
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class NixlOffloadSpec(OffloadingSpec):
@@ -36,17 +39,23 @@ class NixlOffloadSpec(OffloadingSpec):
         return dict(DEFINITIONS)
 
     def __init__(
-        self, config: OffloadingConfig, *, config_file: Config | None = None, vllm_config: VllmConfig | None = None
+        self,
+        config: OffloadingConfig,
+        *,
+        config_file: Config | None = None,
+        vllm_config: VllmConfig | None = None,
+        kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         """Take vLLM's normalised config and ours. Raises NotSupportedError when built without our connector."""
         super().__init__(config)
-        if config_file is None or vllm_config is None:
+        if config_file is None or vllm_config is None or kv_cache_config is None:
             raise NotSupportedError(
                 'NixlOffloadSpec works only inside NixlOffloadConnector: set "kv_connector": "NixlOffloadConnector" '
                 "(the stock OffloadingConnector stops the engine at the first failed transfer)"
             )
         self.config_file = config_file
         self.vllm_config = vllm_config
+        self.kv_cache_config = kv_cache_config
 
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler's half; its tiers open when the ranks have told their geometry."""
@@ -54,6 +63,9 @@ class NixlOffloadSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return this rank's half over ``kv_caches``."""
+        offloaded = get_offloading_group_ids(self.kv_cache_config)
+        groups = [self.kv_cache_config.kv_cache_groups[group] for group in offloaded]
         claimed_share = self.vllm_config.cache_config.gpu_memory_utilization
         off = reason_to_stay_off(self.vllm_config, self.config_file) is not None
-        return NixlOffloadingWorker(self.config, self.config_file, kv_caches, claimed_share, off=off)
+        caches = without_padding(kv_caches, groups)
+        return NixlOffloadingWorker(self.config, self.config_file, caches, claimed_share, off=off)

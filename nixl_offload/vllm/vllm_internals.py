@@ -1,18 +1,78 @@
 """All that we touch of vLLM's private attributes: the place to look at first when vLLM moves on.
 
-Threading: as whatever of vLLM is touched. ``tests/vllm/test_contract.py`` holds every installed vLLM to it.
+Threading: as whatever of vLLM is touched. ``tests/vllm/test_contract.py`` holds every installed vLLM to it, and this
+file to be the only one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import OffloadKey
 
 from nixl_offload.vllm.compat import check_version
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+        RequestOffloadState,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+# The connector.
+
+
+def set_canonical_layout(connector: OffloadingConnector, offloading: OffloadingConfig) -> None:
+    """Set what ``OffloadingConnector.__init__``, past which ours goes, sets besides its halves."""
+    connector._canonical_layout = offloading.canonical_layout
+
+
+# The scheduler's half.
+
+
+def request_state(scheduler: OffloadingConnectorScheduler, request_id: str) -> RequestOffloadState | None:
+    """Return what vLLM's half knows of a request; None: nothing."""
+    return scheduler._req_status.get(request_id)
+
+
+def first_lookup_group(scheduler: OffloadingConnectorScheduler) -> int:
+    """Return the position of the KV cache group that a request is looked up in first."""
+    return scheduler._lookup_groups[0]
+
+
+def offer_again(scheduler: OffloadingConnectorScheduler, job_ids: Iterable[int], lost: Set[OffloadKey]) -> None:
+    """Have requests store anew, as they recompute them, the chunks that a load did not bring.
+
+    vLLM passes over the chunks of a load when it stores; it does not know that loads fail.
+    """
+    for job_id in job_ids:
+        job = scheduler._jobs.get(job_id)
+        request = request_state(scheduler, job.req_id) if job is not None and not job.is_store else None
+        if job is None or request is None or not lost & job.keys:
+            continue
+        for group in request.group_states:
+            first = next((number for number, key in enumerate(group.offload_keys) if key in lost), None)
+            if first is not None:
+                group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
+
+
+def forget_descriptions(
+    scheduler: OffloadingConnectorScheduler, keys: Iterable[OffloadKey], is_known: Callable[[OffloadKey], bool]
+) -> None:
+    """Forget what chunks were made of that no tier has any more.
+
+    vLLM takes it that whatever is stored also rests in host memory until that is told to be gone, which without a
+    memory tier it never is.
+    """
+    described = scheduler._events_tracker._pending_event_metadata
+    for key in keys:
+        if key in described and not is_known(key):
+            del described[key]
 
 
 def without_preempted_loads(scheduler: OffloadingConnectorScheduler, output: SchedulerOutput) -> SchedulerOutput:
@@ -27,3 +87,22 @@ def without_preempted_loads(scheduler: OffloadingConnectorScheduler, output: Sch
     if not loading or not output.preempted_req_ids or check_version() != (0, 32):
         return output
     return replace(output, preempted_req_ids=output.preempted_req_ids - loading)
+
+
+# The ranks' half.
+
+
+def store_on_every_rank(worker: OffloadingConnectorWorker) -> None:
+    """Have this rank store also where the KV is replicated (MLA with TP > 1) and vLLM lets rank 0 store for all."""
+    worker._is_store_writer = True
+
+
+def pop_loading_request(worker: OffloadingConnectorWorker, job_id: int) -> str | None:
+    """Return the request that a job loads for, once; None: the job is a store."""
+    return worker._load_jobs.pop(job_id, None)
+
+
+def kv_scales(layer: Any) -> list[str | None]:
+    """Return the scales of an attention layer's quantized KV, exactly; None where it has none."""
+    scales = (getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float"))
+    return [None if scale is None else repr(scale) for scale in scales]

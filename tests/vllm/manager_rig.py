@@ -23,10 +23,11 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import ChunkSpec, LoadSample, MoveSpec, RankGeometry, TicketReport
+from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 
 SLOT = 8192
 BLOCK_TOKENS = 64
@@ -124,6 +125,12 @@ def ranks(count: int = 1) -> list[RankGeometry]:
     return [RankGeometry(rank, (SLOT,), f"{rank:064x}", ("CPU_ATTN",)) for rank in range(count)]
 
 
+def ranks_open(manager: NixlOffloadManager, count: int = 1) -> None:
+    """Say for so many ranks that they have opened their tiers."""
+    manager.take_places()
+    manager.take_ranks({rank: RankStatus(True) for rank in range(count)})
+
+
 def key(number: int) -> OffloadKey:
     return OffloadKey(number.to_bytes(32, "big") + bytes(4))
 
@@ -139,11 +146,12 @@ def request(name: str = "request", load_tiers: Any = None) -> ReqContext:
 
 
 class Rig:
-    """A manager that is open, and the ranks' words."""
+    """A manager in service, and the ranks' words."""
 
     def __init__(self, config: Config, world_size: int = 1, *, events: bool = True) -> None:
         self.manager = NixlOffloadManager(offloading_config(world_size, events=events), config, vllm_config(world_size))
         self.manager.open(ranks(world_size))
+        ranks_open(self.manager, world_size)
         self._world_size = world_size
 
     def close(self) -> None:
@@ -152,31 +160,32 @@ class Rig:
 
     # What vLLM does
 
-    def offer(self, *numbers: int) -> ChunkSpec:
+    def offer(self, *numbers: int) -> StoreTicket:
         """Offer chunks that were computed; return where those that are taken go."""
         output = self.manager.prepare_store(keys(*numbers), request())
         assert output is not None
         spec = output.store_spec
-        assert isinstance(spec, ChunkSpec)
-        assert list(spec.keys) == output.keys_to_store
-        return spec
+        assert isinstance(spec, TicketSpec)
+        assert isinstance(spec.ticket, StoreTicket)
+        assert list(spec.ticket.keys) == output.keys_to_store
+        return spec.ticket
 
     def store(self, *numbers: int) -> None:
         """Store all of ``numbers``."""
-        spec = self.offer(*numbers)
-        assert spec.keys == tuple(keys(*numbers))
-        self.report(spec.ticket)
+        ticket = self.offer(*numbers)
+        assert ticket.keys == tuple(keys(*numbers))
+        self.report(ticket.ticket)
 
-    def load(self, *numbers: int, context: ReqContext | None = None) -> ChunkSpec:
+    def load(self, *numbers: int, context: ReqContext | None = None) -> LoadTicket:
         """Begin a load."""
-        spec = self.manager.prepare_load(keys(*numbers), context or request())
-        assert isinstance(spec, ChunkSpec)
-        return spec
+        ticket = self.manager.prepare_load(keys(*numbers), context or request()).ticket
+        assert isinstance(ticket, LoadTicket)
+        return ticket
 
-    def step(self) -> list[MoveSpec]:
+    def step(self) -> list[MoveTicket]:
         """End a step of the scheduler; return the moves that go out with it."""
         self.manager.on_schedule_end(ScheduleEndContext([], []))
-        return self.manager.take_moves()[0]
+        return self.manager.take_moves()
 
     def write_through(self) -> None:
         """Step until nothing is due any more; all moves end well."""

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +22,29 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.types import Outcome
-from nixl_offload.vllm import compat
-from nixl_offload.vllm.connector import NixlOffloadConnector, NixlOffloadScheduler
+from nixl_offload.vllm import compat, vllm_internals
+from nixl_offload.vllm.connector import NixlOffloadConnector
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import ChainMetadata, RankGeometry, TicketReport, WorkerReport
+from nixl_offload.vllm.messages import RankGeometry, StepMetadata, TicketReport, TicketSpec, WorkerReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
-from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
+from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.vllm import manager_rig
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 OFFLOADING = f"{CONNECTOR}.offloading"
+OUR_CLASSES = (
+    NixlOffloadConnector,
+    NixlOffloadScheduler,
+    NixlOffloadManager,
+    NixlOffloadSpec,
+    NixlOffloadingWorker,
+    NixlConnectorWorker,
+    WorkerReport,
+    StepMetadata,
+    TicketSpec,
+)
 
 
 def named(path: str) -> Any:
@@ -56,7 +70,7 @@ def in_order(path: str, *pieces: str) -> None:
         at = found + len(piece)
 
 
-def attributes_set_in(path: str) -> set[str]:
+def attributes_set_in(path: str, owner: str = "self") -> set[str]:
     """Names ``x`` of every ``self.x = ...`` in a function."""
     return {
         node.attr
@@ -64,7 +78,7 @@ def attributes_set_in(path: str) -> set[str]:
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
+        and node.value.id == owner
     }
 
 
@@ -113,19 +127,7 @@ def accepts_what_base_takes(ours: Any, base: Any) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [
-        NixlOffloadConnector,
-        NixlOffloadScheduler,
-        NixlOffloadManager,
-        NixlOffloadSpec,
-        NixlOffloadingWorker,
-        NixlConnectorWorker,
-        WorkerReport,
-        ChainMetadata,
-    ],
-)
+@pytest.mark.parametrize("cls", OUR_CLASSES)
 def test_overrides_accept_every_call_that_their_bases_accept(cls: type) -> None:
     assert not inspect.isabstract(cls), f"vLLM asks {cls.__name__} for {sorted(cls.__abstractmethods__)}"
     for name, override in vars(cls).items():
@@ -180,10 +182,42 @@ def test_connector_constructor_sets_nothing_but_what_ours_sets() -> None:
     """Ours goes past it, so an attribute that a new version adds there would be missing."""
     theirs = attributes_set_in(f"{CONNECTOR}.offloading_connector:OffloadingConnector.__init__")
     ours = attributes_set_in("nixl_offload.vllm.connector:NixlOffloadConnector.__init__")
+    ours |= attributes_set_in("nixl_offload.vllm.vllm_internals:set_canonical_layout", "connector")
     assert theirs <= ours, f"OffloadingConnector.__init__ also sets {sorted(theirs - ours)}"
     in_order(
         f"{CONNECTOR}.offloading_connector:OffloadingConnector.__init__", "super().__init__", "build_offloading_config"
     )
+
+
+def private_names_of(cls: type) -> set[str]:
+    """Attributes and methods with a leading underscore that the vLLM classes above ``cls`` have."""
+    names: set[str] = set()
+    for base in (each for each in cls.__mro__ if each.__module__.startswith("vllm.")):
+        names.update(vars(base))
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_private_names_of_vllm_live_in_one_file() -> None:
+    """``vllm_internals`` alone touches them: of vLLM's objects, and of what our classes have from vLLM's."""
+    for path in Path(inspect.getfile(vllm_internals)).parent.glob("*.py"):
+        if path.name in {"vllm_internals.py", "compare.py"}:  # compare.py asks Python's argparse, not vLLM
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                assert owner in {"self", "cls"}, f"{path.name}:{node.lineno} touches {ast.unparse(node)}"
+    for cls in OUR_CLASSES:
+        used = {
+            node.attr
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
+            if isinstance(node, ast.Attribute)
+        }
+        used |= set(vars(cls))
+        found = used & private_names_of(cls) - {"_abc_impl"}
+        assert not found, f"{cls.__name__} touches {sorted(found)}, which are vLLM's"
 
 
 def test_constructors_take_what_we_give() -> None:
@@ -212,7 +246,16 @@ def test_constructors_take_what_we_give() -> None:
         ),
         (
             f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler.__init__",
-            {"manager", "config", "_jobs", "_req_status", "_stale_job_threshold", "_lookup_groups"},
+            {
+                "manager",
+                "config",
+                "_current_batch_load_jobs",
+                "_events_tracker",
+                "_jobs",
+                "_lookup_groups",
+                "_req_status",
+                "_stale_job_threshold",
+            },
         ),
         ("vllm.v1.kv_offload.base:OffloadingSpec.__init__", {"config", "extra_config"}),
         ("vllm.v1.kv_offload.base:GPULoadStoreSpec.__init__", {"group_sizes", "block_indices"}),
@@ -330,7 +373,8 @@ def test_factories_know_us_by_name() -> None:
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     from nixl_offload.config import CONNECTOR_NAME
-    from nixl_offload.vllm.plugin import SPEC_NAME, register
+    from nixl_offload.vllm.plugin import register
+    from nixl_offload.vllm.registration import SPEC_NAME
 
     register()
     register()
@@ -483,11 +527,12 @@ def test_sleep_mode_is_refused() -> None:
 
 def test_opening_again_changes_nothing() -> None:
     """Waking up repeats the handshake in vLLM 0.33; opening twice would meet our own lock."""
-    config = manager_rig.config_of(manager_rig.memory_tier())
-    manager = NixlOffloadManager(None, config, None)  # type: ignore[arg-type]
-    manager._catalog = opened = object()  # type: ignore[assignment]
-    manager.open(manager_rig.ranks())
-    assert manager._catalog is opened
+    rig = manager_rig.Rig(manager_rig.config_of(manager_rig.memory_tier()))
+    opened = rig.manager._catalog
+    rig.manager.open(manager_rig.ranks())
+    assert rig.manager.take_places() is None, "the ranks are not told again"
+    assert rig.manager._catalog is opened
+    rig.close()
 
 
 def test_chunks_of_a_failed_load_are_offered_to_the_store_again() -> None:
@@ -496,7 +541,7 @@ def test_chunks_of_a_failed_load_are_offered_to_the_store_again() -> None:
     scheduler = object.__new__(NixlOffloadScheduler)
     scheduler._jobs = {7: SimpleNamespace(req_id="request", is_store=False, keys={b"a", b"b", b"c"})}  # type: ignore[dict-item]
     scheduler._req_status = {"request": SimpleNamespace(group_states=[group])}  # type: ignore[dict-item]
-    scheduler._offer_again([7, 8], {b"z"})
+    vllm_internals.offer_again(scheduler, [7, 8], {b"z"})
     assert group.next_stored_chunk_idx == 4
-    scheduler._offer_again([7, 8], {b"b", b"c"})
+    vllm_internals.offer_again(scheduler, [7, 8], {b"b", b"c"})
     assert group.next_stored_chunk_idx == 1

@@ -17,10 +17,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import compat
-from nixl_offload.vllm.connector import NixlOffloadScheduler
-from nixl_offload.vllm.messages import ChainMetadata, LoadSample, TicketReport
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+from nixl_offload.vllm.connector_worker import NixlConnectorWorker
+from nixl_offload.vllm.messages import LoadSample, StepMetadata, TicketReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
-from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
+from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.vllm import manager_rig
 from tests.vllm.test_contract import CONNECTOR, OFFLOADING, in_order, named, source
 
@@ -37,7 +38,7 @@ from tests.vllm.test_contract import CONNECTOR, OFFLOADING, in_order, named, sou
     ],
 )
 def test_vllm_has_no_better_word_for_our_tiers(path: str, words: list[str]) -> None:
-    """Where it gets one, say for a bucket, ``manager._FACES`` should use it."""
+    """Where it gets one, say for a bucket, ``tier_events`` should use it."""
     assert [item.name for item in named(path)] == words
 
 
@@ -145,29 +146,33 @@ def test_our_moves_travel_with_vllms_jobs() -> None:
     worker = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
     rank = object.__new__(NixlOffloadingWorker)
     rank.submit_load = lambda job_id, *rest, **options: submitted.append(job_id) or True  # type: ignore[func-returns-value, method-assign]
-    rank.submit_moves = lambda moves, places: submitted.append((moves, places))  # type: ignore[method-assign]
+    rank.submit = lambda ticket, *rest, **options: submitted.append(ticket)  # type: ignore[method-assign]
+    rank.open = submitted.append  # type: ignore[method-assign]
     worker.worker = rank
     blocks = base.GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
     jobs = {3: common.TransferJob("request", blocks, blocks)}
-    meta = ChainMetadata(jobs, {}, set(), ["a move"], ("a place",))  # type: ignore[list-item, arg-type]
+    meta = StepMetadata(jobs, {}, set(), ["a move"], ("a place",))  # type: ignore[list-item, arg-type]
     assert isinstance(meta, common.OffloadingConnectorMetadata)
     worker.start_kv_transfers(meta)
     worker.start_kv_transfers(common.OffloadingConnectorMetadata({}, {}))
-    assert submitted == [3, (["a move"], ("a place",))]
+    worker.start_kv_transfers(StepMetadata({}, {}, set(), ["another"]))  # type: ignore[list-item]
+    assert submitted == [3, ("a place",), "a move", "another"]
 
 
 class Matching:
     """Our scheduler's half over a slab with ``stored`` chunks of one request's five, and what tiers take."""
 
-    def __init__(self, path: Path, stored: int, *, memory: bool = True) -> None:
+    def __init__(self, path: Path, stored: int, *, memory: bool = True, is_open: bool = True) -> None:
         nearest = [manager_rig.memory_tier()] if memory else []
         config = manager_rig.config_of(*nearest, manager_rig.slab_tier(path))
         offloading, vllm_config = manager_rig.offloading_config(), manager_rig.vllm_config()
         caches = manager_rig.kv_cache_config()
-        spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config)
+        spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config, kv_cache_config=caches)
         self.scheduler = NixlOffloadScheduler(spec, vllm_config, caches)
         self.manager = self.scheduler.offload_manager
-        self.manager.open(manager_rig.ranks())
+        self.scheduler.open(manager_rig.ranks())
+        if is_open:
+            manager_rig.ranks_open(self.manager)
         hashes = [number.to_bytes(32, "big") for number in range(5 * manager_rig.BLOCKS_PER_CHUNK)]
         self.request: Any = SimpleNamespace(
             request_id="request",
@@ -187,17 +192,17 @@ class Matching:
         self.keys = [make_key(each, 0) for each in hashes[last :: manager_rig.BLOCKS_PER_CHUNK]]
         output = self.manager.prepare_store(self.keys[:stored], manager_rig.request("stores"))
         assert output is not None
-        self.ticket: int = output.store_spec.ticket  # type: ignore[attr-defined]
+        self.ticket: int = output.store_spec.ticket.ticket  # type: ignore[attr-defined]
         self.manager.settle({self.ticket: TicketReport()})
 
     def lose_from_memory(self, first: int) -> None:
         """Leave the chunks from ``first`` on to files alone."""
         self.manager.on_schedule_end(named("vllm.v1.kv_offload.base:ScheduleEndContext")([], []))
-        self.manager.settle({move.ticket: TicketReport() for move in self.manager.take_moves()[0]})
+        self.manager.settle({move.ticket: TicketReport() for move in self.manager.take_moves()})
         context = manager_rig.request("loses", [{"medium": "CPU"}])
-        spec: Any = self.manager.prepare_load(self.keys[first:], context)
-        failures = dict.fromkeys(range(len(spec.keys)), Outcome.FAILED)
-        self.manager.settle({spec.ticket: TicketReport(1, failures)})
+        ticket = self.manager.prepare_load(self.keys[first:], context).ticket
+        failures = dict.fromkeys(range(len(ticket.keys)), Outcome.FAILED)
+        self.manager.settle({ticket.ticket: TicketReport(1, failures)})
 
     def slow_files(self) -> None:
         self.manager.settle({}, [LoadSample(1, manager_rig.SLOT, 10.0, False)] * 5)
@@ -279,8 +284,8 @@ def test_a_chunk_is_described_until_the_last_tier_has_told_that_it_went(
     if memory:
         asked.lose_from_memory(0)
         assert removed() == {"CPU": blocks}
-    spec: Any = asked.manager.prepare_load(asked.keys[:4], manager_rig.request("loses"))
-    asked.manager.settle({spec.ticket: TicketReport(1, dict.fromkeys(range(4), Outcome.CORRUPT))})
+    ticket = asked.manager.prepare_load(asked.keys[:4], manager_rig.request("loses")).ticket
+    asked.manager.settle({ticket.ticket: TicketReport(1, dict.fromkeys(range(4), Outcome.CORRUPT))})
     assert len(tracker._pending_event_metadata) == 4
     assert removed() == {"STORAGE": blocks}
     assert tracker._pending_event_metadata == {}
@@ -315,10 +320,10 @@ def test_moves_go_out_with_the_step_in_which_they_began(matching: Callable[[int]
     asked = matching(4)
     empty = named("vllm.v1.core.sched.output:SchedulerOutput.make_empty")
     meta = asked.scheduler.build_connector_meta(empty())
-    assert isinstance(meta, ChainMetadata)
+    assert isinstance(meta, StepMetadata)
     assert [list(move.keys) for move in meta.moves] == [asked.keys[:4]]
-    assert len(meta.places) == 2
+    assert meta.places is None, "the ranks were told before"
     assert asked.scheduler.has_pending_push_work()
-    assert not isinstance(asked.scheduler.build_connector_meta(empty()), ChainMetadata)
+    assert not isinstance(asked.scheduler.build_connector_meta(empty()), StepMetadata)
     asked.manager.settle({meta.moves[0].ticket: TicketReport()})
     assert not asked.scheduler.has_pending_push_work()

@@ -13,8 +13,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
-from nixl_offload.vllm import connector
-from nixl_offload.vllm.connector import NixlOffloadScheduler
+from nixl_offload.vllm import connector_scheduler
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.idling import IDLE_STEP_S, PATIENCE_S, STUCK_AFTER_S, STUCK_STEP_S
 from nixl_offload.vllm.messages import TicketReport, WorkerReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
@@ -27,7 +27,9 @@ class Steps:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
         self.pauses: list[float] = []
-        monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep))
+        monkeypatch.setattr(
+            connector_scheduler, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep)
+        )
         monkeypatch.setattr(
             vllm_scheduler.OffloadingConnectorScheduler,
             "build_connector_meta",
@@ -35,10 +37,13 @@ class Steps:
         )
         config = manager_rig.config_of(manager_rig.memory_tier(), manager_rig.slab_tier(path))
         offloading, caches = manager_rig.offloading_config(), manager_rig.kv_cache_config()
-        spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=manager_rig.vllm_config())
+        spec = NixlOffloadSpec(
+            offloading, config_file=config, vllm_config=manager_rig.vllm_config(), kv_cache_config=caches
+        )
         self.scheduler = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
         self.manager = self.scheduler.offload_manager
-        self.manager.open(manager_rig.ranks())
+        self.scheduler.open(manager_rig.ranks())
+        manager_rig.ranks_open(self.manager)
 
     def _sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
@@ -67,7 +72,7 @@ def _store(steps: Steps, number: int) -> int:
     key = manager_rig.key(number)
     output = steps.manager.prepare_store([key], manager_rig.request("stores"))
     assert output is not None
-    ticket: int = output.store_spec.ticket  # type: ignore[attr-defined]
+    ticket: int = output.store_spec.ticket.ticket  # type: ignore[attr-defined]
     return ticket
 
 

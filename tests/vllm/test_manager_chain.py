@@ -212,7 +212,7 @@ def test_moves_go_out_once(tmp_path: Path, open_rig: Open) -> None:
     (to_slab, to_tree) = rig.step()
     assert numbers(to_slab.keys) == numbers(to_tree.keys) == [1, 2]
     assert {source.tier for move in (to_slab, to_tree) for source in move.sources} == {MEMORY}
-    assert rig.manager.take_moves()[0] == []
+    assert rig.manager.take_moves() == []
     assert rig.step() == []
     rig.offer(1, 2)
     assert rig.step() == [], "offered again while it is on its way"
@@ -220,15 +220,6 @@ def test_moves_go_out_once(tmp_path: Path, open_rig: Open) -> None:
         rig.report(move.ticket)
     rig.offer(1, 2)
     assert rig.step() == [], "offered again when it is there"
-
-
-def test_ranks_are_told_where_the_tiers_are(tmp_path: Path, open_rig: Open) -> None:
-    """A rank may have its first job in a message with moves, as well as in one with a load or a store."""
-    rig = open_rig(three_tiers(tmp_path))
-    _, places = rig.manager.take_moves()
-    spec = rig.offer(1)
-    assert len(places) == 3
-    assert spec.places == places == rig.load(1).places
 
 
 @pytest.mark.parametrize("outcome", [None, *(each for each in Outcome if each is not Outcome.OK)])
@@ -342,11 +333,11 @@ def test_a_slow_tier_is_skipped_and_the_decision_is_counted_once(tmp_path: Path,
     rig.observe_prefill(0.01)
     context = request()
     ask = (keys(1, 2), context, 0, 2 * CHUNK_TOKENS, CHUNK_TOKENS)
-    assert [rig.manager.worth_loading(*ask) for _ in range(3)] == [0, 0, 0]
+    assert [rig.manager.tokens_to_load(*ask) for _ in range(3)] == [0, 0, 0]
     assert decisions(rig) == {("slab", "skipped"): 1}
-    assert rig.manager.worth_loading(keys(3), request("memory"), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert rig.manager.tokens_to_load(keys(3), request("memory"), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
     assert decisions(rig) == {("memory", "taken"): 1}
-    assert rig.manager.worth_loading(keys(1), context, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0, "asked in other words"
+    assert rig.manager.tokens_to_load(keys(1), context, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0, "asked in other words"
     assert decisions(rig) == {("slab", "skipped"): 1}
 
 
@@ -358,7 +349,7 @@ def test_a_hit_is_cut_where_a_slow_tier_begins(tmp_path: Path, open_rig: Open) -
     rig.observe_loads(SLAB, 10.0)
     rig.observe_prefill(0.01)
     first, tokens = CHUNK_TOKENS - 64, 64 + CHUNK_TOKENS - 64
-    assert rig.manager.worth_loading(keys(1, 2), request(), first, tokens, CHUNK_TOKENS) == 64
+    assert rig.manager.tokens_to_load(keys(1, 2), request(), first, tokens, CHUNK_TOKENS) == 64
     assert decisions(rig) == {("memory", "taken"): 1, ("slab", "skipped"): 1}
 
 
@@ -366,11 +357,11 @@ def test_what_is_not_known_is_loaded(tmp_path: Path, open_rig: Open) -> None:
     """Before there are measurements, and of a chunk that has gone since it was looked up."""
     rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
     on_disk(rig, 1)
-    assert rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
     assert decisions(rig) == {("slab", "taken"): 1}
     rig.observe_loads(SLAB, 10.0)
     rig.observe_prefill(0.01)
-    assert rig.manager.worth_loading(keys(1, 9), request("gone"), 0, 512, CHUNK_TOKENS) == 512
+    assert rig.manager.tokens_to_load(keys(1, 9), request("gone"), 0, 512, CHUNK_TOKENS) == 512
     assert decisions(rig) == {}
 
 
@@ -380,8 +371,8 @@ def test_what_lies_behind_the_last_chunk_goes_with_it(tmp_path: Path, open_rig: 
     rig.store(1)
     rig.observe_loads(MEMORY, 0.001)
     rig.observe_prefill(0.1)
-    assert rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS + 64, CHUNK_TOKENS) == CHUNK_TOKENS + 64
-    assert rig.manager.worth_loading([], request("tail"), CHUNK_TOKENS, 64, CHUNK_TOKENS) == 64
+    assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS + 64, CHUNK_TOKENS) == CHUNK_TOKENS + 64
+    assert rig.manager.tokens_to_load([], request("tail"), CHUNK_TOKENS, 64, CHUNK_TOKENS) == 64
 
 
 def test_of_a_window_only_what_is_loaded_counts(tmp_path: Path, open_rig: Open) -> None:
@@ -392,9 +383,9 @@ def test_of_a_window_only_what_is_loaded_counts(tmp_path: Path, open_rig: Open) 
         rig.observe_loads(MEMORY, 0.01 * slots, 1, size_bytes=slots * SLOT)
     rig.observe_prefill(0.005)
     found, tokens = keys(*range(4)), 4 * CHUNK_TOKENS
-    assert rig.manager.worth_loading(found, request(), 0, tokens, CHUNK_TOKENS) == 0, "four slots: 40 ms, computing 20"
+    assert rig.manager.tokens_to_load(found, request(), 0, tokens, CHUNK_TOKENS) == 0, "four slots: 40 ms, computing 20"
     windows = {0: CHUNK_TOKENS}
-    assert rig.manager.worth_loading(found, request(), 0, tokens, CHUNK_TOKENS, windows) == tokens, "one takes 10"
+    assert rig.manager.tokens_to_load(found, request(), 0, tokens, CHUNK_TOKENS, windows) == tokens, "one takes 10"
 
 
 def test_slow_hits_are_taken_where_the_config_says_so(tmp_path: Path, open_rig: Open) -> None:
@@ -402,7 +393,7 @@ def test_slow_hits_are_taken_where_the_config_says_so(tmp_path: Path, open_rig: 
     on_disk(rig, 1)
     rig.observe_loads(SLAB, 10.0)
     rig.observe_prefill(0.01)
-    assert rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
     assert decisions(rig) == {}
 
 
@@ -414,5 +405,5 @@ def test_a_request_may_skip_to_a_tier_it_may_load_from(tmp_path: Path, open_rig:
     rig.observe_loads(1, 10.0)
     rig.observe_prefill(0.01)
     storage = request("storage", [{"medium": "STORAGE"}])
-    assert rig.manager.worth_loading(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
-    assert rig.manager.worth_loading(keys(1), storage, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0
+    assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert rig.manager.tokens_to_load(keys(1), storage, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0

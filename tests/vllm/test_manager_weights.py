@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.vllm import opening
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
-from nixl_offload.vllm.messages import ChunkSpec
+from nixl_offload.vllm.messages import TicketSpec
 from tests.vllm import manager_rig
 
 DEADLINE_S = 30.0
@@ -71,11 +71,12 @@ def opened(manager: NixlOffloadManager) -> None:
 
 
 def stored(manager: NixlOffloadManager, *numbers: int) -> tuple[bytes, ...]:
-    """Offer chunks; return those that are taken."""
+    """Offer chunks; return those that are taken. The ranks have nothing to open."""
+    manager_rig.ranks_open(manager)
     output = manager.prepare_store(manager_rig.keys(*numbers), manager_rig.request())
     assert output is not None
-    assert isinstance(output.store_spec, ChunkSpec)
-    return output.store_spec.keys
+    assert isinstance(output.store_spec, TicketSpec)
+    return output.store_spec.ticket.keys
 
 
 def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, gate: threading.Event) -> None:

@@ -25,8 +25,8 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, Off
 from nixl_offload.engine.tally import Act, Equipment, Failure, Standing, Waiting, Work
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
-from nixl_offload.vllm.manager import Looked
-from nixl_offload.vllm.messages import WorkerReport
+from nixl_offload.vllm.load_decision import LookupStatistics
+from nixl_offload.vllm.messages import RankStatus, WorkerReport
 from nixl_offload.vllm.metrics import DEFINITIONS, Telling
 from tests.vllm.damage import until
 from tests.vllm.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Workshop, chain_config, prompts, tier_config, tree_tier
@@ -133,8 +133,8 @@ def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]
     assert told("evicted_chunks", "memory") == 2
     assert told("used_bytes", "memory") == 4 * SLOT
     looks = request()
-    looks.set_state(Looked(0, 3 * CHUNK_TOKENS, CHUNK_TOKENS))
-    rig.manager.worth_loading(keys(6), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    looks.set_state(LookupStatistics(0, 3 * CHUNK_TOKENS, CHUNK_TOKENS))
+    rig.manager.tokens_to_load(keys(6), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
     rig.manager.count_lookup(looks)
     rig.manager.count_lookup(looks)
     assert told("hit_decisions", "memory", "taken") == 1
@@ -164,10 +164,11 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     rig.report(moves[0].ticket)
     rig.report(moves[1].ticket, {0: Outcome.DROPPED})
     looks = request()
-    looks.set_state(Looked(0, CHUNK_TOKENS, CHUNK_TOKENS))
-    rig.manager.worth_loading(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    looks.set_state(LookupStatistics(0, CHUNK_TOKENS, CHUNK_TOKENS))
+    rig.manager.tokens_to_load(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
     rig.manager.count_lookup(looks)
-    rig.manager.take_work(WORK, {0: (STANDING,)})
+    rig.manager.take_ranks({0: RankStatus(True, (STANDING,))})
+    rig.manager.take_work(WORK)
     rig.offer(*range(10, 16))
     rig.offer(*range(10, 16))
     shutil.rmtree(tmp_path / "tree")
@@ -191,12 +192,13 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
 
     def tell(one: Standing | None, two: Standing | None) -> None:
         reports = [
-            WorkerReport(work=WORK, standings={} if standing is None else {rank: (Standing(), standing)})
+            WorkerReport(work=WORK, ranks={} if standing is None else {rank: RankStatus(True, (Standing(), standing))})
             for rank, standing in enumerate((one, two))
         ]
         merged = reports[0].aggregate(reports[1])
         assert isinstance(merged, WorkerReport)
-        rig.manager.take_work(merged.work, merged.standings)
+        rig.manager.take_ranks(merged.ranks)
+        rig.manager.take_work(merged.work)
         stats = rig.manager.get_stats()
         assert stats is not None
         exporter.take(stats)
@@ -224,7 +226,7 @@ def test_a_rank_of_another_config_costs_metrics_not_the_engine(
 ) -> None:
     rig = open_rig(config_of(memory_tier(8)))
     for _ in range(2):
-        rig.manager.take_work(Work(Counts({Act("load", 7): 4096})), {0: (Standing(),)})
+        rig.manager.take_work(Work(Counts({Act("load", 7): 4096})))
     monkeypatch.setattr(Telling, "take", lambda *_: 1 / 0)
     assert rig.manager.get_stats() is None
     assert caplog.text.count("do all ranks run the same config and version?") == 1

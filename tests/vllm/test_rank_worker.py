@@ -27,8 +27,9 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from nixl_offload.catalog import NOWHERE
+from nixl_offload.catalog import NOWHERE, LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import parse_config
+from nixl_offload.engine import ChainEngine
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.opened_mover import OpenedMover
 from nixl_offload.engine.streams import Device
@@ -37,8 +38,8 @@ from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm import rank_engine
 from nixl_offload.vllm import worker as worker_module
-from nixl_offload.vllm.messages import ChunkSpec, MoveSpec
-from nixl_offload.vllm.worker import NixlOffloadingWorker, RankResult
+from nixl_offload.vllm.messages import Place, RankStatus, TicketSpec
+from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker
 from tests.unit.device_rig import ThreadedStreams, emulated
 
 LAYERS = 3
@@ -47,11 +48,13 @@ PAGE = 8192
 BLOCKS_PER_CHUNK = 4
 DEADLINE_S = 20.0
 
+Log = pytest.LogCaptureFixture
+
 
 class Rig:
     """One rank with three layers of KV and a slab of 64 slots."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, is_open: bool = True) -> None:
         self.tensors = [torch.zeros((BLOCKS, PAGE), dtype=torch.int8) for _ in range(LAYERS)]
         parallel = OffloadingParallelConfig(
             rank=0,
@@ -90,6 +93,21 @@ class Rig:
             rank_bytes=64 * self.slot_bytes,
             extent_bytes=4 * self.slot_bytes,
         )
+        if is_open:
+            assert self.open(self.place).is_open
+
+    def open(self, *places: Place) -> RankStatus:
+        """Open the tiers and wait for what the rank says of it."""
+        self.worker.open(places)
+        return self.status()
+
+    def status(self) -> RankStatus:
+        """Wait until the rank says how it stands."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not (told := self.worker.take_status()):
+            assert time.monotonic() < deadline, "the rank says nothing"
+            time.sleep(0.001)
+        return told[0]
 
     def fill(self, block: int, seed: int) -> None:
         """Write what only this block and seed have."""
@@ -101,25 +119,30 @@ class Rig:
         """All layers of one block."""
         return b"".join(tensor[block].numpy().tobytes() for tensor in self.tensors)
 
-    def spec(self, *slots: int) -> ChunkSpec:
+    def to_store(self, *slots: int) -> TicketSpec:
         """Chunks named after their slots."""
         keys = tuple(Key(slot.to_bytes(32, "big") + bytes(4)) for slot in slots)
         locations = tuple(Location(0, slot * self.slot_bytes, self.slot_bytes) for slot in slots)
-        return ChunkSpec(ticket=1, keys=keys, locations=locations, places=(self.place,))
+        return TicketSpec(StoreTicket(1, keys, locations))
 
-    def results(self, count: int = 1) -> list[RankResult]:
+    def to_load(self, *slots: int) -> TicketSpec:
+        """The same chunks."""
+        ticket = self.to_store(*slots).ticket
+        return TicketSpec(LoadTicket(1, ticket.keys, ticket.locations))
+
+    def results(self, count: int = 1) -> list[FinishedJob]:
         """Wait for jobs as vLLM does: ask again and again."""
-        found: list[RankResult] = []
+        found: list[FinishedJob] = []
         deadline = time.monotonic() + DEADLINE_S
         while len(found) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} jobs reported"
-            found += self.worker.take_results()
+            found += self.worker.take_finished()
             time.sleep(0.001)
         return found
 
     def store(self, blocks: list[int], *slots: int) -> None:
         """Store whole chunks and wait."""
-        self.worker.submit_store(1, gpu(blocks, 0), self.spec(*slots))
+        self.worker.submit_store(1, gpu(blocks, 0), self.to_store(*slots))
         (item,) = self.results()
         assert set(item.result.outcomes) == {Outcome.OK}
 
@@ -145,7 +168,7 @@ def test_a_load_that_begins_inside_a_chunk_touches_only_its_blocks(rig: Rig) -> 
     rig.store(stored, 0, 1, 2)
     before = [rig.block(block) for block in stored]
     wanted = [40, 41, 50, 44, 45, 20, 21]  # blocks 2 to 8 of the request
-    rig.worker.submit_load(7, rig.spec(0, 1, 2), gpu(wanted, 2))
+    rig.worker.submit_load(7, rig.to_load(0, 1, 2), gpu(wanted, 2))
     (item,) = rig.results()
     assert set(item.result.outcomes) == {Outcome.OK}
     assert [rig.block(block) for block in wanted] == before[2:9]
@@ -164,7 +187,7 @@ def test_the_store_path_makes_no_directory_and_no_copy_of_a_tensor(rig: Rig, mon
         monkeypatch.setattr(torch.Tensor, name, refuse)
     for name in ("mkdir", "makedirs"):
         monkeypatch.setattr(os, name, refuse)
-    rig.worker.submit_store(2, gpu(list(range(4, 12)), 4), rig.spec(1, 2))
+    rig.worker.submit_store(2, gpu(list(range(4, 12)), 4), rig.to_store(1, 2))
     (item,) = rig.results()
     assert item.result.outcomes == (Outcome.OK, Outcome.OK), item.result.errors
 
@@ -172,12 +195,12 @@ def test_the_store_path_makes_no_directory_and_no_copy_of_a_tensor(rig: Rig, mon
 def test_each_job_is_reported_once_however_often_it_is_asked_for(rig: Rig) -> None:
     """Nothing is launched twice: as many results as jobs, and as many bytes as chunks."""
     for number in range(10):
-        rig.worker.submit_store(number, gpu([0, 1, 2, 3], 0), rig.spec(number))
+        rig.worker.submit_store(number, gpu([0, 1, 2, 3], 0), rig.to_store(number))
         rig.worker.wait({number})
         rig.worker.wait({number})
     found = rig.results(10)
     time.sleep(0.05)
-    assert rig.worker.take_results() == []
+    assert rig.worker.take_finished() == []
     assert sorted(item.result.job_id for item in found) == list(range(10))
     assert all(item.result.bytes_moved <= rig.slot_bytes for item in found)
 
@@ -186,17 +209,17 @@ def test_a_load_that_takes_many_steps_is_still_known_when_it_ends(rig: Rig) -> N
     """The job is remembered until it is reported, not for one step only."""
     rig.store([0, 1, 2, 3], 0)
     asked: list[int] = []
-    take_results = rig.worker.take_results
+    take_finished = rig.worker.take_finished
 
-    def counted() -> list[RankResult]:
+    def counted() -> list[FinishedJob]:
         asked.append(1)
-        return take_results() if len(asked) > 50 else []
+        return take_finished() if len(asked) > 50 else []
 
-    rig.worker.take_results = counted  # type: ignore[method-assign]  # fifty steps in which nothing is heard
-    rig.worker.submit_load(5, rig.spec(0), gpu([8, 9, 10, 11], 0))
+    rig.worker.take_finished = counted  # type: ignore[method-assign]  # fifty steps in which nothing is heard
+    rig.worker.submit_load(5, rig.to_load(0), gpu([8, 9, 10, 11], 0))
     (item,) = rig.results()
     assert item.result.job_id == 5
-    assert item.job.chunks[0].block_ids.tolist() == [8, 9, 10, 11]
+    assert item.chunks[0].block_ids.tolist() == [8, 9, 10, 11]
     assert rig.block(8) == rig.block(0)
 
 
@@ -209,7 +232,7 @@ def test_a_store_whose_numbers_do_not_fit_is_refused_not_raised(
     rig: Rig, blocks: list[int], first: int, slots: tuple[int, ...]
 ) -> None:
     """Every chunk FAILED, nothing written, no exception."""
-    assert rig.worker.submit_store(3, gpu(blocks, first), rig.spec(*slots))
+    assert rig.worker.submit_store(3, gpu(blocks, first), rig.to_store(*slots))
     (item,) = rig.results()
     assert item.result.outcomes == (Outcome.FAILED,) * len(slots)
 
@@ -219,24 +242,122 @@ def test_a_chunk_that_is_nowhere_fails_and_its_siblings_load(rig: Rig) -> None:
     for block in range(4):
         rig.fill(block, 2)
     rig.store([0, 1, 2, 3], 0)
-    spec = rig.spec(0, 1)
-    spec.locations = (spec.locations[0], NOWHERE)
+    ticket = rig.to_load(0, 1).ticket
+    spec = TicketSpec(dataclasses.replace(ticket, locations=(ticket.locations[0], NOWHERE)))
     rig.worker.submit_load(4, spec, gpu([8, 9, 10, 11, 12, 13, 14, 15], 0))
     (item,) = rig.results()
     assert item.result.outcomes == (Outcome.OK, Outcome.FAILED)
     assert [rig.block(8 + number) for number in range(4)] == [rig.block(number) for number in range(4)]
 
 
-def test_a_rank_that_cannot_open_its_storage_answers_every_job(rig: Rig, tmp_path: Path) -> None:
-    """The namespace directory is a file: every job fails softly, and submitting goes on working."""
+def test_a_rank_that_cannot_open_its_storage_answers_every_job(tmp_path: Path, caplog: Log) -> None:
+    """The namespace directory is a file: the rank says so, every job fails softly, and submitting goes on working."""
     (tmp_path / "file").write_bytes(b"")
-    spec = rig.spec(0)
-    spec.places = (dataclasses.replace(rig.place, directory=str(tmp_path / "file" / "below")),)
+    rig = Rig(tmp_path, is_open=False)
+    place = dataclasses.replace(rig.place, directory=str(tmp_path / "file" / "below"))
+    assert rig.open(place) == RankStatus(False)
+    assert rig.worker.take_status() == {}, "told twice"
     for number in range(3):
-        rig.worker.submit_load(number, spec, gpu([0, 1, 2, 3], 0))
+        rig.worker.submit_load(number, rig.to_load(0), gpu([0, 1, 2, 3], 0))
     outcomes = {outcome for item in rig.results(3) for outcome in item.result.outcomes}
     assert outcomes == {Outcome.FAILED}
     rig.worker.wait({0, 1, 2})
+    assert caplog.text.count("Offloading is off on rank 0") == 1
+    rig.worker.shutdown()
+
+
+class SlowStart:
+    """Has ``rank_engine.open_engine`` wait, as a driver that takes its time, until the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.opened: list[ChainEngine] = []
+        open_engine = rank_engine.open_engine
+
+        def opening(*arguments: Any) -> ChainEngine:
+            self.begun.set()
+            assert self.go_on.wait(DEADLINE_S)
+            if error is not None:
+                raise error
+            self.opened.append(open_engine(*arguments))
+            return self.opened[-1]
+
+        monkeypatch.setattr(worker_module, "open_engine", opening)
+
+
+def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that comes before it is over fails at once, as does a move; afterwards all is as ever."""
+    slow = SlowStart(monkeypatch)
+    rig = Rig(tmp_path, is_open=False)
+    rig.worker.open((rig.place,))
+    rig.worker.open((rig.place,))
+    assert slow.begun.wait(DEADLINE_S)
+    began_s = time.monotonic()
+    rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), rig.to_store(0))
+    location = Location(0, 0, rig.slot_bytes)
+    rig.worker.submit(MoveTicket(7, (Key(bytes(36)),), (location,), (location,)))
+    rig.worker.wait({1})
+    (item,) = rig.worker.take_finished()
+    assert item.result.outcomes == (Outcome.FAILED,)
+    assert rig.worker.take_tickets() == {7: {0: Outcome.FAILED}}
+    assert rig.worker.take_status() == {}
+    assert time.monotonic() - began_s < 1.0
+    slow.go_on.set()
+    assert rig.status().is_open
+    rig.store([0, 1, 2, 3], 0)
+    rig.worker.shutdown()
+    assert len(slow.opened) == 1
+
+
+def test_a_job_that_comes_before_the_tiers_are_to_be_opened_fails(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, is_open=False)
+    ticket = rig.to_load(0).ticket
+    assert isinstance(ticket, LoadTicket)
+    landing = dataclasses.replace(ticket, landing_ticket=2, landings=(Location(0, 0, rig.slot_bytes),))
+    rig.worker.submit_load(1, TicketSpec(landing), gpu([0, 1, 2, 3], 0))
+    (item,) = rig.results()
+    assert item.result.outcomes == (Outcome.FAILED,)
+    assert rig.worker.take_tickets() == {2: {0: Outcome.FAILED}}
+    rig.worker.shutdown()
+
+
+def test_an_opening_that_fails_turns_offloading_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
+) -> None:
+    """Whatever a library raises."""
+    slow = SlowStart(monkeypatch, RuntimeError("CUDA out of memory"))
+    slow.go_on.set()
+    rig = Rig(tmp_path, is_open=False)
+    assert rig.open(rig.place) == RankStatus(False)
+    assert "CUDA out of memory" in caplog.text
+    rig.worker.shutdown()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the deadline", "after it"])
+def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """It waits for a moment. What is opened is closed, by whoever comes last, and the slab can be opened anew."""
+    slow = SlowStart(monkeypatch)
+    monkeypatch.setattr(worker_module, "CLOSE_OPENING_S", 0.1 if late else DEADLINE_S)
+    kept: list[object] = []
+    monkeypatch.setattr(worker_module, "LEAKED", kept)
+    rig = Rig(tmp_path, is_open=False)
+    rig.worker._host = host = HostSlab(memory_bytes=1 << 20, relay_slots=0, slot_bytes=4096)
+    rig.worker.open((rig.place,))
+    assert slow.begun.wait(DEADLINE_S)
+    opening = next(each for each in threading.enumerate() if each.name == "nixl-offload-open-rank")
+    if not late:
+        threading.Timer(0.1, slow.go_on.set).start()
+    rig.worker.shutdown()
+    assert (host in kept) == late, "memory that is being registered is not unlocked"
+    slow.go_on.set()
+    opening.join(DEADLINE_S)
+    assert slow.opened[0]._closed
+    rig.worker.submit_load(1, rig.to_load(0), gpu([0, 1, 2, 3], 0))
+    (item,) = rig.results()
+    assert item.result.outcomes == (Outcome.FAILED,)
+    monkeypatch.undo()
+    again = Rig(tmp_path)
+    again.worker.shutdown()
 
 
 def test_blocks_may_be_overwritten_as_soon_as_wait_returns(rig: Rig) -> None:
@@ -248,14 +369,14 @@ def test_blocks_may_be_overwritten_as_soon_as_wait_returns(rig: Rig) -> None:
         for each in blocks:
             rig.fill(each, number)
         expected = [rig.block(each) for each in blocks]
-        rig.worker.submit_store(number, gpu(blocks, 0), rig.spec(number % 60))
+        rig.worker.submit_store(number, gpu(blocks, 0), rig.to_store(number % 60))
         rig.worker.wait({number})
         for tensor in rig.tensors:
             tensor[block : block + 4] = 77
         (item,) = rig.results()
         if item.result.outcomes == (Outcome.OK,):
             stored += 1
-            rig.worker.submit_load(1000 + number, rig.spec(number % 60), gpu([60, 61, 62, 63], 0))
+            rig.worker.submit_load(1000 + number, rig.to_load(number % 60), gpu([60, 61, 62, 63], 0))
             (item,) = rig.results()
             assert item.result.outcomes == (Outcome.OK,)
             assert [rig.block(each) for each in (60, 61, 62, 63)] == expected, number
@@ -267,7 +388,7 @@ def test_moves_of_a_group_that_is_not_there_fail_and_raise_nothing(rig: Rig) -> 
     """Anything that is raised here ends vLLM's engine."""
     key = Key(bytes(32) + (77).to_bytes(4, "big"))
     here, there = Location(0, 0, rig.slot_bytes), Location(1, 0, rig.slot_bytes)
-    rig.worker.submit_moves([MoveSpec(3, (key,), (here,), (there,))], (rig.place,))
+    rig.worker.submit(MoveTicket(3, (key,), (here,), (there,)))
     assert rig.worker.take_tickets() == {3: {0: Outcome.FAILED}}
 
 
@@ -283,8 +404,8 @@ def test_threads_of_the_tiers_do_not_share_the_core_of_the_model(
 
     def main() -> None:
         os.sched_setaffinity(0, {min(wide)})
-        rig = Rig(tmp_path)
         before = set(threading.enumerate())
+        rig = Rig(tmp_path)
         rig.store([0, 1, 2, 3], 0)
         for thread in set(threading.enumerate()) - before:
             assert thread.native_id is not None
@@ -327,12 +448,15 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
         return open_tier(config, position, *arguments)
 
     monkeypatch.setattr(rank_engine, "_open_tier", opened)
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, is_open=False)
     second = {"kind": "s3", "bucket": "nowhere"}
     first = {"kind": "slab", "path": str(tmp_path), "capacity": "64MiB"}
     rig.worker._config = parse_config({"staging": "8MiB", "tiers": [first, second]})
     rig.worker._reaches = [OpenedMover(), OpenedMover()]
-    rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), dataclasses.replace(rig.spec(0), places=(rig.place, rig.place)))
+    told = rig.open(rig.place, rig.place)
+    assert told.is_open
+    assert [tier.trouble for tier in told.tiers] == ["", "unavailable"]
+    rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), rig.to_store(0))
     (item,) = rig.results()
     assert set(item.result.outcomes) == {Outcome.OK}
     rig.worker.shutdown()
@@ -346,9 +470,9 @@ def test_kernels_are_compiled_at_start(tmp_path: Path, monkeypatch: pytest.Monke
         made.append((len(tensors), [len(group) for group in pages]))
 
     monkeypatch.setattr(rank_engine, "DeviceGroups", groups)
-    Rig(tmp_path / "host").worker.shutdown()
+    Rig(tmp_path / "host", is_open=False).worker.shutdown()
     assert not made, "there is nothing to compile for host memory"
     with ThreadedStreams() as streams:
         monkeypatch.setattr(rank_engine, "device_of", lambda _: emulated(streams))
-        Rig(tmp_path / "device").worker.shutdown()
+        Rig(tmp_path / "device", is_open=False).worker.shutdown()
     assert made == [(LAYERS, [LAYERS])]

@@ -1,0 +1,158 @@
+"""The scheduler's half behind vLLM's connector: asks our manager, sends our messages, hears the ranks' reports.
+
+Threading: the scheduler's thread. Nothing raises for reasons of storage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from nixl_offload.vllm.idling import Idling
+from nixl_offload.vllm.load_decision import LookupStatistics
+from nixl_offload.vllm.manager import NixlOffloadManager, Refused
+from nixl_offload.vllm.messages import RankGeometry, StepMetadata, WorkerReport
+from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
+from nixl_offload.vllm.step_clock import StepClock
+from nixl_offload.vllm.vllm_internals import (
+    first_lookup_group,
+    forget_descriptions,
+    offer_again,
+    request_state,
+    without_preempted_loads,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class NixlOffloadScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler half; hears of failures before it hears of completions."""
+
+    recompute = True
+    """Whether a request whose load failed goes on (``on_load_failure: recompute``)."""
+
+    def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
+        self._idling = Idling(time.monotonic)
+        self._counts_media = counts_media(vllm_config)
+        self._windows = {
+            group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
+            for group in self.config.kv_group_configs
+            if group.sliding_window_size_in_chunks is not None
+        }
+        """By KV cache group that looks back no farther: how many tokens of it a hit loads."""
+
+    @property
+    def offload_manager(self) -> NixlOffloadManager:
+        """The manager, as what it is."""
+        assert isinstance(self.manager, NixlOffloadManager)
+        return self.manager
+
+    def open(self, ranks: Sequence[RankGeometry]) -> None:
+        """Open the tiers. An engine without requests steps now, until the ranks have opened theirs: see ``idling``."""
+        self.offload_manager.open(ranks)
+        self._idling.stir()
+
+    def on_new_request(self, request: Request) -> None:
+        """As vLLM's; a request whose keys name no content is neither stored nor loaded."""
+        super().on_new_request(request)
+        self._refuse_worthless_keys(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        """As vLLM's, less what would take longer to load than to compute. None while the ranks open their tiers."""
+        self._idling.stir()
+        if self.offload_manager.holds_requests():
+            return None, False
+        self._refuse_worthless_keys(request)  # a session may have been given an image since
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        group = first_lookup_group(self)
+        chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
+        status = request_state(self, request.request_id)
+        assert status is not None
+        if found is not None:
+            whole_tokens = request.num_tokens // chunk_tokens * chunk_tokens
+            asked = max(found, whole_tokens - num_computed_tokens)
+            status.req_context.set_state(LookupStatistics(num_computed_tokens, asked, found))
+        if not found:
+            return found, is_async
+        first, last = num_computed_tokens // chunk_tokens, -(-(num_computed_tokens + found) // chunk_tokens)
+        keys = status.group_states[group].offload_keys[first:last]
+        wanted = self.offload_manager.tokens_to_load(
+            keys, status.req_context, num_computed_tokens, found, chunk_tokens, self._windows
+        )
+        if wanted >= found:
+            return found, is_async
+        # Asked again with a limit, for vLLM remembers what it has answered. Where there are windows it takes one token
+        # off, as off the end of a prompt, and with recurrent state that would cost a whole chunk.
+        limit = wanted + 1 if self._windows else wanted
+        return super().get_num_new_matched_tokens(request, num_computed_tokens, limit)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        status = request_state(self, request.request_id)
+        if status is not None:
+            self.offload_manager.count_lookup(status.req_context)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """As vLLM's, with our moves, and once with where the tiers are to be opened.
+
+        In a step without work leave the processor to those who are waited for.
+        """
+        if not scheduler_output.total_num_scheduled_tokens and self.offload_manager.is_waiting():
+            time.sleep(self._idling.pause_s)
+        self._clock.scheduled(scheduler_output)
+        meta = super().build_connector_meta(without_preempted_loads(self, scheduler_output))
+        moves, places = self.offload_manager.take_moves(), self.offload_manager.take_places()
+        assert isinstance(meta, OffloadingConnectorMetadata)
+        if scheduler_output.total_num_scheduled_tokens or moves or places or meta.load_jobs or meta.store_jobs:
+            self._idling.stir()
+        if not moves and places is None:
+            return meta
+        return StepMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, moves, places)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Settle tickets first, so that a failed chunk is gone before its request is looked up again."""
+        self._clock.done()
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, WorkerReport):
+            if meta.tickets or meta.completed_jobs:
+                self._idling.stir()
+            self.offload_manager.take_ranks(meta.ranks)
+            lost = self.offload_manager.settle(meta.tickets, meta.loads)
+            self.offload_manager.take_work(meta.work)
+            if lost and self.recompute:
+                offer_again(self, meta.completed_jobs, lost)
+        super().update_connector_output(connector_output)
+
+    def has_pending_push_work(self) -> bool:
+        """As vLLM's, as long as something comes of it: see ``idling``. Requests hold the engine by themselves."""
+        return self._idling.is_patient and super().has_pending_push_work()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """As vLLM's; what chunks were made of is forgotten with them."""
+        yield from super().take_events()
+        forget_descriptions(self, self.offload_manager.take_removed(), self.offload_manager.is_known)
+
+    def _refuse_worthless_keys(self, request: Request) -> None:
+        status = request_state(self, request.request_id)
+        if status is not None and not has_lasting_keys(request, counts_media=self._counts_media):
+            status.req_context.set_state(Refused())

@@ -1,0 +1,131 @@
+"""A rank's half behind vLLM's connector: our messages beside vLLM's jobs, and the failure channel that vLLM lacks.
+
+Threading: called by the worker's main thread. Nothing raises for reasons of storage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from nixl_offload.catalog import LoadTicket
+from nixl_offload.types import Outcome
+from nixl_offload.vllm.messages import RankGeometry, StepMetadata, TicketReport, WorkerReport
+from nixl_offload.vllm.rank_identity import allocation_digest
+from nixl_offload.vllm.vllm_internals import pop_loading_request, store_on_every_rank
+from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker, failures_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+class NixlConnectorWorker(OffloadingConnectorWorker):
+    """vLLM's connector worker, without its assertions that storage never fails."""
+
+    def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        store_on_every_rank(self)  # each has storage of its own
+        self._report = WorkerReport()
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._single_group = len(spec.config.groups) == 1
+        self._allocated = ""
+        """Digest of this rank's KV caches, once they are registered."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As vLLM's; and take down what was allocated. Where that fails, the scheduler's half stays off."""
+        try:
+            self._allocated = allocation_digest(self.vllm_config, self.kv_cache_config, kv_caches)
+        except Exception:
+            logger.exception("What lies where in the KV caches of this rank is not understood")
+        super().register_kv_caches(kv_caches)
+
+    @property
+    def rank_worker(self) -> NixlOffloadingWorker:
+        """Our worker. Exists once the KV caches are registered."""
+        assert isinstance(self.worker, NixlOffloadingWorker)
+        return self.worker
+
+    def geometry(self) -> RankGeometry | None:
+        """Return what a chunk needs on this rank, once the KV caches are registered."""
+        if self.worker is None:
+            return None
+        if not any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
+            return self.rank_worker.geometry(self._allocated)  # vLLM would name the backend that it prefers
+        backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
+        return self.rank_worker.geometry(self._allocated, backends)
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Submit vLLM's jobs, then our moves; and open the tiers, when that is asked for."""
+        super().start_kv_transfers(metadata)
+        if isinstance(metadata, StepMetadata):
+            if metadata.places is not None:
+                self.rank_worker.open(metadata.places)
+            for ticket in metadata.moves:
+                self.rank_worker.submit(ticket)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Collect outcomes. A failed load is reported as received *and* as failed, so that its request resumes."""
+        received: set[str] = set()
+        for job in self.rank_worker.take_finished():
+            result, is_load = job.result, isinstance(job.ticket, LoadTicket)
+            failures = failures_of(result.outcomes)
+            self._report.mark_completed(result.job_id)
+            self._report.tickets[job.ticket.ticket] = TicketReport(1, failures)
+            if result.bytes_moved:
+                stats = self._report.transfer_stats
+                (stats.load if is_load else stats.store).record(result.bytes_moved, result.seconds)
+            request = pop_loading_request(self, result.job_id)
+            if request is not None:
+                received.add(request)
+            if is_load:
+                if failures:
+                    self._fail_load(job, request, failures)
+                self._report.loads.extend(self.rank_worker.samples(job))
+        for ticket, failures in self.rank_worker.take_tickets().items():
+            self._report.tickets[ticket] = TicketReport(1, failures)
+        self._report.work = self.rank_worker.take_work()
+        self._report.ranks = self.rank_worker.take_status()
+        return set(), received
+
+    def take_failed_requests(self) -> set[str]:
+        """Return requests whose load failed since the last call (models with several KV groups)."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return blocks that a load did not fill since the last call (models with one KV group)."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> WorkerReport:
+        """Return what has finished since the last call.
+
+        Also when nothing has: vLLM keeps an empty step to itself, and our scheduler's half counts them: ``step_clock``.
+        """
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def _fail_load(self, job: FinishedJob, request: str | None, failures: Mapping[int, Outcome]) -> None:
+        logger.warning(
+            "Load of request %s: %d of %d chunks not usable (%s)",
+            request,
+            len(failures),
+            len(job.chunks),
+            ", ".join(sorted({outcome.value for outcome in failures.values()})),
+        )
+        if self._single_group:
+            for position in failures:
+                self._failed_blocks.update(job.chunks[position].block_ids.tolist())
+        elif request is not None:
+            self._failed_requests.add(request)

@@ -1,0 +1,125 @@
+"""Decides how much of a request's hit is loaded: no more than is there sooner than it would be computed.
+
+Threading: the scheduler's thread. Reads no clock: time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from nixl_offload.catalog import Catalog
+from nixl_offload.catalog.estimate import Decision, LoadOrRecompute, Part
+from nixl_offload.types import Key
+from nixl_offload.vllm.messages import LoadSample
+
+SLOW_FAILURE_S = 1.0
+"""A load that fails sooner was refused, and says nothing of how long loads take."""
+
+
+class LoadDecision(NamedTuple):
+    """What was decided about a request's hit. Kept with the request, so that it is decided once."""
+
+    first_token: int
+    tokens: int
+    loaded_tokens: int
+    parts: tuple[Part, ...] = ()
+    """Which tiers have them, from the beginning on; empty where it was not asked."""
+
+
+class LookupStatistics(NamedTuple):
+    """What a request asked about and found. Kept with the request, and counted once it is scheduled."""
+
+    first_token: int
+    asked_tokens: int
+    """Whole chunks behind what the GPU's cache has; 0: counted."""
+    found_tokens: int
+
+
+class LoadDecider:
+    """Weighs loading against computing, by how long either took so far."""
+
+    def __init__(
+        self, catalog: Catalog, token_bytes: Mapping[int, float], *, tiers: int, ranks: int, skips_slow: bool
+    ) -> None:
+        """``token_bytes``: by KV cache group, on each rank. ``skips_slow``: false, whatever is found is loaded."""
+        self._catalog = catalog
+        self._token_bytes = token_bytes
+        self._skips_slow = skips_slow
+        self._speeds = LoadOrRecompute(tiers, ranks=ranks)
+
+    def tokens_to_load(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        first_token: int,
+        tokens: int,
+        chunk_tokens: int,
+        windows: Mapping[int, int],
+        allowed: frozenset[int] | None,
+        now_s: float,
+    ) -> int:
+        """As the manager's. ``allowed``: the tiers that the request may load from; None: all."""
+        asked = req_context.get_state(LoadDecision)
+        if asked is not None and asked[:2] == (first_token, tokens):
+            return asked.loaded_tokens
+        parts = self._parts(keys, first_token, tokens, chunk_tokens, windows, allowed)
+        if not parts:
+            return tokens
+        loaded = self._speeds.choose(parts, first_token, now_s).tokens if self._skips_slow else tokens
+        req_context.set_state(LoadDecision(first_token, tokens, loaded, tuple(parts)))
+        return loaded
+
+    def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
+        """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
+        self._speeds.prefill.observe(tokens, seconds, context_tokens)
+
+    def observe_loads(self, samples: Iterable[LoadSample], now_s: float) -> None:
+        """A load that failed says only that it would have taken longer; one that failed quickly says nothing."""
+        for sample in samples:
+            if sample.tier >= len(self._speeds.tiers):
+                continue  # of a rank with another config
+            speed = self._speeds.tiers[sample.tier]
+            least_s = max(speed.seconds(sample.size_bytes) or 0.0, SLOW_FAILURE_S) if sample.failed else 0.0
+            if sample.seconds > least_s:
+                speed.observe(sample.size_bytes, sample.seconds, now_s)
+
+    def counts(self) -> Mapping[tuple[int, Decision], int]:
+        """Return how often each was decided, by tier."""
+        return self._speeds.counts()
+
+    def _parts(
+        self,
+        keys: Sequence[OffloadKey],
+        first_token: int,
+        tokens: int,
+        chunk_tokens: int,
+        windows: Mapping[int, int],
+        allowed: frozenset[int] | None,
+    ) -> list[Part]:
+        """Return which tier would serve what, from the beginning on; empty when some chunk is gone, or nothing asked.
+
+        A chunk that is gone will be seen when it is loaded.
+        """
+        end = first_token + tokens
+        chunk_bytes = round(chunk_tokens * sum(size for at, size in self._token_bytes.items() if at not in windows))
+        parts: list[Part] = []
+        at = first_token
+        for key in keys:
+            until = min(end, at - at % chunk_tokens + chunk_tokens)
+            tier = self._catalog.where(Key(key), allowed)
+            if tier is None:
+                return []
+            if parts and parts[-1].tier == tier:
+                last = parts.pop()
+                parts.append(Part(tier, last.tokens + until - at, last.size_bytes + chunk_bytes))
+            else:
+                parts.append(Part(tier, until - at, chunk_bytes))
+            at = until
+        if parts:
+            last = parts.pop()
+            window_bytes = round(sum(self._token_bytes[at] * min(tokens, most) for at, most in windows.items()))
+            parts.append(Part(last.tier, last.tokens + end - at, last.size_bytes + window_bytes))
+        return parts
