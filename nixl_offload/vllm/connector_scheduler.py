@@ -67,7 +67,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
     def open(self, ranks: Sequence[RankGeometry]) -> None:
         """Open the tiers. An engine without requests steps now, until the ranks have opened theirs: see ``idling``."""
         self.offload_manager.open(ranks)
-        self._idling.stir()
+        self._idling.record_progress()
 
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; a request whose keys name no content is neither stored nor loaded."""
@@ -78,7 +78,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """As vLLM's, less what would take longer to load than to compute. None while the ranks open their tiers."""
-        self._idling.stir()
+        self._idling.record_progress()
         if self.offload_manager.holds_requests():
             return None, False
         self._refuse_worthless_keys(request)  # a session may have been given an image since
@@ -124,7 +124,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         moves, places = self.offload_manager.take_moves(), self.offload_manager.take_places()
         assert isinstance(meta, OffloadingConnectorMetadata)
         if scheduler_output.total_num_scheduled_tokens or moves or places or meta.load_jobs or meta.store_jobs:
-            self._idling.stir()
+            self._idling.record_progress()
         if not moves and places is None:
             return meta
         return StepMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, moves, places)
@@ -135,7 +135,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
             if meta.tickets or meta.completed_jobs:
-                self._idling.stir()
+                self._idling.record_progress()
             self.offload_manager.take_ranks(meta.ranks)
             lost = self.offload_manager.settle(meta.tickets, meta.loads)
             self.offload_manager.take_work(meta.work)

@@ -44,7 +44,7 @@ _TOKENIZER: Final = "model_config.tokenizer"
 
 
 class ModelName(NamedTuple):
-    """Which model it is, as far as its name tells."""
+    """A model, as far as its name identifies it."""
 
     name: str
     """Of a local model the last part of its path: the same files may lie elsewhere on another server."""
@@ -82,7 +82,7 @@ def group_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
 
 
 def reason_to_stay_off(vllm_config: VllmConfig, config: Config) -> str | None:
-    """Return, in a sentence, why this engine must store and load nothing; None: it may. The same on every rank."""
+    """Return why this engine must not store or load, as a sentence; None: it may. The same on every rank."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching and not config.serve_without_prefix_caching:
         return (
@@ -103,7 +103,7 @@ def reason_to_stay_off(vllm_config: VllmConfig, config: Config) -> str | None:
 
 
 def name_model(model_config: ModelConfig) -> ModelName:
-    """Say which model it is. Touches the filesystem, but reads no file."""
+    """Identify a model. Touches the filesystem, but reads no file."""
     if model_config.model_weights:  # streamed from an object store; ``model`` is a directory of copied configs then
         return ModelName(plain_text("model_weights", str(model_config.model_weights)), None, None)
     commit = getattr(model_config.hf_config, "_commit_hash", None)

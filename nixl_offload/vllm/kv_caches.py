@@ -1,4 +1,4 @@
-"""vLLM's KV caches in plain numbers.
+"""Describes vLLM's KV caches in plain numbers.
 
 Threading: pure functions.
 """

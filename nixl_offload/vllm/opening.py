@@ -1,4 +1,4 @@
-"""Opens the scheduler's half of all tiers, once it is known which weights a local model has.
+"""Opens the scheduler's half of all tiers, once the digest of a local model's weights is known.
 
 Threading: a ``BackgroundOpening`` waits and opens; the scheduler's thread takes the result over.
 Nothing that it does can hold up a step or end the engine. Ownership: tiers belong to whoever takes them; those that
@@ -31,13 +31,13 @@ OpenTier = MemoryTier | SlabTier | SharedTier
 OpenTiers = tuple[Namespace, list[OpenTier]]
 
 SMALL_BYTES = 1 << 30
-"""So much is read in a second, or the machine is too busy."""
+"""Reading this much takes about a second, unless the machine is busy."""
 CLOSE_S = 1.0
 """How long a shutdown waits for tiers that are just being opened."""
 
 
 class TierOpening:
-    """The way from what the ranks have told to open tiers. Begins at once."""
+    """Turns what the ranks have sent into open tiers, on a thread of its own. Begins at once."""
 
     def __init__(
         self, config: Config, vllm_config: VllmConfig, offloading: OffloadingConfig, ranks: Sequence[RankGeometry]
@@ -47,7 +47,7 @@ class TierOpening:
         self._offloading = offloading
         self._ranks = ranks
         self._known = threading.Event()
-        """Set when it is known which weights there are, or that nobody will know."""
+        """Set when the digests of the weights are known, or cannot be."""
         self._lock = threading.Lock()
         """Guards what follows."""
         self._weights: dict[str, WeightsDigest] = {}

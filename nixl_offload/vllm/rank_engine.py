@@ -1,7 +1,7 @@
-"""Puts a rank's engine together: a link and a mover for each tier, as the config says and this machine can.
+"""Builds a rank's engine: a link and a mover for each tier, as the config asks and this machine allows.
 
 Threading: once per rank: ``reach_tiers`` on the worker's main thread at start, ``open_engine`` on a thread of its own,
-once the scheduler's half has told where the tiers are.
+once the scheduler's half has sent where the tiers are.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RELAY_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What a rank moves chunks between."""
+    """The memory that a rank moves chunks to and from."""
 
     tensors: Sequence[torch.Tensor]
     layout: KVLayout
@@ -70,7 +70,7 @@ def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayou
     """
     found: list[OpenedMover] = []
     device = device_of(tensors[0])
-    # What Triton compiles here it keeps: with the first job, seconds of a step would go into it.
+    # Compiles the Triton kernels, which takes seconds, before there is a job to wait for them.
     slow = device.is_accelerator and DeviceGroups(tensors, pages_of(layout), device).sums_slowly
     try:
         for tier in config.tiers:

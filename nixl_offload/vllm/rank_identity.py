@@ -1,5 +1,6 @@
-"""What a rank has really allocated, as one digest: per layer its name, group, kind of cache, and how a block lies in
-memory. The namespace holds the digests of all ranks, so that ranks that differ in any of it share nothing.
+"""Digests what a rank has allocated: per layer its name, group, kind of cache, and how a block lies in memory.
+
+The namespace holds the digests of all ranks, so that ranks that differ in any of it share nothing.
 
 Threading: a pure function, called by the worker's main thread when vLLM registers the KV caches.
 """

@@ -1,5 +1,7 @@
-"""Which requests have keys that name content, and nothing else. Keys of the others are worthless outside of the
-process, or mean whatever a user says: such requests are neither stored nor loaded.
+"""Tells which requests have keys that name content alone.
+
+The keys of all others mean nothing outside of the process, or whatever a user chose: such requests are neither stored
+nor loaded.
 
 Threading: pure functions, called by the scheduler's thread.
 """
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _CONTENT_DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""What vLLM makes of an image, a sound or a video: BLAKE3 or SHA-256, SHA-512."""
+"""vLLM's digest of an image, a sound or a video: BLAKE3, SHA-256 or SHA-512."""
 
 
 def has_lasting_keys(request: Request, *, counts_media: bool = False) -> bool:
@@ -45,7 +47,7 @@ def counts_media(vllm_config: VllmConfig) -> bool:
 
 
 def sentence_about_media(vllm_config: VllmConfig) -> str | None:
-    """Return what to say of them at start; None for a model that takes text alone."""
+    """Return a sentence for the log at start about requests with media; None for a model that takes text alone."""
     if vllm_config.model_config.multimodal_config is None:
         return None
     if counts_media(vllm_config):

@@ -1,4 +1,4 @@
-"""How long steps take that compute prompts: what the estimate of prefill speed lives on.
+"""Measures steps that compute prompts, for the estimate of prefill speed.
 
 Threading: the scheduler's thread. Steps end in the order in which they were scheduled; with asynchronous scheduling a
 step is scheduled while the one before it runs, so a step counts from the end of the one before.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 MIN_TOKENS = 64
-"""Fewer are decoding, or too little to tell."""
+"""Steps with fewer tokens decode, or are too short to measure."""
 _MOST_OPEN = 16
 
 
@@ -25,7 +25,7 @@ class _Step(NamedTuple):
 
 
 class StepClock:
-    """Tells ``observe(tokens, context_tokens, seconds)`` of each step that computes at least ``MIN_TOKENS``."""
+    """Calls ``observe(tokens, context_tokens, seconds)`` after each step that computes at least ``MIN_TOKENS``."""
 
     def __init__(self, observe: Callable[[int, int, float], None], clock: Callable[[], float]) -> None:
         self._observe = observe
@@ -34,13 +34,13 @@ class StepClock:
         self._ended_s = 0.0
 
     def scheduled(self, output: SchedulerOutput) -> None:
-        """A step is scheduled."""
-        if len(self._open) == _MOST_OPEN:  # vLLM does not tell of their ends
+        """Record the start of a step."""
+        if len(self._open) == _MOST_OPEN:  # vLLM does not report their ends
             self._open.clear()
         self._open.append(_Step(self._clock(), output.total_num_scheduled_tokens, _context(output)))
 
     def done(self) -> None:
-        """The oldest step that is under way has ended."""
+        """Record the end of the oldest step in flight."""
         if not self._open:
             return
         step, now_s = self._open.popleft(), self._clock()
@@ -51,7 +51,7 @@ class StepClock:
 
 
 def _context(output: SchedulerOutput) -> int:
-    """Tokens that lie before those of the step, on average over the step's tokens."""
+    """Return how many tokens precede a token of the step, on average."""
     if output.total_num_scheduled_tokens < MIN_TOKENS:
         return 0
     scheduled = output.num_scheduled_tokens

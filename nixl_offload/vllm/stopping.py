@@ -1,4 +1,4 @@
-"""What is said at start of how vLLM will stop.
+"""Warns at start when vLLM will stop the ranks too soon.
 
 Threading: a pure function.
 """
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def sentence_about_stopping(vllm_config: VllmConfig, config: Config) -> str | None:
-    """Return a sentence for the operator where vLLM will kill the ranks before ``drain_timeout`` is over, else None.
+    """Return a warning for the operator if vLLM will kill the ranks before ``drain_timeout`` is over, else None.
 
-    That is vLLM's default. Where nothing but memory is configured it does not matter.
+    It will by default. It does not matter where memory is the only tier.
     """
     patience_s, drain_s = vllm_config.shutdown_timeout, config.drain_timeout_s
     if patience_s > drain_s or all(isinstance(tier, MemoryConfig) for tier in config.tiers):

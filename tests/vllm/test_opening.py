@@ -1,11 +1,14 @@
 """Between the handshake and the first job every rank opens its tiers: told once, in the background, and reported.
 
-The scheduler's half, without an engine; what the ranks report is said by hand. ``test_rank_worker`` has the ranks'
-side, the engines' tests have both.
+First the scheduler's half, without an engine; the test says what the ranks report. ``test_rank_worker`` has the ranks'
+side. Then vLLM's engine core with two ranks, whose opening is slow.
 """
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +21,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import LookupResult
 
+from examples.demo.model import ModelShape, write_model
 from nixl_offload.vllm import rank_opening
+from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
 from tests.vllm import manager_rig
+from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_config_of
 from tests.vllm.test_contract_chain import Matching
 
 HIT = (4 * manager_rig.CHUNK_TOKENS, True)
@@ -116,3 +122,82 @@ def test_a_reset_while_ranks_open_forgets_what_was_stored(restarted: Callable[[]
     step(asked)
     hear(asked, RankStatus(True))
     assert asked.ask() == (0, False)
+
+
+DEADLINE_S = 60.0
+PROMPTS = [random.Random(seed).choices(range(512), k=3 * CHUNK_TOKENS + 20) for seed in range(2)]
+FULL_TOKENS = [3 * CHUNK_TOKENS] * len(PROMPTS)
+
+
+class SlowEngine(PlayedEngine):
+    """Two ranks, each with some layers. Measures how long its longest step took."""
+
+    longest_step_s = 0.0
+
+    def __init__(self, directory: Path) -> None:
+        shape = ModelShape(layers=12, hidden=64, heads=2, kv_heads=1, intermediate=64, vocab=512, max_tokens=2048)
+        model = write_model(directory / "model", shape)
+        tier = {"kind": "slab", "path": str(directory / "slab"), "capacity": "64MiB"}
+        stages = ("FFF", "FF")
+        super().__init__(vllm_config_of(model, stages, {"staging": "8MiB", "tiers": [tier]}), stages)
+        step = self.core.step_fn
+
+        def measured() -> Any:
+            began_s = time.monotonic()
+            try:
+                return step()
+            finally:
+                self.longest_step_s = max(self.longest_step_s, time.monotonic() - began_s)
+
+        self.core.step_fn = measured
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is not set, no rank gets its tiers open."""
+    gate, open_engine = threading.Event(), worker_module.open_engine
+
+    def opening(*arguments: Any) -> Any:
+        assert gate.wait(DEADLINE_S)
+        return open_engine(*arguments)
+
+    monkeypatch.setattr(worker_module, "open_engine", opening)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with played():
+        yield gate
+    gate.set()
+
+
+def test_a_slow_opening_holds_no_step_and_costs_no_hit(tmp_path: Path, gate: threading.Event) -> None:
+    gate.set()
+    first = SlowEngine(tmp_path)
+    assert first.generate(PROMPTS) == [0, 0]
+    first.close()
+    gate.clear()
+    second = SlowEngine(tmp_path)
+    threading.Timer(2.0, gate.set).start()
+    assert second.generate(PROMPTS) == FULL_TOKENS
+    assert second.longest_step_s < 1.0
+    assert second.wrong() == []
+    second.close()
+
+
+def test_an_opening_that_hangs_costs_hits_and_no_more(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are answered, the engine comes to rest and shuts down, and its slab can be opened anew."""
+    monkeypatch.setattr(rank_opening, "RANKS_WAIT_S", 0.2)
+    monkeypatch.setattr(worker_module, "CLOSE_OPENING_S", 0.1)
+    engine = SlowEngine(tmp_path)
+    for _ in range(2):
+        assert engine.generate(PROMPTS) == [0, 0]
+        assert engine.core.reset_prefix_cache()
+    assert engine.longest_step_s < 1.0
+    assert engine.moved("store") == [0, 0]
+    engine.close()
+    gate.set()
+    again = SlowEngine(tmp_path)
+    again.settle()
+    assert again.generate(PROMPTS) == [0, 0]
+    assert all(again.moved("store"))
+    again.close()
