@@ -37,7 +37,7 @@ from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Asker, Key, Lookup, key_group
 from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics
 from nixl_offload.vllm.messages import LoadSample, Place, RankGeometry, RankStatus, TicketReport, TicketSpec
-from nixl_offload.vllm.metrics import Telling
+from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.open_tiers import chain_options
 from nixl_offload.vllm.opening import TierOpening
 from nixl_offload.vllm.rank_opening import RankOpening
@@ -91,8 +91,8 @@ class NixlOffloadManager(OffloadingManager):
         self._moves: list[MoveTicket] = []
         self._events = TierEvents(enabled=offloading.enable_kv_cache_events)
         self._decider: LoadDecider | None = None
-        self._telling = Telling([tier.kind for tier in config.tiers])
-        self._telling_failed = False
+        self._metrics = MetricsReporter([tier.kind for tier in config.tiers])
+        self._metrics_failed = False
 
     def open(
         self,
@@ -164,7 +164,7 @@ class NixlOffloadManager(OffloadingManager):
             return
         self._rank_opening.update(ranks)
         try:
-            self._telling.stand({rank: status.tiers for rank, status in ranks.items()})
+            self._metrics.stand({rank: status.tiers for rank, status in ranks.items()})
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
         self._begin_service()
@@ -255,9 +255,9 @@ class NixlOffloadManager(OffloadingManager):
         req_context.set_state(LookupStatistics(0, 0, 0))
         decision = req_context.get_state(LoadDecision) if looked.found_tokens else None
         if decision is None or decision[:2] != (looked.first_token, looked.found_tokens):
-            self._telling.looked_up(looked.asked_tokens, (), 0)
+            self._metrics.looked_up(looked.asked_tokens, (), 0)
         else:
-            self._telling.looked_up(looked.asked_tokens, decision.parts, decision.loaded_tokens)
+            self._metrics.looked_up(looked.asked_tokens, decision.parts, decision.loaded_tokens)
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
         """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
@@ -304,7 +304,7 @@ class NixlOffloadManager(OffloadingManager):
             settled = self._catalog.report(ticket, report.ranks, report.failures, now_s)
             if settled is None:
                 continue
-            self._telling.settled(settled)
+            self._metrics.settled(settled)
             if settled.kind == "load":
                 lost.update(OffloadKey(key) for key in settled.failed)
             if settled.failed:
@@ -317,7 +317,7 @@ class NixlOffloadManager(OffloadingManager):
         """Take note, for metrics, of what the ranks have moved."""
         try:
             if work is not None:
-                self._telling.worked(work)
+                self._metrics.worked(work)
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
 
@@ -339,7 +339,7 @@ class NixlOffloadManager(OffloadingManager):
             return None
         decisions = self._decider.counts() if self._decider is not None else {}
         try:
-            return self._telling.take(self._tiers, self._catalog.counts(), decisions)
+            return self._metrics.take(self._tiers, self._catalog.counts(), decisions)
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
             return None
@@ -382,9 +382,9 @@ class NixlOffloadManager(OffloadingManager):
 
     def _complain_of_metrics(self) -> None:
         """Say once that metrics could not be told: by a rank of another config, for one."""
-        if not self._telling_failed:
+        if not self._metrics_failed:
             logger.exception("Metrics are incomplete from now on; do all ranks run the same config and version?")
-        self._telling_failed = True
+        self._metrics_failed = True
 
     def _allowed(self, req_context: ReqContext) -> frozenset[int] | None:
         return allowed_tiers(req_context, self._labels)

@@ -54,7 +54,7 @@ _TROUBLE: Final = (
 _Labels = tuple[str, ...]
 
 
-class Telling:
+class MetricsReporter:
     """Collects what happened and hands it to vLLM, changes only."""
 
     def __init__(self, kinds: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         return RankGeometry(self._rank, slot_bytes, digest, tuple(sorted(attention_backends)))
 
     def open(self, places: Sequence[Place]) -> None:
-        """Begin to open the tiers, which are at ``places``, on a thread of their own; ``take_status`` tells of the end.
+        """Begin to open the tiers, which are at ``places``, in the background. ``take_status`` reports the end.
 
         Only the first call does anything.
         """
@@ -116,10 +116,10 @@ class NixlOffloadingWorker(OffloadingWorker):
         memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share)
 
         def make() -> ChainEngine:
-            device = self._tensors[0].device
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # a new thread's is the first GPU
             try:
+                device = self._tensors[0].device
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # a new thread's is the first GPU
                 # As vLLM's own calls do: what is made here is written to in inference mode, and the KV caches were
                 # made in it.
                 with torch.inference_mode():

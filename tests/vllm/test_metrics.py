@@ -27,7 +27,7 @@ from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.messages import RankStatus, WorkerReport
-from nixl_offload.vllm.metrics import DEFINITIONS, Telling
+from nixl_offload.vllm.metrics import DEFINITIONS, MetricsReporter
 from tests.vllm.damage import until
 from tests.vllm.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Workshop, chain_config, prompts, tier_config, tree_tier
 from tests.vllm.manager_rig import SLOT, Rig, config_of, key, keys, memory_tier, request, three_tiers
@@ -227,7 +227,7 @@ def test_a_rank_of_another_config_costs_metrics_not_the_engine(
     rig = open_rig(config_of(memory_tier(8)))
     for _ in range(2):
         rig.manager.take_work(Work(Counts({Act("load", 7): 4096})))
-    monkeypatch.setattr(Telling, "take", lambda *_: 1 / 0)
+    monkeypatch.setattr(MetricsReporter, "take", lambda *_: 1 / 0)
     assert rig.manager.get_stats() is None
     assert caplog.text.count("do all ranks run the same config and version?") == 1
 
