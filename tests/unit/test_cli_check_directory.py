@@ -1,10 +1,9 @@
-"""``nixl-offload check`` on directories: what is wrong with each is told, the mend is applied, the line turns ok."""
+"""``nixl-offload check`` on directories: what is wrong with each is told, the fix is applied, the line turns ok."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
 import json
 import os
 import shlex
@@ -13,25 +12,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nixl_offload.cli.check import directory as check_directory
-from nixl_offload.cli.check.child import Trials
+from nixl_offload.cli.check.child import ChildProcess
 from nixl_offload.cli.check.directory import (
-    access_line,
-    direct_io_line,
-    filesystem_lines,
-    find_place,
-    lock_line,
-    space_line,
-    tree_lines,
+    DIRECTORY_PROBES,
+    DirectoryContext,
+    add_gds,
+    add_speeds,
+    directory_section,
+    within,
 )
-from nixl_offload.cli.check.file import file_section, gds_lines, within
-from nixl_offload.cli.check.lines import Line, Section
-from nixl_offload.cli.check.report import Doing
+from nixl_offload.cli.check.report import CheckProgress, Finding, Section
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
 from nixl_offload.tiers.lock import DirectoryLock
 from tests.unit.gds_rig import Machine
@@ -43,13 +40,20 @@ _DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2
 
 def tier_of(path: Path, kind: str = "slab", **fields: Any) -> DirectoryConfig:
     config = {"slab": SlabConfig, "shared_dir": SharedDirConfig}[kind]
-    return config(kind=kind, path=str(path), capacity=1 << 20, **fields)
+    return config(**{"kind": kind, "path": str(path), "capacity": 1 << 20, **fields})
+
+
+def look(name: str, tier: DirectoryConfig, **context: Any) -> Finding:
+    """Run one probe."""
+    found = dict(DIRECTORY_PROBES)[name](DirectoryContext(tier, **context))
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="module")
-def trials() -> Iterator[Trials]:
+def child() -> Iterator[ChildProcess]:
     """One process for the movers of all tests here."""
-    with Trials() as process:
+    with ChildProcess() as process:
         process.run("plugin", name="posix_aio")
         yield process
 
@@ -74,100 +78,100 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["umount", str(point)], check=True)
 
 
-def section_of(path: Path, trials: Trials, **options: Any) -> Section:
-    options = {"capacity_bytes": None, "io": False, **options}
-    return file_section(tier_of(path), trials, Doing(io.StringIO()), **options)
+def section_of(path: Path, child: ChildProcess, *, io: bool = False, **fields: Any) -> Section:
+    context, progress = DirectoryContext(tier_of(path, **fields)), CheckProgress(StringIO())
+    return directory_section(context, child, progress, gpu=False, io=io, piece_bytes=2 << 20)
 
 
-def line_of(section: Section, name: str) -> Line:
-    (found,) = [line for line in section.lines if line.name == name]
+def line_of(section: Section, name: str) -> Finding:
+    (found,) = [found for found in section.findings if found.name == name]
     return found
 
 
-def test_tmpfs_is_warned_of_in_words_and_works_all_the_same(trials: Trials, mounted: Callable[..., Path]) -> None:
+def test_tmpfs_is_warned_of_in_words_and_works_all_the_same(child: ChildProcess, mounted: Callable[..., Path]) -> None:
     """With capacity, speeds and all: the figures of a disk that small come from pieces that fit."""
     path = mounted("tmpfs", "size=8m")
-    section = section_of(path, trials, io=True, capacity_bytes=4 << 20)
+    section = section_of(path, child, io=True, capacity=4 << 20)
     line = line_of(section, "filesystem")
     assert line.state == "warning"
     assert line.words.startswith(f"tmpfs at {path}: this is memory")
-    assert line.mend is not None
-    assert "kind: memory" in line.mend
-    assert section.worst() == "warning"
+    assert line.fix is not None
+    assert "kind: memory" in line.fix
+    assert section.state() == "warning"
     assert section.facts["io"]["read_bytes_s"] > 0
     assert section.facts["io"]["piece_bytes"] <= (8 << 20) // 4 // 16
     assert not list(path.iterdir()), "nothing stays"
 
 
 def test_overlayfs_is_warned_of_as_the_containers_own(
-    trials: Trials, mounted: Callable[..., Path], tmp_path: Path
+    child: ChildProcess, mounted: Callable[..., Path], tmp_path: Path
 ) -> None:
     for name in ("lower", "upper", "work"):
         (tmp_path / name).mkdir()
     path = mounted("overlay", ",".join(f"{name}dir={tmp_path / name}" for name in ("lower", "upper", "work")))
-    section = section_of(path, trials)
+    section = section_of(path, child)
     line = line_of(section, "filesystem")
     assert line.state == "warning"
     assert "gone with the container" in line.words
-    assert line.mend is not None
-    assert line.mend.startswith(f"docker run -v /mnt/nvme/kv:{path}")
-    assert section.worst() == "warning"
-    # The mend: a volume mounted there.
+    assert line.fix is not None
+    assert line.fix.startswith(f"docker run -v /mnt/nvme/kv:{path}")
+    assert section.state() == "warning"
+    # The fix: a volume mounted there.
     with _mount_over(path, tmp_path / "volume"):
-        volume = section_of(path, trials)
+        volume = section_of(path, child)
         assert line_of(volume, "filesystem").state == "ok"
 
 
-def test_a_read_only_mount_is_wrong_and_its_mend_works(trials: Trials, mounted: Callable[..., Path]) -> None:
+def test_a_read_only_mount_is_wrong_and_its_fix_works(child: ChildProcess, mounted: Callable[..., Path]) -> None:
     path = mounted("tmpfs", "ro")
-    section = section_of(path, trials)
+    section = section_of(path, child)
     line = line_of(section, "directory")
     assert (line.state, line.words) == ("wrong", f"{path} is mounted read-only")
     assert line_of(section, "movers").state == "unknown"
-    assert not section.has("space", "ok", "warning"), "nothing is told of where nothing can be written"
-    assert line.mend is not None
-    _do(line.mend.partition(";")[0])
-    assert line_of(section_of(path, trials), "directory").state == "ok"
+    assert not [found for found in section.findings if found.name == "space"], "nothing can be written there"
+    assert line.fix is not None
+    _do(line.fix.partition(";")[0])
+    assert line_of(section_of(path, child), "directory").state == "ok"
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_directory_without_permission_is_wrong_and_its_mend_works(tmp_path: Path, there: bool) -> None:
+def test_a_directory_without_permission_is_wrong_and_its_fix_works(tmp_path: Path, there: bool) -> None:
     """As a user whom permissions bind: root is made one by taking the capability away that passes them by."""
     above = tmp_path / "with space"
     above.mkdir()
     path = above if there else above / "kv"
     above.chmod(0o500)
-    state, words, mend = _access_as_a_user(path)
+    state, words, fix = _access_as_a_user(path)
     assert state == "wrong"
     assert "cannot write there" in words
-    assert mend is not None
+    assert fix is not None
     if there:
-        assert mend == f"chmod u+rwx {shlex.quote(str(above))}"
+        assert fix == f"chmod u+rwx {shlex.quote(str(above))}"
     else:
-        assert mend.startswith("sudo install -d -m 700 -o ")
+        assert fix.startswith("sudo install -d -m 700 -o ")
         if os.geteuid():
             above.chmod(0o700)
-        mend = mend.removeprefix("sudo ")  # As root, or in a directory that this user may write in by now.
-    _do(mend)
+        fix = fix.removeprefix("sudo ")  # As root, or in a directory that this user may write in by now.
+    _do(fix)
     assert _access_as_a_user(path)[0] == "ok"
     above.chmod(0o700)
 
 
-def test_what_is_no_directory_is_wrong_and_its_mend_works(tmp_path: Path) -> None:
+def test_what_is_no_directory_is_wrong_and_its_fix_works(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     path.write_text("")
-    line = access_line(find_place(str(path)))
+    line = look("directory", tier_of(path))
     assert (line.state, line.words) == ("wrong", f"{path} is no directory")
-    assert line.mend is not None
-    _do(line.mend.partition(",")[0])
-    assert access_line(find_place(str(path))).state == "ok"
+    assert line.fix is not None
+    _do(line.fix.partition(",")[0])
+    assert look("directory", tier_of(path)).state == "ok"
     path.symlink_to(tmp_path / "nowhere")
-    assert access_line(find_place(str(path))).state == "wrong", "a link that leads nowhere is no place yet to be made"
+    assert look("directory", tier_of(path)).state == "wrong", "a link that leads nowhere is no place yet to be made"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user's")
 @pytest.mark.parametrize("name", ["lock", "0" * 32, "dp-0"])
-def test_what_another_user_has_left_in_the_directory_is_wrong_and_its_mend_works(tmp_path: Path, name: str) -> None:
+def test_what_another_user_has_left_in_the_directory_is_wrong_and_its_fix_works(tmp_path: Path, name: str) -> None:
     path = tmp_path / "kv"
     path.mkdir(mode=0o700)
     left = path / name
@@ -177,143 +181,152 @@ def test_what_another_user_has_left_in_the_directory_is_wrong_and_its_mend_works
         left.mkdir(mode=0o700)
     assert _access_as_a_user(path)[0] == "ok"
     os.chown(left, 4711, 4711)
-    state, words, mend = _access_as_a_user(path)
+    state, words, fix = _access_as_a_user(path)
     assert (state, f"but not open {left}" in words) == ("wrong", True)
-    assert mend is not None
-    _do(mend.removeprefix("sudo "))
+    assert fix is not None
+    _do(fix.removeprefix("sudo "))
     assert _access_as_a_user(path)[0] == "ok"
 
 
 def test_a_directory_that_others_may_write_is_warned_of(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    line = access_line(find_place(str(tmp_path)))
+    line = look("directory", tier_of(tmp_path))
     assert line.state == "warning"
-    assert line.mend is not None
-    _do(line.mend)
-    assert access_line(find_place(str(tmp_path))).state == "ok"
+    assert line.fix is not None
+    _do(line.fix)
+    assert look("directory", tier_of(tmp_path)).state == "ok"
 
 
 def test_a_capacity_beyond_the_disk_is_warned_of_with_one_that_fits(mounted: Callable[..., Path]) -> None:
     path = mounted("tmpfs", "size=64m")
     (path / "held").write_bytes(bytes(8 << 20))
-    place = find_place(str(path))
-    line = space_line(place, 1 << 30)
+
+    def space(capacity: int, path: Path = path) -> Finding:
+        return look("space", tier_of(path, capacity=capacity))
+
+    line = space(1 << 30)
     assert line.state == "warning"
-    assert "8.00MiB in use by what it holds" in line.words
-    assert line.mend == "capacity: 64MiB", "what is there already counts"
-    assert space_line(place, 64 << 20).state == "ok"
+    assert "8.00MiB in use by what the directory holds" in line.words
+    assert line.fix == "capacity: 64MiB", "what is there already counts"
+    assert space(64 << 20).state == "ok"
     (path / "full").write_bytes(bytes(56 << 20))
     (path / "held").unlink()
-    assert space_line(find_place(str(path / "deeper" / "kv")), 1 << 30).state == "warning"
+    assert space(1 << 30, path / "deeper" / "kv").state == "warning"
     (path / "held").write_bytes(bytes(8 << 20))
-    full = space_line(find_place(str(path / "deeper" / "kv")), 1 << 30)
+    full = space(1 << 30, path / "deeper" / "kv")
     assert (full.state, "disk is full" in full.words) == ("wrong", True)
 
 
 def test_more_files_than_can_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_directory, "_MOST_FILES", 2)
+    monkeypatch.setattr(check_directory, "_MAX_FILES", 2)
     for number in range(3):
         (tmp_path / str(number)).touch()
-    place = find_place(str(tmp_path))
-    assert "too many files to count" in space_line(place, 1 << 20).words
-    beyond = space_line(place, 1 << 60)
+    assert "too many files to count" in look("space", tier_of(tmp_path)).words
+    beyond = look("space", tier_of(tmp_path, capacity=1 << 60))
     assert beyond.state == "warning"
-    assert beyond.mend is not None
-    assert beyond.mend.startswith("capacity: ")
+    assert str(beyond.fix).startswith("capacity: ")
 
 
 def test_who_holds_a_slab_is_told_and_the_lock_left_alone(tmp_path: Path) -> None:
-    place = find_place(str(tmp_path))
-    line = lock_line(place)
-    assert line is not None
-    assert (line.state, line.words) == ("ok", "no engine has used the directory yet")
+    assert look("lock", tier_of(tmp_path)).state == "ok"
+    assert not list(tmp_path.iterdir())
     lock = DirectoryLock(tmp_path / "lock")
     lock.acquire()
     try:
-        held = lock_line(place)
-        assert held is not None
+        held = look("lock", tier_of(tmp_path))
         assert held.state == "warning"
-        assert f"held by the engine with pid {os.getpid()}, since 20" in held.words
-        assert held.mend is not None
-        assert f"kill {os.getpid()};" in held.mend
+        assert f"held by the engine with pid {os.getpid()} on " in held.words
         assert lock.is_held()
     finally:
         lock.release()
-    free = lock_line(place)
-    assert free is not None
-    assert (free.state, free.words) == ("ok", "free")
-    (tmp_path / "lock").write_text('{"pid": 7, "host": "another", "since": "then"}')
-    elsewhere = lock_line(place)
-    assert elsewhere is not None
-    assert elsewhere.state == "unknown"
-    assert "pid 7 on 'another'" in elsewhere.words
+    assert look("lock", tier_of(tmp_path)) == ("ok", "free", None, "")
 
 
 def test_o_direct_is_tried(tmp_path: Path, mounted: Callable[..., Path]) -> None:
-    """Ramfs knows no O_DIRECT; the mend, ``direct_io: false``, makes the line ok."""
-    assert direct_io_line(find_place(str(tmp_path)), tier_of(tmp_path, direct_io=False)).state == "ok"
+    """Ramfs knows no O_DIRECT; the fix, ``direct_io: false``, makes the finding ok."""
+    assert look("O_DIRECT", tier_of(tmp_path, direct_io=False)).state == "ok"
     path = mounted("ramfs")
-    line = direct_io_line(find_place(str(path)), tier_of(path))
+    line = look("O_DIRECT", tier_of(path))
     if line.state == "ok":
         pytest.skip("this kernel's ramfs takes O_DIRECT")
     assert line.state == "warning"
-    assert line.mend is not None
-    assert "direct_io: false" in line.mend
+    assert "direct_io: false" in str(line.fix)
     assert not list(path.iterdir())
 
 
 def test_a_shared_directory_is_synced_renamed_and_its_clock_compared(tmp_path: Path) -> None:
     """A clock that is off by more than gc's grace is wrong: it would delete what was written just now."""
-    place = find_place(str(tmp_path))
-    assert [(line.name, line.state) for line in tree_lines(place)] == [("rename and sync", "ok"), ("clock", "ok")]
+    shared = tier_of(tmp_path, kind="shared_dir")
+    assert [look(name, shared).state for name in ("rename and sync", "clock")] == ["ok", "ok"]
     for skew_s, state, words in ((-120, "warning", "ahead of"), (900, "wrong", "behind")):
-        (_, clock) = tree_lines(place, clock=lambda skew_s=skew_s: time.time() + skew_s)
+        clock = look("clock", shared, clock=lambda skew_s=skew_s: time.time() + skew_s)
         assert clock.state == state
         assert words in clock.words
     assert not list(tmp_path.iterdir())
 
 
 def test_filesystems_of_other_machines(tmp_path: Path) -> None:
-    """As the kernel describes them: a slab on NFS is warned of, shared_dir there is right; a disk of platters."""
+    """As the kernel describes them: a slab on NFS is warned of, a shared directory there is right."""
     machine = Machine(tmp_path)
-    place = find_place(str(machine.directory))
 
-    def line(**fields: Any) -> Line:
-        (found,) = filesystem_lines(place, tier_of(machine.directory, **fields), str(machine.root))
-        return found
+    def line(**fields: Any) -> Finding:
+        return look("filesystem", tier_of(machine.directory, **fields), root=str(machine.root))
 
     assert line().state == "ok"
     machine.mount("nfs4", "server:/kv", "0:44", "rw,proto=tcp")
-    assert (line().state, str(line().mend).startswith("kind: shared_dir")) == ("warning", True)
+    assert (line().state, str(line().fix).startswith("kind: shared_dir")) == ("warning", True)
     assert line(kind="shared_dir").state == "ok"
-    disk = machine.drive("sda", "8:0")
-    (disk / "queue").mkdir()
-    (disk / "queue/rotational").write_text("1\n")
-    machine.mount("ext4", "/dev/sda", "8:0", "rw")
-    assert "spinning disk" in line().words
-    (disk / "queue/rotational").write_text("0\n")
-    assert line().state == "ok"
     machine.remove("proc/self/mountinfo")
     assert line().state == "unknown"
 
 
-def test_with_a_gpu_each_condition_of_gds_is_a_line(tmp_path: Path) -> None:
-    """On a machine made of files: GPUDirect real; then without udev, which is told with its mend, and fails nothing."""
+def test_with_a_gpu_each_condition_of_gds_is_a_finding(tmp_path: Path) -> None:
+    """On a machine made of files: GPUDirect real; then without udev, which is told with its fix, and fails nothing."""
     machine = Machine(tmp_path)
 
-    def lines(**fields: Any) -> dict[str, Line]:
-        return {line.name: line for line in gds_lines(tier_of(machine.directory, **fields), machine.report(), gpu=True)}
+    def findings(**fields: Any) -> dict[str, Finding]:
+        section = Section("slab", "")
+        add_gds(section, tier_of(machine.directory, **fields), machine.report(), gpu=True)
+        return {found.name: found for found in section.findings}
 
-    real = lines()
-    assert real["GPUDirect Storage"].words.startswith("real (nvidia-fs")
+    real = findings()
+    assert real["GPUDirect Storage"].words.startswith("GPUDirect Storage: real (nvidia-fs")
     assert real["GDS: PCI P2PDMA"].words.endswith("; not needed")
-    assert {line.state for line in real.values()} <= {"ok", "unknown"}
+    assert {found.state for found in real.values()} <= {"ok", "unknown"}
     machine.remove("run/udev")
-    without = lines()
+    without = findings()
     assert without["GPUDirect Storage"].state == "warning"
     assert without["GDS: udev"].state == "warning"
-    assert without["GDS: udev"].mend == "in a container: -v /run/udev:/run/udev:ro"
-    assert list(lines(mover="posix")) == ["GPUDirect Storage"]
+    assert without["GDS: udev"].fix == "in a container: -v /run/udev:/run/udev:ro"
+    assert list(findings(mover="posix")) == ["GPUDirect Storage"]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "gpu", "line"),
+    [
+        ({"gds_mt": (9e9, 5e9), "kvikio": (9.1e9, 5e9), "posix_uring": (3e9, 2e9)}, True, "mover: gds_mt"),
+        ({"gds_mt": (1e9, 1e9), "kvikio": (2e9, 2e9)}, True, "mover: kvikio"),
+        ({"posix_uring": (1e9, 1e9), "posix_aio": (2e9, 2e9)}, False, "mover: posix\nposix_api: aio"),
+        ({"posix_uring": None, "posix_aio": (2e9, 2e9)}, False, "mover: posix\nposix_api: aio"),
+        ({"copy": (1e9, 1e9)}, False, None),
+    ],
+)
+def test_the_line_to_paste_is_that_of_the_fastest(
+    tmp_path: Path, speeds: dict[str, tuple[float, float] | None], gpu: bool, line: str | None
+) -> None:
+    """Of movers that are about as fast, the first, with the fewest copies; one that could not be measured is none."""
+    answers = {
+        name: {"failed": "no"}
+        if each is None
+        else {"read_bytes_s": each[0], "write_bytes_s": each[1], "piece_bytes": 4096}
+        for name, each in speeds.items()
+    }
+    section = Section("slab", "")
+    add_speeds(section, tier_of(tmp_path), answers, gpu=gpu)
+    assert (line_of(section, "fastest mover").fix, section.facts["config"]) == (line, line)
+    pinned = Section("slab", "")
+    add_speeds(pinned, tier_of(tmp_path, mover="posix"), answers, gpu=gpu)
+    assert "fastest mover" not in [found.name for found in pinned.findings]
 
 
 def test_a_filesystem_that_hangs_is_given_up() -> None:
@@ -332,14 +345,16 @@ def _raise(error: Exception) -> None:
 
 
 def _do(command: str) -> None:
-    """Do what a mend says."""
+    """Do what a fix says."""
     subprocess.run(shlex.split(command), check=True, capture_output=True)
 
 
 def _access_as_a_user(path: Path) -> tuple[str, str, str | None]:
     code = (
-        "import json, sys; from nixl_offload.cli.check.directory import access_line, find_place; "
-        "print(json.dumps(access_line(find_place(sys.argv[1]))))"
+        "import json, sys; from nixl_offload.config import SlabConfig; "
+        "from nixl_offload.cli.check.directory import DIRECTORY_PROBES, DirectoryContext; "
+        "context = DirectoryContext(SlabConfig(kind='slab', path=sys.argv[1], capacity=8192)); "
+        "print(json.dumps(dict(DIRECTORY_PROBES)['directory'](context)[:3]))"
     )
     libc = ctypes.CDLL(None)
 
@@ -355,8 +370,8 @@ def _access_as_a_user(path: Path) -> tuple[str, str, str | None]:
         cwd=ROOT,
         preexec_fn=obey_permissions if os.geteuid() == 0 else None,
     )
-    _, state, words, mend = json.loads(done.stdout)
-    return state, words, mend
+    state, words, fix = json.loads(done.stdout)
+    return state, words, fix
 
 
 @contextlib.contextmanager

@@ -20,8 +20,9 @@ import pytest
 from examples.demo.engine import quick_environment
 from examples.demo.model import TINY, write_model
 from nixl_offload.cli.check import servers as check_servers
-from nixl_offload.cli.check.child import Answer, Trials
-from nixl_offload.cli.check.servers import LIMIT_S, comparison_lines, read_command_lines, server_lines
+from nixl_offload.cli.check.child import Answer, ChildProcess
+from nixl_offload.cli.check.report import Section
+from nixl_offload.cli.check.servers import LIMIT_S, add_comparison, add_server, read_command_lines
 from nixl_offload.cli.main import main
 from nixl_offload.config import kv_transfer_config, parse_config
 from nixl_offload.identity.compare import Comparison, Server, compare, differing
@@ -53,7 +54,7 @@ class Asked:
         self.environment = environment
         config = parse_config(TIERS)
         self._transfer = kv_transfer_config(config, config.to_dict())
-        self.trials = Trials(environment)
+        self.child = ChildProcess(environment)
 
     def answer(self, arguments: str, other: str | None = None, models: Sequence[Path] = ()) -> Answer:
         """What the child says of ``MODEL arguments``, beside ``MODEL other``."""
@@ -61,8 +62,7 @@ class Asked:
         named = [f"{model} {text}" for model, text in zip(models or [self.model] * 2, texts, strict=False)]
         words, *more = [line.words for line in read_command_lines(named)]
         theirs = more[0] if more else None
-        task = self.trials.begin("server", words=words, other=theirs, transfer=self._transfer)
-        return self.trials.answer(task, LIMIT_S)
+        return self.child.run("server", limit_s=LIMIT_S, words=words, other=theirs, transfer=self._transfer)
 
     def server(self, arguments: str, other: str | None = None, models: Sequence[Path] = ()) -> Server:
         answer = self.answer(arguments, other, models)
@@ -79,7 +79,7 @@ class Asked:
 def asked(workshop: Workshop) -> Iterator[Asked]:
     scratch = workshop.scratch  # vLLM's cache of model classes is there
     asked = Asked(write_model(scratch / "tiny", TINY), quick_environment(scratch=scratch))
-    with asked.trials:
+    with asked.child:
         asked.server("")  # its process is the module's, not the first test's
         yield asked
 
@@ -125,7 +125,9 @@ def test_what_does_not_count_is_named_with_its_reason(asked: Asked) -> None:
         "dtype": "what counts comes out the same",
     }
     assert "secret" not in str(found)
-    (line, *harmless) = comparison_lines(found)
+    section = Section("servers", "")
+    add_comparison(section, found)
+    (line, *harmless) = section.findings
     assert (line.state, line.words.split(", as far")[0]) == ("ok", "these two servers share what they store")
     assert "max_num_seqs: not set | 512 (how requests are batched)" in [each.words for each in harmless]
 
@@ -180,10 +182,12 @@ def test_the_servers_own_connector_config_counts(asked: Asked) -> None:
 
 def test_a_server_that_would_stay_off_is_told(asked: Asked) -> None:
     assert asked.server("").off is None
-    lines = {line.name: line for line in server_lines(asked.server("--no-enable-prefix-caching"))}
-    assert lines["model"].words == "tiny, by the content of its files, which the server reads at start"
-    assert lines["identity"].state == "ok"
-    assert "prefix caching is off" in lines["offloading"].words
+    server, section = asked.server("--no-enable-prefix-caching"), Section("servers", "")
+    add_server(section, server)
+    found = {each.name: each for each in section.findings}
+    assert found["model"].words == "tiny, by the content of its files, which the server reads at start"
+    assert found["identity"].state == "ok"
+    assert "prefix caching is off" in str(server.off)
 
 
 def test_weights_of_local_models(asked: Asked, tmp_path: Path) -> None:
@@ -263,7 +267,7 @@ def test_the_command_compares_two_servers(asked: Asked, config: str, tmp_path: P
     ]
     assert [each["name"] for each in facts["harmless"]] == ["port", "max_num_seqs"]
     assert [each["weights"] for each in facts["servers"]] == ["content", "content"]
-    assert [(line["state"], line["words"]) for line in section["lines"]][:2] == [
+    assert [(line["state"], line["words"]) for line in section["findings"]][:2] == [
         ("warning", "these two servers share nothing, because max_model_len and VLLM_MLA_DISABLE differ"),
         ("warning", "max_model_len: 4096 | 2048"),
     ]
@@ -275,7 +279,7 @@ def check(
     asked: Asked, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """The command, in this process; it asks the module's child, for importing vLLM takes so long."""
-    monkeypatch.setattr(check_servers, "Trials", lambda variables: contextlib.nullcontext(asked.trials))
+    monkeypatch.setattr(check_servers, "ChildProcess", lambda variables: contextlib.nullcontext(asked.child))
 
     def run(*texts: str) -> tuple[int, str, str]:
         code = main(["check", config, *(word for text in texts for word in ("--vllm-args", f"{asked.model} {text}"))])

@@ -1,13 +1,15 @@
-"""The process in which ``nixl-offload check`` starts movers, or asks vLLM: a library that crashes or hangs there ends a
-task, not us.
+"""The child process of ``nixl-offload check``, for libraries that may crash or hang: NIXL's plugins, movers, vLLM.
+Both sides are here: ``ChildProcess`` runs tasks, ``main`` executes them.
 
-Threading: one thread. Ownership: ``Trials`` owns its process and what that starts; ``close`` (the end of the ``with``)
-kills them. It is started at the first task; tasks run one after the other while the caller does other things.
+Threading: one thread on each side; tasks run one after the other, each a line of JSON in and one out. Ownership:
+``ChildProcess`` owns the process and whatever that starts; ``close`` kills them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import json
 import os
 import select
@@ -17,141 +19,235 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import IO, Any, Final
+from typing import Any, Final
+
+from nixl_offload.config import S3Config, parse_config
+from nixl_offload.errors import ConfigError, MoverError, NixlOffloadError
 
 TASK_LIMIT_S: Final = 90.0
-"""Importing torch on a cold disk takes tens of seconds; a mover gives a page that does not move 60 s."""
-
+"""Importing torch on a cold disk takes tens of seconds."""
 _IMPORTS: Final = ""
-"""Statements for the child to begin with: tests give it libraries that crash."""
+"""Statements that the child begins with: tests give it libraries that crash."""
 
 Answer = dict[str, Any]
-"""What a task returns. ``failed``: why there is nothing else, in words."""
+"""What a task returns. ``failed`` says in words why there is nothing else."""
 
 
-class Trials:
-    """Runs tasks of ``trial`` in order."""
+class ChildProcess:
+    """Runs tasks. The process starts with the first one, and anew after one that crashed or hung."""
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        """``variables``: what its environment has beside ours."""
+        """``variables`` are added to the child's environment."""
         self._variables = dict(variables or {})
         self._process: subprocess.Popen[bytes] | None = None
-        self._waiting: list[tuple[int, Mapping[str, Any]]] = []
-        self._answers: dict[int, Answer] = {}
-        self._numbers = 0
-        self._buffer = b""
 
-    def begin(self, do: str, **task: Any) -> int:
-        """Queue a task and return its number. Returns at once."""
-        number = self._numbers = self._numbers + 1
-        self._waiting.append((number, {"do": do, **task}))
-        if self._process is None:
-            self._start()
+    def run(self, task: str, /, *, limit_s: float = TASK_LIMIT_S, **arguments: Any) -> Answer:
+        """Return the task's answer. Failure is an answer too: ``failed``, with ``crashed`` if there was none."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # It died: reading finds that out.
+            process.stdin.write(json.dumps([task, arguments]).encode() + b"\n")
+            process.stdin.flush()
+        line = _read_line(process, time.monotonic() + limit_s)
+        if line is not None:
+            answer = json.loads(line)
+            assert isinstance(answer, dict)
+            return answer
+        try:
+            code = process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            why = f"no answer within {limit_s:.0f} s; it was killed"
         else:
-            self._send(self._waiting[-1])
-        return number
-
-    def answer(self, number: int, limit_s: float = TASK_LIMIT_S) -> Answer:
-        """Return what became of a task; each task before it gets ``limit_s`` too. Never raises for the task's sake."""
-        while number not in self._answers:
-            self._take_one(limit_s)
-        return self._answers[number]
-
-    def run(self, do: str, **task: Any) -> Answer:
-        """Run one task and return its answer."""
-        return self.answer(self.begin(do, **task))
+            names = {-number: f"it crashed ({number.name})" for number in signal.Signals}
+            why = names.get(code, f"it ended with exit code {code}")
+        self.close()
+        return {"failed": why, "crashed": True}
 
     def close(self) -> None:
-        """Kill the process and its children, whatever they do."""
+        """Kill the process and what it started, whatever they do."""
         process, self._process = self._process, None
         if process is None:
             return
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
         process.wait()
 
-    def __enter__(self) -> Trials:
+    def __enter__(self) -> ChildProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _start(self) -> None:
-        self._buffer = b""
-        # -c and not -m: where the package lies in the working directory alone, or on a path set by hand, it is found.
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Not -m: with sys.path handed over, the package is found wherever the parent found it.
         code = (
-            f"import sys; sys.path[:] = sys.argv[1:]; {_IMPORTS}from nixl_offload.cli.check.trial import main; main()"
+            f"import sys; sys.path[:] = sys.argv[1:]; {_IMPORTS}from nixl_offload.cli.check.child import main; main()"
         )
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-c", code, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # NIXL, cuFile and vLLM write there whatever went wrong; their exceptions say it as well.
+            # NIXL, cuFile and vLLM log whatever goes wrong; their exceptions say it as well.
             stderr=None if os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG" else subprocess.DEVNULL,
             env={**os.environ, **self._variables},
             start_new_session=True,
         )
-        for task in list(self._waiting):
-            self._send(task)
 
-    def _send(self, task: tuple[int, Mapping[str, Any]]) -> None:
-        assert self._process is not None
-        with contextlib.suppress(OSError):  # It died: taking its answer says so.
-            _stream(self._process.stdin).write(json.dumps(task).encode() + b"\n")
-            _stream(self._process.stdin).flush()
 
-    def _take_one(self, limit_s: float) -> None:
-        """Note the answer to the oldest task; where there is none, why, and go on with the others in a new process."""
-        number, _ = self._waiting[0]
-        line = self._read_line(limit_s)
-        if line is not None:
-            self._waiting.pop(0)
-            self._answers[number] = json.loads(line)
-            return
-        why = self._end(limit_s)
-        self._waiting.pop(0)
-        self._answers[number] = {"failed": why, "crashed": True}
-        if self._waiting:
-            self._start()
+def _read_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
+    """Return the one line of an answer; None when the process ended or took too long."""
+    assert process.stdout is not None
+    descriptor, line = process.stdout.fileno(), b""
+    while not line.endswith(b"\n"):
+        if not select.select([descriptor], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            return None
+        got = os.read(descriptor, 1 << 16)
+        if not got:
+            return None
+        line += got
+    return line
 
-    def _read_line(self, limit_s: float) -> bytes | None:
-        """Return a line; None when the process ended, or took too long."""
-        assert self._process is not None
-        descriptor = _stream(self._process.stdout).fileno()
-        deadline_s = time.monotonic() + limit_s
-        while b"\n" not in self._buffer:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
-                return None
-            got = os.read(descriptor, 1 << 16)
-            if not got:
-                return None
-            self._buffer += got
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
 
-    def _end(self, limit_s: float) -> str:
-        """End the process that gave no answer; say what became of it."""
-        assert self._process is not None
+def main() -> None:
+    """Execute tasks until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # NIXL logs to stdout.
+    for line in sys.stdin:
+        task, arguments = json.loads(line)
         try:
-            code: int | None = self._process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            code = None
-        self.close()
-        if code is None:
-            return f"no answer within {limit_s:.0f} s; it was killed"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                return f"it crashed ({signal.Signals(-code).name})"
-        return f"it ended with exit code {code}"
+            answer = _TASKS[task](**arguments)
+        except NixlOffloadError as error:
+            answer = {"failed": str(error)}
+        except Exception as error:  # noqa: BLE001 - whatever a third party raises, the next task may do without it
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    os._exit(0)  # Destructors of libraries may hang.
 
 
-def _stream(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
+def _plugin(name: str, tier: dict[str, Any] | None = None) -> Answer:
+    """Start a NIXL plugin. ``tier`` configures ``obj``."""
+    from nixl_offload.movers.nixl_agent import NixlAgent
+    from nixl_offload.movers.nixl_plugins import PLUGINS, object_plugin
+
+    plugin = PLUGINS[name] if tier is None else object_plugin(_s3_tier(tier))
+    agent = NixlAgent(plugin, plugin.params)
+    try:
+        agent.get()
+    except MoverError as error:
+        file = _plugin_file(plugin.plugin)
+        return {"failed": str(error).removeprefix(f"{name}: "), "file": file, "loader": _loader_error(file)}
+    return {"memory": sorted(kind.value for kind in agent.memory_kinds)}
+
+
+def _plugin_file(plugin: str) -> str | None:
+    """Return the plugin's library, searched where NIXL searches."""
+    name = f"libplugin_{plugin}.so"
+    directories = [os.environ.get("NIXL_PLUGIN_DIR", "")]
+    if not directories[0]:
+        for wheel in ("nixl_cu13", "nixl_cu12"):  # "nixl" imports the one that fits torch's CUDA.
+            module = getattr(sys.modules.get(f"{wheel}._api"), "__file__", None)
+            home = os.path.dirname(os.path.dirname(module)) if module else None
+            directories += [f"{home}/{wheel}.libs/nixl", f"{home}/.{wheel}.mesonpy.libs/plugins"] if home else []
+    files = (os.path.join(directory, name) for directory in directories if directory)
+    return next(filter(os.path.exists, files), None)
+
+
+def _loader_error(file: str | None) -> str | None:
+    """Return the dynamic loader's own message, which names the library that a plugin misses."""
+    try:
+        if file is not None:
+            ctypes.CDLL(file)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _mover(name: str, directory: str, gpu: bool, **options: Any) -> Answer:
+    """Start a file mover and move a page with it, from and to the memory that it would be used with."""
+    from nixl_offload.movers.base import MemoryKind
+    from nixl_offload.movers.select import make_mover, probe_round_trip
+
+    mover = make_mover(name, **options)
+    try:
+        on_device = MemoryKind.VRAM in mover.memory_kinds and name != "copy"
+        if on_device and not gpu:
+            return {"ok": False, "reason": "no NVIDIA driver here"}
+        note = probe_round_trip(mover, MemoryKind.VRAM if on_device else MemoryKind.DRAM, directory)
+    except MoverError as error:
+        return {"ok": False, "reason": str(error).removeprefix(f"{name}: ")}
+    finally:
+        mover.close()
+    return {"ok": True, "reason": f"{note}; packs through host memory" if gpu and not on_device else note}
+
+
+def _file_speed(**arguments: Any) -> Answer:
+    from nixl_offload.cli.check.speed import measure_file_mover
+
+    return measure_file_mover(**arguments)
+
+
+def _objects(tier: dict[str, Any], io: bool, piece_bytes: int) -> Answer:
+    """Open the mover that a server would take for a bucket, and measure it if ``io``."""
+    from nixl_offload.cli.check.speed import measure_object_mover
+    from nixl_offload.movers.base import MemoryKind
+    from nixl_offload.movers.select_object import open_object_mover
+    from nixl_offload.stores.select import open_store
+
+    wanted = _s3_tier(tier)
+    opened = open_object_mover(wanted, MemoryKind.DRAM, lambda client: open_store(wanted, client))
+    answer: Answer = {"movers": [probe._asdict() for probe in opened.report]}
+    try:
+        if io:
+            with contextlib.closing(open_store(wanted)) as store:
+                answer["io"] = measure_object_mover(opened.mover, store, wanted.connections, piece_bytes)
+    except NixlOffloadError as error:
+        answer["io"] = {"failed": str(error)}
+    finally:
+        opened.mover.close()
+    return answer
+
+
+def _memory() -> Answer:
+    """Return how much host memory a rank could take, by the engine's own rule."""
+    from nixl_offload.engine import host
+    from nixl_offload.hardware import memory_limits
+
+    available_bytes, limited_by = memory_limits.room()
+    reserve_bytes = min(int(available_bytes * host.RESERVE_SHARE), host.RESERVE_LIMIT_BYTES)
+    return {"available_bytes": available_bytes, "usable_bytes": available_bytes - reserve_bytes, "by": limited_by}
+
+
+def _server(words: list[str], other: list[str] | None, transfer: dict[str, Any]) -> Answer:
+    """Have vLLM read a server's arguments. The answer ``usage`` says what is wrong with them."""
+    try:
+        from nixl_offload.vllm.compat import check_version
+
+        check_version()
+        from nixl_offload.vllm.compare import describe
+    except ImportError as error:
+        return {"failed": f"vLLM cannot be imported here: {error}", "fix": "run this check where the server runs"}
+    try:
+        return {"server": dataclasses.asdict(describe(words, other, transfer))}
+    except ConfigError as error:
+        return {"usage": str(error)}
+
+
+def _s3_tier(tier: dict[str, Any]) -> S3Config:
+    (found,) = parse_config({"tiers": [tier]}).tiers
+    assert isinstance(found, S3Config)
+    return found
+
+
+_TASKS: Final[dict[str, Any]] = {
+    "plugin": _plugin,
+    "mover": _mover,
+    "file_speed": _file_speed,
+    "objects": _objects,
+    "memory": _memory,
+    "server": _server,
+}

@@ -1,8 +1,8 @@
-"""``nixl-offload check [CONFIG]``: proves each tier on this machine, says what is right, what is wrong, what mends it.
+"""``nixl-offload check [CONFIG]``: tries each tier on this machine; says what is right, what is wrong, and the fix.
 
-Threading: one thread, a process for movers (``child``), a daemon thread per directory. A module per section:
-``machine`` the environment, ``hashes``, ``servers``, ``memory``, ``slab``, ``shared_dir``, ``s3``, ``model``;
-they return lines (``lines``), ``report`` prints them. All are imported late: some bring numpy along.
+Threading: one thread, a child process for libraries that may crash, a daemon thread per directory. A module per
+section: ``machine`` (environment, memory), ``servers`` (hashes, --vllm-args), ``directory``, ``s3``, ``model``; its
+probes are functions that return a finding. They are imported late: some bring numpy along.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, TextIO
 
-from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, S3Config, SlabConfig, load_config
+from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, SlabConfig, load_config
 from nixl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nixl_offload.cli.check.child import Trials
-    from nixl_offload.cli.check.hashes import ServerArguments
-    from nixl_offload.cli.check.lines import Line, Section
-    from nixl_offload.cli.check.report import Doing
+    from nixl_offload.cli.check.child import ChildProcess
+    from nixl_offload.cli.check.report import CheckProgress, Section
     from nixl_offload.cli.model_shape import ModelShape
 
 _PIECE_BYTES: Final = 2 << 20
 _DESCRIPTION = """\
-Tries every tier of CONFIG on this machine, from the libraries down to the bytes, and says of each thing whether it is
-right, what follows if not, and the command or the line of CONFIG that mends it:
+Tries every tier of CONFIG on this machine, from the libraries down to the bytes. Each finding says what is so, what
+follows if it is not right, and the fix: a command or a line of CONFIG.
 
     nixl-offload check kv.yaml
     nixl-offload check kv.yaml --vllm-args "Qwen/Qwen3-8B --prefix-caching-hash-algo xxhash"
@@ -37,8 +34,8 @@ right, what follows if not, and the command or the line of CONFIG that mends it:
     nixl-offload check kv.yaml --json --no-io          # for a program, without measuring
 
 Run it where the server runs: as the same user, in the same container, with the same environment. It may run beside
-servers and before the first one: it takes no lock, makes no directory, and removes each scratch file and object that
-it writes (some pages; up to 32 MiB per tier for the speeds, a fraction of a second).
+servers and before the first one: it keeps no lock, makes no directory, and removes each scratch file and object that
+it writes (some pages; up to 256 MiB per tier for the speeds, a fraction of a second).
 
 --vllm-args takes what follows `vllm serve`, and NAME=VALUE before it for environment variables of that server alone.
 Where it names a model, vLLM makes its final configuration of it, in a process of its own (ten seconds and more), and
@@ -47,8 +44,8 @@ No engine is started. Like a server, vLLM keeps the model's config in the Hub's 
 
     ok        as it should be
     warning   works, but slower, smaller or riskier than it could be
-    wrong     something will not work; the mend stands below it
-    unknown   could not be found out from here
+    wrong     does not work; the fix stands below it
+    unknown   cannot be told from here
 
 Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2: CONFIG or the options are wrong.
 130: interrupted.
@@ -59,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add ``check`` to the command line."""
     parser = commands.add_parser(
         "check",
-        help="try every tier here; say what is wrong and what mends it",
+        help="try every tier here; say what is wrong and how to fix it",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -88,31 +85,29 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     if (arguments.file is None) == (arguments.path is None):
         both = ", not both" if arguments.path is not None else ""
         raise ConfigError(f"check: say a config file, or --path DIR{both}")
-    if arguments.path is not None:
-        tier = SlabConfig(kind="slab", path=os.path.abspath(arguments.path), capacity=8192)
-        config, file = Config(tiers=(tier,)), "kv.yaml"
+    if arguments.path is None:
+        config = load_config(arguments.file)
     else:
-        config, file = load_config(arguments.file), arguments.file
-    from nixl_offload.cli.check.child import Trials
-    from nixl_offload.cli.check.hashes import read_server_arguments
-    from nixl_offload.cli.check.report import CheckReport, Doing
-    from nixl_offload.cli.check.servers import read_command_lines, servers_section
+        config = Config(tiers=(SlabConfig(kind="slab", path=os.path.abspath(arguments.path), capacity=8192),))
+    from nixl_offload.cli.check.child import ChildProcess
+    from nixl_offload.cli.check.report import CheckProgress, CheckReport
+    from nixl_offload.cli.check.servers import hashes_section, read_command_lines, servers_section
 
-    # What is wrong with arguments shows before anything is tried.
-    command_lines = read_command_lines(arguments.vllm_args)
-    first = command_lines[0] if command_lines else None
-    server = read_server_arguments(None if first is None else first.words)
-    environment = {**os.environ, **(first.variables if first is not None else {})}
+    # What is wrong with the options shows before anything is tried.
+    lines = read_command_lines(arguments.vllm_args)
     shape = _read_model(arguments)
-    doing = Doing(sys.stderr)
+    environment = {**os.environ, **(lines[0].variables if lines else {})}
+    hashes = hashes_section(config, lines[0].words if lines else None, environment)
+    sections = [] if arguments.path is not None else [hashes]
+    progress = CheckProgress(sys.stderr)
     try:
-        servers = servers_section(command_lines, config, doing)
-        hashes = [_hashes(config, server, environment)] if arguments.path is None else []
-        with Trials() as trials:
-            sections = _sections(arguments, config, file, shape, trials, doing)
-        report = CheckReport((sections[0], *hashes, *servers, *sections[1:]))
+        if any(line.names_model for line in lines):
+            sections.append(servers_section(lines, config, progress))
+        with ChildProcess() as child:
+            first, *others = _look(arguments, config, shape, child, progress)
     finally:
-        doing.clear()
+        progress.clear()
+    report = CheckReport([first, *sections, *others])
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2), file=out)
     else:
@@ -124,96 +119,50 @@ def _read_model(arguments: argparse.Namespace) -> ModelShape | None:
     if arguments.prefill is not None and not arguments.prefill > 0:
         raise ConfigError("--prefill: not a speed; allowed: tokens per second, more than 0")
     if arguments.model is None:
-        if arguments.prefill is not None:
-            raise ConfigError("--prefill: of which model? Say --model, its directory or config.json")
-        if arguments.tp != 1 or arguments.kv_dtype != "auto":
-            raise ConfigError("--tp, --kv-dtype: of which model? Say --model, its directory or config.json")
+        if arguments.prefill is not None or arguments.tp != 1 or arguments.kv_dtype != "auto":
+            raise ConfigError("--tp, --kv-dtype, --prefill: of which model? Say --model, its directory or config.json")
         return None
     from nixl_offload.cli.model_shape import read_model_shape
 
     return read_model_shape(arguments.model, kv_dtype=arguments.kv_dtype, tp=arguments.tp)
 
 
-def _sections(
-    arguments: argparse.Namespace, config: Config, file: str, shape: ModelShape | None, trials: Trials, doing: Doing
+def _look(
+    arguments: argparse.Namespace,
+    config: Config,
+    shape: ModelShape | None,
+    child: ChildProcess,
+    progress: CheckProgress,
 ) -> list[Section]:
-    from nixl_offload.cli.check import machine as check_machine
-    from nixl_offload.cli.check.file import file_section
-    from nixl_offload.cli.check.lines import Section
+    """Return the environment's section, one for each tier, and the model's. All kinds of tiers are told apart here."""
+    from nixl_offload.cli.check import machine
+    from nixl_offload.cli.check.directory import DirectoryContext, directory_section
     from nixl_offload.hardware.gds_routes import find_driver
 
-    driver = find_driver("/").fact
-    gpu = bool(driver.ok)
-    # NIXL takes seconds to start: it does so while we look at the rest.
-    plugins = check_machine.begin_plugins(trials, config.tiers)
+    gpu = find_driver("/").fact
+    has_capacity, io = arguments.path is None, not arguments.no_io
     piece_bytes = _PIECE_BYTES if shape is None else shape.chunk_bytes(config.chunk_tokens)
-    sections = []
+    progress("looking at libraries and plugins", why_long="NIXL imports torch")
+    environment = machine.EnvironmentContext(config.tiers, gpu, machine.cuda_of_torch())
+    sections = [machine.environment_section(environment, child)]
     for tier in config.tiers:
         if isinstance(tier, MemoryConfig):
-            sections.append(_memory(tier, config, trials, doing, gpu=gpu))
+            progress("adding up the memory", why_long="the engine imports torch")
+            section = machine.memory_section(tier.capacity_bytes, child.run("memory"), config.staging_bytes)
         elif isinstance(tier, DirectoryConfig):
-            capacity = tier.capacity_bytes if arguments.path is None else None
-            sections.append(
-                file_section(
-                    tier, trials, doing, capacity_bytes=capacity, io=not arguments.no_io, piece_bytes=piece_bytes
-                )
-            )
-            sections[-1].add(_pinning(config, gpu=gpu))
-        elif isinstance(tier, S3Config):
+            context = DirectoryContext(tier, has_capacity)
+            section = directory_section(context, child, progress, gpu=bool(gpu.ok), io=io, piece_bytes=piece_bytes)
+            section.add("staging", machine.staging_finding(config.staging_bytes) if gpu.ok else None)
+        else:
             from nixl_offload.cli.check.s3 import s3_section
 
-            sections.append(
-                s3_section(tier, trials, doing, config_file=file, io=not arguments.no_io, piece_bytes=piece_bytes)
-            )
-    doing("looking at libraries and plugins")
-    environment = Section("environment", "Environment")
-    environment.add([check_machine.hardware_line(gpu=gpu, words=driver.words)])
-    environment.add(check_machine.library_lines(config.tiers, gpu=gpu))
-    environment.add(check_machine.plugin_lines(trials, plugins, config.tiers, gpu=gpu))
-    if shape is None:
-        return [environment, *sections]
-    from nixl_offload.cli.check.model import model_section
+            file = arguments.file
+            section = s3_section(tier, child, progress, config_file=file, io=io, piece_bytes=piece_bytes)
+        sections.append(section)
+    if shape is not None:
+        from nixl_offload.cli.check.model import model_section
 
-    with_capacity = arguments.path is None
-    model = model_section(shape, config, sections, with_capacity=with_capacity, prefill_tokens_s=arguments.prefill)
-    return [environment, *sections, model]
-
-
-def _hashes(config: Config, server: ServerArguments, environment: Mapping[str, str]) -> Section:
-    from nixl_offload.cli.check.hashes import hash_lines
-    from nixl_offload.cli.check.lines import Section
-
-    section = Section("hashes", "Block hashes")
-    section.add(hash_lines(config, server, environment))
-    return section
-
-
-def _memory(tier: MemoryConfig, config: Config, trials: Trials, doing: Doing, *, gpu: bool) -> Section:
-    from nixl_offload.cli.check.lines import Section
-    from nixl_offload.cli.check.memory import memory_lines
-    from nixl_offload.units import format_size
-
-    doing("reckoning what memory there is", long="the engine brings torch along")
-    section = Section("memory", f"Memory tier of {format_size(tier.capacity_bytes)}")
-    room = trials.run("memory")
-    section.facts = {"capacity_bytes": tier.capacity_bytes, "room": room}
-    section.add(memory_lines(tier, room, gpu=gpu, staging_bytes=config.staging_bytes))
-    return section
-
-
-def _pinning(config: Config, *, gpu: bool) -> list[Line]:
-    """Say whether ``staging`` can be registered with cuFile: NIXL would only warn, and bounce."""
-    if not gpu:
-        return []
-    from nixl_offload.cli.check.lines import ok, wrong
-    from nixl_offload.errors import MoverError
-    from nixl_offload.movers.base import MemoryKind, MemoryRegion
-    from nixl_offload.movers.pinning import check_pinning
-    from nixl_offload.units import format_size
-
-    name = f"staging of {format_size(config.staging_bytes)}"
-    try:
-        check_pinning(name, MemoryRegion(0, config.staging_bytes, MemoryKind.VRAM), 0)
-    except MoverError as error:
-        return [wrong("staging", str(error), "staging: 64MiB")]
-    return [ok("staging", f"{name} can be registered with cuFile")]
+        prefill = arguments.prefill
+        model = model_section(shape, config, sections[1:], has_capacity=has_capacity, prefill_tokens_s=prefill)
+        sections.append(model)
+    return sections

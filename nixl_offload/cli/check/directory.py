@@ -1,189 +1,270 @@
-"""What ``nixl-offload check`` says of a tier's directory: may this user write there, on what does it lie, how much
-room has it, who holds it; of a shared one, whether renames, syncs and clocks are as they should be.
+"""What ``nixl-offload check`` finds of a tier in a directory: rights, filesystem, space, O_DIRECT, lock or clock,
+GPUDirect Storage, which movers start, and which of them is the fastest.
 
-Threading: one thread. Takes no lock and makes no directory; scratch files are removed before the line is told. Where
-the directory is yet to be made by the server, what it would be made in is looked at instead.
+Threading: one thread; movers run in the child process. A filesystem that hangs holds up nobody for long: a daemon
+thread looks at it, and is left behind. A lock is taken for the microseconds of a look only, no directory is made, and
+scratch files are gone before anything is said. A directory that the server is yet to make is judged by the nearest one
+above it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
-import json
 import mmap
 import os
 import pwd
 import re
 import shlex
-import socket
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
+from nixl_offload.cli.check.child import Answer, ChildProcess
+from nixl_offload.cli.check.report import (
+    CheckProgress,
+    Finding,
+    Probe,
+    Section,
+    ok,
+    speed_finding,
+    unknown,
+    warning,
+    wrong,
+)
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import DirectoryConfig
-from nixl_offload.hardware.files import beneath
-from nixl_offload.hardware.mounts import Mount, find_mount
+from nixl_offload.errors import TierError
+from nixl_offload.hardware.gds import GdsReport, gds_report
+from nixl_offload.hardware.mounts import find_mount
+from nixl_offload.movers.base import MemoryKind
+from nixl_offload.movers.select import candidates
+from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 
-SCRATCH: Final = ".mover-probe-"
-"""Servers know the name: they make files of that kind, too, and their capacity never counts them for long."""
+T = TypeVar("T")
+
+HANG_S: Final = 15.0
+_SCRATCH: Final = ".mover-probe-"
+"""Servers know the prefix and never count such files for long."""
 _OURS: Final = re.compile(r"lock|[0-9a-f]{32}|dp-[0-9]+")
-_SHARED_KINDS: Final = ("nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "cifs", "smb3", "9p")
-_IN_MEMORY: Final = ("tmpfs", "ramfs")
+_NETWORK: Final = ("nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "cifs", "smb3", "9p")
 _CLOCK_S: Final = 5.0
-"""Clocks that differ by less are left alone: a loaded file server dates a file late."""
-_MOST_FILES: Final = 100_000
-"""Counted of what the directory holds; of more, its size is not told."""
+"""A loaded file server dates a file late."""
+_MARGIN: Final = 0.1
+"""Movers this close to the fastest are as good: a short test is no more exact."""
+_MAX_FILES: Final = 100_000
 _MIB: Final = 1 << 20
+_MOVER_FIXES: Final = {
+    "posix_uring": "sysctl kernel.io_uring_disabled=0, docker run --security-opt seccomp=unconfined; or posix_api: aio",
+    "posix_aio": "sysctl -w fs.aio-max-nr=1048576; or posix_api: io_uring",
+    "kvikio": "where cuFile is not to be had: export KVIKIO_COMPAT_MODE=ON",
+}
 
 
-class Place(NamedTuple):
-    """Where a tier's files are, or will be."""
+@dataclass(frozen=True, slots=True)
+class DirectoryContext:
+    """What the probes of a directory look at."""
 
-    path: str
-    """What the config says."""
-    standing: str
-    """The directory itself, or, while it is yet to be made, the nearest one above."""
+    tier: DirectoryConfig
+    has_capacity: bool = True
+    """Whether the tier's capacity is anybody's wish."""
+    root: str = "/"
+    """Stands for ``/`` in tests."""
+    clock: Callable[[], float] = time.time
 
     @property
-    def is_there(self) -> bool:
-        """Whether the directory itself exists."""
-        return self.path == self.standing
+    def at(self) -> str:
+        """The directory itself or, while it is yet to be made, the nearest one above it."""
+        path = self.tier.path
+        while not os.path.lexists(path) and path != "/":
+            path = os.path.dirname(path)
+        return path
+
+    @property
+    def exists(self) -> bool:
+        """Whether the directory itself is there."""
+        return self.at == self.tier.path
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether servers share the directory; else it belongs to one engine."""
+        return self.tier.kind == "shared_dir"
 
 
-def find_place(path: str) -> Place:
-    """Return the directory, or the nearest one above it that is there."""
-    standing = path
-    while not os.path.lexists(standing) and standing != "/":
-        standing = os.path.dirname(standing)
-    return Place(path, standing)
-
-
-def access_line(place: Place) -> Line:
-    """Try to make a file there; say who owns it and what would let this user write."""
-    name = "directory"
-    quoted = shlex.quote(place.standing)
+def directory_section(
+    context: DirectoryContext, child: ChildProcess, progress: CheckProgress, *, gpu: bool, io: bool, piece_bytes: int
+) -> Section:
+    """Look at a tier. ``io``: measure movers, with pieces of ``piece_bytes``."""
+    tier = context.tier
+    section = Section(tier.kind, f"Tier {tier.kind} {tier.path} (mover: {tier.mover})")
+    section.facts = {"path": tier.path, "mover": tier.mover, "taken": None, "fastest": None, "io": None}
+    progress(f"looking at {tier.path}")
     try:
-        status = os.stat(place.standing)
+        gds = within(HANG_S, lambda: _look(section, context))
+    except TimeoutError:
+        words = f"nothing there answers within {HANG_S:.0f} s: a network filesystem whose server is gone?"
+        section.add("directory", wrong(words, f"umount -l {tier.path}, then mount it again"))
+        return section
+    section.facts["gds"] = {**gds._asdict(), "facts": [fact._asdict() for fact in gds.facts]}
+    add_gds(section, tier, gds, gpu=gpu)
+    if section.state("directory") == "wrong":
+        section.add("movers", unknown("not tried: there is nowhere to write"))
+    else:
+        progress(f"trying movers in {context.at}", why_long="NIXL imports torch")
+        _try_movers(section, context, child, gpu=gpu, io=io, piece_bytes=piece_bytes)
+    return section
+
+
+def within(limit_s: float, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns. Raises what it raises, or TimeoutError after ``limit_s``: then it goes on alone."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="nixl-offload-check", daemon=True).start()
+    try:
+        return result.result(limit_s)
+    except FutureTimeoutError:
+        raise TimeoutError from None
+
+
+def _look(section: Section, context: DirectoryContext) -> GdsReport:
+    section.run(DIRECTORY_PROBES[:2], context)
+    if section.state("directory") != "wrong":
+        section.run(DIRECTORY_PROBES[2:], context)
+    return gds_report(context.at, root=context.root)
+
+
+def _access(context: DirectoryContext) -> Finding:
+    at, quoted, me = context.at, shlex.quote(context.at), _user(os.geteuid())
+    try:
+        status = os.stat(at)
     except OSError as error:
-        return wrong(
-            name, f"{place.standing}: {error.strerror}", f"ls -ld {quoted}; mend the link, or path: in the config"
-        )
+        return wrong(f"{at}: {error.strerror}", f"ls -ld {quoted}; repair the link, or change path: in the config")
     if not stat.S_ISDIR(status.st_mode):
-        mend = f"mv {quoted} {quoted}.old, or give another path: in the config"
-        return wrong(name, f"{place.standing} is no directory", mend)
-    whose = f"{_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o}"
+        return wrong(f"{at} is no directory", f"mv {quoted} {quoted}.old, or change path: in the config")
+    owner = f"{_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o}"
     try:
-        descriptor, scratch = tempfile.mkstemp(prefix=SCRATCH, dir=place.standing)
+        with tempfile.NamedTemporaryFile(prefix=_SCRATCH, dir=at):
+            pass
     except OSError as error:
-        return _refused(name, place, status, whose, error)
-    os.close(descriptor)
-    os.unlink(scratch)
-    if not place.is_there:
-        return ok(name, f"not there yet; the server makes it (mode 0700) in {place.standing} ({whose})")
-    closed = _closed_to_us(place.path)
+        return _refused(context, error, owner, mine=status.st_uid == os.geteuid())
+    if not context.exists:
+        return ok(f"not there yet; the server makes it (mode 0700) in {at} ({owner})")
+    closed = _closed(at)
     if closed is not None:
-        words = f"{whose}; {user_name()} can write there, but not open {closed}, which another user has left"
-        return wrong(name, words, f"sudo chown -R {user_name()} {quoted}")
-    others = stat.S_IMODE(status.st_mode) & 0o022
-    if others and not status.st_mode & stat.S_ISVTX:
-        words = f"{whose}: others on this machine may remove what servers keep there"
-        return warning(name, words, f"chmod 700 {quoted}")
-    return ok(name, f"{whose}; {user_name()} can write there")
+        words = f"{owner}; {me} can write there, but not open {closed}, which another user has left"
+        return wrong(words, f"sudo chown -R {me} {quoted}")
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        return warning(
+            f"{owner}: other users of this machine may remove what servers keep there", f"chmod 700 {quoted}"
+        )
+    return ok(f"{owner}; {me} can write there")
 
 
-def _closed_to_us(directory: str) -> str | None:
-    """Return one of the things that servers keep in ``directory`` and this user may not open; None: all is open."""
+def _refused(context: DirectoryContext, error: OSError, owner: str, *, mine: bool) -> Finding:
+    at, quoted, me = context.at, shlex.quote(context.at), _user(os.geteuid())
+    where = at if context.exists else f"{context.tier.path} is not there, and {at}"
+    if error.errno == errno.EROFS:
+        mount = find_mount(at)
+        point = shlex.quote(mount.point) if mount else quoted
+        return wrong(f"{where} is mounted read-only", f"mount -o remount,rw {point}; of a container: no :ro in -v")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        fix = f"chmod u+rwx {quoted}" if mine else f"sudo chown {me} {quoted}"
+        if not context.exists:
+            fix = f"sudo install -d -m 700 -o {me} {shlex.quote(context.tier.path)}"
+        return wrong(f"{where} belongs to {owner}; {me} cannot write there", fix)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = f"free some of it: du -xsh {quoted}/*" if full else f"findmnt -T {quoted}; dmesg | tail"
+    return wrong(f"{where}: no file can be made there ({error.strerror})", fix)
+
+
+def _closed(directory: str) -> str | None:
+    """Return something that servers keep in ``directory`` and this user may not open."""
     try:
         with os.scandir(directory) as entries:
-            for entry in itertools.islice(entries, _MOST_FILES):
-                if _OURS.fullmatch(entry.name):
-                    enter = os.X_OK if entry.is_dir(follow_symlinks=False) else 0
-                    if not os.access(entry.path, os.R_OK | os.W_OK | enter):
-                        return entry.path
+            for entry in entries:
+                mode = os.R_OK | os.W_OK | (os.X_OK if entry.is_dir(follow_symlinks=False) else 0)
+                if _OURS.fullmatch(entry.name) and not os.access(entry.path, mode):
+                    return entry.path
     except OSError:
         return directory
     return None
 
 
-def filesystem_lines(place: Place, tier: DirectoryConfig, root: str = "/") -> Iterator[Line]:
-    """Yield what the directory lies on, and whether that keeps what is stored. ``root`` stands for ``/`` in tests."""
-    name = "filesystem"
-    mount = find_mount(place.standing, root)
-    quoted = shlex.quote(tier.path)
+def _filesystem(context: DirectoryContext) -> Finding:
+    mount, quoted = find_mount(context.at, context.root), shlex.quote(context.tier.path)
     if mount is None:
-        yield unknown(name, "what the directory lies on cannot be told", f"findmnt -T {quoted}")
-        return
+        return unknown("what the directory lies on cannot be told", f"findmnt -T {quoted}")
     on = f"{mount.kind} at {mount.point}"
     if mount.kind == "overlay":
-        words = (
-            f"{on}: the container's own layer. What is stored is gone with the container, it is slow, and no GPU "
-            "reaches it directly"
-        )
-        yield warning(name, words, f"docker run -v /mnt/nvme/kv:{quoted}, with a directory of the host's NVMe drive")
-    elif mount.kind in _IN_MEMORY:
-        words = f"{on}: this is memory, counted as such, gone when the machine restarts, and no GPU reaches it directly"
-        yield warning(name, words, "path: a directory on a drive; or kind: memory in place of this tier")
-    elif mount.kind in _SHARED_KINDS or mount.kind.startswith("fuse"):
-        if tier.kind == "slab":
-            words = f"{on}: a slab belongs to one engine of one machine, and here other machines may look for theirs"
-            yield warning(name, words, "kind: shared_dir, for servers that share it; else a path on a local drive")
-        else:
-            yield ok(name, f"{on}, shared by servers as kind: shared_dir means it")
-    elif _spins(mount, root):
-        yield warning(name, f"{on}: a spinning disk; loading may be slower than computing", "path: on an NVMe drive")
-    else:
-        shared = "; on a local disk only servers of this machine share it" * (tier.kind == "shared_dir")
-        yield ok(name, f"{on} ({mount.source}){shared}")
+        words = f"{on}: the container's own layer, slow, gone with the container, and out of reach for a GPU"
+        return warning(words, f"docker run -v /mnt/nvme/kv:{quoted}, with a directory of the host's NVMe drive")
+    if mount.kind in ("tmpfs", "ramfs"):
+        words = f"{on}: this is memory, counted as such, gone when the machine restarts, and out of reach for a GPU"
+        return warning(words, "path: a directory on a drive; or kind: memory in place of this tier")
+    if mount.kind in _NETWORK or mount.kind.startswith("fuse"):
+        if context.is_shared:
+            return ok(f"{on}, for servers to share")
+        words = f"{on}: a slab belongs to one engine of one machine, and other machines may use this path too"
+        return warning(words, "kind: shared_dir, for servers that share it; else a path on a local drive")
+    local = "; only servers of this machine share it" if context.is_shared else ""
+    return ok(f"{on} ({mount.source}){local}")
 
 
-def space_line(place: Place, capacity_bytes: int | None) -> Line:
-    """Say what the filesystem has left, against the capacity (None: not known)."""
-    name = "space"
-    try:
-        space = os.statvfs(place.standing)
-    except OSError as error:
-        return unknown(name, f"cannot be told: {error.strerror}", f"df -h {shlex.quote(place.standing)}")
+def _space(context: DirectoryContext) -> Finding:
+    space, df = os.statvfs(context.at), f"df -h {shlex.quote(context.at)}"
     if not space.f_blocks:
-        return unknown(name, "the filesystem does not tell how large it is", f"df -h {shlex.quote(place.standing)}")
-    free = space.f_bavail * space.f_frsize
-    if capacity_bytes is None:
-        return ok(name, f"{about_size(free)} free")
-    held = _held_bytes(place.path) if place.is_there else 0
-    holds = "" if not held else f", {about_size(held)} in use by what it holds"
-    words = f"capacity {format_size(capacity_bytes)}; {about_size(free)} free{holds}"
+        return unknown("the filesystem does not tell how large it is", df)
+    free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    if not context.has_capacity:
+        return ok(f"{about_size(free)} free")
+    capacity, held = context.tier.capacity_bytes, _held_bytes(context.tier.path)
+    words = f"capacity {format_size(capacity)}; {about_size(free)} free of {about_size(whole)}"
     if held is None:
-        whole = space.f_blocks * space.f_frsize
-        if capacity_bytes <= whole:
-            return ok(name, f"{words}, on a filesystem of {about_size(whole)}; too many files to count what they take")
-        fits = int(whole * 0.95) // _MIB * _MIB
-        return warning(name, f"{words}, on a filesystem of {about_size(whole)}", f"capacity: {_about_below(fits)}")
-    if free + held >= capacity_bytes:
-        return ok(name, words)
-    fits = (free + held) // _MIB * _MIB
+        words, fits = f"{words}; too many files to count what they take", whole
+    else:
+        words, fits = f"{words}, {about_size(held)} in use by what the directory holds", free + held
+    if capacity <= fits:
+        return ok(words)
     if fits < _MIB:
-        return wrong(name, f"{words}: the disk is full", f"free some of it: du -xsh {shlex.quote(place.standing)}/*")
-    return warning(name, f"{words}: storing stops when the disk is full", f"capacity: {_about_below(fits)}")
+        return wrong(f"{words}: the disk is full", f"free some of it: du -xsh {shlex.quote(context.at)}/*")
+    unit = 1 << 30 if fits >= 10 << 30 else _MIB
+    return warning(f"{words}: storing stops when the disk is full", f"capacity: {format_size(fits // unit * unit)}")
 
 
-def direct_io_line(place: Place, tier: DirectoryConfig) -> Line:
-    """Write and read a page past the page cache, aligned as servers do it."""
-    name = "O_DIRECT"
-    if not tier.direct_io:
-        return ok(name, "direct_io: false; reads and writes go through the page cache")
+def _held_bytes(path: str) -> int | None:
+    """Return the disk space of the files below ``path``; None when there are too many to count."""
+    total = number = 0
+    for directory, _, names in os.walk(path):
+        number += len(names)
+        if number > _MAX_FILES:
+            return None
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(directory, name), follow_symlinks=False).st_blocks * 512
+    return total
+
+
+def _direct_io(context: DirectoryContext) -> Finding:
+    if not context.tier.direct_io:
+        return ok("direct_io: false; reads and writes go through the page cache")
     try:
-        descriptor, path = tempfile.mkstemp(prefix=SCRATCH, dir=place.standing)
-    except OSError as error:
-        return unknown(name, f"not tried: no file can be made there ({error.strerror})")
-    try:
-        with mmap.mmap(-1, PAGE_BYTES) as page:
+        with _scratch_file(context.at) as path, mmap.mmap(-1, PAGE_BYTES) as page:
             direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
             try:
                 os.pwrite(direct, page, 0)
@@ -192,168 +273,172 @@ def direct_io_line(place: Place, tier: DirectoryConfig) -> Line:
                 os.close(direct)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            return unknown(name, "not tried: the disk is full")
+            return unknown("not tried: the disk is full")
         words = f"does not work there ({error.strerror}): the page cache is used, which costs host memory and a copy"
-        return warning(name, words, "path: on ext4 or xfs; or direct_io: false, if that is meant")
+        return warning(words, "path: on ext4 or xfs; or direct_io: false, if that is meant")
+    return ok(f"works, aligned to {PAGE_BYTES} bytes")
+
+
+def _lock(context: DirectoryContext) -> Finding | None:
+    if context.is_shared or not context.exists:
+        return None
+    try:
+        holder = holder_of(Path(context.tier.path, "lock"))
+    except TierError as error:
+        return unknown(str(error))
+    if holder is None:
+        return ok("free")
+    words = f"held by the engine with {holder}: right if that is your server; a second one would not start"
+    return warning(words, "stop that engine, or give each a path of its own")
+
+
+def _rename(context: DirectoryContext) -> Finding | None:
+    if not context.is_shared:
+        return None
+    try:
+        with _scratch_file(context.at) as path:
+            os.rename(path, f"{path}-renamed")
+            os.rename(f"{path}-renamed", path)
+    except OSError as error:
+        fix = f"mount a filesystem that syncs and renames; findmnt -T {shlex.quote(context.at)}"
+        return wrong(f"a file cannot be synced and renamed: {error.strerror}", fix)
+    return ok("files are synced and renamed into place")
+
+
+def _clock(context: DirectoryContext) -> Finding | None:
+    if not context.is_shared:
+        return None
+    with _scratch_file(context.at) as path:
+        now_s = context.clock()
+        os.utime(path)  # A file server takes its own clock, as when a chunk is refreshed.
+        skew_s = os.stat(path).st_mtime - now_s
+    words = f"the filesystem's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
+    fix = "chronyc makestep, or timedatectl set-ntp true, here and on the file server"
+    if abs(skew_s) <= _CLOCK_S:
+        return ok("the filesystem's and this machine's agree")
+    if abs(skew_s) < GRACE_S:
+        return warning(f"{words}: ages that nixl-offload gc goes by are off by as much", fix)
+    return wrong(f"{words}: nixl-offload gc, here, may delete what was written just now", fix)
+
+
+DIRECTORY_PROBES: Final[Sequence[Probe[DirectoryContext]]] = (
+    ("directory", _access),
+    ("filesystem", _filesystem),
+    # Where nothing can be written, the rest has nothing to say.
+    ("space", _space),
+    ("O_DIRECT", _direct_io),
+    ("lock", _lock),
+    ("rename and sync", _rename),
+    ("clock", _clock),
+)
+
+
+@contextlib.contextmanager
+def _scratch_file(directory: str) -> Iterator[str]:
+    """Yield a file with a page in it, synced. Raises OSError."""
+    descriptor, path = tempfile.mkstemp(prefix=_SCRATCH, dir=directory)
+    try:
+        os.write(descriptor, bytes(PAGE_BYTES))
+        os.fsync(descriptor)
+        yield path
     finally:
         os.close(descriptor)
         os.unlink(path)
-    return ok(name, f"works with our alignment of {PAGE_BYTES} bytes")
 
 
-def lock_line(place: Place, root: str = "/") -> Line | None:
-    """Say which engine holds a slab's directory. The lock itself is left alone: a server that starts now needs it."""
-    name = "lock"
-    path = os.path.join(place.path, "lock")
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return ok(name, "no engine has used the directory yet") if place.is_there else None
-    held_by = _holders(status, root)
-    hint = _hint(path)
-    if held_by:
-        since = f", since {hint['since']}" if hint.get("pid") in held_by and "since" in hint else ""
-        who = " and ".join(map(str, sorted(held_by)))
-        words = f"held by the engine with pid {who}{since}: right if that is your server; a second one would not start"
-        return warning(
-            name, words, f"if it is not wanted: kill {' '.join(map(str, sorted(held_by)))}; else give each a path"
-        )
-    host = str(hint.get("host", ""))[:64]
-    if host and host != socket.gethostname():
-        words = f"last used by pid {hint.get('pid')} on {host!r}; whether it still runs cannot be told from here"
-        return unknown(name, words, "look there, if a server does not start for it")
-    return ok(name, "free")
-
-
-def tree_lines(place: Place, clock: Callable[[], float] = time.time) -> Iterator[Line]:
-    """Yield whether files can be synced and renamed into place, and how the filesystem's clock goes."""
-    name = "rename and sync"
-    quoted = shlex.quote(place.standing)
-    paths: list[str] = []
-    try:
-        descriptor, draft = tempfile.mkstemp(prefix=SCRATCH, dir=place.standing)
-        paths = [draft, f"{draft}-renamed"]
-        try:
-            os.write(descriptor, bytes(PAGE_BYTES))
-            os.fsync(descriptor)
-            now_s = clock()
-            os.rename(draft, paths[1])
-            os.utime(paths[1])  # a file server takes its own clock, as when a chunk is refreshed
-            written_s = os.stat(paths[1]).st_mtime
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if not paths:
-            yield unknown(name, f"not tried: no file can be made there ({error.strerror})")
-            return
-        yield wrong(
-            name, f"{error.strerror}", f"mount a filesystem that renames and syncs at {quoted}; findmnt -T {quoted}"
-        )
+def add_gds(section: Section, tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> None:
+    """Add the verdict, and on a GPU each condition. That GPUDirect Storage is not real costs speed, no more."""
+    name = "GPUDirect Storage"
+    if tier.mover == "posix" or not gpu:
+        section.add(name, ok("not used: files are moved through host memory" + ("" if gpu else ", without a GPU")))
         return
-    finally:
-        for path in paths:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-    yield ok(name, "files are synced and renamed into place")
-    skew_s = written_s - now_s
-    words = f"the filesystem's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
-    mend = "chronyc makestep, or timedatectl set-ntp true, here and on the file server"
-    if abs(skew_s) <= _CLOCK_S:
-        yield ok("clock", "the filesystem's and this machine's agree")
-    elif abs(skew_s) < GRACE_S:
-        yield warning("clock", f"{words}: ages that nixl-offload gc goes by are off by as much", mend)
-    else:
-        yield wrong("clock", f"{words}: nixl-offload gc, here, may delete what was written just now", mend)
+    certain = all(fact.ok is not None for fact in gds.facts)
+    fix = "fix what is named below (GDS: ...), or say mover: posix if it is not wanted"
+    section.add(name, _of(gds.real or (False if certain else None), gds.verdict, fix if certain else "gdscheck -p"))
+    for fact in gds.facts:
+        not_needed = gds.real and not fact.ok and fact.mend is None
+        words = f"{fact.words}; not needed" if not_needed else fact.words
+        section.add(f"GDS: {fact.name}", _of(fact.ok or not_needed or fact.ok, words, fact.mend))
 
 
-def _refused(name: str, place: Place, status: os.stat_result, whose: str, error: OSError) -> Line:
-    """Say why no file can be made, and what would change that."""
-    quoted = shlex.quote(place.standing)
-    where = place.standing if place.is_there else f"{place.path} is not there, and {place.standing}"
-    if error.errno == errno.EROFS:
-        mount = find_mount(place.standing)
-        point = shlex.quote(mount.point) if mount else quoted
-        mend = f"mount -o remount,rw {point}; of a container: docker run -v without :ro"
-        return wrong(name, f"{where} is mounted read-only", mend)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return wrong(name, f"{where}: {error.strerror}", f"free some of it: du -xsh {quoted}/*")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        me = user_name()
-        words = f"{where} belongs to {whose}; {me} cannot write there"
-        if not place.is_there:
-            path = shlex.quote(place.path)
-            return wrong(name, words, f"sudo install -d -m 700 -o {me} {path}")
-        mine = status.st_uid == os.geteuid()
-        return wrong(name, words, f"chmod u+rwx {quoted}" if mine else f"sudo chown {me} {quoted}")
-    return wrong(name, f"{where}: no file can be made there ({error.strerror})", f"findmnt -T {quoted}; dmesg | tail")
+def _of(good: bool | None, words: str, fix: str | None) -> Finding:
+    return ok(words) if good else unknown(words, fix) if good is None else warning(words, fix)
 
 
-def _spins(mount: Mount, root: str) -> bool:
-    """Whether the mount's disk is one of platters. Only SCSI's names count: virtual disks say so of themselves too."""
-    block = os.path.realpath(beneath(root, f"/sys/dev/block/{mount.device}"))
-    disk = block if os.path.isdir(os.path.join(block, "queue")) else os.path.dirname(block)
-    if not os.path.basename(disk).startswith("sd"):
-        return False
-    try:
-        with open(os.path.join(disk, "queue/rotational"), encoding="ascii") as file:
-            return file.read().strip() == "1"
-    except OSError:
-        return False
+def _try_movers(
+    section: Section, context: DirectoryContext, child: ChildProcess, *, gpu: bool, io: bool, piece_bytes: int
+) -> None:
+    """Start each mover, measure those that the config allows, and name the fastest."""
+    tier, at = context.tier, context.at
+    allowed = candidates(tier.mover, MemoryKind.VRAM if gpu else MemoryKind.DRAM, tier.posix_api)
+    common: dict[str, Any] = {"directory": at, "gpu": gpu, "threads": tier.threads, "bounce_bytes": tier.bounce_bytes}
+    running = []
+    section.facts["movers"] = []
+    # Those that need a GPU are named as well, so that nobody wonders where they are.
+    for name in dict.fromkeys([*allowed, *candidates("auto", MemoryKind.VRAM, tier.posix_api)]):
+        answer = child.run("mover", name=name, **common)
+        starts, reason = answer.get("ok", False), answer.get("failed") or answer["reason"]
+        section.facts["movers"].append({"name": name, "ok": starts, "reason": reason, "allowed": name in allowed})
+        if name not in allowed:
+            found = ok(f"{reason}; not for here, or not allowed by mover: {tier.mover}")
+        elif starts:
+            found = ok(reason)
+            running.append(name)
+        else:
+            fix = _MOVER_FIXES.get(name, "see the findings of its library and plugin")
+            found = warning(f"passed over: {reason}", fix)
+        section.add(f"mover {name}", found)
+    if not running:
+        fix = "see above what each of them lacks" if tier.mover == "auto" else "mover: auto"
+        section.add("movers", wrong(f"none of those that mover: {tier.mover} allows starts here", fix))
+        return
+    section.facts["taken"] = running[0]
+    if io:
+        # Copy is what is left when nothing else starts.
+        names = [name for name in running if name != "copy"] or running
+        direct_io = tier.direct_io and any(
+            found.name == "O_DIRECT" and found.state == "ok" for found in section.findings
+        )
+        measure = {"direct_io": direct_io, "piece_bytes": piece_bytes, **common}
+        add_speeds(section, tier, {name: child.run("file_speed", name=name, **measure) for name in names}, gpu=gpu)
 
 
-def _held_bytes(path: str) -> int | None:
-    """Return what the directory takes on disk; None when there are too many files to count."""
-    total = files = 0
-    for directory, _, names in os.walk(path):
-        for each in names:
-            files += 1
-            if files > _MOST_FILES:
-                return None
-            with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(directory, each), follow_symlinks=False).st_blocks * 512
-    return total
+def add_speeds(section: Section, tier: DirectoryConfig, speeds: dict[str, Answer], *, gpu: bool) -> None:
+    """Add each mover's figures and, with ``mover: auto``, the line of the config for the fastest.
+
+    On a GPU a server with ``mover: auto`` compares them itself at each start; else it takes the first that starts.
+    """
+    for name, answer in speeds.items():
+        section.add(f"speed of {name}", speed_finding(answer))
+    # A load delays a request and a store does not, so reads count twice.
+    costs = {
+        name: 2 / answer["read_bytes_s"] + 1 / answer["write_bytes_s"]
+        for name, answer in speeds.items()
+        if "failed" not in answer
+    }
+    # The first of those that are as good: it has the fewest copies.
+    fastest = next((name for name in costs if costs[name] <= (1 + _MARGIN) * min(costs.values())), None)
+    if fastest is None:
+        return
+    section.facts |= {"fastest": fastest, "io": speeds[fastest]}
+    if tier.mover != "auto":
+        return
+    if gpu:
+        section.facts["taken"] = fastest
+    line = config_line(fastest)
+    section.facts["config"] = line
+    saves = "; this line of the config saves comparing them at each start" if gpu and line else ""
+    section.add("fastest mover", ok(f"{fastest}{saves}", line))
 
 
-def _about_below(size_bytes: int) -> str:
-    """Return a size for a config, rounded down to what people write."""
-    for unit, unit_bytes in (("TiB", 1 << 40), ("GiB", 1 << 30)):
-        if size_bytes >= 10 * unit_bytes:
-            return f"{size_bytes // unit_bytes}{unit}"
-    return format_size(size_bytes)
-
-
-def _holders(status: os.stat_result, root: str) -> set[int]:
-    """Return who holds a flock on a file, as far as the kernel tells: engines of other containers are not shown."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError), open(beneath(root, "/proc/locks"), encoding="ascii") as file:
-        for line in file:
-            words = line.split()
-            # "1: FLOCK  ADVISORY  WRITE 4242 fd:01:1234 0 EOF"; "-> " marks one that waits.
-            if len(words) < 6 or words[1] != "FLOCK":
-                continue
-            major, minor, inode = words[5].split(":")
-            device = os.makedev(int(major, 16), int(minor, 16))
-            if int(inode) == status.st_ino and device == status.st_dev and int(words[4]) > 0:
-                found.add(int(words[4]))
-    return found
-
-
-def _hint(path: str) -> dict[str, object]:
-    """Return what the lock file says of its last holder; nothing where it cannot be read."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            hint = json.loads(file.read(4096))
-    except (OSError, ValueError):
-        return {}
-    return hint if isinstance(hint, dict) else {}
-
-
-def user_name() -> str:
-    """Return the name of the user that this process is, as commands take it."""
-    return _user(os.geteuid())
+def config_line(mover: str) -> str | None:
+    """Return what the config says to use ``mover``, a name of ``movers.select``; None: it cannot be asked for."""
+    lines = {"posix_uring": "mover: posix", "posix_aio": "mover: posix\nposix_api: aio", "copy": None}
+    return lines.get(mover, f"mover: {mover}")
 
 
 def _user(number: int) -> str:
+    """Return a user's name as commands take it."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

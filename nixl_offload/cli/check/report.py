@@ -1,133 +1,188 @@
-"""What ``nixl-offload check`` found: as text for people, in colours on a terminal, and as JSON; and its progress.
+"""What ``nixl-offload check`` found: findings in sections, printed as text or JSON; and a line of progress meanwhile.
 
-Threading: pure but for printing.
+Threading: values and printing; a section belongs to the thread that fills it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final, TextIO
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, TextIO, TypeVar
 
-from nixl_offload.cli.check.lines import STATES, Line, Section
+from nixl_offload.cli.terminal import about_size
 
-_STYLES: Final = {"ok": "green", "warning": "yellow", "wrong": "red", "unknown": "magenta"}
-_STATE_WIDTH: Final = max(map(len, STATES))
+C = TypeVar("C")
+
+State = Literal["ok", "warning", "wrong", "unknown"]
+_STATES: Final[tuple[State, ...]] = ("ok", "warning", "wrong", "unknown")
+_COLOURS: Final = {"ok": 32, "warning": 33, "wrong": 31, "unknown": 35}
+_BOLD: Final = 1
+
+
+class Finding(NamedTuple):
+    """The result of one probe. Make it with ``ok``, ``warning``, ``wrong`` or ``unknown``; a section names it."""
+
+    state: State
+    words: str
+    """What is so, and what follows from it."""
+    fix: str | None = None
+    """A command or a line of the config that changes it; of a finding that is ok, a line worth adding."""
+    name: str = ""
+    """The probe's name, the same in every run."""
+
+
+def ok(words: str, config: str | None = None) -> Finding:
+    """Return that it is as it should be; ``config`` is a line of the config worth adding."""
+    return Finding("ok", words, config)
+
+
+def warning(words: str, fix: str | None = None) -> Finding:
+    """Return that it works, but costs something or is risky."""
+    return Finding("warning", words, fix)
+
+
+def wrong(words: str, fix: str) -> Finding:
+    """Return that it does not work until it is fixed."""
+    return Finding("wrong", words, fix)
+
+
+def unknown(words: str, fix: str | None = None) -> Finding:
+    """Return that it cannot be told from here; ``fix`` says what would tell."""
+    return Finding("unknown", words, fix)
+
+
+Probe = tuple[str, Callable[[C], Finding | None]]
+"""A name and the function that looks; None means that the probe does not apply."""
+
+
+def speed_finding(answer: Mapping[str, Any]) -> Finding:
+    """Return the figures of a short I/O test, or why there are none."""
+    if "failed" in answer:
+        return warning(f"not measured: {answer['failed']}", "see the findings above")
+    read, written = answer["read_bytes_s"] / 1e6, answer["write_bytes_s"] / 1e6
+    return ok(f"read {read:,.0f} MB/s, write {written:,.0f} MB/s ({about_size(answer['piece_bytes'])} at a time)")
+
+
+@dataclass(slots=True)
+class Section:
+    """Findings about one thing: the environment, the servers, a tier, the model."""
+
+    kind: str
+    """``environment``, ``hashes``, ``servers``, ``model``, or the kind of a tier."""
+    title: str
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Figures for programs; goes into the JSON as it is."""
+
+    def add(self, name: str, *findings: Finding | None) -> None:
+        """Add findings of the probe ``name``, without those that are None."""
+        self.findings += [found._replace(name=name) for found in findings if found is not None]
+
+    def run(self, probes: Sequence[Probe[C]], context: C) -> None:
+        """Run each probe and add what it finds."""
+        for name, look in probes:
+            self.add(name, look(context))
+
+    def state(self, name: str | None = None) -> State:
+        """Return the worst state, of all findings or of those called ``name``. What is unknown makes nothing worse."""
+        states = {found.state for found in self.findings if name in (None, found.name)}
+        return "wrong" if "wrong" in states else "warning" if "warning" in states else "ok"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "kind": self.kind,
+            "title": self.title,
+            "state": self.state(),
+            "findings": [found._asdict() for found in self.findings],
+            "facts": self.facts,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """All that there is to tell."""
+    """All sections."""
 
-    sections: tuple[Section, ...]
+    sections: Sequence[Section]
 
     @property
     def works(self) -> bool:
         """Whether nothing is wrong."""
-        return not any(section.worst() == "wrong" for section in self.sections)
+        return all(section.state() != "wrong" for section in self.sections)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it all as plain data; the keys are stable. Times are seconds, sizes bytes, speeds bytes per second."""
-        return {
-            "works": self.works,
-            "counts": self._counts(),
-            "sections": [section.to_dict() for section in self.sections],
-        }
+        """Return plain data with stable keys: times in seconds, sizes in bytes, speeds in bytes per second."""
+        sections = [section.to_dict() for section in self.sections]
+        return {"works": self.works, "counts": self._counts(), "sections": sections}
 
     def print_to(self, out: TextIO) -> None:
-        """Print it, and below it what is wrong once more, so that nobody has to scroll."""
+        """Print all findings, and at the end once more those that are wrong."""
         page = _Page(out)
-        for number, section in enumerate(self.sections):
-            if number:
-                page.line("")
-            page.line(section.title, bold=True)
-            page.rows(section.lines)
-        page.line("")
-        counts = self._counts()
-        told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-        if self.works:
-            page.line(f"Nothing is wrong: {told}.", bold=True)
-            return
-        page.line(f"{'One thing is' if counts['wrong'] == 1 else 'Some things are'} wrong: {told}.", bold=True)
         for section in self.sections:
-            for line in section.lines:
-                if line.state == "wrong":
-                    page.line(f"  {section.title}: {line.name}: {line.words}")
-                    page.line(f"    to mend: {line.mend}")
+            page.line(section.title, _BOLD)
+            width = max((len(found.name) for found in section.findings), default=0)
+            for found in section.findings:
+                page.finding(f"  {found.state:<7}", f"  {found.name:<{width}}  ", found)
+            page.line("")
+        counts = self._counts()
+        summary = ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
+        verdict = {0: "Nothing is wrong", 1: "One thing is wrong"}.get(counts["wrong"], "Some things are wrong")
+        page.line(f"{verdict}: {summary}.", _BOLD)
+        for section in self.sections:
+            for found in section.findings:
+                if found.state == "wrong":
+                    page.line(f"  {section.title}: {found.name}: {found.words}")
+                    page.line(f"    fix: {found.fix}")
 
     def _counts(self) -> dict[str, int]:
-        states = [line.state for section in self.sections for line in section.lines]
-        return {state: states.count(state) for state in STATES}
+        states = [found.state for section in self.sections for found in section.findings]
+        return {state: states.count(state) for state in _STATES}
 
 
-class Doing:
-    """Says on a terminal what is being done, on one line that is written over; in a log only what takes long."""
+class CheckProgress:
+    """Shows the current step: on a terminal a line that is written over, in a log only the steps that take long."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = stream.isatty()
-        self._shown = False
 
-    def __call__(self, what: str, *, long: str = "") -> None:
-        """Show ``what``; ``long`` says why it will take seconds, and where that makes a line in a log."""
-        text = f"{what} ({long})" if long else what
+    def __call__(self, step: str, *, why_long: str = "") -> None:
+        """Show ``step``; ``why_long`` says why it takes seconds."""
+        text = _printable(f"{step} ({why_long})" if why_long else step)
         if self._terminal:
-            self._stream.write(f"\r\x1b[K{_printable(text)} ...")
-            self._shown = True
-        elif long:
-            self._stream.write(f"nixl-offload: {_printable(text)}\n")
+            self._stream.write(f"\r\x1b[K{text} ...")
+        elif why_long:
+            self._stream.write(f"nixl-offload: {text}\n")
         self._stream.flush()
 
     def clear(self) -> None:
-        """Leave no half line behind."""
-        if self._shown:
+        """Erase the line."""
+        if self._terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
-            self._shown = False
 
 
 class _Page:
-    """Plain text, or rich where a person looks at a terminal."""
+    """Plain text, with colours where a person looks at a terminal."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._console: Any = None
-        if out.isatty():
-            from rich.console import Console
+        self._colours = out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
-            self._console = Console(file=out, highlight=False, markup=False, emoji=False)
+    def line(self, text: str, style: int | None = None) -> None:
+        print(self._styled(_printable(text), style), file=self._out)
 
-    def line(self, text: str, *, bold: bool = False) -> None:
-        """Print one line."""
-        text = _printable(text)
-        if self._console is None:
-            print(text, file=self._out)
-        else:
-            self._console.print(text, style="bold" if bold else None)
+    def finding(self, state: str, name: str, found: Finding) -> None:
+        print(self._styled(state, _COLOURS[found.state]) + name + _printable(found.words), file=self._out)
+        label = "config" if found.state == "ok" else "fix"
+        for line in (found.fix or "").splitlines():
+            print(" " * len(state + name) + self._styled(f"{label}: {_printable(line)}", _BOLD), file=self._out)
 
-    def rows(self, lines: list[Line]) -> None:
-        """Print state, name and words below each other, and each mend below its line."""
-        if self._console is None:
-            width = max((len(line.name) for line in lines), default=0)
-            for line in lines:
-                print(f"  {line.state:<{_STATE_WIDTH}}  {line.name:<{width}}  {_printable(line.words)}", file=self._out)
-                if line.mend:
-                    print(f"  {'':<{_STATE_WIDTH}}  {'':<{width}}  to mend: {_printable(line.mend)}", file=self._out)
-            return
-        from rich.table import Table
-        from rich.text import Text
-
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        for overflow in ("ignore", "ignore", "fold"):
-            grid.add_column(no_wrap=overflow == "ignore", overflow=overflow)
-        for line in lines:
-            # A server's and the loader's words may hold what looks like markup: Text takes them as they are.
-            state = Text(f"  {line.state}", _STYLES[line.state])
-            grid.add_row(state, Text(line.name), Text(_printable(line.words)))
-            if line.mend:
-                grid.add_row("", "", Text(f"to mend: {_printable(line.mend)}", "bold"))
-        self._console.print(grid)
+    def _styled(self, text: str, style: int | None) -> str:
+        return f"\x1b[{style}m{text}\x1b[0m" if self._colours and style and text else text
 
 
 def _printable(text: str) -> str:
-    """Paths, and what servers say, may hold what moves a terminal's cursor."""
+    """Return text that cannot move a terminal's cursor: paths and servers' answers may hold anything."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -1,196 +1,261 @@
-"""What ``nixl-offload check`` says of an S3 tier, from the network to what its credentials may do, and how fast it is.
+"""What ``nixl-offload check`` finds of a bucket: credentials, region, rights under the prefix, movers and their speed.
+``endpoint`` looks at the network before.
 
-Threading: one thread, blocking calls with time limits; movers run in the child.
+Threading: one thread, blocking calls with time limits; movers run in the child process. Ownership: probes write objects
+called ``check-<random hex>``, directly under the prefix, and remove them; one that cannot be removed is reported, and
+removed by a later check that may. What every request is refused for ends the section: it is fixed first.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import re
+import secrets
 import time
+from collections.abc import Callable
 from contextlib import closing
-from typing import Any, Final
+from typing import Final
 
-from nixl_offload.cli.check.child import Answer, Trials
-from nixl_offload.cli.check.file import speed_line
-from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning, wrong
-from nixl_offload.cli.check.reach import Reached, reach
-from nixl_offload.cli.check.report import Doing
-from nixl_offload.cli.check.rights import (
-    credentials_line,
-    is_about_region,
-    lifecycle_lines,
-    no_credentials_line,
-    region_line,
-    try_rights,
-)
+from nixl_offload.cli.check.child import Answer, ChildProcess
+from nixl_offload.cli.check.endpoint import SYNC_CLOCKS, look_at_endpoint
+from nixl_offload.cli.check.report import CheckProgress, Finding, Section, ok, speed_finding, unknown, warning, wrong
 from nixl_offload.config import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
 from nixl_offload.stores.s3 import S3Address
 from nixl_offload.stores.select import open_store
+from nixl_offload.types import PAGE_BYTES
 
-PATIENCE_S: Final = 5.0
-"""One request of ours; a server that takes longer is told as one that does not answer."""
-_GLOBAL: Final = (None, "aws-global", "us-east-1")
-"""Where S3 is asked when nobody says a region."""
+REQUEST_LIMIT_S: Final = 5.0
+LEFTOVER_S: Final = 60.0
+"""Objects of checks that are younger may belong to one that runs now."""
+_OURS: Final = re.compile(r"check-[0-9a-f]{16}")
+_PIP: Final = "pip install nixl-offload[s3]"
+_EXPORT: Final = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_SESSION_TOKEN), or AWS_PROFILE"
+_REFUSALS: Final = {
+    "credentials": r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|TokenRefreshRequired|InvalidToken",
+    "clock": "RequestTimeTooSkewed",
+    "bucket": "there is no bucket",
+    "region": "another region|AuthorizationHeaderMalformed|Redirect|IllegalLocationConstraint",
+}
+"""What no request gets past, by the probe that it is about, and how the error shows it."""
+_DEFAULT_REGIONS: Final = (None, "aws-global", "us-east-1")
+_ACTIONS: Final = {"put": "s3:PutObject", "get": "s3:GetObject", "delete": "s3:DeleteObject"}
 
 
 def s3_section(
-    tier: S3Config, trials: Trials, doing: Doing, *, config_file: str, io: bool, piece_bytes: int
+    tier: S3Config, child: ChildProcess, progress: CheckProgress, *, config_file: str, io: bool, piece_bytes: int
 ) -> Section:
-    """Look at an S3 tier; ``config_file`` is for the words of mends, ``io``: measure."""
+    """Look at a tier. ``config_file`` is named in fixes; ``io``: measure, with objects of ``piece_bytes``."""
     address = S3Address.of(tier)
-    section = Section("s3", f"S3 tier {address.where} (mover: {tier.mover})")
+    section = Section(tier.kind, f"Tier s3 {address.where} (mover: {tier.mover})")
     section.facts = {"where": address.where, "mover": tier.mover, "region": None, "taken": None, "io": None}
-    quick = tier.model_copy(update={"request_timeout_s": min(PATIENCE_S, tier.request_timeout_s)})
-    doing(f"asking the AWS chain for credentials for {address.where}")
-    endpoint, region = address.endpoint or "https://s3.amazonaws.com", address.region
-    credentials: Line
-    try:
-        from nixl_offload.stores.boto3 import client_facts
-
-        facts = client_facts(quick)
-        endpoint, region = facts.endpoint, facts.region
-        credentials = credentials_line(facts.credentials)
-    except ImportError:
-        credentials = unknown("credentials", "cannot be looked for without boto3", "pip install nixl-offload[s3]")
-    except StoreError as error:
-        if error.__cause__ is None:  # no client could be made, which the endpoint's line says
-            credentials = unknown("credentials", "not looked for before that is mended")
-        else:
-            credentials = no_credentials_line(error)
-    doing(f"reaching {endpoint}")
-    reached = reach(quick, endpoint, PATIENCE_S)
-    section.add(reached.lines)
-    section.lines.append(credentials)
-    style = "path" if address.path_style else "virtual"
-    section.lines.append(ok("addressing", f"{style} style: the bucket is part of the {_PART[style]}"))
+    tier = tier.model_copy(update={"request_timeout_s": min(REQUEST_LIMIT_S, tier.request_timeout_s)})
+    progress(f"asking the AWS chain for credentials for {address.where}")
+    endpoint, signed, credentials = _find_credentials(tier, address)
+    progress(f"reaching {endpoint}")
+    reached = look_at_endpoint(section, tier, endpoint, REQUEST_LIMIT_S)
+    section.add("credentials", credentials)
     if not reached.answers or credentials.state == "wrong":
         missing = "credentials" if reached.answers else "a connection"
-        section.lines.append(unknown("permissions", f"not tried without {missing}"))
+        section.add("permissions", unknown(f"not tried without {missing}"))
         return section
-    _try(section, quick, reached, region, trials, doing, config_file=config_file, io=io, piece_bytes=piece_bytes)
+    progress(f"trying what is allowed in {address.where}")
+    section.facts["region"] = reached.region or signed
+    try:
+        section.add("region", _region(tier, signed, reached.region))
+        works = try_rights(section, tier, config_file)
+    except NotSupportedError as error:
+        section.add("permissions", wrong(str(error), _PIP))
+        return section
+    except RefusedError as error:
+        finding = wrong(str(error), error.fix)
+        if error.name == "region":
+            finding = _wrong_region(tier, signed, reached.region)
+        # What was found of that name before is refuted.
+        section.findings = [found for found in section.findings if found.name != error.name]
+        section.add(error.name, finding)
+        section.add("permissions", unknown("not tried before that is fixed"))
+        return section
+    section.add("growth", _growth(tier, config_file))
+    section.add("lifecycle", find_lifecycle(tier, config_file))
+    if works:
+        progress(f"trying movers with {address.where}", why_long="NIXL imports torch")
+        _add_movers(section, tier, child.run("objects", tier=tier.to_dict(), io=io, piece_bytes=piece_bytes))
+    else:
+        section.add("movers", unknown("not tried: they put objects, get them and remove them"))
     return section
 
 
-_PART: Final = {"path": "path", "virtual": "host name"}
-
-
-def _try(
-    section: Section,
-    tier: S3Config,
-    reached: Reached,
-    region: str | None,
-    trials: Trials,
-    doing: Doing,
-    *,
-    config_file: str,
-    io: bool,
-    piece_bytes: int,
-) -> None:
-    """Sign requests. With a region that is wrong all else is tried with the right one, so that one run tells all."""
-    right = reached.region
-    differs = right is not None and right != region and not (right in _GLOBAL and region in _GLOBAL)
-    doing(f"trying what is allowed in {section.facts['where']}")
-    # What is not signed may be sent elsewhere though the region is right.
-    if (reached.redirects and (right is None or differs)) or _refused_for_region(tier):
-        right = right if right is not None and right != region else _bucket_region(tier)
-        tier = _moved(section, tier, region, right)
-        if right is None:
-            return
-        differs = False
-    elif right is not None and not differs:
-        section.lines.append(ok("region", right))
+def _find_credentials(tier: S3Config, address: S3Address) -> tuple[str, str | None, Finding]:
+    """Return the endpoint's URL, the region that is signed for, and which link of the AWS chain has credentials."""
+    endpoint, region = address.endpoint or "https://s3.amazonaws.com", address.region
     try:
-        tried = _rights(tier, config_file)
-        if tried.region is not None and tried.refusal is not None and tried.region != tier.region:
-            tier = _moved(section, tier, region, tried.region)
-            right, differs = tried.region, False
-            tried = _rights(tier, config_file)
-    except NotSupportedError as error:
-        section.lines.append(wrong("permissions", str(error), "pip install nixl-offload[s3]"))
-        return
-    if tried.refusal is not None:
-        # What the answer says is about a line that may stand there already, and then it is that line's.
-        section.lines = [line for line in section.lines if line.name != tried.refusal.name]
-        section.lines += [tried.refusal, unknown("permissions", "not tried before that is mended")]
-        return
-    if differs:
-        section.lines.append(region_line(tier, region, right, works=True))
-    elif right is None:
-        section.lines.append(ok("region", f"{region or 'the default'}; the server names none of its own"))
-    section.facts["region"] = right or region
-    section.lines.append(ok("bucket", f"{tier.bucket} is there"))
-    section.add(tried.lines)
-    section.add(lifecycle_lines(tier, config_file))
-    if not tried.works:
-        section.lines.append(unknown("movers", "not tried: they put objects, get them and remove them"))
-        return
-    doing(f"trying movers with {section.facts['where']}", long="NIXL brings torch along")
-    _add_movers(section, tier, trials.run("objects", tier=tier.to_dict(), io=io, piece_bytes=piece_bytes))
+        from nixl_offload.stores.boto3 import client_facts
+
+        endpoint, region, source = client_facts(tier)
+    except ImportError:
+        return endpoint, region, unknown("cannot be looked for without boto3", _PIP)
+    except StoreError as error:
+        if error.__cause__ is None:  # No client could be made; the endpoint's finding says why.
+            return endpoint, region, unknown("not looked for before that is fixed")
+        profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+        fix = f"correct ~/.aws/config and ~/.aws/credentials, or unset AWS_PROFILE (now {profile}); or {_EXPORT}"
+        return endpoint, region, wrong(f"cannot be had: {type(error.__cause__).__name__}", fix)
+    if source is None:
+        words = "none found: not in the environment, ~/.aws, nor by a role of this machine"
+        return endpoint, region, wrong(words, f"{_EXPORT}, or run under a role")
+    return endpoint, region, ok(f"found by the AWS chain: {source}")
 
 
-def _refused_for_region(tier: S3Config) -> bool:
-    """Whether a client that follows no redirects is sent elsewhere: boto3 follows them, and nobody else does."""
+def _region(tier: S3Config, signed: str | None, told: str | None) -> Finding:
+    """Compare the region that is signed for with the bucket's. Raises RefusedError where servers are sent elsewhere."""
+    if told is not None and (told == signed or (told in _DEFAULT_REGIONS and signed in _DEFAULT_REGIONS)):
+        return ok(told)
     try:
-        store = open_store(tier, "obstore")
-    except NotSupportedError:
-        return False
-    with closing(store):
+        with closing(open_store(tier)) as store:  # obstore follows no redirects, boto3 does
+            next(iter(store.list("check/")), None)
+    except StoreError as error:
+        if re.search(_REFUSALS["region"], str(error)):
+            raise RefusedError(str(error), "region", "") from error
+    if told is None:
+        return ok(f"{signed or 'the default'}; the server names none of its own")
+    words = f"the bucket is in {told}, and requests are signed for {signed}; this server does not mind"
+    return warning(words, f"region: {told}")
+
+
+def _wrong_region(tier: S3Config, signed: str | None, told: str | None) -> Finding:
+    if told in (None, signed):
         try:
-            next(iter(store.list("check/")), None)  # one page of nothing
+            from nixl_offload.stores.boto3 import bucket_region
+
+            told = bucket_region(tier)
+        except (ImportError, StoreError):
+            fix = f"region: what `aws s3api get-bucket-location --bucket {tier.bucket}` says"
+            return wrong("the bucket is in another region, and the server does not say in which", fix)
+    return wrong(f"the bucket is in {told}, and requests are signed for {signed}", f"region: {told}")
+
+
+class RefusedError(Exception):
+    """Every request is refused, for a reason that ``name`` is about."""
+
+    def __init__(self, words: str, name: str, fix: str) -> None:
+        super().__init__(words)
+        self.name = name
+        self.fix = fix
+
+
+def try_rights(section: Section, tier: S3Config, config_file: str) -> bool:
+    """Do once what servers do. True: objects come back and can be removed, so movers may be tried.
+
+    Raises NotSupportedError, and RefusedError where no request is heard.
+    """
+    name, content = f"check-{secrets.token_hex(8)}", memoryview(secrets.token_bytes(PAGE_BYTES))
+    memory, sizes, leftovers = memoryview(bytearray(PAGE_BYTES)), list[int](), list[str]()
+
+    def attempt(right: str, consequence: str, call: Callable[[], object], words: str = "allowed") -> bool:
+        try:
+            call()
         except StoreError as error:
-            return is_about_region(error)
-    return False
+            section.add(right, _failed(tier, right, consequence, error, config_file))
+            return False
+        section.add(right, ok(words))
+        return True
+
+    def list_leftovers() -> None:
+        old_s = time.time() - LEFTOVER_S
+        found = store.list("check-")
+        leftovers.extend(each.name for each in found if _OURS.fullmatch(each.name) and each.modified_s < old_s)
+
+    def get() -> None:
+        store.read_into(name, 0, memory)
+        info = store.head(name)
+        sizes.append(0 if info is None else info.size_bytes)
+
+    has_boto3 = importlib.util.find_spec("boto3") is not None  # It names the server's error codes.
+    with closing(open_store(tier, "boto3" if has_boto3 else "auto")) as store:
+        attempt("list", "no gc, no warm start", list_leftovers)
+        section.add("bucket", ok(f"{tier.bucket} is there"))
+        words = "an absent object is reported as absent"
+        attempt("lookup", "servers cannot tell what is there", lambda: store.head(f"{name}-absent"), words)
+        if not attempt("put", "nothing can be stored", lambda: store.write(name, content)):
+            for right in ("get", "delete"):
+                section.add(right, unknown("not tried: nothing could be put there"))
+            return False
+        same = False
+        if attempt("get", "nothing can be loaded", get):
+            said, same = f"checksums: {tier.checksums}", memory == content and sizes == [PAGE_BYTES]
+            words = f"{said}: other bytes come back than were sent; the server stores the SDK's trailers as data"
+            as_sent = ok(f"{said}: bytes come back as they were sent")
+            section.add("checksums", as_sent if same else wrong(words, "checksums: when_required"))
+        where = f"s3://{tier.bucket}/{S3Address.of(tier).key(name)}"
+        consequence = f"damaged chunks stay and gc cannot remove any; {where} (4 KiB) of this check stays, too"
+        more = f"; {len(leftovers)} that earlier checks had to leave removed" if leftovers else ""
+        return attempt("delete", consequence, lambda: store.delete([name, *leftovers]), f"allowed{more}") and same
 
 
-def _bucket_region(tier: S3Config) -> str | None:
-    """Return where the bucket is, as boto3 finds out; None where it cannot."""
-    try:
-        from nixl_offload.stores.boto3 import bucket_region
+def _failed(tier: S3Config, right: str, consequence: str, error: StoreError, config_file: str) -> Finding:
+    """Return a finding about ``right``. Raises RefusedError where the refusal is about something else."""
+    said = str(error).partition(": ")[2].partition(": ")[2] or str(error)  # without address and request
+    for name, pattern in _REFUSALS.items():
+        if re.search(pattern, str(error)):
+            fixes = {"credentials": _EXPORT, "clock": SYNC_CLOCKS, "bucket": f"nixl-offload bucket init {config_file}"}
+            raise RefusedError(said, name, fixes.get(name, ""))
+    if error.cause == "denied":
+        return wrong(f"{said}: {consequence}", f"add to the policy of these credentials: {_statement(tier, right)}")
+    if error.cause == "full":
+        return wrong(f"the bucket is full: {said}", f"nixl-offload gc {config_file} --delete")
+    return wrong(f"{said}: {consequence}", "look at the server's log and load; then run this check again")
 
-        return bucket_region(tier)
-    except (ImportError, StoreError):
+
+def _statement(tier: S3Config, right: str) -> str:
+    """Return the statement of an AWS policy that allows ``right``, in one line."""
+    # Of ListBucket no condition on the prefix: a HEAD has none, and is then answered 403 for what is absent.
+    action, bucket = _ACTIONS.get(right, "s3:ListBucket"), f"arn:aws:s3:::{tier.bucket}"
+    resource = f"{bucket}/{S3Address.of(tier).key('*')}" if right in _ACTIONS else bucket
+    return json.dumps({"Effect": "Allow", "Action": action, "Resource": resource})
+
+
+def _growth(tier: S3Config, config_file: str) -> Finding | None:
+    if tier.ttl_s is not None or tier.capacity_bytes is not None:
         return None
+    fix = f"ttl: 7d, then nixl-offload bucket init {config_file}; or capacity: 10TiB, and gc by a timer"
+    return warning("neither ttl nor capacity is set: nothing ever removes objects", fix)
 
 
-def _moved(section: Section, tier: S3Config, configured: str | None, right: str | None) -> S3Config:
-    """Say that the region is wrong; return the tier with the right one."""
-    section.lines = [line for line in section.lines if line.name != "region"]
-    line = region_line(tier, configured, right)
-    section.lines.append(line._replace(words=f"{line.words}; what follows was tried with {right}") if right else line)
-    return tier.model_copy(update={"region": right or tier.region})
-
-
-def _rights(tier: S3Config, config_file: str) -> Any:
+def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
+    """Say whether the bucket removes what is older than the ttl by itself."""
+    init = f"nixl-offload bucket init {config_file}"
     try:
-        store = open_store(tier, "boto3")
+        from nixl_offload.stores.lifecycle import plan_lifecycle
+
+        plan = plan_lifecycle(tier)
+    except ImportError:
+        return unknown("cannot be looked at without boto3", _PIP)
     except NotSupportedError:
-        store = open_store(tier)
-    with closing(store):
-        return try_rights(tier, store, config_file, time.time)
+        words = "the server knows no lifecycle rules"
+        if tier.ttl_s is None:
+            return ok(words)
+        return warning(f"{words}: gc has to keep to the ttl", f"nixl-offload gc {config_file} --delete, by a timer")
+    except StoreError as error:
+        return unknown(f"cannot be told: {str(error).partition(': ')[2]}", f"{init}, with credentials that may")
+    if plan.changes:
+        return warning(f"the bucket lacks: {'; '.join(plan.changes)}", init)
+    return ok("the bucket has the rule that the config asks for")
 
 
 def _add_movers(section: Section, tier: S3Config, answer: Answer) -> None:
     if "failed" in answer:
-        mend = "mover: auto" if tier.mover != "auto" else "pip install nixl-offload[s3]"
-        section.lines.append(wrong("movers", f"none works: {answer['failed']}", mend))
+        fix = "mover: auto" if tier.mover != "auto" else _PIP
+        section.add("movers", wrong(f"none works: {answer['failed']}", fix))
         return
-    passed: list[tuple[str, str]] = []
+    taken = next((probe["name"] for probe in answer["movers"] if probe["ok"]), None)
+    section.facts |= {"movers": answer["movers"], "taken": taken}
     for probe in answer["movers"]:
-        title = f"mover {probe['name']}"
-        if probe["ok"]:
-            section.lines.append(ok(title, f"{probe['reason']}: this is the one that the server takes"))
-            section.facts["taken"] = probe["name"]
-        else:
-            passed.append((title, f"passed over: {probe['reason']}"))
-    taken = section.facts["taken"]
-    section.add(warning(title, words, f"mover: {taken}, if that will do, is tried alone") for title, words in passed)
-    section.facts["movers"] = answer["movers"]
-    io = answer.get("io")
-    if io is None:
-        return
-    section.facts["io"] = None if "failed" in io else io
-    section.lines.append(speed_line(io))
-    if io.get("left"):
-        names = " ".join(io["left"])
-        words = f"objects of the measurement could not be removed: {names}"
-        section.lines.append(warning("left behind", words, "run this check again in a minute: it removes them"))
+        passed_over = warning(f"passed over: {probe['reason']}", f"mover: {taken}, to try it alone")
+        used = ok(f"{probe['reason']}: this is the one that the server takes")
+        section.add(f"mover {probe['name']}", used if probe["ok"] else passed_over)
+    if "io" in answer:
+        section.facts["io"] = None if "failed" in answer["io"] else answer["io"]
+        section.add("speed", speed_finding(answer["io"]))

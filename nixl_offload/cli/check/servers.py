@@ -1,11 +1,12 @@
-"""What ``nixl-offload check`` says of the servers that ``--vllm-args`` describes: what identifies one, and whether two
-share what they store.
+"""What ``nixl-offload check`` finds of the servers that ``--vllm-args`` describes: whether their block hashes last,
+what identifies what one stores, and whether two share it.
 
-Threading: one thread; vLLM runs in a process of its own (``child``), one for each environment, with a deadline.
+Threading: one thread; vLLM runs in a child process with a deadline, one for each environment.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -13,20 +14,18 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from nixl_offload.cli.check.child import Answer, Trials
-from nixl_offload.cli.check.lines import Line, Section, ok, unknown, warning
-from nixl_offload.cli.check.report import Doing
-from nixl_offload.config import Config, S3Config, SharedDirConfig, kv_transfer_config
+from nixl_offload.cli.check.child import Answer, ChildProcess
+from nixl_offload.cli.check.report import CheckProgress, Finding, Section, ok, unknown, warning, wrong
+from nixl_offload.config import Config, S3Config, SharedDirConfig, blocks_per_chunk, kv_transfer_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.identity.compare import ABSENT, Comparison, Difference, Server, compare, is_named
 from nixl_offload.identity.namespace import Setting
 
 LIMIT_S: Final = 240.0
 """vLLM is imported, and for a model that it has not met before once more, by a process of vLLM's."""
-
-_MOST_LINES: Final = 12
-_MOST_BELOW: Final = 3
-"""Values told of what lies below a setting that only one server has."""
+_STEADY: Final = ("sha256", "sha256_cbor")
+_SEEDED: Final = ("xxhash", "xxhash_cbor")
+_MAX_DIFFERENCES: Final = 12
 _VARIABLE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _ORDINALS: Final = ("first", "second")
 
@@ -48,7 +47,7 @@ class CommandLine(NamedTuple):
 
 
 def read_command_lines(texts: Sequence[str]) -> list[CommandLine]:
-    """Take ``--vllm-args`` apart. Raises ConfigError: it is none, or one of two names no model, or there are more."""
+    """Parse ``--vllm-args``. Raises ConfigError: it is no command line, one of two names no model, there are more."""
     if len(texts) > len(_ORDINALS):
         raise ConfigError("--vllm-args: say it once, or twice to compare two servers")
     lines = [_read(text) for text in texts]
@@ -58,133 +57,6 @@ def read_command_lines(texts: Sequence[str]) -> list[CommandLine]:
                 f"--vllm-args: the {ordinal} names no model; say it first, as for vllm serve: 'MODEL --max-model-len N'"
             )
     return lines
-
-
-def servers_section(lines: Sequence[CommandLine], config: Config, doing: Doing) -> list[Section]:
-    """Ask vLLM what the command lines come to. No section where no model is named.
-
-    Raises ConfigError when vLLM has no such arguments.
-    """
-    if not any(line.names_model for line in lines):
-        return []
-    doing("asking vLLM what these arguments come to", long="importing it takes ten seconds and more")
-    section = Section("servers", "Server" if len(lines) == 1 else "Two servers")
-    section.facts = {"servers": None, "share": None, "because": [], "differences": [], "harmless": [], "weights": []}
-    answers = _ask(lines, kv_transfer_config(config, config.to_dict()))
-    for ordinal, answer in zip(_ORDINALS, answers, strict=False):
-        which = f"the {ordinal}: " if len(lines) > 1 else ""
-        if "usage" in answer:
-            raise ConfigError(f"{which}{answer['usage']}")
-        if "failed" in answer:
-            said = f"vLLM gave no answer: {answer['failed']}" if answer.get("crashed") else answer["failed"]
-            section.add([unknown("servers", f"{which}{said}", answer.get("mend"))])
-            return [section]
-    servers = [Server.from_dict(answer["server"]) for answer in answers]
-    section.facts["servers"] = [_facts(server) for server in servers]
-    if len(servers) == 1:
-        section.add(server_lines(servers[0]))
-        return [section]
-    found = compare(servers[0], servers[1], lines[0].variables, lines[1].variables)
-    shared_tier = any(isinstance(tier, S3Config | SharedDirConfig) for tier in config.tiers)
-    section.facts |= {
-        "share": found.share,
-        "shared_tier": shared_tier,
-        "because": [*found.because, *found.incomparable],
-        "differences": [each._asdict() for each in found.differences],
-        "harmless": [each._asdict() for each in found.harmless],
-        "weights": [*found.weights],
-    }
-    section.add(comparison_lines(found, shared_tier=shared_tier))
-    for ordinal, server in zip(_ORDINALS, servers, strict=True):
-        if server.off is not None:
-            section.add([warning("offloading", f"the {ordinal} stores and loads nothing: {server.off}")])
-    return [section]
-
-
-def comparison_lines(found: Comparison, *, shared_tier: bool = True) -> Iterator[Line]:
-    """Yield whether two servers share, and why not. ``shared_tier``: whether several can use one tier at a time."""
-    if found.share and not shared_tier:
-        words = "these two servers have one namespace, as far as arguments and environment tell, but no shared tier"
-        why = "a slab or memory belongs to one server at a time, so servers that run side by side share nothing"
-        yield warning("sharing", f"{words}: {why}", "add a tier of kind: s3 or shared_dir")
-    elif found.share:
-        words = "these two servers share what they store, as far as arguments and environment tell"
-        yield ok("sharing", f"{words}; each rank adds what it has allocated")
-    elif found.incomparable:
-        words = f"{_list(found.incomparable)} cannot be compared between processes"
-        yield warning("sharing", f"these two servers share nothing, nor does one find its own after a restart: {words}")
-    else:
-        names = found.because or [each.path for each in found.differences[:3]]
-        verb = "differs" if len(names) == 1 else "differ"
-        yield warning("sharing", f"these two servers share nothing, because {_list(names)} {verb}")
-    for first, second in found.weights if found.share else ():
-        yield unknown("weights", f"{first} and {second} are compared by their content when the servers start")
-    differences = list(_in_brief(found.differences))
-    for path, values in differences[:_MOST_LINES]:
-        name = path.rpartition(".")[2] if is_named(path, found.because) else path
-        yield warning("differs", f"{name}: {_pair(values)}")
-    if len(differences) > _MOST_LINES:
-        yield warning("differs", f"{len(differences) - _MOST_LINES} more, which --json has")
-    for name, values, reason in found.harmless:
-        shown = "" if values[0] == values[1] else f": {_pair(values)}"
-        yield ok("harmless", f"{name}{shown} ({reason})")
-
-
-def _in_brief(differences: Sequence[Difference]) -> Iterator[Difference]:
-    """Leave out what lies below something that only one of the two has, but for what that is."""
-    found = dict(differences)
-    for path, values in differences:
-        if path.endswith(".(type)") and path.removesuffix(".(type)") in found:
-            continue
-        if ABSENT in values:
-            if any(parent in found for parent in _parents(path)):
-                continue
-            kinds = found.get(f"{path}.(type)") or _below(path, differences) or values
-            shown = (values[0] if kinds[0] == ABSENT else kinds[0], values[1] if kinds[1] == ABSENT else kinds[1])
-            yield Difference(path, shown)
-        else:
-            yield Difference(path, values)
-
-
-def _below(path: str, differences: Sequence[Difference]) -> tuple[Setting, Setting] | None:
-    """Return a few of the values below ``path`` as text for each server; None where neither has any."""
-    texts: list[Setting] = []
-    for side in (0, 1):
-        below = [
-            f"{each.path.removeprefix(f'{path}.')}: {_text(each.values[side])}"
-            for each in differences
-            if each.path.startswith(f"{path}.") and each.values[side] != ABSENT
-        ]
-        more = ["…"] if len(below) > _MOST_BELOW else []
-        texts.append(", ".join([*below[:_MOST_BELOW], *more]) or ABSENT)
-    return None if texts == [ABSENT, ABSENT] else (texts[0], texts[1])
-
-
-def _parents(path: str) -> Iterator[str]:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
-def server_lines(server: Server) -> Iterator[Line]:
-    """Yield what identifies what one server stores."""
-    revision = "" if server.revision is None else f" at {server.revision}"
-    model = f"{server.model}{revision}"
-    if "model_config" in server.files:
-        yield ok("model", f"{model}, by the content of its files, which the server reads at start")
-    elif server.by_name_alone:
-        words = "its weights are known by name alone: whoever replaces them must change the tenant"
-        yield warning("model", f"{model}; {words}")
-    else:
-        yield ok("model", model)
-    if server.incomparable:
-        words = f"{_list(server.incomparable)} cannot be compared between processes"
-        yield warning("identity", f"nothing stored is found after a restart, or by another server: {words}")
-    else:
-        words = f"{len(server.values)} settings count: a server that differs in one shares nothing with this one"
-        yield ok("identity", f"{words}; --vllm-args twice compares two")
-    if server.off is not None:
-        yield warning("offloading", f"this server stores and loads nothing: {server.off}")
 
 
 def _read(text: str) -> CommandLine:
@@ -208,17 +80,178 @@ def _read(text: str) -> CommandLine:
     return CommandLine(variables, tuple(words))
 
 
+def hashes_section(config: Config, words: Sequence[str] | None, environment: Mapping[str, str]) -> Section:
+    """Say whether a restart, or another server, finds what was stored. ``words`` are vLLM's arguments, None: not given.
+
+    Raises ConfigError when a value is no value.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--prefix-caching-hash-algo", "--prefix_caching_hash_algo", dest="algorithm")
+    parser.add_argument("--no-enable-prefix-caching", "--no_enable_prefix_caching", dest="off", action="store_true")
+    parser.add_argument("--enable-prefix-caching", "--enable_prefix_caching", dest="off", action="store_false")
+    parser.add_argument("--block-size", "--block_size", type=int)
+    said, _ = parser.parse_known_args(list(words or ()))
+    section = Section("hashes", "Block hashes")
+    seed = environment.get("PYTHONHASHSEED")
+    section.add("hash algorithm", _algorithm(config, said.algorithm, seed, told=words is not None))
+    if said.off and not config.serve_without_prefix_caching:
+        off = "off (--no-enable-prefix-caching): nothing is stored or loaded"
+        section.add("prefix caching", warning(off, "start the server without --no-enable-prefix-caching"))
+    if said.block_size is not None:
+        section.add("chunk_tokens", _chunk_tokens(config, said.block_size))
+    return section
+
+
+def _algorithm(config: Config, algorithm: str | None, seed: str | None, *, told: bool) -> Finding:
+    if all(tier.kind == "memory" for tier in config.tiers):
+        return ok("any will do: with a memory tier alone nothing outlives the server")
+    here = {None: "unset", "": "empty"}.get(seed, seed)
+    name = algorithm or "sha256, vLLM's default"
+    words = f"{name}: found by every server with the same PYTHONHASHSEED (here: {here})"
+    if algorithm is None and not told:
+        return ok(f"{words}. If yours names another, say how it is started: nixl-offload check --vllm-args '...'")
+    if algorithm in (None, *_STEADY) or (algorithm in _SEEDED and seed):
+        return ok(words)
+    if algorithm not in _SEEDED:
+        known = ", ".join(_STEADY + _SEEDED)
+        return wrong(f"vLLM knows no {algorithm!r}; it has {known}", "--prefix-caching-hash-algo sha256")
+    lost = f"{algorithm} without PYTHONHASHSEED: hashes differ in every process, so nothing is stored or loaded"
+    return wrong(lost, "export PYTHONHASHSEED=0 for every server, or --prefix-caching-hash-algo sha256")
+
+
+def _chunk_tokens(config: Config, block_tokens: int) -> Finding:
+    try:
+        blocks = blocks_per_chunk(config.chunk_tokens, block_tokens)
+    except ConfigError as error:
+        nearest = str(error).rpartition("nearest: ")[2]
+        return wrong(str(error), f"chunk_tokens: {nearest.partition(' ')[0]}")
+    return ok(f"{config.chunk_tokens} are {blocks} of vLLM's blocks of {block_tokens}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]  # it raises instead of leaving
+        raise ConfigError(f"--vllm-args: {message}")
+
+
+def servers_section(lines: Sequence[CommandLine], config: Config, progress: CheckProgress) -> Section:
+    """Have vLLM read one or two command lines. Raises ConfigError when vLLM has no such arguments."""
+    progress("asking vLLM what these arguments come to", why_long="importing it takes ten seconds and more")
+    section = Section("servers", "Server" if len(lines) == 1 else "Two servers")
+    section.facts = {"servers": None, "share": None, "because": [], "differences": [], "harmless": [], "weights": []}
+    which = [""] if len(lines) == 1 else [f"the {ordinal}: " for ordinal in _ORDINALS]
+    servers = []
+    for prefix, answer in zip(which, _ask(lines, kv_transfer_config(config, config.to_dict())), strict=True):
+        if "usage" in answer:
+            raise ConfigError(f"{prefix}{answer['usage']}")
+        if "failed" in answer:
+            why = f"vLLM gave no answer: {answer['failed']}" if answer.get("crashed") else answer["failed"]
+            section.add("servers", unknown(f"{prefix}{why}", answer.get("fix")))
+            return section
+        servers.append(Server.from_dict(answer["server"]))
+    section.facts["servers"] = [_facts(server) for server in servers]
+    if len(servers) == 1:
+        add_server(section, servers[0])
+    else:
+        found = compare(servers[0], servers[1], lines[0].variables, lines[1].variables)
+        add_comparison(section, found, shared_tier=any(map(_is_shared, config.tiers)))
+    for prefix, server in zip(which, servers, strict=True):
+        if server.off is not None:
+            subject = prefix.removesuffix(": ") or "this server"
+            section.add("offloading", warning(f"{subject} stores and loads nothing: {server.off}"))
+    return section
+
+
+def _is_shared(tier: object) -> bool:
+    """Whether several servers can use a tier at a time."""
+    return isinstance(tier, S3Config | SharedDirConfig)
+
+
 def _ask(lines: Sequence[CommandLine], transfer: Mapping[str, Any]) -> list[Answer]:
+    answers = []
     with contextlib.ExitStack() as stack:
-        trials: dict[tuple[tuple[str, str], ...], Trials] = {}
-        begun = []
+        children: dict[tuple[tuple[str, str], ...], ChildProcess] = {}
         for line, other in zip(lines, reversed(lines), strict=True):
             key = tuple(sorted(line.variables.items()))
-            if key not in trials:
-                trials[key] = stack.enter_context(Trials(line.variables))
+            if key not in children:
+                children[key] = stack.enter_context(ChildProcess(line.variables))
             theirs = other.words if len(lines) > 1 else None
-            begun.append((trials[key], trials[key].begin("server", words=line.words, other=theirs, transfer=transfer)))
-        return [child.answer(number, LIMIT_S) for child, number in begun]
+            arguments = {"words": line.words, "other": theirs, "transfer": transfer}
+            answers.append(children[key].run("server", limit_s=LIMIT_S, **arguments))
+    return answers
+
+
+def add_server(section: Section, server: Server) -> None:
+    """Add what identifies what one server stores."""
+    model = server.model if server.revision is None else f"{server.model} at {server.revision}"
+    if "model_config" in server.files:
+        section.add("model", ok(f"{model}, by the content of its files, which the server reads at start"))
+    elif server.by_name_alone:
+        words = "its weights are known by name alone: whoever replaces them must change the tenant"
+        section.add("model", warning(f"{model}; {words}"))
+    else:
+        section.add("model", ok(model))
+    if server.incomparable:
+        words = f"{_list(server.incomparable)} cannot be compared between processes"
+        words = f"nothing stored is found after a restart, or by another server: {words}"
+        section.add("identity", warning(words))
+    else:
+        words = f"{len(server.values)} settings count: a server that differs in one shares nothing with this one"
+        section.add("identity", ok(f"{words}; --vllm-args twice compares two"))
+
+
+def add_comparison(section: Section, found: Comparison, *, shared_tier: bool = True) -> None:
+    """Add whether two servers share, and what separates them. ``shared_tier``: they can use one tier at a time."""
+    section.facts |= {
+        "share": found.share,
+        "shared_tier": shared_tier,
+        "because": [*found.because, *found.incomparable],
+        "differences": [each._asdict() for each in found.differences],
+        "harmless": [each._asdict() for each in found.harmless],
+        "weights": [*found.weights],
+    }
+    section.add("sharing", _sharing(found, shared_tier=shared_tier))
+    for first, second in found.weights if found.share else ():
+        section.add("weights", unknown(f"{first} and {second} are compared by their content when the servers start"))
+    differences = list(_in_brief(found.differences))
+    for path, values in differences[:_MAX_DIFFERENCES]:
+        name = path.rpartition(".")[2] if is_named(path, found.because) else path
+        section.add("differs", warning(f"{name}: {_pair(values)}"))
+    if len(differences) > _MAX_DIFFERENCES:
+        section.add("differs", warning(f"{len(differences) - _MAX_DIFFERENCES} more, which --json has"))
+    for name, values, reason in found.harmless:
+        shown = "" if values[0] == values[1] else f": {_pair(values)}"
+        section.add("harmless", ok(f"{name}{shown} ({reason})"))
+
+
+def _sharing(found: Comparison, *, shared_tier: bool) -> Finding:
+    told = "as far as arguments and environment tell"
+    if found.share and shared_tier:
+        return ok(f"these two servers share what they store, {told}; each rank adds what it has allocated")
+    if found.share:
+        why = "a slab or memory belongs to one server at a time, so servers that run side by side share nothing"
+        words = f"these two servers have one namespace, {told}, but no shared tier: {why}"
+        return warning(words, "add a tier of kind: s3 or shared_dir")
+    if found.incomparable:
+        words = f"{_list(found.incomparable)} cannot be compared between processes"
+        return warning(f"these two servers share nothing, nor does one find its own after a restart: {words}")
+    names = found.because or [each.path for each in found.differences[:3]]
+    verb = "differs" if len(names) == 1 else "differ"
+    return warning(f"these two servers share nothing, because {_list(names)} {verb}")
+
+
+def _in_brief(differences: Sequence[Difference]) -> Iterator[Difference]:
+    """Leave out what lies below a setting that only one of the two has, but for its type."""
+    found = dict(differences)
+    for path, (first, second) in differences:
+        if path.endswith(".(type)") and path.removesuffix(".(type)") in found:
+            continue
+        if ABSENT not in (first, second):
+            yield Difference(path, (first, second))
+        elif not any(path.startswith(f"{parent}.") for parent in found):
+            one, other = found.get(f"{path}.(type)", (ABSENT, ABSENT))
+            has_more = any(each.startswith(f"{path}.") for each in found)
+            one, other = ("(set)" if has_more and each == ABSENT else each for each in (one, other))
+            yield Difference(path, (one if first == ABSENT else first, other if second == ABSENT else second))
 
 
 def _facts(server: Server) -> dict[str, Any]:
@@ -237,8 +270,4 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _pair(values: tuple[Setting, Setting]) -> str:
-    return " | ".join(_text(each) for each in values)
-
-
-def _text(value: Setting) -> str:
-    return "not set" if value is None else str(value)
+    return " | ".join("not set" if each is None else str(each) for each in values)
