@@ -165,22 +165,16 @@ def _kvikio(context: EnvironmentContext) -> Finding:
     return ok(found) if found else context.lack("kvikio", words="not installed: mover kvikio", fix=fix)
 
 
-def _obstore(context: EnvironmentContext) -> Finding:
-    words = "not installed: it asks buckets what they hold; boto3 does so many times slower"
-    return _s3_client(context, "obstore", "boto3", words)
+def _s3_client(name: str, other: str, use: str) -> Callable[[EnvironmentContext], Finding]:
+    def look(context: EnvironmentContext) -> Finding:
+        found, words, fix = context.version(name), f"not installed: {use}", "pip install nixl-offload[s3]"
+        if found:
+            return ok(found)
+        if any(isinstance(tier, S3Config) for tier in context.tiers) and not context.version(other):
+            return wrong(words, fix)
+        return context.lack(name, words=words, fix=fix)
 
-
-def _boto3(context: EnvironmentContext) -> Finding:
-    return _s3_client(context, "boto3", "obstore", "not installed: profiles and roles of the AWS chain, bucket init")
-
-
-def _s3_client(context: EnvironmentContext, name: str, other: str, words: str) -> Finding:
-    found, fix = context.version(name), "pip install nixl-offload[s3]"
-    if found:
-        return ok(found)
-    if any(isinstance(tier, S3Config) for tier in context.tiers) and not context.version(other):
-        return wrong(words, fix)
-    return context.lack(name, words=words, fix=fix)
+    return look
 
 
 ENVIRONMENT_PROBES: Final[Sequence[Probe[EnvironmentContext]]] = (
@@ -191,8 +185,8 @@ ENVIRONMENT_PROBES: Final[Sequence[Probe[EnvironmentContext]]] = (
     ("torch", _torch),
     ("nixl", _nixl),
     ("kvikio", _kvikio),
-    ("obstore", _obstore),
-    ("boto3", _boto3),
+    ("obstore", _s3_client("obstore", "boto3", "asks buckets what they hold; boto3 does so many times slower")),
+    ("boto3", _s3_client("boto3", "obstore", "profiles and roles of the AWS chain, bucket init")),
 )
 
 
