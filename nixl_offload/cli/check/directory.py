@@ -356,9 +356,9 @@ def add_gds(section: Section, tier: DirectoryConfig, gds: GdsReport, *, gpu: boo
     fix = "fix what is named below (GDS: ...), or say mover: posix if it is not wanted"
     section.add(name, _of(gds.real or (False if certain else None), gds.verdict, fix if certain else "gdscheck -p"))
     for fact in gds.facts:
-        not_needed = gds.real and not fact.ok and fact.mend is None
+        not_needed = gds.real and not fact.ok and fact.fix is None
         words = f"{fact.words}; not needed" if not_needed else fact.words
-        section.add(f"GDS: {fact.name}", _of(fact.ok or not_needed or fact.ok, words, fact.mend))
+        section.add(f"GDS: {fact.name}", _of(fact.ok or not_needed or fact.ok, words, fact.fix))
 
 
 def _of(good: bool | None, words: str, fix: str | None) -> Finding:

@@ -170,9 +170,10 @@ def _s3_client(name: str, other: str, use: str) -> Callable[[EnvironmentContext]
         found, words, fix = context.version(name), f"not installed: {use}", "pip install nixl-offload[s3]"
         if found:
             return ok(found)
-        if any(isinstance(tier, S3Config) for tier in context.tiers) and not context.version(other):
-            return wrong(words, fix)
-        return context.lack(name, words=words, fix=fix)
+        if not any(isinstance(tier, S3Config) for tier in context.tiers):
+            return ok(f"{words}; nothing here needs it")
+        must = not context.version(other) or [name] in context.candidates()
+        return (wrong if must else warning)(words, fix)
 
     return look
 

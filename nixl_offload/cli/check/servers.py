@@ -85,7 +85,7 @@ def hashes_section(config: Config, words: Sequence[str] | None, environment: Map
 
     Raises ConfigError when a value is no value.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = _HashArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--prefix-caching-hash-algo", "--prefix_caching_hash_algo", dest="algorithm")
     parser.add_argument("--no-enable-prefix-caching", "--no_enable_prefix_caching", dest="off", action="store_true")
     parser.add_argument("--enable-prefix-caching", "--enable_prefix_caching", dest="off", action="store_false")
@@ -128,7 +128,7 @@ def _chunk_tokens(config: Config, block_tokens: int) -> Finding:
     return ok(f"{config.chunk_tokens} are {blocks} of vLLM's blocks of {block_tokens}")
 
 
-class _Parser(argparse.ArgumentParser):
+class _HashArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]  # it raises instead of leaving
         raise ConfigError(f"--vllm-args: {message}")
 
