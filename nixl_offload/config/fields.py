@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from nixl_offload.units import DURATION_PATTERN, SIZE_PATTERN, format_duration, format_size, parse_duration, parse_size
+from nixl_offload.units import format_duration, format_size, parse_duration, parse_size
 
 LONGEST_S: Final = 36_500 * 86_400.0
 """A hundred years: more is a slip, and overflows clocks."""
@@ -97,20 +97,19 @@ def _text(pattern: str) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "pattern": pattern})
 
 
-_SIZE_SCHEMA: Final[dict[str, Any]] = {
-    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]
-}
 _NAMES: Final = rf"{_PREFIX_PART.pattern}(/{_PREFIX_PART.pattern})*"
 
 SizeBytes = Annotated[
-    int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json"), WithJsonSchema(_SIZE_SCHEMA)
+    int,
+    BeforeValidator(parse_size),
+    PlainSerializer(format_size, when_used="json"),
+    Field(json_schema_extra={"format": "size"}),
 ]
 DurationSeconds = Annotated[
     float,
     BeforeValidator(parse_duration),
     PlainSerializer(format_duration, when_used="json"),
-    Field(gt=0, le=LONGEST_S),
-    _text(DURATION_PATTERN),
+    Field(gt=0, le=LONGEST_S, json_schema_extra={"format": "duration"}),
 ]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path), _text("^/")]
 AbsoluteFile = Annotated[str, AfterValidator(_absolute_file), _text("^/(.*[^/])$")]

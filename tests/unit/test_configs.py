@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from nixl_offload.config import S3Config, load_config
-from nixl_offload.config.json_schema import COPY
+from tools.config_docs import SCHEMA_COPY
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -62,7 +62,7 @@ def test_the_first_line_leads_an_editor_to_the_schema(path: Path) -> None:
     """The reference is relative to the file, so that it holds in every checkout."""
     first = path.read_text().splitlines()[0]
     assert first.startswith(EDITOR_LINE)
-    assert (path.parent / first.removeprefix(EDITOR_LINE)).resolve() == ROOT / COPY
+    assert (path.parent / first.removeprefix(EDITOR_LINE)).resolve() == ROOT / SCHEMA_COPY
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=_variant_id)

@@ -1,0 +1,1 @@
+"""What maintainers of this repository run; not part of the package."""
