@@ -1,19 +1,111 @@
-"""What the catalog asks of a tier.
+"""The contract of a tier: what the scheduler's process asks of it. ``link`` has the other half, what a rank opens.
 
-Threading: the scheduler's thread alone.
+Threading: the scheduler's thread alone, but for ``open`` functions, which may run on another before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
+from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What a tier is opened for: its position among the tiers, the namespace it serves, and the engines beside it."""
+
+    position: int
+    namespace: Namespace
+    world_size: int
+    """Ranks of this engine."""
+    dp_index: int = 0
+    """Which of the data-parallel engines this is."""
+    dp_size: int = 1
+
+    @property
+    def slot_classes(self) -> list[int]:
+        """The sizes in bytes of the slots that the groups of the model need on each rank, smallest first."""
+        return sorted({self.namespace.slot_bytes(group.group_id) for group in self.namespace.fields.groups})
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatistics:
+    """Of a tier whose chunks rest in slots; bytes per rank."""
+
+    used_bytes: int
+    capacity_bytes: int
+    """What slots can take, retired ones included."""
+    retired_bytes: int
+    """Out of use for good, because something may still write there."""
+    evictions: int
+    """Chunks that made room for others, since the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStatistics:
+    """Of a tier that other servers write to as well; counters since the start."""
+
+    probes: int
+    """Questions to the storage whether a shard is there."""
+    probe_errors: int
+    probe_seconds: list[float]
+    """How long they took, since the last call; of very many the latest."""
+    late: int
+    """Requests that were not answered in time."""
+    openings: int
+    """How often the tier was disabled for a while."""
+    known: int
+    """Chunks believed present now."""
+    breakers: Mapping[str, BreakerState]
+    """By what each watches: ``reach``, ``load`` or ``store``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """What a tier holds and has done; for metrics. None: not this kind of tier."""
+
+    slots: SlotStatistics | None = None
+    shared: SharedStatistics | None = None
+
+
+class Place(Protocol):
+    """What the ranks need to know to open their links; plain data, which travels to them."""
+
+    @property
+    def rank_namespaces(self) -> tuple[bytes, ...]:
+        """Per rank, the 32 bytes its shard headers carry."""
+        ...
 
 
 class Tier(Protocol):
     """One tier's index and capacity. None of it blocks, none of it raises for reasons of storage."""
+
+    @property
+    def place(self) -> Place:
+        """What the ranks need to know of the tier."""
+        ...
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether some request waits for an answer of the storage."""
+        ...
+
+    def statistics(self) -> TierStatistics:
+        """Return what the tier holds and has done. Costs nothing per chunk."""
+        ...
+
+    def close(self, pending: Iterable[Key] = ()) -> None:
+        """Let go of everything, waiting for storage a few seconds at most. Idempotent.
+
+        ``pending``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
+        finished after their last report.
+        """
+        ...
 
     @property
     def in_use(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from nixl_offload.index import Index, Occupancy, State
+from nixl_offload.tiers.base import SlotStatistics, TierStatistics
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
 
@@ -67,6 +68,16 @@ class SlotTier:
     def occupancy(self) -> dict[int, Occupancy]:
         """Slot size -> what is taken of it, by what; for metrics. Costs nothing per chunk."""
         return self._index.occupancy()
+
+    def statistics(self) -> TierStatistics:
+        """Return how full the slots are."""
+        used_bytes = sum(taken.bytes_total for taken in self.occupancy().values())
+        return TierStatistics(slots=SlotStatistics(used_bytes, self.capacity_bytes, self.retired_bytes, self.evictions))
+
+    @property
+    def is_looking(self) -> bool:
+        """Never: the index knows."""
+        return False
 
     @property
     def in_use(self) -> bool:

@@ -331,7 +331,7 @@ class NixlOffloadManager(OffloadingManager):
 
     def is_waiting(self) -> bool:
         """Whether some rank opens its tiers or moves bytes, or somebody looks into a shared tier."""
-        return self.has_pending_work() or any(isinstance(tier, SharedTier) and tier.is_looking for tier in self._tiers)
+        return self.has_pending_work() or any(tier.is_looking for tier in self._tiers)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what has changed in our metrics since the last call."""
@@ -375,10 +375,7 @@ class NixlOffloadManager(OffloadingManager):
         verifies = self._config.verify == "checksum"
         pending = self._catalog.in_flight_stores() if self._catalog is not None and verifies else ()
         for position, tier in enumerate(self._tiers):
-            if isinstance(tier, SlabTier):
-                tier.close([key for at, key in pending if at == position])
-            else:
-                tier.close()
+            tier.close([key for at, key in pending if at == position])
 
     def _complain_of_metrics(self) -> None:
         """Say once that metrics could not be told: by a rank of another config, for one."""

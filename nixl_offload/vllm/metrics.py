@@ -22,9 +22,8 @@ from vllm.v1.kv_offload.base import (
 from nixl_offload.catalog import Counts, Settled
 from nixl_offload.catalog.estimate import Decision, Part
 from nixl_offload.engine import Standing, Work
+from nixl_offload.tiers.base import SharedStatistics, SlotStatistics, Tier, TierStatistics
 from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import metric_names as names
 from nixl_offload.vllm.metric_names import Metric
@@ -125,43 +124,41 @@ class MetricsReporter:
                 self._show(names.INFO, ranks, labels)
 
     def take(
-        self, tiers: Sequence[object], counts: Counts, decisions: Mapping[tuple[int, Decision], int]
+        self, tiers: Sequence[Tier], counts: Counts, decisions: Mapping[tuple[int, Decision], int]
     ) -> OffloadingConnectorStats | None:
         """Return what has changed since the last call, None when nothing has."""
+        statistics = [tier.statistics() for tier in tiers]
         if not self._began:
             self._began = True
-            for metric, labels in self._first(tiers):
+            for metric, labels in self._first(statistics):
                 self._stats.increase_counter(metric.name, 0, labels)
         self._take_chain(counts)
         for (position, decision), value in decisions.items():
             self._count(names.DECISIONS, value, (self._kinds[position], decision.value))
-        for kind, tier in zip(self._kinds, tiers, strict=False):
-            if isinstance(tier, SharedTier):
-                self._take_shared(tier, (kind,))
-            elif isinstance(tier, SlotTier):
-                self._show(names.USED, sum(taken.bytes_total for taken in tier.occupancy().values()), (kind,))
-                self._show(names.CAPACITY, tier.capacity_bytes, (kind,))
-                self._show(names.RETIRED, tier.retired_bytes, (kind,))
-                self._count(names.EVICTED, tier.evictions, (kind,))
+        for kind, of_tier in zip(self._kinds, statistics, strict=False):
+            if of_tier.slots is not None:
+                self._take_slots(of_tier.slots, (kind,))
+            if of_tier.shared is not None:
+                self._take_shared(of_tier.shared, (kind,))
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, OffloadingConnectorStats()
         return stats
 
-    def _first(self, tiers: Sequence[object]) -> Iterator[tuple[Metric, _Labels]]:
+    def _first(self, statistics: Sequence[TierStatistics]) -> Iterator[tuple[Metric, _Labels]]:
         """What is told as 0 before anything has happened."""
         for cause in ("not_admitted", "no_room"):
             yield names.NOT_STORED, (cause,)
-        for position, (kind, tier) in enumerate(zip(self._kinds, tiers, strict=False)):
+        for position, (kind, of_tier) in enumerate(zip(self._kinds, statistics, strict=False)):
             for operation, outcome in _TROUBLE:
                 yield names.CHUNKS, (operation, outcome.value, kind)
             if position:
                 yield names.MOVED, (kind,)
-            if isinstance(tier, SharedTier):
+            if of_tier.slots is not None:
+                yield names.EVICTED, (kind,)
+            if of_tier.shared is not None:
                 for metric in (names.PROBES, names.PROBE_ERRORS, names.LATE, names.OPENINGS):
                     yield metric, (kind,)
-            else:
-                yield names.EVICTED, (kind,)
 
     def _take_chain(self, counts: Counts) -> None:
         for (position, ended), value in counts.moves.items():
@@ -176,16 +173,21 @@ class MetricsReporter:
         self._count(names.NOT_STORED, counts.not_admitted, ("not_admitted",))
         self._count(names.NOT_STORED, counts.no_room, ("no_room",))
 
-    def _take_shared(self, tier: SharedTier, label: _Labels) -> None:
-        counts = tier.counts()
-        self._count(names.PROBES, counts.probes.heads, label)
-        self._count(names.PROBE_ERRORS, counts.probes.errors, label)
-        for seconds in tier.take_probe_seconds():
+    def _take_slots(self, slots: SlotStatistics, label: _Labels) -> None:
+        self._show(names.USED, slots.used_bytes, label)
+        self._show(names.CAPACITY, slots.capacity_bytes, label)
+        self._show(names.RETIRED, slots.retired_bytes, label)
+        self._count(names.EVICTED, slots.evictions, label)
+
+    def _take_shared(self, shared: SharedStatistics, label: _Labels) -> None:
+        self._count(names.PROBES, shared.probes, label)
+        self._count(names.PROBE_ERRORS, shared.probe_errors, label)
+        for seconds in shared.probe_seconds:
             self._stats.observe_histogram(names.PROBE_SECONDS.name, seconds, label)
-        self._count(names.LATE, counts.late, label)
-        self._count(names.OPENINGS, counts.openings, label)
-        self._show(names.KNOWN, counts.known, label)
-        for purpose, state in tier.breakers().items():
+        self._count(names.LATE, shared.late, label)
+        self._count(names.OPENINGS, shared.openings, label)
+        self._show(names.KNOWN, shared.known, label)
+        for purpose, state in shared.breakers.items():
             self._show(names.BREAKER, _STATES[state], (purpose, *label))
 
     def _count(self, metric: Metric, total: float, labels: _Labels = ()) -> None:

@@ -1,6 +1,6 @@
-"""Opens the scheduler's half of each tier of the config.
+"""Opens the scheduler's half of each tier of the config, and says how chunks travel between them.
 
-Threading: called once, on the scheduler's thread, before the first step.
+Threading: called once, on one thread, before the first step.
 """
 
 from __future__ import annotations
@@ -8,59 +8,25 @@ from __future__ import annotations
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from nixl_offload.catalog import ChainOptions
-from nixl_offload.config import Config, MemoryConfig, S3Config, SlabConfig, TierConfig
+from nixl_offload.config import Config, MemoryConfig, TierConfig
 from nixl_offload.identity.namespace import Namespace
-from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.memory.tier import MemoryTier, rank_memory_bytes
-from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import SlabTier
+from nixl_offload.tiers import kinds
+from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.memory.tier import rank_memory_bytes
 
 
 def open_tier(
-    tier: TierConfig,
-    position: int,
-    namespace: Namespace,
-    parallel: OffloadingParallelConfig,
-) -> MemoryTier | SlabTier | SharedTier:
-    """Open what ``tier`` describes for the chunks of ``namespace``.
-
-    Raises TierError or ConfigError, for the operator, when it cannot be used. A shared tier that
-    does not answer is no error: it is used once it does.
-    """
-    slot_classes = sorted({namespace.slot_bytes(group.group_id) for group in namespace.fields.groups})
-    if isinstance(tier, MemoryConfig):
-        return MemoryTier.open(
-            tier,
-            position=position,
-            namespace=namespace,
-            slot_classes=slot_classes,
-            world_size=parallel.world_size,
-            dp_size=parallel.data_parallel_size,
-        )
-    if isinstance(tier, SlabConfig):
-        return SlabTier.open(
-            tier,
-            position=position,
-            namespace=namespace,
-            slot_classes=slot_classes,
-            world_size=parallel.world_size,
-            dp_index=parallel.data_parallel_index,
-            dp_size=parallel.data_parallel_size,
-        )
-    store = open_store(tier)
-    try:
-        return SharedTier(
-            position,
-            store,
-            namespace,
-            name=f"{'S3' if isinstance(tier, S3Config) else 'Shared directory'} tier {store.where}",
-            lookup=tier.lookup,
-            ttl_s=tier.ttl_s if isinstance(tier, S3Config) else None,
-            warm_start=tier.warm_start,
-        )
-    except BaseException:
-        store.close()
-        raise
+    tier: TierConfig, position: int, namespace: Namespace, parallel: OffloadingParallelConfig
+) -> kinds.AnyTier:
+    """Open what ``tier`` describes for the chunks of ``namespace``. Raises as ``tiers.kinds.open_tier``."""
+    context = TierContext(
+        position,
+        namespace,
+        world_size=parallel.world_size,
+        dp_index=parallel.data_parallel_index,
+        dp_size=parallel.data_parallel_size,
+    )
+    return kinds.open_tier(tier, context)
 
 
 def chain_options(config: Config, parallel: OffloadingParallelConfig) -> ChainOptions:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +18,7 @@ from nixl_offload.config.schema import LookupOptions
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
+from nixl_offload.tiers.base import SharedStatistics, TierContext, TierStatistics
 from nixl_offload.tiers.breaker import Breaker, BreakerState
 from nixl_offload.tiers.shared.background_tasks import Discard, Recheck, Refresh, WriteManifest
 from nixl_offload.tiers.shared.listing import Listing
@@ -142,6 +143,32 @@ class SharedTier:
         self._listing: Listing | None = None
         if warm_start:
             self._listing = Listing(store, namespace, name=name, max_keys=lookup.max_keys)
+
+    @classmethod
+    def open(
+        cls,
+        context: TierContext,
+        store: Store,
+        *,
+        name: str,
+        lookup: LookupOptions,
+        ttl_s: float | None,
+        warm_start: bool,
+    ) -> SharedTier:
+        """Return the tier over ``store``, which is closed when that fails."""
+        try:
+            return cls(
+                context.position,
+                store,
+                context.namespace,
+                lookup=lookup,
+                ttl_s=ttl_s,
+                warm_start=warm_start,
+                name=name,
+            )
+        except BaseException:
+            store.close()
+            raise
 
     def __len__(self) -> int:
         return len(self._presence)
@@ -302,8 +329,11 @@ class SharedTier:
             self._listing = None
         self._due.clear()
 
-    def close(self, timeout_s: float = 1.0) -> None:
-        """End what runs in the background, waiting ``timeout_s`` at most for each part, and close the store."""
+    def close(self, pending: Iterable[Key] = (), *, timeout_s: float = 1.0) -> None:
+        """End what runs in the background, waiting ``timeout_s`` at most for each part, and close the store.
+
+        ``pending`` needs nothing: what is whole in the store is found there.
+        """
         if self._listing is not None:
             self._listing.stop()
         self._prober.close(timeout_s)
@@ -326,6 +356,21 @@ class SharedTier:
         if self._listing is not None:
             counts.listed = self._listing.chunks
         return counts
+
+    def statistics(self) -> TierStatistics:
+        """Return what is believed and how the storage does."""
+        counts = self.counts()
+        return TierStatistics(
+            shared=SharedStatistics(
+                probes=counts.probes.heads,
+                probe_errors=counts.probes.errors,
+                probe_seconds=self.take_probe_seconds(),
+                late=counts.late,
+                openings=counts.openings,
+                known=counts.known,
+                breakers=self.breakers(),
+            )
+        )
 
     def take_probe_seconds(self) -> list[float]:
         """Return how long questions to the store took since the last call; of very many the latest."""

@@ -1,0 +1,58 @@
+"""The kinds of tiers, by what the config calls them: how the scheduler opens each, and how a rank opens its link to it.
+
+A new kind is a folder with a module ``kind``, a model in ``config.schema``, and a row here.
+
+Threading: called at start, by the scheduler and by each rank; neither needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from nixl_offload.config import TierConfig
+from nixl_offload.movers.base import Mover
+from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.memory import kind as memory
+from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
+from nixl_offload.tiers.s3 import kind as s3
+from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
+from nixl_offload.tiers.shared_dir import kind as shared_dir
+from nixl_offload.tiers.slab import kind as slab
+from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
+
+AnyTier = MemoryTier | SlabTier | SharedTier
+AnyPlace = MemoryPlace | SlabPlace | SharedPlace
+
+
+class TierKind(NamedTuple):
+    """How one kind is opened. Each function takes its own kind's config and place."""
+
+    open_tier: Callable[[Any, TierContext], AnyTier]
+    open_link: Callable[[Any, Any, int, Mover], Link] | None
+    """None: ranks reach it without a link."""
+
+
+KINDS: Final = {
+    "memory": TierKind(memory.open_tier, None),
+    "slab": TierKind(slab.open_tier, slab.open_link),
+    "shared_dir": TierKind(shared_dir.open_tier, shared_dir.open_link),
+    "s3": TierKind(s3.open_tier, s3.open_link),
+}
+
+
+def open_tier(config: TierConfig, context: TierContext) -> AnyTier:
+    """Open the scheduler's half of a tier. The caller closes it.
+
+    Raises TierError or ConfigError, for the operator, when it cannot be used. A shared tier that does not answer is no
+    error: it is used once it does.
+    """
+    return KINDS[config.kind].open_tier(config, context)
+
+
+def open_link(config: TierConfig, place: AnyPlace, rank: int, mover: Mover) -> Link:
+    """Open what ``rank`` reaches a stored tier by. ``mover`` stays the caller's. Raises TierError."""
+    opened = KINDS[config.kind].open_link
+    assert opened is not None, "memory has no link"
+    return opened(config, place, rank, mover)
