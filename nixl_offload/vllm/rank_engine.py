@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +31,9 @@ from nixl_offload.errors import NixlOffloadError
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.kinds import open_link
 from nixl_offload.tiers.memory.tier import MemoryPlace, rank_memory_bytes
-from nixl_offload.tiers.s3.link import ObjectLink
-from nixl_offload.tiers.shared.tier import SharedPlace
-from nixl_offload.tiers.shared_dir.link import TreeLink
-from nixl_offload.tiers.slab.file import SlabFile, make_private_directory, rank_file_name
-from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.file import make_private_directory
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.vllm.messages import Place
 
@@ -193,14 +187,11 @@ def _open_tier(
     device = device_of(memory.tensors[0])
     with contextlib.ExitStack() as undo:
         if isinstance(tier, SlabConfig) and isinstance(place, SlabPlace):
-            slab = _open_slab(tier, place, rank)
-            undo.callback(slab.close)
+            make_private_directory(Path(place.directory))
             reach = open_planned(tier, place.directory, device, reach.plan)
             undo.callback(reach.close)
-            assert reach.mover is not None
-            link: Link = SlabLink(slab, reach.mover, time.monotonic)
-        else:
-            link = _open_shared(tier, place, reach, rank)
+        assert reach.mover is not None
+        link = open_link(tier, place, rank, reach.mover)
         options = engine_options(reach, link.mover, device, memory.layout)
         options = options.share(
             config.staging_bytes, spared_bytes(device, memory.claimed_share), sharers, memory.layout
@@ -220,23 +211,3 @@ def _open_tier(
         )
         undo.pop_all()
     return engine
-
-
-def _open_slab(tier: SlabConfig, place: SlabPlace, rank: int) -> SlabFile:
-    slab = SlabFile(
-        os.path.join(place.directory, rank_file_name(rank)),
-        rank_bytes=place.rank_bytes,
-        extent_bytes=place.extent_bytes,
-        direct_io=tier.direct_io,
-    )
-    slab.open()
-    return slab
-
-
-def _open_shared(tier: TierConfig, place: Place, reach: OpenedMover, rank: int) -> Link:
-    assert reach.mover is not None
-    assert isinstance(place, SharedPlace)
-    if isinstance(tier, SharedDirConfig):
-        return TreeLink(tier.path, place.namespace, rank, reach.mover, direct_io=tier.direct_io, clock=time.monotonic)
-    assert isinstance(tier, S3Config)
-    return ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", place.namespace, rank, reach.mover, time.monotonic)
