@@ -16,7 +16,7 @@ class Placing:
     """Reserves room for stores, and remembers what is being stored.
 
     A tier that has ``backlog_bytes`` (per rank) being stored is busy: what comes on top is shed, never queued. When no
-    store to it has ended for ``stuck_after_s`` it is passed over instead, as is one that has no room or is out of use.
+    store to it has ended for ``stuck_after_s`` it is passed over instead, as is one that has no room or is disabled.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ class Tier(Protocol):
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key``, whose state is None, WRITING at a location, evicting as needed (victims are appended).
 
-        None: no room, or the tier is out of use.
+        None: no room, or the tier is disabled.
         """
         ...
 

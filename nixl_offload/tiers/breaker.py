@@ -1,4 +1,4 @@
-"""A circuit breaker: after failures in a row a tier is left alone, tried again by itself, used again when it answers.
+"""A circuit breaker: after failures in a row a tier is disabled, tried again by itself, used again when it answers.
 
 Threading: no lock, no clock, no I/O; one owner, who passes the time in (monotonic seconds).
 """
@@ -26,7 +26,9 @@ class Breaker:
     """Opens after ``threshold`` failures in a row; pauses double from ``first_pause_s`` to ``longest_pause_s``.
 
     Whoever is let through must tell how it went, by ``succeeded`` or ``failed``; a trial that is not heard of within
-    ``trial_limit_s`` counts as lost, and the next caller is the trial.
+    ``trial_limit_s`` counts as lost, and the next caller is the trial. Trouble that returns within ``flap_window_s`` of
+    a recovery goes on with twice the pause it had, so that a disk that comes and goes does not flood the log. One
+    warning is logged per outage and cause, and one line when it is over.
     """
 
     def __init__(
@@ -37,13 +39,21 @@ class Breaker:
         first_pause_s: float = 1.0,
         longest_pause_s: float = 30.0,
         trial_limit_s: float = 30.0,
+        flap_window_s: float = 0.0,
+        effect: str = "disabled",
     ) -> None:
-        """Start closed. ``name`` opens each message, such as "S3 tier s3://bucket/prefix"."""
+        """Start closed. ``name`` opens each message, such as "S3 tier s3://bucket/prefix"; ``effect`` says what being
+        open means.
+        """
         self._name = name
         self._threshold = threshold
         self._first_pause_s = first_pause_s
         self._longest_pause_s = longest_pause_s
         self._trial_limit_s = trial_limit_s
+        self._flap_window_s = flap_window_s
+        self._effect = effect
+        self._told: set[str] = set()
+        """Causes that were logged in this outage."""
         self._pause_s = first_pause_s
         self._failures = 0
         self._opened_s = 0.0
@@ -77,26 +87,34 @@ class Breaker:
         if self.state is not BreakerState.HALF_OPEN:
             return
         logger.info("%s: in use again after %.0f s (was: %s)", self._name, now_s - self._opened_s, self.cause)
-        self.state, self.cause, self._pause_s = BreakerState.CLOSED, "", self._first_pause_s
+        self.state, self.cause = BreakerState.CLOSED, ""
         self.closed_s = now_s
+        self._told.clear()
 
     def failed(self, cause: str, message: str, now_s: float) -> None:
         """Take note of a failure: opens after ``threshold`` in a row, and again, for twice as long, after a trial's."""
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN:
             self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
-            self.state, self._until_s = BreakerState.OPEN, now_s + self._pause_s
-            logger.debug("%s: still out of use: %s", self._name, message)
         elif self.state is BreakerState.CLOSED and self._failures >= self._threshold:
-            self.state, self.cause, self._opened_s = BreakerState.OPEN, cause, now_s
-            self._until_s = now_s + self._pause_s
+            flaps = now_s - self.closed_s < self._flap_window_s
+            self._pause_s = min(2 * self._pause_s, self._longest_pause_s) if flaps else self._first_pause_s
+            self._opened_s = now_s
             self.openings += 1
-            logger.warning(
-                "%s: out of use (%s): %s. Requests go on and compute what they need; trying again in %.0f s, then "
-                "every %.0f s at most.",
-                self._name,
-                cause,
-                message,
-                self._pause_s,
-                self._longest_pause_s,
-            )
+        else:
+            return
+        self.state, self.cause, self._until_s = BreakerState.OPEN, cause, now_s + self._pause_s
+        if cause in self._told:
+            logger.debug("%s: still %s: %s", self._name, self._effect, message)
+            return
+        self._told.add(cause)
+        logger.warning(
+            "%s: %s (%s): %s. Requests go on and compute what they need; trying again in %.0f s, then every %.0f s at "
+            "most.",
+            self._name,
+            self._effect,
+            cause,
+            message,
+            self._pause_s,
+            self._longest_pause_s,
+        )

@@ -10,12 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.types import Key, Location
 
 T = TypeVar("T")
+
+NOTHING_STORED: Final = "nothing is stored until this is over"
+"""What links log while a tier is disabled for stores."""
 
 
 @dataclass(slots=True, eq=False)

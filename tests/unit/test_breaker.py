@@ -87,5 +87,39 @@ def test_one_warning_when_it_opens_and_one_line_when_it_closes(caplog: pytest.Lo
     assert breaker.allows(15.0)
     breaker.succeeded(15.0)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "out of use (timeout): no answer" in caplog.text
+    assert "disabled (timeout): no answer" in caplog.text
     assert "in use again after 15 s" in caplog.text
+
+
+def test_each_cause_of_an_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """However often it fails, the log holds a line per cause and one for the recovery."""
+    caplog.set_level(logging.INFO)
+    breaker = Breaker("Slab tier /kv", threshold=1, longest_pause_s=60.0)
+    for second in range(200):
+        if breaker.allows(second):
+            breaker.failed("full" if second < 100 else "readonly", "no space", second)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "no space" in caplog.messages[0]
+    assert breaker.cause == "readonly"
+    assert breaker.allows(300)
+    breaker.succeeded(300)
+    breaker.succeeded(301)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+    assert breaker.closed
+
+
+def test_a_flapping_tier_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Trouble that returns soon goes on with the grown pause; after a long calm it begins anew."""
+    breaker = Breaker("t", threshold=1, longest_pause_s=60.0, flap_window_s=60.0)
+    for second in range(3600):
+        if breaker.closed:
+            breaker.failed("io", "x", second)
+        elif breaker.allows(second):
+            breaker.succeeded(second)
+    assert len(caplog.records) < 150
+    now_s = 10_000.0
+    assert breaker.closed or breaker.allows(now_s)
+    breaker.succeeded(now_s)
+    breaker.failed("io", "x", now_s + 1000)
+    assert not breaker.allows(now_s + 1000.9)
+    assert breaker.allows(now_s + 1001)

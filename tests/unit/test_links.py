@@ -324,7 +324,7 @@ def test_a_bucket_that_fails_is_left_alone_and_tried_again(
     mover.script = []
     clock.ahead_s += 2.5
     assert bad(51, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
-    assert sum("out of use" in record.getMessage() for record in caplog.records) == 1
+    assert sum("disabled (" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_objects_that_are_gone_do_not_put_the_bucket_out_of_use(make: Make, tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ def test_a_dead_store_costs_a_request_little_and_the_next_ones_nothing_and_comes
     rig.tier.abort(key_of(7000))
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
-    assert "out of use (unreachable)" in warnings[0].getMessage()
+    assert "disabled (unreachable)" in warnings[0].getMessage()
 
 
 def test_a_store_that_hangs_never_holds_the_scheduler(make: MakeRig, store: MemoryStore) -> None:

@@ -14,8 +14,7 @@ from typing import Final, TypeVar
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
 from nixl_offload.tiers.breaker import Breaker
-from nixl_offload.tiers.health import Health
-from nixl_offload.tiers.link import Link, Target
+from nixl_offload.tiers.link import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared_dir.calls import Chore, ChoreThreads
 from nixl_offload.tiers.shared_dir.files import Draft, Shard, TreeFiles
@@ -31,6 +30,8 @@ MAX_PENDING: Final = 64
 """Calls that have not returned, those given up included. With so many of them nothing more is asked."""
 LOAD_FAILURES: Final = 8
 """In a row; then no load is tried until a trial succeeds."""
+STORE_PAUSE_S: Final = 60.0
+"""A directory that cannot be written to is tried again at least this often."""
 TRIAL_LIMIT_S: Final = 10.0
 """A trial that is not heard of for so long is lost, and another may go."""
 
@@ -67,9 +68,15 @@ class TreeLink(Link):
         self._chores = ChoreThreads("nixl-offload-tree")
         self._syncs = ChoreThreads("nixl-offload-tree-sync")
         """For what takes long: nothing that is opened or created waits behind the syncing of files."""
-        self._health = Health(f"Shared directory tier {root}")
-        self._trial_until_s = 0.0
-        self._breaker = Breaker(
+        self._stores = Breaker(
+            f"Shared directory tier {root}",
+            threshold=1,
+            longest_pause_s=STORE_PAUSE_S,
+            trial_limit_s=TRIAL_LIMIT_S,
+            flap_window_s=STORE_PAUSE_S,
+            effect=NOTHING_STORED,
+        )
+        self._loads = Breaker(
             f"Loads from shared directory tier {root}", threshold=LOAD_FAILURES, trial_limit_s=TRIAL_LIMIT_S
         )
         self._verdicts: list[tuple[Chore[str], str]] = []
@@ -82,7 +89,7 @@ class TreeLink(Link):
         """See Link."""
         if self._pending >= MAX_PENDING:
             return "io"
-        return self._health.cause or self._breaker.cause or "none"
+        return self._stores.cause or self._loads.cause or "none"
 
     def connect(self) -> None:
         """See Link. Waits for ``BEGIN_LIMIT_S`` at most."""
@@ -92,34 +99,28 @@ class TreeLink(Link):
                 raise self._hung(BEGIN_LIMIT_S)
             chore.result()
         except TierError as error:
-            self._health.failed(error.cause, str(error), self._clock())
+            self._stores.failed(error.cause, str(error), self._clock())
 
     def may_store(self) -> bool:
         """See Link. In trouble one store at a time is let through, when a trial is due."""
         self._reap()
-        now_s = self._clock()
         if self._verdicts or self._pending >= MAX_PENDING:
             return False
-        if self._health.cause is None:
-            return True
-        if not self._health.may_try(now_s) or now_s < self._trial_until_s:
-            return False
-        self._trial_until_s = now_s + TRIAL_LIMIT_S
-        return True
+        return self._stores.allows(self._clock())
 
     def may_load(self) -> bool:
         """See Link."""
         self._reap()
-        return self._pending < MAX_PENDING and self._breaker.allows(self._clock())
+        return self._pending < MAX_PENDING and self._loads.allows(self._clock())
 
     @property
     def in_doubt(self) -> bool:
         """See Link."""
-        return not self._breaker.closed
+        return not self._loads.closed
 
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
         """See Link."""
-        is_trial = self._health.cause is not None
+        is_trial = not self._stores.closed
         name = shard_name(self._namespace, key, self._rank)
         chore = self._chores.start(partial(self._files.create, name, length_bytes), discard=self._files.discard_unused)
         try:
@@ -130,7 +131,7 @@ class TreeLink(Link):
                 self._chores.start(partial(self._files.discard, draft))
                 raise TierError(str(error), cause="io") from error
         except TierError as error:
-            self._store_failed(error.cause, str(error))
+            self._stores.failed(error.cause, str(error), self._clock())
             raise
         return _WriteTarget(file, 0, draft, is_trial)
 
@@ -142,13 +143,12 @@ class TreeLink(Link):
             yield from self._answer(chore, END_LIMIT_S)
         except TierError as error:
             target.draft.given_up = True
-            self._store_failed(error.cause, str(error))
+            self._stores.failed(error.cause, str(error), self._clock())
             raise
         finally:
             self._close_file(target.file, chore)
         if target.is_trial:
-            self._trial_until_s = 0.0
-            self._health.succeeded(self._clock())
+            self._stores.succeeded(self._clock())
 
     def fail_write(self, target: Target, error: str | None) -> None:
         """See Link. The cause is told when the filesystem has said it; until then nothing is stored."""
@@ -173,26 +173,26 @@ class TreeLink(Link):
                 raise TierError(str(error), cause="io") from error
         except TierError as error:
             if error.cause == "missing":
-                self._breaker.succeeded(self._clock())
+                self._loads.succeeded(self._clock())
             else:
-                self._breaker.failed(error.cause, str(error), self._clock())
+                self._loads.failed(error.cause, str(error), self._clock())
             raise
         return Target(file, 0)
 
     def end_read(self, target: Target) -> None:
         """See Link."""
         self._close_file(target.file, None)
-        self._breaker.succeeded(self._clock())
+        self._loads.succeeded(self._clock())
 
     def fail_read(self, target: Target, error: str | None) -> None:
         """See Link."""
         self._close_file(target.file, None)
         if error is not None:
-            self._breaker.failed("io", error, self._clock())
+            self._loads.failed("io", error, self._clock())
 
     def overdue(self) -> None:
         """See Link."""
-        self._breaker.failed("timeout", "a load was given up before it was answered", self._clock())
+        self._loads.failed("timeout", "a load was given up before it was answered", self._clock())
 
     def close(self) -> None:
         """See Link. A thread that hangs is left behind."""
@@ -217,17 +217,13 @@ class TreeLink(Link):
     def _hung(self, limit_s: float) -> TierError:
         return TierError(f"{self._files.root} did not answer in {limit_s:g} s", cause="io")
 
-    def _store_failed(self, cause: str, message: str) -> None:
-        self._trial_until_s = 0.0
-        self._health.failed(cause, message, self._clock())
-
     def _reap(self) -> None:
         """Close what can be closed, and take note of the verdicts that have come."""
         self._stale = [(chore, file) for chore, file in self._stale if not self._closes(chore, file)]
         come = [verdict for verdict in self._verdicts if verdict[0].done]
         self._verdicts = [verdict for verdict in self._verdicts if verdict not in come]
         for chore, error in come:
-            self._store_failed(chore.result(), error)
+            self._stores.failed(chore.result(), error, self._clock())
 
     def _close_file(self, file: FileId, chore: Chore[None] | None) -> None:
         if not self._closes(chore, file):

@@ -12,10 +12,12 @@ from typing import Protocol
 
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
-from nixl_offload.tiers.health import Health
-from nixl_offload.tiers.link import Link, Target, at_once
+from nixl_offload.tiers.breaker import Breaker
+from nixl_offload.tiers.link import NOTHING_STORED, Link, Target, at_once
 from nixl_offload.types import Key, Location
 
+PAUSE_S = 60.0
+"""A slab that cannot be written to is tried again at least this often."""
 CHECK_EVERY_S = 1.0
 """How often a slab that works is looked at before a store: a deleted file still takes writes, and nobody would know."""
 
@@ -56,7 +58,9 @@ class SlabLink(Link):
         self.mover = mover
         self._slab = slab
         self._clock = clock
-        self._health = Health(f"Slab tier {slab.path}")
+        self._stores = Breaker(
+            f"Slab tier {slab.path}", threshold=1, longest_pause_s=PAUSE_S, flap_window_s=PAUSE_S, effect=NOTHING_STORED
+        )
         self._file: FileId | None = None
         self._current = False
         self._stale: list[FileId] = []
@@ -65,18 +69,18 @@ class SlabLink(Link):
     @property
     def trouble(self) -> str:
         """See Link."""
-        return self._health.cause or "none"
+        return self._stores.cause or "none"
 
     def connect(self) -> None:
-        """Open the file; if that fails, the tier starts out of use and is tried again later."""
+        """Open the file; if that fails, the tier starts disabled and is tried again later."""
         self._probe(self._clock())
 
     def may_store(self) -> bool:
         """See Link. Looks at a working slab once per ``CHECK_EVERY_S`` and probes a failed one when due."""
         now_s = self._clock()
-        if not self._health.may_try(now_s):
+        if not self._stores.allows(now_s):
             return False
-        if self._health.cause is None and now_s < self._check_s:
+        if self._stores.closed and now_s < self._check_s:
             return True
         return self._probe(now_s)
 
@@ -90,10 +94,10 @@ class SlabLink(Link):
             self._slab.ensure(location.offset, length_bytes)
             file = self._opened()
         except TierError as error:
-            self._health.failed(error.cause, str(error), self._clock())
+            self._stores.failed(error.cause, str(error), self._clock())
             raise
         except OSError as error:
-            self._health.failed("io", str(error), self._clock())
+            self._stores.failed("io", str(error), self._clock())
             raise TierError(str(error), cause="io") from error
         return (yield from at_once(Target(file, location.offset)))
 
@@ -109,7 +113,7 @@ class SlabLink(Link):
             cause = self._slab.check() or "io"
         except OSError:
             cause = "io"
-        self._health.failed(cause, error, self._clock())
+        self._stores.failed(cause, error, self._clock())
 
     def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
         """See Link."""
@@ -141,12 +145,12 @@ class SlabLink(Link):
             if not self._current:
                 self._open()
         except TierError as error:
-            self._health.failed(error.cause, str(error), now_s)
+            self._stores.failed(error.cause, str(error), now_s)
             return False
         except (MoverError, OSError) as error:
-            self._health.failed("io", str(error), now_s)
+            self._stores.failed("io", str(error), now_s)
             return False
-        self._health.succeeded(now_s)
+        self._stores.succeeded(now_s)
         return True
 
     def _open(self) -> None:
