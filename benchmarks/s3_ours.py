@@ -25,7 +25,7 @@ from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.types import Asker, Key, Lookup
+from nixl_offload.types import LookupContext, Key, Lookup
 
 OURS: dict[str, Literal["obj", "obstore"]] = {
     "ours, NIXL OBJ": "obj",
@@ -130,12 +130,12 @@ class Ours(Side):
         while True:
             answers = []
             for end_token, key in enumerate(chain, start=1):
-                answers.append(self._tier.lookup(key, Asker("benchmark", end_token), time.monotonic()))
+                answers.append(self._tier.lookup(key, LookupContext("benchmark", end_token), time.monotonic()))
                 if answers[-1] is Lookup.MISS:
                     break
             self._tier.flush(time.monotonic())
             if Lookup.RETRY not in answers:
-                self._tier.forget_asker("benchmark")
+                self._tier.forget_request("benchmark")
                 return answers.count(Lookup.HIT), self._tier.counts().probes.heads - before
             time.sleep(STEP_S)
 

@@ -37,7 +37,7 @@ class Location(NamedTuple):
     """Size of the slot, header page included; names the size class."""
 
 
-class Asker(NamedTuple):
+class LookupContext(NamedTuple):
     """Who looks a key up: which request, and the token at which the key ends in it (None: not known)."""
 
     request_id: str

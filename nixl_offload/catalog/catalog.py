@@ -18,7 +18,7 @@ from nixl_offload.catalog.placing import Placing
 from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, MoveTicket, OpenTicket, Settled, StoreTicket
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
-from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 _HIT, _PENDING, _RETRY = Lookup.HIT, Lookup.PENDING, Lookup.RETRY
 _READY = State.READY
@@ -109,7 +109,9 @@ class Catalog:
 
     # What is there
 
-    def lookup(self, key: Key, now_s: float, asker: Asker = NOBODY, allowed: Collection[int] | None = None) -> Lookup:
+    def lookup(
+        self, key: Key, now_s: float, context: LookupContext = NOBODY, allowed: Collection[int] | None = None
+    ) -> Lookup:
         """Say whether ``key`` can be loaded, from the nearest tier that knows it, among those ``allowed`` (None: all).
 
         RETRY where a tier has to go and look: it begins at the next ``flush``, and answers within its own deadline.
@@ -118,16 +120,16 @@ class Catalog:
         for position, tier in self._numbered if allowed is None else self._among(allowed):
             if pending and tier.state(key) is not _READY:
                 continue  # it will be in a nearer tier before anybody has looked here
-            answer = tier.lookup(key, asker, now_s)
+            answer = tier.lookup(key, context, now_s)
             if answer is _HIT:
                 return answer
             if answer is _RETRY:
                 retry = True
-            elif answer is _PENDING and self._may_wait(self._writing_since[position].get(key, now_s), asker, now_s):
+            elif answer is _PENDING and self._may_wait(self._writing_since[position].get(key, now_s), context, now_s):
                 pending = True
         if pending:
-            if asker.request_id:
-                self._held_since.setdefault(asker.request_id, now_s)
+            if context.request_id:
+                self._held_since.setdefault(context.request_id, now_s)
             return _PENDING
         return _RETRY if retry else Lookup.MISS
 
@@ -146,11 +148,11 @@ class Catalog:
         for tier in self._tiers:
             tier.flush(now_s)
 
-    def forget_asker(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """No more lookups will come for this request."""
         self._held_since.pop(request_id, None)
         for tier in self._tiers:
-            tier.forget_asker(request_id)
+            tier.forget_request(request_id)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Mark chunks, in prefix order, as recently used, wherever they are."""
@@ -299,9 +301,9 @@ class Catalog:
     def _removed(self, tier: int, keys: Iterable[Key]) -> None:
         self._changes.tell(tier, keys, removed=True)
 
-    def _may_wait(self, writing_since_s: float, asker: Asker, now_s: float) -> bool:
+    def _may_wait(self, writing_since_s: float, context: LookupContext, now_s: float) -> bool:
         # Chunks of one prompt are written one after another, each pending anew.
-        held_since_s = self._held_since.get(asker.request_id, now_s) if asker.request_id else now_s
+        held_since_s = self._held_since.get(context.request_id, now_s) if context.request_id else now_s
         return now_s - min(writing_since_s, held_since_s) <= self._pending_limit_s
 
     def _open(

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nixl_offload.catalog.moves import Move
-from nixl_offload.types import Asker, Key, Location, Outcome, worst
+from nixl_offload.types import Key, Location, LookupContext, Outcome, worst
 
 NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
 """Stands for a chunk that is gone; a rank answers it with FAILED and the request recomputes."""
 
-NOBODY = Asker("")
+NOBODY = LookupContext("")
 
 Kind = Literal["store", "load", "landing", "move"]
 """store: KV blocks to a tier. load: a tier to KV blocks. landing: what a load from a farther tier leaves in memory.

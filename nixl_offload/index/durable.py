@@ -1,8 +1,8 @@
-"""The durable twin of an index: what rests where, written behind to SQLite, so that a restart finds it again.
+"""The journal of an index: what rests where, written behind to SQLite, so that a restart finds it again.
 
 Threading: ``put`` and ``delete`` are called by one thread (the scheduler's); they append to a queue and return, never
 block on I/O and never raise. One daemon thread does all writing. Any thread may call ``flush`` and ``close``.
-Trust: the twin may lag behind or have lost rows. A row is a hint, believed only as far as the slot's own header agrees.
+Trust: the journal may lag behind or lack rows. A row is a hint; the header in the slot decides.
 Failure: storage trouble costs rows, never an exception: one warning per cause, and writing resumes when it can.
 """
 
@@ -72,7 +72,7 @@ class DurableIndex:
     ) -> tuple[DurableIndex, Iterator[Row]]:
         """Open or create the database at ``path``, whose directory must exist, and start the writer.
 
-        ``geometry`` is all that gives offsets their meaning. Returns the twin and the rows it held, as (key, offset,
+        ``geometry`` is all that gives offsets their meaning. Returns the journal and the rows it held, as (key, offset,
         slot_bytes), the oldest put first, to be read before the first ``put``. Never raises for storage trouble: then
         rows are missing, and the writer goes on trying.
 
@@ -81,15 +81,15 @@ class DurableIndex:
         ``max_queued_ops``: bound of the queue; a queued call takes about 150 bytes.
         """
         database = Database(path, geometry)
-        twin = cls(
+        journal = cls(
             database,
             batch_delay_s=batch_delay_s,
             retry_interval_s=retry_interval_s,
             max_queued_ops=max_queued_ops,
         )
-        newest = twin._first_connection()
-        twin._writer.start()
-        return twin, twin._rows(newest)
+        newest = journal._first_connection()
+        journal._writer.start()
+        return journal, journal._rows(newest)
 
     # The caller's side
 

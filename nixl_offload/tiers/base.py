@@ -12,7 +12,7 @@ from typing import Protocol
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Tier(Protocol):
     def pin(self, key: Key) -> Location: ...
     def unpin(self, key: Key) -> None: ...
     def touch(self, key: Key) -> None: ...
-    def lookup(self, key: Key, asker: Asker, now_s: float) -> Lookup:
+    def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
         """Say whether ``key`` can be loaded. RETRY: not known, and somebody goes to look once ``flush`` is called."""
         ...
 
@@ -143,7 +143,7 @@ class Tier(Protocol):
         """The scheduler's step is over: begin what lookups have asked for, take in what was found."""
         ...
 
-    def forget_asker(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """No more lookups will come for this request."""
         ...
 

@@ -12,10 +12,10 @@ from typing import Protocol
 from nixl_offload.index import Index, Occupancy, State
 from nixl_offload.tiers.base import SlotStatistics, TierStatistics
 from nixl_offload.tiers.slot_allocator import SlabAllocator
-from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 
-class Twin(Protocol):
+class Journal(Protocol):
     """Learns what rests where. None of it blocks or raises."""
 
     def put(self, key: Key, location: Location) -> None: ...
@@ -23,7 +23,7 @@ class Twin(Protocol):
     def clear(self) -> None: ...
 
 
-class NoTwin:
+class NoJournal:
     """For a tier of which nothing outlives the engine."""
 
     def put(self, key: Key, location: Location) -> None:
@@ -43,12 +43,12 @@ class SlotTier:
     IndexStateError and changes nothing.
     """
 
-    def __init__(self, position: int, index: Index, allocator: SlabAllocator, twin: Twin | None = None) -> None:
-        """Take over ``index`` and ``allocator``, which agree. ``twin`` learns of every chunk that comes and goes."""
+    def __init__(self, position: int, index: Index, allocator: SlabAllocator, journal: Journal | None = None) -> None:
+        """Take over ``index`` and ``allocator``, which agree. ``journal`` learns of every chunk that comes and goes."""
         self._position = position
         self._index = index
         self._allocator = allocator
-        self._twin: Twin = NoTwin() if twin is None else twin
+        self._journal: Journal = NoJournal() if journal is None else journal
         self.evictions = 0
         """Chunks that made room for others, since the start."""
 
@@ -88,7 +88,7 @@ class SlotTier:
         """Return the state of ``key`` in this tier, None when it does not know the key."""
         return self._index.state(key)
 
-    def lookup(self, key: Key, asker: Asker, now_s: float) -> Lookup:
+    def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
         """Say whether ``key`` can be loaded: nobody else writes here, so the index knows."""
         state = self._index.state(key)
         if state is State.READY:
@@ -98,7 +98,7 @@ class SlotTier:
     def flush(self, now_s: float) -> None:
         """Nothing is asked for in the background."""
 
-    def forget_asker(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """Nothing is remembered of requests."""
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
@@ -120,7 +120,7 @@ class SlotTier:
         if freed is not None:
             self._free(freed)
             return False
-        self._twin.put(key, self._index.location(key))
+        self._journal.put(key, self._index.location(key))
         return True
 
     def abort(self, key: Key) -> None:
@@ -151,7 +151,7 @@ class SlotTier:
 
     def drop(self, key: Key) -> None:
         """Never serve this chunk again."""
-        self._twin.delete(key)
+        self._journal.delete(key)
         freed = self._index.drop(key)
         if freed is not None:
             self._free(freed)
@@ -168,8 +168,8 @@ class SlotTier:
         return dropped
 
     def clear(self) -> None:
-        """Drop everything, in the twin too. Costs per chunk in use, not per chunk."""
-        self._twin.clear()
+        """Drop everything, in the journal too. Costs per chunk in use, not per chunk."""
+        self._journal.clear()
         held = self._index.clear()
         self._allocator.clear((location.offset, location.slot_bytes) for location in held)
 
@@ -191,7 +191,7 @@ class SlotTier:
         if victim is None:
             return None
         key, location = victim
-        self._twin.delete(key)
+        self._journal.delete(key)
         self._free(location)
         evicted.append(key)
         return self._allocator.allocate(slot_bytes)

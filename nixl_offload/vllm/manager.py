@@ -34,7 +34,7 @@ from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.tier import SlabTier
-from nixl_offload.types import Asker, Key, Lookup, key_group
+from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics
 from nixl_offload.vllm.messages import LoadSample, Place, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
@@ -197,7 +197,7 @@ class NixlOffloadManager(OffloadingManager):
         if self._catalog is None or req_context.get_state(Refused) is not None:
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
-        asker = Asker(req_context.req_id, req_context.get_offload_key_position(key))
+        asker = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
         answer = self._catalog.lookup(Key(key), time.monotonic(), asker, self._allowed(req_context))
         return _VLLM_HIT if answer is _HIT else _ANSWERS[answer]
 
@@ -217,7 +217,7 @@ class NixlOffloadManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what is remembered of a request's lookups."""
         if self._catalog is not None:
-            self._catalog.forget_asker(req_context.req_id)
+            self._catalog.forget_request(req_context.req_id)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return what kind of tier serves a hit."""

@@ -304,7 +304,7 @@ def test_a_filesystem_that_hangs_costs_each_chunk_five_seconds_once(
     rig.engine.submit_store(1, [rig.chunk(1, SOURCE)])
     rig.engine.submit_load(2, [rig.chunk(0, TARGET)] * 8)
     assert isinstance(rig.link, tree_link.TreeLink)
-    until(lambda: rig.link._chores.pending == 9 and door.held == 8)
+    until(lambda: rig.link._calls.pending == 9 and door.held == 8)
     assert rig.engine.finished() == []
     clock.ahead_s += tree_link.BEGIN_LIMIT_S
     assert rig.collect(1).outcomes == (FAILED,)
@@ -337,14 +337,14 @@ def test_calls_that_never_return_are_bounded(
         time.sleep(0.002)
         clock.ahead_s += 31
         assert rig.collect(job).outcomes == (FAILED,)
-        assert link._chores.pending <= 12
-        full_for += link._chores.pending == 12
+        assert link._calls.pending <= 12
+        full_for += link._calls.pending == 12
         if full_for == 10:
             break
     assert full_for == 10, "the bound is reached, and held"
     assert not rig.link.may_store()
     door.open()
-    until(lambda: rig.link._chores.pending == 0)
+    until(lambda: rig.link._calls.pending == 0)
     clock.ahead_s += 61
     assert rig.store(100, [rig.chunk(0, SOURCE)]) == (OK,)
 

@@ -1,6 +1,6 @@
 """An engine's scheduler half over a ``World``: the real catalog and tiers, and what a model has to remember of them.
 
-Threading: one thread. What the prober's thread does is waited for, and the durable twin writes only when told: nothing
+Threading: one thread. What the prober's thread does is waited for, and the journal writes only when told: nothing
 here depends on timing.
 """
 
@@ -122,7 +122,7 @@ class Engine:
             prober = self.shared._prober
             while True:
                 with prober._changed:
-                    is_busy = prober._probes or prober._chores or prober._chores_running
+                    is_busy = prober._probes or prober._tasks or prober._tasks_running
                     if not (is_busy or prober._trial is not None or prober._trial_out):
                         break
                 time.sleep(0)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from nixl_offload.index import State
-from nixl_offload.types import Asker, Key, Location, Lookup, Outcome, worst
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, worst
 from tests.model.chain_claims import (
     check_changes,
     check_everything,
@@ -29,7 +29,7 @@ MOST_STEPS = 200
 
 
 class ChainRig:
-    """The world, the engine of the moment, and what the durable twin has on disk."""
+    """The world, the engine of the moment, and what the journal has on disk."""
 
     def __init__(self, path: Path, setup: Setup) -> None:
         """Begin with nothing stored. ``path`` is made, and stays."""
@@ -74,7 +74,7 @@ class ChainRig:
         """Look a prompt up as vLLM does: on after anything but a miss."""
         answers: list[Lookup] = []
         for position, key in enumerate(keys):
-            asker = Asker(request, first_end + 16 * position)
+            asker = LookupContext(request, first_end + 16 * position)
             answers.append(self.engine.catalog.lookup(key, self.world.now_s, asker, allowed=allowed))
             if answers[-1] is Lookup.HIT:
                 nearest = self.engine.nearest(key, allowed)
@@ -214,8 +214,8 @@ class ChainRig:
 
     # What operators do.
 
-    def write_twin(self) -> None:
-        """The durable twin catches up."""
+    def write_journal(self) -> None:
+        """The journal catches up."""
         file = self.engine.file
         if file is not None:
             assert file._durable.flush(20.0)
@@ -237,7 +237,7 @@ class ChainRig:
         assert all(engine.nearest(key) is None for key in used)
         assert not engine.catalog.has_moves
         assert engine.catalog.counts().unsaved_bytes == 0
-        self.write_twin()
+        self.write_journal()
         self.seen["reset"] += 1
 
     def restart(self, *, clean: bool, progress: Sequence[int]) -> None:
@@ -270,7 +270,7 @@ class ChainRig:
         self.engine = engine = Engine(engine.setup, world, self.path)
         if engine.file is not None:
             found = engine.ready(engine.file._position)
-            assert found == expected, "the durable twin says something else than the index did"
+            assert found == expected, "the journal says something else than the index did"
             doubts |= {(key, place.offset) for key, place in found.items() if world.is_dirty(place)}
             world.doubtful = doubts & {(key, place.offset) for key, place in found.items()}
             self.flushed, self.flushed_doubts = found, set(world.doubtful)

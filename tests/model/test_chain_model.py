@@ -163,7 +163,7 @@ class ChainMachine(RuleBasedStateMachine):
         hits = next((position for position, answer in enumerate(answers) if answer is not Lookup.HIT), len(answers))
         if hits:
             assert NOWHERE not in rig.load(keys[:hits], allowed), "a hit that cannot be loaded in the same step"
-        rig.engine.catalog.forget_asker(name)
+        rig.engine.catalog.forget_request(name)
         if draw(st.booleans()):
             rig.store(keys)
 
@@ -214,7 +214,7 @@ class ChainMachine(RuleBasedStateMachine):
             if chunks:
                 world.rot(*chunks[draw(any_of) % len(chunks)], draw(st.integers(0, RANKS - 1)))
         elif what == "twin written":
-            rig.write_twin()
+            rig.write_journal()
         elif what == "late writes":
             for writer in world.late_writers:
                 world.write_late(writer)

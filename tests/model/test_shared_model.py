@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from nixl_offload.catalog import Catalog, LoadTicket, StoreTicket
 from nixl_offload.errors import StoreError
 from nixl_offload.tiers.shared.tier import RESET_MARGIN_S
-from nixl_offload.types import Asker, Key, Lookup, Outcome
+from nixl_offload.types import Key, Lookup, LookupContext, Outcome
 from tests.unit.shared_rig import SLOT, MemoryStore, Rig, keys_of, namespace_of
 
 KEYS = keys_of(24)
@@ -76,9 +76,9 @@ class SharedMachine(RuleBasedStateMachine):
         self.rig.tier._presence.check()
         assert self.rig.tier._presence.held == 0, "a pin or a reservation was not taken back"
         for request in ("a", "b", "c"):
-            self.rig.tier.forget_asker(request)
-        assert len(self.rig.tier._inquiries) == 0
-        assert not self.rig.tier._inquiries._covered
+            self.rig.tier.forget_request(request)
+        assert len(self.rig.tier._lookups) == 0
+        assert not self.rig.tier._lookups._covered
         # Nothing stays broken: what is whole is found once time has passed.
         self.rig.ahead_s += 100_000.0
         for _ in range(50):
@@ -142,7 +142,7 @@ class SharedMachine(RuleBasedStateMachine):
     def look_up(self, request: str, keys: list[Key], backwards: bool) -> None:
         now_s = self.rig.now()
         for position in range(len(keys) - 1, -1, -1) if backwards else range(len(keys)):
-            answer = self.catalog.lookup(keys[position], now_s, Asker(request, 16 * (position + 1)))
+            answer = self.catalog.lookup(keys[position], now_s, LookupContext(request, 16 * (position + 1)))
             if answer is Lookup.HIT:
                 assert keys[position] in self.plausible, "a hit from nowhere"
             elif answer is Lookup.RETRY:
@@ -161,7 +161,7 @@ class SharedMachine(RuleBasedStateMachine):
 
     @rule(request=requests)
     def request_ends(self, request: str) -> None:
-        self.catalog.forget_asker(request)
+        self.catalog.forget_request(request)
         self.asking.pop(request, None)
 
     @rule(keys=chains)
@@ -198,9 +198,9 @@ class SharedMachine(RuleBasedStateMachine):
         bad = [grant.keys[position] for position, outcome in failed.items() if outcome is not Outcome.DROPPED]
         for position, key in enumerate(grant.keys):
             if key in bad and grant.locations[position].tier == 0:
-                answer = self.catalog.lookup(key, self.rig.now(), Asker("other", 16))
+                answer = self.catalog.lookup(key, self.rig.now(), LookupContext("other", 16))
                 assert answer is not Lookup.HIT, "served again what had just failed"
-        self.catalog.forget_asker("other")
+        self.catalog.forget_request("other")
 
     @rule()
     def reset_cache(self) -> None:

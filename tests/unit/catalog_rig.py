@@ -84,8 +84,8 @@ class Chain:
     def _file(self, path: Path, slots: int) -> SlabTier:
         self.indexes.append(Index())
         place = SlabPlace(str(path), (b"n" * 32,), slots * SLOT, SLOT)
-        twin, _ = DurableIndex.open(str(path / "index.sqlite"), {})
-        return SlabTier(FILE, place, self.indexes[-1], SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), twin)
+        journal, _ = DurableIndex.open(str(path / "index.sqlite"), {})
+        return SlabTier(FILE, place, self.indexes[-1], SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), journal)
 
     def _bucket(self, position: int) -> SharedTier:
         return SharedTier(

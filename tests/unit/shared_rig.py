@@ -16,7 +16,7 @@ from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFie
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.types import Asker, Key, Lookup, key_group
+from nixl_offload.types import Key, Lookup, LookupContext, key_group
 
 SLOT = 8192
 WAIT_S = 20.0
@@ -217,7 +217,7 @@ class Rig:
         ends = range(16, 16 * len(keys) + 16, 16) if end_tokens is None else end_tokens
         now_s = self.now()
         for key, end in zip(keys, ends, strict=False):
-            answers.append(self.tier.lookup(key, Asker(request, end), now_s))
+            answers.append(self.tier.lookup(key, LookupContext(request, end), now_s))
             if answers[-1] is Lookup.MISS:
                 break
         return answers
@@ -242,7 +242,7 @@ class Rig:
     def _scan(self, request: str, keys: Sequence[Key], window: int) -> int | None:
         run, deferred, now_s = 0, False, self.now()
         for position in range(len(keys) - 1, -1, -1):
-            answer = self.tier.lookup(keys[position], Asker(request, 16 * (position + 1)), now_s)
+            answer = self.tier.lookup(keys[position], LookupContext(request, 16 * (position + 1)), now_s)
             deferred = deferred or answer is Lookup.RETRY
             run = run + 1 if answer is Lookup.HIT else 0
             if run == window:

@@ -15,7 +15,7 @@ from nixl_offload.catalog import Catalog, Change
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
 from nixl_offload.tiers.slot_allocator import SlabAllocator
-from nixl_offload.types import Asker, Key, Lookup, Outcome
+from nixl_offload.types import Key, Lookup, LookupContext, Outcome
 
 SLOT = 8192
 
@@ -32,8 +32,8 @@ def make(tmp_path: Path) -> Iterator[MakeCatalog]:
         place = SlabPlace(
             directory=str(tmp_path), rank_namespaces=(b"n" * 32,), rank_bytes=slots * SLOT, extent_bytes=SLOT
         )
-        twin, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
-        tier = SlabTier(0, place, Index(), SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), twin)
+        journal, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
+        tier = SlabTier(0, place, Index(), SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), journal)
         opened.append(tier)
         return Catalog([tier], world_size=world_size, slot_bytes=lambda key: SLOT, store_backlog_bytes=backlog)
 
@@ -209,10 +209,10 @@ def test_a_request_does_not_wait_for_one_store_after_another(make: MakeCatalog) 
     for number in range(10):
         grant = catalog.reserve([_key(number)], float(number))
         assert grant is not None
-        answers.append(catalog.lookup(_key(number), float(number), Asker("a", 16)))
+        answers.append(catalog.lookup(_key(number), float(number), LookupContext("a", 16)))
         catalog.report(grant.ticket, 1, {}, number + 0.9)
     assert answers == [Lookup.PENDING] * 3 + [Lookup.MISS] * 7
-    assert catalog.lookup(_key(9), 10.0, Asker("a", 16)) is Lookup.HIT
+    assert catalog.lookup(_key(9), 10.0, LookupContext("a", 16)) is Lookup.HIT
     assert catalog.reserve([_key(10)], 10.0) is not None
-    catalog.forget_asker("a")
-    assert catalog.lookup(_key(10), 10.0, Asker("a", 16)) is Lookup.PENDING
+    catalog.forget_request("a")
+    assert catalog.lookup(_key(10), 10.0, LookupContext("a", 16)) is Lookup.PENDING

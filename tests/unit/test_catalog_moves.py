@@ -19,7 +19,7 @@ from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.types import Asker, Lookup, Outcome
+from nixl_offload.types import Lookup, LookupContext, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
 
 MakeChain = Callable[..., Chain]
@@ -605,14 +605,14 @@ def test_nobody_looks_in_a_bucket_for_what_is_being_stored(make: MakeChain) -> N
     chain = make(bucket=True)
     grant = chain.reserve(1)
     assert grant is not None
-    asker = Asker("a", 16)
+    asker = LookupContext("a", 16)
     assert chain.catalog.lookup(key(1), chain.now_s, asker) is Lookup.PENDING
     bucket = chain.tiers[BUCKET]
     assert isinstance(bucket, SharedTier)
-    assert not bucket._inquiries.requests
+    assert not bucket._lookups.requests
     chain.now_s += 3.0
     assert chain.catalog.lookup(key(1), chain.now_s, asker) is Lookup.RETRY, "waited long enough: it may be there"
-    chain.catalog.forget_asker("a")
+    chain.catalog.forget_request("a")
 
 
 # Where stores go

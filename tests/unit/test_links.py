@@ -26,7 +26,7 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.s3 import link as object_links
 from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name
-from nixl_offload.tiers.shared_dir.calls import ChoreThreads
+from nixl_offload.tiers.shared_dir.calls import CallThreads
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Location, Outcome
@@ -441,8 +441,8 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
     """With a call that never returns, on a thread of the link, the interpreter exits at once."""
     program = (
         "import threading\n"
-        "from nixl_offload.tiers.shared_dir.calls import ChoreThreads\n"
-        "threads = ChoreThreads('hung')\n"
+        "from nixl_offload.tiers.shared_dir.calls import CallThreads\n"
+        "threads = CallThreads('hung')\n"
         "threads.start(threading.Event().wait)\n"
         "threads.close(0.05)\n"
     )
@@ -453,7 +453,7 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
 
 def test_what_is_given_up_is_cleaned_away_when_it_comes() -> None:
     """Abandoned before and after it ended; errors of the work are handed on, not raised on the thread."""
-    threads, gate, discarded = ChoreThreads("test-chores"), threading.Event(), []
+    threads, gate, discarded = CallThreads("test-calls"), threading.Event(), []
 
     def work(value: int) -> int:
         gate.wait(10)

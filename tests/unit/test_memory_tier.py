@@ -18,13 +18,13 @@ from nixl_offload.config import MemoryConfig, parse_config
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
 from nixl_offload.tiers.memory.tier import MemoryTier, rank_memory_bytes
-from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 from nixl_offload.units import parse_size
 from tests.unit.shared_rig import key_of, keys_of, namespace_of
 
 SLOT = 64 << 10
 SMALL, LARGE = 4096, 12288
-ASKER = Asker("request")
+ASKER = LookupContext("request")
 
 
 def config_of(capacity: int | str, **options: object) -> MemoryConfig:

@@ -95,7 +95,7 @@ def locations_of(tier: dict[str, Any], namespace: Namespace, chunks: Sequence[Ch
     """
     from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
-    from nixl_offload.types import Asker, Key, Lookup
+    from nixl_offload.types import Key, Lookup, LookupContext
     from nixl_offload.vllm.open_tiers import open_tier
 
     ranks = namespace.fields.world_size
@@ -115,14 +115,14 @@ def locations_of(tier: dict[str, Any], namespace: Namespace, chunks: Sequence[Ch
     try:
         found = []
         for number, chunk in enumerate(chunks):
-            key, asker = Key(bytes.fromhex(chunk.key)), Asker(f"request {number}")
+            key, asker = Key(bytes.fromhex(chunk.key)), LookupContext(f"request {number}")
             until(lambda key=key, asker=asker: opened.lookup(key, asker, now_s()) is not Lookup.RETRY, opened.flush)
             assert opened.lookup(key, asker, now_s()) is Lookup.HIT, chunk
             found.append(opened.pin(key))
             opened.unpin(key)
         absent = Key(bytes(32) + bytes(4))
-        until(lambda: opened.lookup(absent, Asker("absent"), now_s()) is not Lookup.RETRY, opened.flush)
-        assert opened.lookup(absent, Asker("absent"), now_s()) is Lookup.MISS
+        until(lambda: opened.lookup(absent, LookupContext("absent"), now_s()) is not Lookup.RETRY, opened.flush)
+        assert opened.lookup(absent, LookupContext("absent"), now_s()) is Lookup.MISS
         return found, opened.place
     finally:
         opened.close()

@@ -1,4 +1,4 @@
-"""The prober: each key is asked about once at a time, questions overtake chores, and nobody waits for a hung store."""
+"""The prober: each key is asked about once at a time, questions overtake tasks, and nobody waits for a hung store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.background_tasks import Discard
 from nixl_offload.tiers.shared.chain_search import AskAll, ChainSearch
 from nixl_offload.tiers.shared.naming import StoredShard
-from nixl_offload.tiers.shared.prober import MAX_CHORES, ChoreEnd, Event, Found, Prober, SearchEnd, Sight, TrialEnd
+from nixl_offload.tiers.shared.prober import (
+    MAX_TASKS,
+    Event,
+    ProbeAnswer,
+    Prober,
+    ProbeResult,
+    SearchEnd,
+    TaskEnd,
+    TrialEnd,
+)
 from nixl_offload.types import Key
 from tests.unit.shared_rig import SLOT, WAIT_S, Gate, MemoryStore, keys_of, refuse
 
@@ -65,8 +74,8 @@ def _collect(prober: Prober, until: type, count: int = 1) -> list[Event]:
     return events
 
 
-def _sights(events: list[Event]) -> dict[Key, Found]:
-    return {event.key: event.found for event in events if isinstance(event, Sight)}
+def _sights(events: list[Event]) -> dict[Key, ProbeResult]:
+    return {event.key: event.found for event in events if isinstance(event, ProbeAnswer)}
 
 
 def test_a_search_asks_round_by_round_and_tells_each_answer_and_the_boundary(
@@ -80,8 +89,8 @@ def test_a_search_asks_round_by_round_and_tells_each_answer_and_the_boundary(
     (end,) = (event for event in events if isinstance(event, SearchEnd))
     assert (end.number, end.boundary) == (7, 3000)
     sights = _sights(events)
-    assert sights[keys[2999]] is Found.PRESENT
-    assert sights[keys[3000]] is Found.ABSENT
+    assert sights[keys[2999]] is ProbeResult.PRESENT
+    assert sights[keys[3000]] is ProbeResult.ABSENT
     counts = prober.counts()
     assert counts.heads == len(store.names("head")) == len(set(store.names("head"))) <= 64
     assert counts.rounds <= 4
@@ -112,13 +121,13 @@ def test_what_an_object_must_be_to_count(make: MakeProber, store: MemoryStore) -
     prober = make(ttl_s=100.0)
     prober.since_s = time.time() - 50.0
     prober.probe([good, short, long, old, cleared, gone])
-    assert _sights(_collect(prober, Sight, 6)) == {
-        good: Found.PRESENT,
-        short: Found.DAMAGED,
-        long: Found.DAMAGED,
-        old: Found.ABSENT,
-        cleared: Found.ABSENT,
-        gone: Found.ABSENT,
+    assert _sights(_collect(prober, ProbeAnswer, 6)) == {
+        good: ProbeResult.PRESENT,
+        short: ProbeResult.DAMAGED,
+        long: ProbeResult.DAMAGED,
+        old: ProbeResult.ABSENT,
+        cleared: ProbeResult.ABSENT,
+        gone: ProbeResult.ABSENT,
     }
 
 
@@ -127,7 +136,7 @@ def test_an_error_is_an_answer_of_its_own_and_ends_the_search(make: MakeProber, 
     prober = make()
     prober.search(1, keys_of(3), ChainSearch(3))
     events = _collect(prober, SearchEnd)
-    assert {event.cause for event in events if isinstance(event, Sight)} == {"unreachable"}
+    assert {event.cause for event in events if isinstance(event, ProbeAnswer)} == {"unreachable"}
     assert [event.boundary for event in events if isinstance(event, SearchEnd)] == [0]
     _rest(prober)
     # The first answer makes the others pointless: what was not out by then is not asked any more.
@@ -143,34 +152,34 @@ def test_a_thread_outlives_an_error_that_should_not_be(
     store.before = stumble
     prober = make(threads=1)
     prober.probe(keys_of(2))
-    events = _collect(prober, Sight, 2)
-    assert {event.cause for event in events if isinstance(event, Sight)} == {"io"}
-    assert {event.message for event in events if isinstance(event, Sight)} == {"ZeroDivisionError"}
+    events = _collect(prober, ProbeAnswer, 2)
+    assert {event.cause for event in events if isinstance(event, ProbeAnswer)} == {"io"}
+    assert {event.message for event in events if isinstance(event, ProbeAnswer)} == {"ZeroDivisionError"}
     assert "should not be" in caplog.text
 
 
-def test_questions_overtake_chores_and_chores_keep_to_their_threads(make: MakeProber, store: MemoryStore) -> None:
+def test_questions_overtake_tasks_and_tasks_keep_to_their_threads(make: MakeProber, store: MemoryStore) -> None:
     gate = Gate()
     store.before = lambda operation, name: gate(operation, name) if operation == "delete" else None
-    prober = make(threads=3, chore_threads=2)
-    chores = [Discard((key,), ((StoredShard(_name(key), 0),),), even_whole=True) for key in keys_of(20, first=100)]
-    assert all(prober.do(chore) for chore in chores)
+    prober = make(threads=3, task_threads=2)
+    tasks = [Discard((key,), ((StoredShard(_name(key), 0),),), even_whole=True) for key in keys_of(20, first=100)]
+    assert all(prober.do(task) for task in tasks)
     prober.search(1, keys_of(10), AskAll(10))
     _collect(prober, SearchEnd)
     assert len(store.names("delete")) <= 2, "a third thread is left for questions"
     gate.open()
-    done = [event for event in _collect(prober, ChoreEnd, 20) if isinstance(event, ChoreEnd)]
-    assert {id(event.chore) for event in done} == {id(chore) for chore in chores}
+    done = [event for event in _collect(prober, TaskEnd, 20) if isinstance(event, TaskEnd)]
+    assert {id(event.task) for event in done} == {id(task) for task in tasks}
     assert not any(event.cause for event in done)
 
 
-def test_too_many_chores_are_refused(make: MakeProber, store: MemoryStore) -> None:
+def test_too_many_tasks_are_refused(make: MakeProber, store: MemoryStore) -> None:
     gate = store.before = Gate()
     prober = make(threads=2)
     taken = sum(
-        prober.do(Discard((), ((StoredShard(str(number), 0),),), even_whole=True)) for number in range(MAX_CHORES + 100)
+        prober.do(Discard((), ((StoredShard(str(number), 0),),), even_whole=True)) for number in range(MAX_TASKS + 100)
     )
-    assert MAX_CHORES <= taken <= MAX_CHORES + 2
+    assert MAX_TASKS <= taken <= MAX_TASKS + 2
     gate.open()
 
 
@@ -183,7 +192,7 @@ def test_a_trial_goes_before_all_else_and_alone(make: MakeProber, store: MemoryS
     gate.open()
     events = _collect(prober, TrialEnd)
     assert TrialEnd("") in events
-    _collect(prober, Sight, 3 - sum(isinstance(event, Sight) for event in events))
+    _collect(prober, ProbeAnswer, 3 - sum(isinstance(event, ProbeAnswer) for event in events))
     assert [name for _, name in store.calls].index("a/manifest") <= 1, "at most the question that was out came first"
     store.before = refuse
     assert prober.trial("a/manifest")
@@ -241,7 +250,7 @@ def test_a_chore_that_fails_is_told(make: MakeProber, store: MemoryStore) -> Non
             raise StoreError("no", cause="denied")
 
     prober = make()
-    chore = Failing()
-    assert prober.do(chore)
-    assert _collect(prober, ChoreEnd) == [ChoreEnd(chore, "denied", "no")]
-    assert prober.counts().chore_errors == 1
+    task = Failing()
+    assert prober.do(task)
+    assert _collect(prober, TaskEnd) == [TaskEnd(task, "denied", "no")]
+    assert prober.counts().task_errors == 1

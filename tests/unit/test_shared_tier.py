@@ -17,7 +17,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.index import State
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import manifest_name, witness_rank
-from nixl_offload.types import Asker, Key, Location, Lookup, Outcome
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, key_of, keys_of, refuse
 
 MakeRig = Callable[..., Rig]
@@ -272,12 +272,12 @@ def test_a_request_is_held_back_for_its_timeout_once(make: MakeRig, store: Memor
     assert rig.hits("a", keys[:1]) == 0
     assert 0.09 < time.monotonic() - began_s < 5.0
     for key in keys:
-        assert rig.tier.lookup(key, Asker("a", 16), rig.now()) is Lookup.MISS, "at once, whatever is asked"
+        assert rig.tier.lookup(key, LookupContext("a", 16), rig.now()) is Lookup.MISS, "at once, whatever is asked"
     assert rig.tier.counts().late == 1
     gate.open()
     rig.settle()
     assert rig.hits("b", keys) == 4
-    rig.tier.forget_asker("a")
+    rig.tier.forget_request("a")
     assert rig.hits("a", keys) == 4
 
 
@@ -347,20 +347,20 @@ def test_a_store_that_hangs_never_holds_the_scheduler(make: MakeRig, store: Memo
     assert rig.hits("c", keys) == 500
 
 
-def test_a_flight_that_nobody_waits_for_ends(make: MakeRig, store: MemoryStore) -> None:
+def test_a_search_that_nobody_waits_for_ends(make: MakeRig, store: MemoryStore) -> None:
     rig, keys = make(threads=1), keys_of(100)
     gate = store.before = Gate()
     rig.ask("a", keys)
     rig.ask("b", keys)
     rig.flush()
-    rig.tier.forget_asker("a")
-    assert len(rig.tier._inquiries) == 1
-    rig.tier.forget_asker("b")
-    assert len(rig.tier._inquiries) == 0
+    rig.tier.forget_request("a")
+    assert len(rig.tier._lookups) == 1
+    rig.tier.forget_request("b")
+    assert len(rig.tier._lookups) == 0
     gate.open()
     rig.settle()
     assert rig.heads() <= 1
-    assert rig.tier._inquiries.requests == 0
+    assert rig.tier._lookups.requests == 0
 
 
 def test_errors_here_and_there_delay_but_do_not_lie(make: MakeRig, store: MemoryStore) -> None:
@@ -460,7 +460,7 @@ def test_a_server_that_knows_of_nothing_finds_out_that_loads_work_again(make: Ma
     rig.ahead_s = 2.0
     assert rig.hits("b", keys_of(5, 900)) == 0
     assert rig.hits("c", keys[10:20]) == 0, "b is the trial"
-    rig.tier.forget_asker("b")
+    rig.tier.forget_request("b")
     assert rig.hits("d", keys[10:20]) == 10
     _load(rig, *keys[10:20])
     assert rig.tier.trouble == "none"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from nixl_offload.errors import StoreError
-from nixl_offload.types import Asker, Lookup
+from nixl_offload.types import Lookup, LookupContext
 from tests.unit.shared_rig import Gate, MemoryStore, Rig, keys_of
 
 
@@ -61,7 +61,9 @@ def test_a_window_is_scanned_to_its_end(rig: Rig, store: MemoryStore) -> None:
     gate = store.before = Gate()
     for _ in range(3):
         now_s = rig.now()
-        answers = [rig.tier.lookup(key, Asker("a", 16 * n), now_s) for n, key in reversed([*enumerate(keys, 1)])]
+        answers = [
+            rig.tier.lookup(key, LookupContext("a", 16 * n), now_s) for n, key in reversed([*enumerate(keys, 1)])
+        ]
         assert answers == [Lookup.RETRY] * 50
         rig.flush()
     gate.open()

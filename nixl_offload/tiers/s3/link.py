@@ -40,62 +40,53 @@ class ObjectLink(Link):
 
     @property
     def trouble(self) -> str:
-        """See Link."""
         return self._stores.cause or self._loads.cause or "none"
 
     def connect(self) -> None:
-        """See Link. The first transfer tells."""
+        """The first transfer tells."""
 
     def may_store(self) -> bool:
-        """See Link."""
         return self._stores.allows(self._clock())
 
     def may_load(self) -> bool:
-        """See Link."""
         return self._loads.allows(self._clock())
 
     @property
     def in_doubt(self) -> bool:
-        """See Link."""
         return not self._loads.closed
 
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        """See Link."""
         return (yield from at_once(self._open(key, length_bytes, self._stores)))
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
-        """See Link. The object is there since its PUT was answered."""
+        """The object is there since its PUT was answered."""
         self._end(target)
         self._stores.succeeded(self._clock())
         yield from at_once(None)
 
     def fail_write(self, target: Target, error: str | None) -> None:
-        """See Link. What a PUT given up may still write is a whole object."""
+        """What a PUT given up may still write is a whole object."""
         self._end(target)
         if error is not None:
             self._stores.failed("io", error, self._clock())
 
     def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        """See Link. Whether the object is there shows when it is read."""
+        """Whether the object is there shows when it is read."""
         return (yield from at_once(self._open(key, length_bytes, self._loads)))
 
     def end_read(self, target: Target) -> None:
-        """See Link."""
         self._end(target)
         self._loads.succeeded(self._clock())
 
     def fail_read(self, target: Target, error: str | None) -> None:
-        """See Link."""
         self._end(target)
         if error is not None:
             self._loads.failed("io", error, self._clock())
 
     def overdue(self) -> None:
-        """See Link."""
         self._loads.failed("timeout", "a load was given up before it was answered", self._clock())
 
     def close(self) -> None:
-        """See Link."""
         self._close_stale()
 
     def _open(self, key: Key, length_bytes: int, breaker: Breaker) -> Target:

@@ -1,6 +1,6 @@
 """What a prober does to a shared store when nobody waits: delete, refresh, look again, leave a note for people.
 
-Threading: a chore is run by one thread of the prober and read by the scheduler's once it is over.
+Threading: a task is run by one thread of the prober and read by the scheduler's once it is over.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Listing:
     def __init__(self, store: Store, namespace: Namespace, *, name: str, max_keys: int) -> None:
         """Begin at once. Ends after ``max_keys`` chunks, and says so. ``name`` opens each message."""
         self.chunks = 0
-        """Found so far; written by the listing thread."""
+        """ProbeResult so far; written by the listing thread."""
         self.objects = 0
         """Looked at so far; likewise."""
         self.done = False

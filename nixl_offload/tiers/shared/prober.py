@@ -1,4 +1,4 @@
-"""Looks into a shared store on threads of its own: what is there, and small chores when nobody waits for an answer.
+"""Looks into a shared store on threads of its own: what is there, and small tasks when nobody waits for an answer.
 
 Threading: every public method returns at once and may be called by the scheduler's thread alone, except that results
 cross over in a queue that ``drain`` empties. A fixed number of daemon threads does the asking; one that hangs in the
@@ -25,13 +25,13 @@ from nixl_offload.types import Key
 
 logger = logging.getLogger(__name__)
 
-MAX_CHORES = 1024
-"""Chores that may wait; more are refused: whoever wanted them wants them again later."""
+MAX_TASKS = 1024
+"""Tasks that may wait; more are refused: whoever wanted them wants them again later."""
 MAX_SAMPLES = 1024
 """Durations of HEADs that are kept until somebody takes them."""
 
 
-class Found(Enum):
+class ProbeResult(Enum):
     """What a look at one object gave."""
 
     PRESENT = "present"
@@ -43,11 +43,11 @@ class Found(Enum):
     """The store did not say."""
 
 
-class Sight(NamedTuple):
+class ProbeAnswer(NamedTuple):
     """One object was looked at."""
 
     key: Key
-    found: Found
+    found: ProbeResult
     asked_s: float
     """When the question went out, on the prober's clock. What happened to the key since is not in the answer."""
     modified_s: float = 0.0
@@ -81,7 +81,7 @@ class TrialEnd(NamedTuple):
     message: str = ""
 
 
-class Chore(Protocol):
+class BackgroundTask(Protocol):
     """Something small to do to the store. Its results are its own attributes, read once it comes back."""
 
     def run(self, store: Store) -> None:
@@ -89,15 +89,15 @@ class Chore(Protocol):
         ...
 
 
-class ChoreEnd(NamedTuple):
-    """A chore is over; ``cause`` is empty when it was done."""
+class TaskEnd(NamedTuple):
+    """A task is over; ``cause`` is empty when it was done."""
 
-    chore: Chore
+    task: BackgroundTask
     cause: str
     message: str = ""
 
 
-Event = Sight | SearchEnd | TrialEnd | ChoreEnd
+Event = ProbeAnswer | SearchEnd | TrialEnd | TaskEnd
 
 
 @dataclass(slots=True)
@@ -112,8 +112,8 @@ class ProbeCounts:
     errors: int = 0
     seconds: float = 0.0
     """Spent in HEADs, summed over threads."""
-    chores: int = 0
-    chore_errors: int = 0
+    tasks: int = 0
+    task_errors: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +134,7 @@ class _Probe:
     """Already returned as overdue."""
 
 
-class _Trial(NamedTuple):
+class _TrialProbe(NamedTuple):
     name: str
 
 
@@ -151,11 +151,11 @@ class Prober:
         witness_of: Callable[[Key], StoredShard | None],
         ttl_s: float | None = None,
         threads: int = 16,
-        chore_threads: int = 2,
+        task_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Start ``threads`` threads, of which at most ``chore_threads`` do chores at a time, and one for trials.
+        """Start ``threads`` threads, of which at most ``task_threads`` do tasks at a time, and one for trials.
 
         ``witness_of`` tells the object that stands for a key, None for a key that cannot be there; it is called from
         any thread. ``wall`` is this machine's idea of the store's clock: minutes of difference do no harm.
@@ -166,8 +166,8 @@ class Prober:
         self._witness_of = witness_of
         self._ttl_s = ttl_s
         self._busy_threads = threads
-        """For questions and chores. One more is left for a trial: questions that hang must not keep it waiting."""
-        self._chore_threads = chore_threads
+        """For questions and tasks. One more is left for a trial: questions that hang must not keep it waiting."""
+        self._task_threads = task_threads
         self._clock = clock
         self._wall = wall
         self._events: deque[Event] = deque()
@@ -178,10 +178,10 @@ class Prober:
         """Asked about now, or queued."""
         self._queue: deque[_Probe] = deque()
         self._running: set[_Probe] = set()
-        self._trial: _Trial | None = None
+        self._trial: _TrialProbe | None = None
         self._trial_out = False
-        self._chores: deque[Chore] = deque()
-        self._chores_running = 0
+        self._tasks: deque[BackgroundTask] = deque()
+        self._tasks_running = 0
         self._counts = ProbeCounts()
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._closing = False
@@ -201,13 +201,13 @@ class Prober:
             self._advance(search)
 
     def probe(self, keys: Sequence[Key]) -> None:
-        """Look at ``keys``, each for itself. Ends in a ``Sight`` each."""
+        """Look at ``keys``, each for itself. Ends in a ``ProbeAnswer`` each."""
         with self._changed:
             for key in keys:
                 self._want(key).plain = True
 
     def cancel(self, number: int) -> int:
-        """Give a search up: no ``SearchEnd`` any more. Questions that are out still end in a ``Sight``.
+        """Give a search up: no ``SearchEnd`` any more. Questions that are out still end in a ``ProbeAnswer``.
 
         Returns how many leading keys it has found to be there so far.
         """
@@ -228,16 +228,16 @@ class Prober:
         with self._changed:
             if self._trial is not None or self._trial_out:
                 return False
-            self._trial = _Trial(name)
+            self._trial = _TrialProbe(name)
             self._changed.notify()
             return True
 
-    def do(self, chore: Chore) -> bool:
-        """Do ``chore`` when no question waits. Ends in a ``ChoreEnd``. False: too many wait already."""
+    def do(self, task: BackgroundTask) -> bool:
+        """Do ``task`` when no question waits. Ends in a ``TaskEnd``. False: too many wait already."""
         with self._changed:
-            if len(self._chores) >= MAX_CHORES or self._closing:
+            if len(self._tasks) >= MAX_TASKS or self._closing:
                 return False
-            self._chores.append(chore)
+            self._tasks.append(task)
             self._changed.notify()
             return True
 
@@ -259,7 +259,7 @@ class Prober:
     def idle(self) -> bool:
         """Whether nothing is being done and nothing waits, results included."""
         with self._changed:
-            busy = self._probes or self._chores or self._chores_running or self._trial or self._trial_out
+            busy = self._probes or self._tasks or self._tasks_running or self._trial or self._trial_out
             return not busy and not self._events
 
     def counts(self) -> ProbeCounts:
@@ -280,7 +280,7 @@ class Prober:
         """Begin nothing more, and wait ``timeout_s`` at most for what is under way. Idempotent."""
         with self._changed:
             self._closing = True
-            self._chores.clear()
+            self._tasks.clear()
             self._changed.notify_all()
         self.cancel_all()
         deadline_s = time.monotonic() + timeout_s
@@ -306,12 +306,12 @@ class Prober:
             self._counts.questions += search.plan.probes
             self._events.append(SearchEnd(search.number, search.plan.boundary, search.plan.found))
 
-    def _take(self) -> _Probe | _Trial | Chore | None:
+    def _take(self) -> _Probe | _TrialProbe | BackgroundTask | None:
         while not self._closing:
             if self._trial is not None:
                 trial, self._trial, self._trial_out = self._trial, None, True
                 return trial
-            busy = len(self._running) + self._chores_running
+            busy = len(self._running) + self._tasks_running
             while self._queue and busy < self._busy_threads:
                 probe = self._queue.popleft()
                 if probe.plain or any(search.number in self._searches for search, _ in probe.waiters):
@@ -319,25 +319,25 @@ class Prober:
                     self._running.add(probe)
                     return probe
                 del self._probes[probe.key]
-            if self._chores and self._chores_running < self._chore_threads and busy < self._busy_threads:
-                self._chores_running += 1
-                return self._chores.popleft()
+            if self._tasks and self._tasks_running < self._task_threads and busy < self._busy_threads:
+                self._tasks_running += 1
+                return self._tasks.popleft()
             self._changed.wait()
         return None
 
-    def _answered(self, probe: _Probe, sight: Sight, seconds: float) -> None:
+    def _answered(self, probe: _Probe, answer: ProbeAnswer, seconds: float) -> None:
         self._running.discard(probe)
         del self._probes[probe.key]
         self._counts.heads += 1
         self._counts.seconds += seconds
         self._seconds.append(seconds)
-        self._counts.errors += sight.found is Found.ERROR
-        if not (probe.told and sight.found is Found.ERROR):
-            self._events.append(sight)
+        self._counts.errors += answer.found is ProbeResult.ERROR
+        if not (probe.told and answer.found is ProbeResult.ERROR):
+            self._events.append(answer)
         touched: dict[int, _Search] = {}
         for search, position in probe.waiters:
             if self._searches.get(search.number) is search:
-                search.plan.answer(position, sight.found is Found.PRESENT)
+                search.plan.answer(position, answer.found is ProbeResult.PRESENT)
                 touched[search.number] = search
         for search in touched.values():
             self._advance(search)
@@ -352,38 +352,38 @@ class Prober:
                 return
             if isinstance(task, _Probe):
                 began_s = time.monotonic()
-                sight = self._look(task.key, task.asked_s)
+                answer = self._look(task.key, task.asked_s)
                 with self._changed:
-                    self._answered(task, sight, time.monotonic() - began_s)
-            elif isinstance(task, _Trial):
+                    self._answered(task, answer, time.monotonic() - began_s)
+            elif isinstance(task, _TrialProbe):
                 cause, message = self._try(lambda name=task.name: self._store.head(name))  # type: ignore[misc]
                 with self._changed:
                     self._trial_out = False
                     self._events.append(TrialEnd(cause, message))
             else:
-                cause, message = self._try(lambda chore=task: chore.run(self._store))  # type: ignore[misc]
+                cause, message = self._try(lambda task=task: task.run(self._store))  # type: ignore[misc]
                 with self._changed:
-                    self._chores_running -= 1
-                    self._counts.chores += 1
-                    self._counts.chore_errors += bool(cause)
-                    self._events.append(ChoreEnd(task, cause, message))
+                    self._tasks_running -= 1
+                    self._counts.tasks += 1
+                    self._counts.task_errors += bool(cause)
+                    self._events.append(TaskEnd(task, cause, message))
                     self._changed.notify()
 
-    def _look(self, key: Key, asked_s: float) -> Sight:
-        found: list[Sight] = []
+    def _look(self, key: Key, asked_s: float) -> ProbeAnswer:
+        found: list[ProbeAnswer] = []
 
         def ask() -> None:
             witness = self._witness_of(key)
             info = self._store.head(witness.name) if witness is not None else None
             if witness is None or info is None or self.expired(info.modified_s):
-                found.append(Sight(key, Found.ABSENT, asked_s))
+                found.append(ProbeAnswer(key, ProbeResult.ABSENT, asked_s))
             elif info.size_bytes != witness.size_bytes:
-                found.append(Sight(key, Found.DAMAGED, asked_s, info.modified_s))
+                found.append(ProbeAnswer(key, ProbeResult.DAMAGED, asked_s, info.modified_s))
             else:
-                found.append(Sight(key, Found.PRESENT, asked_s, info.modified_s))
+                found.append(ProbeAnswer(key, ProbeResult.PRESENT, asked_s, info.modified_s))
 
         cause, message = self._try(ask)
-        return found[0] if found else Sight(key, Found.ERROR, asked_s, cause=cause, message=message)
+        return found[0] if found else ProbeAnswer(key, ProbeResult.ERROR, asked_s, cause=cause, message=message)
 
     def expired(self, modified_s: float) -> bool:
         """Whether an object of that date no longer counts. May be called from any thread."""

@@ -22,11 +22,11 @@ from nixl_offload.tiers.base import SharedStatistics, TierContext, TierStatistic
 from nixl_offload.tiers.breaker import Breaker, BreakerState
 from nixl_offload.tiers.shared.background_tasks import Discard, Recheck, Refresh, WriteManifest
 from nixl_offload.tiers.shared.listing import Listing
-from nixl_offload.tiers.shared.lookup_queue import Inquiries, Kind
+from nixl_offload.tiers.shared.lookup_queue import LookupQueue, SearchKind
 from nixl_offload.tiers.shared.naming import StoredShard, manifest_name, shards_of, witness_of
 from nixl_offload.tiers.shared.presence import Presence
-from nixl_offload.tiers.shared.prober import ChoreEnd, Found, ProbeCounts, Prober, SearchEnd, Sight, TrialEnd
-from nixl_offload.types import Asker, Key, Location, Lookup, Outcome, key_group
+from nixl_offload.tiers.shared.prober import ProbeAnswer, ProbeCounts, Prober, ProbeResult, SearchEnd, TaskEnd, TrialEnd
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class SharedTier:
         self._presence = Presence(
             present_for_s=lookup.present_for_s, absent_for_s=lookup.absent_for_s, max_keys=lookup.max_keys
         )
-        self._inquiries = Inquiries(lookup.timeout_s)
+        self._lookups = LookupQueue(lookup.timeout_s)
         self._reach = Breaker(name)
         self._loads = Breaker(f"{name}, loading")
         self._stores = Breaker(f"{name}, storing")
@@ -181,7 +181,7 @@ class SharedTier:
             return State.EVICTING
         return self._presence.state(key)
 
-    def lookup(self, key: Key, asker: Asker, now_s: float) -> Lookup:
+    def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
         """Say whether ``key`` can be loaded; MISS for everything while the storage is left alone."""
         self._now_s = now_s
         if not self._taken_in:
@@ -190,16 +190,16 @@ class SharedTier:
             return Lookup.MISS
         state, fresh = self._presence.look(key, now_s)
         if fresh:
-            return Lookup.HIT if self._loads.closed or self._tries_loading(asker, now_s) else Lookup.MISS
+            return Lookup.HIT if self._loads.closed or self._tries_loading(context, now_s) else Lookup.MISS
         if state is State.WRITING:
             return Lookup.PENDING
         if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._discarding:
             return Lookup.MISS
         if key in self._unanswered:
             return Lookup.MISS
-        if not self._loads.closed and not self._tries_loading(asker, now_s):
+        if not self._loads.closed and not self._tries_loading(context, now_s):
             return Lookup.MISS
-        return self._inquiries.ask(key, asker, now_s)
+        return self._lookups.ask(key, context, now_s)
 
     def flush(self, now_s: float) -> None:
         """Take in what was found, and begin what this step's lookups have asked for. Costs no I/O."""
@@ -214,19 +214,19 @@ class SharedTier:
             if question.is_new:
                 self._unanswered_since(question.asked_s, "timeout", f"no answer within {self._options.timeout_s:g} s")
         if not self._reach.closed:
-            self._inquiries.drop_all()
+            self._lookups.drop_all()
             self._prober.cancel_all()
             self._due.clear()
             if self._reach.allows(now_s):
                 self._prober.trial(self._manifest.name)
             return
-        for flight in self._inquiries.depart(now_s):
-            self._prober.search(flight.number, flight.keys, flight.plan)
-        self._begin_chores(now_s)
+        for search in self._lookups.begin_searches(now_s):
+            self._prober.search(search.number, search.keys, search.plan)
+        self._begin_tasks(now_s)
 
-    def forget_asker(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """No more lookups will come for this request."""
-        for number in self._inquiries.forget(request_id):
+        for number in self._lookups.forget(request_id):
             self._prober.cancel(number)
         if self._load_trial == request_id:
             self._load_trial = None  # if it found nothing to load, the next may try at once
@@ -320,8 +320,8 @@ class SharedTier:
         this server stored it, or when it was modified ``RESET_MARGIN_S`` from now or later, each looked at itself.
         """
         self._presence.clear()
-        self._inquiries.drop_all()
-        self._inquiries.infer = False
+        self._lookups.drop_all()
+        self._lookups.infer = False
         self._prober.cancel_all()
         self._prober.since_s = self._wall() + RESET_MARGIN_S
         if self._listing is not None:
@@ -344,13 +344,13 @@ class SharedTier:
     @property
     def is_looking(self) -> bool:
         """Whether some request waits for an answer of the store."""
-        return len(self._inquiries) > 0
+        return len(self._lookups) > 0
 
     def counts(self) -> SharedCounts:
         """Return the counters as they are now."""
         counts = self._counts
         counts.probes = self._prober.counts()
-        counts.late = self._inquiries.late
+        counts.late = self._lookups.late
         counts.openings = self._reach.openings + self._loads.openings + self._stores.openings
         counts.known = len(self._presence)
         if self._listing is not None:
@@ -390,40 +390,40 @@ class SharedTier:
     def _take_in(self) -> None:
         self._taken_in = True
         for event in self._prober.drain(EVENTS_PER_FLUSH):
-            if isinstance(event, Sight):
+            if isinstance(event, ProbeAnswer):
                 self._on_sight(event)
             elif isinstance(event, SearchEnd):
                 self._on_search_end(event)
             elif isinstance(event, TrialEnd):
                 self._on_trial_end(event)
             else:
-                self._on_chore_end(event)
-        for flight in self._inquiries.give_up(self._now_s):
-            found = self._prober.cancel(flight.number)
-            if flight.kind is Kind.CHAIN:
-                self._take_chain(flight.keys[:found], found)  # better than nothing, for those that can wait no longer
+                self._on_task_end(event)
+        for search in self._lookups.give_up(self._now_s):
+            found = self._prober.cancel(search.number)
+            if search.kind is SearchKind.CHAIN:
+                self._take_chain(search.keys[:found], found)  # better than nothing, for those that can wait no longer
 
-    def _on_sight(self, sight: Sight) -> None:
-        if sight.found is Found.ERROR:
-            self._unanswered_since(sight.asked_s, sight.cause, sight.message)
+    def _on_sight(self, answer: ProbeAnswer) -> None:
+        if answer.found is ProbeResult.ERROR:
+            self._unanswered_since(answer.asked_s, answer.cause, answer.message)
             return
         if self._reach.closed:
             self._reach.succeeded(self._now_s)
-        key = sight.key
-        if sight.found is Found.PRESENT and not self._prober.expired(sight.modified_s):
-            if not self._presence.missed_since(key, sight.asked_s) and key not in self._discarding:
-                self._presence.seen(key, self._now_s, self._expires_s(sight.modified_s))
-        elif not self._presence.seen_since(key, sight.asked_s):  # else it was stored after the question went out
+        key = answer.key
+        if answer.found is ProbeResult.PRESENT and not self._prober.expired(answer.modified_s):
+            if not self._presence.missed_since(key, answer.asked_s) and key not in self._discarding:
+                self._presence.seen(key, self._now_s, self._expires_s(answer.modified_s))
+        elif not self._presence.seen_since(key, answer.asked_s):  # else it was stored after the question went out
             self._presence.missed(key, self._now_s)
-            if sight.found is Found.DAMAGED:
+            if answer.found is ProbeResult.DAMAGED:
                 self._counts.damaged += 1
                 self._discard([key])
 
     def _on_search_end(self, end: SearchEnd) -> None:
-        flight = self._inquiries.arrive(end.number, end.boundary, end.found)
-        if flight is None or flight.kind is not Kind.CHAIN:
+        search = self._lookups.finish(end.number, end.boundary, end.found)
+        if search is None or search.kind is not SearchKind.CHAIN:
             return
-        self._take_chain(flight.keys, end.boundary)
+        self._take_chain(search.keys, end.boundary)
 
     def _take_chain(self, keys: Sequence[Key], boundary: int) -> None:
         """Believe in what lies before the boundary, and no longer in what lies behind it and was not seen lately."""
@@ -433,7 +433,7 @@ class SharedTier:
             key = keys[position]
             if presence.state(key) is State.READY and presence.fresh(key, now_s):
                 continue
-            if self._inquiries.infer and not presence.is_absent(key, now_s) and key not in self._discarding:
+            if self._lookups.infer and not presence.is_absent(key, now_s) and key not in self._discarding:
                 presence.seen(key, now_s)
                 self._counts.inferred += 1
         for position in range(boundary, len(keys)):
@@ -449,31 +449,31 @@ class SharedTier:
         else:
             self._reach.succeeded(self._now_s)
 
-    def _on_chore_end(self, end: ChoreEnd) -> None:
-        chore = end.chore
+    def _on_task_end(self, end: TaskEnd) -> None:
+        task = end.task
         if end.cause:
-            logger.debug("%s: %s: %s", self._name, type(chore).__name__.lower(), end.message)
-        if isinstance(chore, Discard):
-            self._discarding.difference_update(chore.keys)
-            self._counts.discarded += chore.deleted
-        elif isinstance(chore, Refresh):
-            for key, modified_s in chore.modified_s.items():
+            logger.debug("%s: %s: %s", self._name, type(task).__name__.lower(), end.message)
+        if isinstance(task, Discard):
+            self._discarding.difference_update(task.keys)
+            self._counts.discarded += task.deleted
+        elif isinstance(task, Refresh):
+            for key, modified_s in task.modified_s.items():
                 if self._presence.state(key) is State.READY and not self._prober.expired(modified_s):
                     self._presence.seen(key, self._now_s, self._expires_s(modified_s))
-            for key in chore.gone:
-                if not self._presence.seen_since(key, chore.asked_s):
+            for key in task.gone:
+                if not self._presence.seen_since(key, task.asked_s):
                     self._presence.missed(key, self._now_s)
-            self._counts.refreshed += chore.refreshed
-        elif isinstance(chore, Recheck):
-            self._on_recheck(chore, end)
-        elif isinstance(chore, WriteManifest) and end.cause:
+            self._counts.refreshed += task.refreshed
+        elif isinstance(task, Recheck):
+            self._on_recheck(task, end)
+        elif isinstance(task, WriteManifest) and end.cause:
             self._manifest_s = self._now_s + MANIFEST_RETRY_S
 
-    def _on_recheck(self, chore: Recheck, end: ChoreEnd) -> None:
+    def _on_recheck(self, task: Recheck, end: TaskEnd) -> None:
         if end.cause:
             if self._reach.closed:
                 self._unreachable(end.cause, end.message)
-        elif chore.whole:
+        elif task.whole:
             self._loads.failed("loads", "chunks that are there could not be read", self._now_s)
         else:
             # Deleted by somebody: nothing is wrong with the storage, and a trial has not failed.
@@ -490,11 +490,11 @@ class SharedTier:
     def _unreachable(self, cause: str, message: str) -> None:
         self._reach.failed(cause, message, self._now_s)
 
-    def _tries_loading(self, asker: Asker, now_s: float) -> bool:
+    def _tries_loading(self, context: LookupContext, now_s: float) -> bool:
         handed_on = self._load_trial is None and self._loads.state is BreakerState.HALF_OPEN
-        if self._load_trial != asker.request_id and (handed_on or self._loads.allows(now_s)):
-            self._load_trial = asker.request_id
-        return self._load_trial == asker.request_id
+        if self._load_trial != context.request_id and (handed_on or self._loads.allows(now_s)):
+            self._load_trial = context.request_id
+        return self._load_trial == context.request_id
 
     def _expires_s(self, modified_s: float) -> float:
         """When what was modified then, by the store's clock, ceases to count, on the scheduler's clock."""
@@ -517,7 +517,7 @@ class SharedTier:
         if self._reach.closed:
             self._prober.do(Recheck(key, self._shards_of(key)))
 
-    def _begin_chores(self, now_s: float) -> None:
+    def _begin_tasks(self, now_s: float) -> None:
         if self._manifest_s is not None and now_s >= self._manifest_s and self._prober.do(self._manifest):
             self._manifest_s = None
         if not self._due or self._ttl_s is None:

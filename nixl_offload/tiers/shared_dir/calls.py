@@ -1,6 +1,6 @@
 """Slow metadata calls on threads of their own, so that a filesystem that hangs holds up nobody but them.
 
-Threading: ``start``, ``Chore.abandon`` and ``close`` belong to one thread, the engine's pump; work runs on daemon
+Threading: ``start``, ``Call.abandon`` and ``close`` belong to one thread, the engine's pump; work runs on daemon
 threads, which never keep the process from ending (those of concurrent.futures are joined when the interpreter exits).
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Chore(Generic[T]):
+class Call(Generic[T]):
     """One call on its way. What it returned or raised is ``result``'s, once ``done``."""
 
     def __init__(self, work: Callable[[], T], discard: Callable[[T], None] | None) -> None:
@@ -52,7 +52,7 @@ class Chore(Generic[T]):
             self._discard_value()
 
     def run(self) -> None:
-        """Do the work; on a thread of ``ChoreThreads``."""
+        """Do the work; on a thread of ``CallThreads``."""
         try:
             self._value = self._work()
         except BaseException as error:  # noqa: BLE001 - handed on by result
@@ -69,32 +69,32 @@ class Chore(Generic[T]):
                 self._discard(self._value)
 
 
-class ChoreThreads:
+class CallThreads:
     """At most ``threads`` of them, started as they are needed. Chores begin in the order they were started."""
 
     def __init__(self, name: str, threads: int = 8) -> None:
         self._name = name
         self._limit = threads
-        self._queue: SimpleQueue[Chore[Any] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Call[Any] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._chores: list[Chore[Any]] = []
+        self._calls: list[Call[Any]] = []
 
     @property
     def pending(self) -> int:
         """How many have not ended, abandoned ones included."""
-        return sum(not chore.done for chore in self._chores)
+        return sum(not call.done for call in self._calls)
 
-    def start(self, work: Callable[[], T], discard: Callable[[T], None] | None = None) -> Chore[T]:
+    def start(self, work: Callable[[], T], discard: Callable[[T], None] | None = None) -> Call[T]:
         """Queue a call. ``discard`` gets the result of one that is abandoned, on whichever thread is at hand."""
-        chore = Chore(work, discard)
-        self._chores = [other for other in self._chores if not other.done]
-        if len(self._chores) >= len(self._threads) < self._limit:
+        call = Call(work, discard)
+        self._calls = [other for other in self._calls if not other.done]
+        if len(self._calls) >= len(self._threads) < self._limit:
             thread = threading.Thread(target=self._main, name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._chores.append(chore)
-        self._queue.put(chore)
-        return chore
+        self._calls.append(call)
+        self._queue.put(call)
+        return call
 
     def close(self, patience_s: float = 0.5) -> None:
         """Let what is queued end; after ``patience_s`` the threads that hang are left behind."""
@@ -106,5 +106,5 @@ class ChoreThreads:
         self._threads = []
 
     def _main(self) -> None:
-        while (chore := self._queue.get()) is not None:
-            chore.run()
+        while (call := self._queue.get()) is not None:
+            call.run()

@@ -53,7 +53,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class OpenedShard:
     """A stored file, opened for reading."""
 
     path: str
@@ -126,11 +126,11 @@ class TreeFiles:
         os.close(draft.fd)
         self.discard(draft)
 
-    def discard_opened(self, shard: Shard) -> None:
+    def discard_opened(self, shard: OpenedShard) -> None:
         """Close a shard that no mover has seen."""
         os.close(shard.fd)
 
-    def open(self, name: str, length_bytes: int) -> Shard:
+    def open(self, name: str, length_bytes: int) -> OpenedShard:
         """Open a stored file. One that is not there, or is no file of ``length_bytes``, is ``missing``."""
         path = os.path.join(self.root, name)
         fd = -1
@@ -142,7 +142,7 @@ class TreeFiles:
             if time.time() - found.st_mtime > TOUCH_AFTER_S:
                 with contextlib.suppress(OSError):  # a filesystem may be read-only for us
                     os.utime(fd)
-            return Shard(path, fd, direct and self._direct_works(fd))
+            return OpenedShard(path, fd, direct and self._direct_works(fd))
         except BaseException as error:
             if fd >= 0:
                 os.close(fd)

@@ -16,8 +16,8 @@ from nixl_offload.movers.base import FileId, Mover, close_if_idle
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.link import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.shared.naming import shard_name
-from nixl_offload.tiers.shared_dir.calls import Chore, ChoreThreads
-from nixl_offload.tiers.shared_dir.files import Draft, Shard, TreeFiles
+from nixl_offload.tiers.shared_dir.calls import Call, CallThreads
+from nixl_offload.tiers.shared_dir.files import Draft, OpenedShard, TreeFiles
 from nixl_offload.types import Key, Location
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class TreeLink(Link):
         self._rank = rank
         self._clock = clock
         self._files = TreeFiles(root, direct_io=direct_io)
-        self._chores = ChoreThreads("nixl-offload-tree")
-        self._syncs = ChoreThreads("nixl-offload-tree-sync")
+        self._calls = CallThreads("nixl-offload-tree")
+        self._syncs = CallThreads("nixl-offload-tree-sync")
         """For what takes long: nothing that is opened or created waits behind the syncing of files."""
         self._stores = Breaker(
             f"Shared directory tier {root}",
@@ -79,56 +79,52 @@ class TreeLink(Link):
         self._loads = Breaker(
             f"Loads from shared directory tier {root}", threshold=LOAD_FAILURES, trial_limit_s=TRIAL_LIMIT_S
         )
-        self._verdicts: list[tuple[Chore[str], str]] = []
+        self._verdicts: list[tuple[Call[str], str]] = []
         """Failed writes whose cause is being looked for, and what the mover said."""
-        self._stale: list[tuple[Chore[None] | None, FileId]] = []
+        self._stale: list[tuple[Call[None] | None, FileId]] = []
         """Files to be closed, when the call that uses them has returned and the mover lets go of them."""
 
     @property
     def trouble(self) -> str:
-        """See Link."""
         if self._pending >= MAX_PENDING:
             return "io"
         return self._stores.cause or self._loads.cause or "none"
 
     def connect(self) -> None:
-        """See Link. Waits for ``BEGIN_LIMIT_S`` at most."""
-        chore = self._chores.start(partial(self._files.connect, self._namespace))
+        """Waits for ``BEGIN_LIMIT_S`` at most."""
+        call = self._calls.start(partial(self._files.connect, self._namespace))
         try:
-            if not chore.wait(BEGIN_LIMIT_S):
+            if not call.wait(BEGIN_LIMIT_S):
                 raise self._hung(BEGIN_LIMIT_S)
-            chore.result()
+            call.result()
         except TierError as error:
             self._stores.failed(error.cause, str(error), self._clock())
 
     def may_store(self) -> bool:
-        """See Link. In trouble one store at a time is let through, when a trial is due."""
+        """In trouble one store at a time is let through, when a trial is due."""
         self._reap()
         if self._verdicts or self._pending >= MAX_PENDING:
             return False
         return self._stores.allows(self._clock())
 
     def may_load(self) -> bool:
-        """See Link."""
         self._reap()
         return self._pending < MAX_PENDING and self._loads.allows(self._clock())
 
     @property
     def in_doubt(self) -> bool:
-        """See Link."""
         return not self._loads.closed
 
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        """See Link."""
         is_trial = not self._stores.closed
         name = shard_name(self._namespace, key, self._rank)
-        chore = self._chores.start(partial(self._files.create, name, length_bytes), discard=self._files.discard_unused)
+        call = self._calls.start(partial(self._files.create, name, length_bytes), discard=self._files.discard_unused)
         try:
-            draft = yield from self._answer(chore, BEGIN_LIMIT_S)
+            draft = yield from self._answer(call, BEGIN_LIMIT_S)
             try:
                 file = self.mover.adopt_file(draft.fd, draft.path, length_bytes, direct=draft.direct)
             except MoverError as error:
-                self._chores.start(partial(self._files.discard, draft))
+                self._calls.start(partial(self._files.discard, draft))
                 raise TierError(str(error), cause="io") from error
         except TierError as error:
             self._stores.failed(error.cause, str(error), self._clock())
@@ -136,37 +132,36 @@ class TreeLink(Link):
         return _WriteTarget(file, 0, draft, is_trial)
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
-        """See Link."""
         assert isinstance(target, _WriteTarget)
-        chore = self._syncs.start(partial(self._files.publish, target.draft))
+        call = self._syncs.start(partial(self._files.publish, target.draft))
         try:
-            yield from self._answer(chore, END_LIMIT_S)
+            yield from self._answer(call, END_LIMIT_S)
         except TierError as error:
             target.draft.given_up = True
             self._stores.failed(error.cause, str(error), self._clock())
             raise
         finally:
-            self._close_file(target.file, chore)
+            self._close_file(target.file, call)
         if target.is_trial:
             self._stores.succeeded(self._clock())
 
     def fail_write(self, target: Target, error: str | None) -> None:
-        """See Link. The cause is told when the filesystem has said it; until then nothing is stored."""
+        """The cause is told when the filesystem has said it; until then nothing is stored."""
         assert isinstance(target, _WriteTarget)
         draft = target.draft
         # Of two descriptors the first to be closed is the one that may wait for what was written to reach a server.
-        self._close_file(target.file, self._chores.start(partial(self._files.discard, draft)))
+        self._close_file(target.file, self._calls.start(partial(self._files.discard, draft)))
         if error is not None:
-            self._verdicts.append((self._chores.start(partial(self._files.why, draft.length_bytes)), error))
+            self._verdicts.append((self._calls.start(partial(self._files.why, draft.length_bytes)), error))
 
     def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        """See Link. That a file is gone is an answer: the filesystem works."""
+        """That a file is gone is an answer: the filesystem works."""
         name = shard_name(self._namespace, key, self._rank)
-        chore: Chore[Shard] = self._chores.start(
+        call: Call[OpenedShard] = self._calls.start(
             partial(self._files.open, name, length_bytes), discard=self._files.discard_opened
         )
         try:
-            shard = yield from self._answer(chore, BEGIN_LIMIT_S)
+            shard = yield from self._answer(call, BEGIN_LIMIT_S)
             try:
                 file = self.mover.adopt_file(shard.fd, shard.path, length_bytes, direct=shard.direct)
             except MoverError as error:
@@ -180,55 +175,52 @@ class TreeLink(Link):
         return Target(file, 0)
 
     def end_read(self, target: Target) -> None:
-        """See Link."""
         self._close_file(target.file, None)
         self._loads.succeeded(self._clock())
 
     def fail_read(self, target: Target, error: str | None) -> None:
-        """See Link."""
         self._close_file(target.file, None)
         if error is not None:
             self._loads.failed("io", error, self._clock())
 
     def overdue(self) -> None:
-        """See Link."""
         self._loads.failed("timeout", "a load was given up before it was answered", self._clock())
 
     def close(self) -> None:
-        """See Link. A thread that hangs is left behind."""
-        self._chores.close()
+        """A thread that hangs is left behind."""
+        self._calls.close()
         self._syncs.close()
         self._reap()
 
     @property
     def _pending(self) -> int:
-        return self._chores.pending + self._syncs.pending
+        return self._calls.pending + self._syncs.pending
 
-    def _answer(self, chore: Chore[T], limit_s: float) -> Generator[None, None, T]:
+    def _answer(self, call: Call[T], limit_s: float) -> Generator[None, None, T]:
         """Wait for a call; one that does not return is given up. Raises TierError."""
         give_up_s = self._clock() + limit_s
-        while not chore.done:
+        while not call.done:
             if self._clock() >= give_up_s:
-                chore.abandon()
+                call.abandon()
                 raise self._hung(limit_s)
             yield
-        return chore.result()
+        return call.result()
 
     def _hung(self, limit_s: float) -> TierError:
         return TierError(f"{self._files.root} did not answer in {limit_s:g} s", cause="io")
 
     def _reap(self) -> None:
         """Close what can be closed, and take note of the verdicts that have come."""
-        self._stale = [(chore, file) for chore, file in self._stale if not self._closes(chore, file)]
+        self._stale = [(call, file) for call, file in self._stale if not self._closes(call, file)]
         come = [verdict for verdict in self._verdicts if verdict[0].done]
         self._verdicts = [verdict for verdict in self._verdicts if verdict not in come]
-        for chore, error in come:
-            self._stores.failed(chore.result(), error, self._clock())
+        for call, error in come:
+            self._stores.failed(call.result(), error, self._clock())
 
-    def _close_file(self, file: FileId, chore: Chore[None] | None) -> None:
-        if not self._closes(chore, file):
-            self._stale.append((chore, file))
+    def _close_file(self, file: FileId, call: Call[None] | None) -> None:
+        if not self._closes(call, file):
+            self._stale.append((call, file))
 
-    def _closes(self, chore: Chore[None] | None, file: FileId) -> bool:
-        """Close a file in the mover, unless ``chore`` still uses it or the mover owns it; whether it is closed."""
-        return (chore is None or chore.done) and close_if_idle(self.mover, file)
+    def _closes(self, call: Call[None] | None, file: FileId) -> bool:
+        """Close a file in the mover, unless ``call`` still uses it or the mover owns it; whether it is closed."""
+        return (call is None or call.done) and close_if_idle(self.mover, file)

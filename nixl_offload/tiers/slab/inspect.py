@@ -219,7 +219,7 @@ class SlabInspector(Inspector):
         if used_s is None or used_s != namespace.used_s:
             return f"{path}: was opened or removed meanwhile, left"
         try:
-            other_namespaces.remove(other_namespaces.ForeignNamespace(path, 0, used_s))
+            other_namespaces.remove(other_namespaces.OtherNamespace(path, 0, used_s))
         except OSError as error:
             return f"{path}: cannot be removed: {os.strerror(error.errno or 0)}"
         return None

@@ -68,7 +68,6 @@ class SlabLink(Link):
 
     @property
     def trouble(self) -> str:
-        """See Link."""
         return self._stores.cause or "none"
 
     def connect(self) -> None:
@@ -76,7 +75,7 @@ class SlabLink(Link):
         self._probe(self._clock())
 
     def may_store(self) -> bool:
-        """See Link. Looks at a working slab once per ``CHECK_EVERY_S`` and probes a failed one when due."""
+        """Looks at a working slab once per ``CHECK_EVERY_S`` and probes a failed one when due."""
         now_s = self._clock()
         if not self._stores.allows(now_s):
             return False
@@ -85,11 +84,11 @@ class SlabLink(Link):
         return self._probe(now_s)
 
     def may_load(self) -> bool:
-        """See Link. Whatever is open may be read."""
+        """Whatever is open may be read."""
         return True
 
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        """See Link. Puts real space under the slot."""
+        """Puts real space under the slot."""
         try:
             self._slab.ensure(location.offset, length_bytes)
             file = self._opened()
@@ -102,11 +101,11 @@ class SlabLink(Link):
         return (yield from at_once(Target(file, location.offset)))
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
-        """See Link. A slot becomes visible by the index, when all ranks have reported."""
+        """A slot becomes visible by the index, when all ranks have reported."""
         yield from at_once(None)
 
     def fail_write(self, target: Target, error: str | None) -> None:
-        """See Link. Looks whether the slab knows why."""
+        """Looks whether the slab knows why."""
         if error is None:
             return
         try:
@@ -116,17 +115,15 @@ class SlabLink(Link):
         self._stores.failed(cause, error, self._clock())
 
     def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        """See Link."""
         return (yield from at_once(Target(self._opened(), location.offset)))
 
     def end_read(self, target: Target) -> None:
-        """See Link."""
+        """Nothing is to be done: the file stays open for the next read."""
 
     def fail_read(self, target: Target, error: str | None) -> None:
-        """See Link. A slab that cannot be read in one place may be sound in all others."""
+        """A slab that cannot be read in one place may be sound in all others."""
 
     def close(self) -> None:
-        """See Link."""
         if self._file is not None:
             self._stale.append(self._file)
             self._file = None

@@ -30,7 +30,7 @@ _DP_NAME: Final = re.compile(r"dp-[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignNamespace:
+class OtherNamespace:
     """A whole namespace of another model or configuration."""
 
     path: Path
@@ -43,7 +43,7 @@ class ForeignNamespace:
 class Survey:
     """What was found: namespaces that may go, oldest use first, and bytes that are not ours to remove."""
 
-    namespaces: tuple[ForeignNamespace, ...]
+    namespaces: tuple[OtherNamespace, ...]
     other_bytes: int
 
 
@@ -54,14 +54,14 @@ def survey(directory: Path, skip: Collection[Path]) -> Survey:
 
     Raises OSError. What vanishes meanwhile counts nothing.
     """
-    namespaces: list[ForeignNamespace] = []
+    namespaces: list[OtherNamespace] = []
     other_bytes = 0
     for path in _children(directory):
         if path in skip or path.name.startswith(SMALL_FILES):
             continue
         used_s = last_use_s(path)
         if used_s is not None:
-            namespaces.append(ForeignNamespace(path, tree_bytes(path), used_s))
+            namespaces.append(OtherNamespace(path, tree_bytes(path), used_s))
         elif _DP_NAME.fullmatch(path.name) and _is_directory(path):
             part = survey(path, skip)
             namespaces.extend(part.namespaces)
@@ -97,7 +97,7 @@ def last_use_s(path: Path) -> float | None:
         return None
 
 
-def remove(namespace: ForeignNamespace) -> None:
+def remove(namespace: OtherNamespace) -> None:
     """Remove a namespace; its manifest goes last, so that remains are still recognised. Raises OSError."""
     manifest = namespace.path / MANIFEST_NAME
     for path in _children(namespace.path):

@@ -1,7 +1,7 @@
 """The scheduler's half of a slab tier: slots in a directory that one engine owns, and what of them survives.
 
-Threading: called by the scheduler's thread alone. The durable twin writes behind on a thread of its own.
-Ownership: the tier's directory (and its lock) and the durable twin, besides what a ``SlotTier`` owns.
+Threading: called by the scheduler's thread alone. The journal writes behind on a thread of its own.
+Ownership: the tier's directory (and its lock) and the journal, besides what a ``SlotTier`` owns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SlabPlace:
 
 
 class SlabTier(SlotTier):
-    """Slots of a slab, one index for all ranks, and its twin on disk."""
+    """Slots of a slab, one index for all ranks, and its journal on disk."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SlabTier(SlotTier):
                 stale.append(key)
         for number, key in enumerate(stale, 1):
             durable.delete(key)
-            if number % STALE_PER_FLUSH == 0:  # more than the twin can queue would make it forget all it has
+            if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
                 durable.flush(STALE_FLUSH_S)
         logger.info(
             "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks)%s",
@@ -147,7 +147,7 @@ class SlabTier(SlotTier):
     def renew(self, keys: Iterable[Key], *, timeout_s: float) -> bool:
         """Count READY chunks as used now, in this order, for engines to come as well: the last goes last.
 
-        Blocks until the durable twin has all that it was told; False when that took longer than ``timeout_s``.
+        Blocks until the journal has all that it was told; False when that took longer than ``timeout_s``.
         """
         renewed = 0
         for key in keys:
@@ -182,7 +182,7 @@ class SlabTier(SlotTier):
             self._healer = healer
 
     def close(self, pending: Iterable[Key] = (), *, timeout_s: float = 5.0) -> None:
-        """Write the durable twin out and release the lock. Idempotent.
+        """Write the journal out and release the lock. Idempotent.
 
         ``pending``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
         finished after their last report. The next engine takes them for stored, and finds out when it loads one: what
