@@ -25,7 +25,7 @@ from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.types import LookupContext, Key, Lookup
+from nixl_offload.types import Key, Lookup, LookupContext
 
 OURS: dict[str, Literal["obj", "obstore"]] = {
     "ours, NIXL OBJ": "obj",
