@@ -8,6 +8,7 @@ Threading: pure functions over buffers that the caller owns and keeps unchanged 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,22 @@ _OWN_CHECKSUM = struct.Struct("<Q")
 
 MAX_BLOCKS_PER_CHUNK = (_OWN_CHECKSUM_AT - _CHECKSUMS_AT) // 8
 """As many block checksums as one header page holds: 487."""
+
+_COLUMNS = np.dtype(
+    {
+        "names": ["first_valid_block", "key_bytes", "key", "fixed", "checksums", "own_checksum"],
+        "formats": ["<u2", "<u2", ("u1", MAX_KEY_BYTES), ("u1", _CHECKSUMS_AT), ("<u8", MAX_BLOCKS_PER_CHUNK), "<u8"],
+        "offsets": [54, 80, 88, 0, _CHECKSUMS_AT, _OWN_CHECKSUM_AT],
+        "itemsize": HEADER_BYTES,
+    }
+)
+"""A header page as a row of a matrix; ``fixed`` is everything before the checksums."""
+_VARIES = np.zeros(_CHECKSUMS_AT, dtype=np.bool_)
+"""The bytes of ``fixed`` that a reader cannot know: ``first_valid_block`` and ``created_s``."""
+_VARIES[54:56] = _VARIES[72:80] = True
+
+Pages = npt.NDArray[np.uint8]
+"""Header pages as rows: shape ``(n, HEADER_BYTES)``, contiguous."""
 
 Buffer = memoryview | npt.NDArray[np.uint8] | bytes | bytearray
 """C-contiguous bytes in host memory."""
@@ -233,6 +250,134 @@ def check_header(page: Buffer, expect: Expected) -> ShardHeader:
             f"the shard's blocks have {header.block_bytes} bytes, expected {expect.block_bytes}", reason="length"
         )
     return header
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """``Expected`` of many shards of one group: what they have in common, and their keys."""
+
+    namespace: bytes
+    keys: Sequence[bytes]
+    group: int
+    blocks: int
+    block_bytes: int
+
+    def one(self, row: int) -> Expected:
+        """Return what row ``row`` must be."""
+        return Expected(self.namespace, self.keys[row], self.group, self.blocks, self.block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderRows:
+    """What many header pages say, column by column. The other columns of a row with an error mean nothing."""
+
+    expect: ExpectedRows
+    errors: dict[int, FormatError]
+    """By row: why its shard is not the one that was expected."""
+    first_valid_block: npt.NDArray[np.int64]
+    """Shape ``(n,)``."""
+    checksums: npt.NDArray[np.uint64]
+    """Shape ``(n, blocks)``."""
+
+    def one(self, row: int) -> ShardHeader:
+        """Return a row without an error as a header; ``created_s`` is left out."""
+        expect = self.expect.one(row)
+        return ShardHeader(
+            expect.namespace,
+            expect.key,
+            expect.group,
+            expect.blocks,
+            int(self.first_valid_block[row]),
+            expect.block_bytes,
+            0,
+            tuple(self.checksums[row].tolist()),
+        )
+
+
+def encode_headers(
+    expect: ExpectedRows,
+    checksums: npt.NDArray[np.uint64],
+    first_valid_block: Sequence[int],
+    *,
+    created_s: int = 0,
+) -> Pages:
+    """Return the header pages of many shards of one group: each row is what ``encode_header`` writes, byte for byte.
+
+    ``checksums``: shape ``(n, blocks)``, zeros before each row's first valid block. Raises LayoutError when a field
+    does not fit the page.
+    """
+    count = len(expect.keys)
+    if checksums.shape != (count, expect.blocks) or len(first_valid_block) != count:
+        raise LayoutError(f"checksums of shape {checksums.shape} for {count} chunks of {expect.blocks} blocks")
+    for row in range(count):
+        if not 0 <= first_valid_block[row] < expect.blocks or not 0 < len(expect.keys[row]) <= MAX_KEY_BYTES:
+            raise LayoutError(
+                f"first valid block {first_valid_block[row]} or key {expect.keys[row].hex()} does not fit"
+            )
+    pages = np.zeros((count, HEADER_BYTES), dtype=np.uint8)
+    if not count:
+        return pages
+    pages[:, :_CHECKSUMS_AT] = _fixed_rows(expect, created_s)
+    columns = pages.reshape(-1).view(_COLUMNS)
+    columns["first_valid_block"] = first_valid_block
+    columns["checksums"][:, : expect.blocks] = checksums
+    columns["own_checksum"] = block_checksums(pages[:, :_OWN_CHECKSUM_AT])
+    return pages
+
+
+def check_headers(pages: Pages, expect: ExpectedRows) -> HeaderRows:
+    """Check each page as ``check_header`` does, all of them in one pass; errors are told by row."""
+    columns = pages.reshape(-1).view(_COLUMNS)
+    first = columns["first_valid_block"].astype(np.int64)
+    # A page that agrees in all that a reader knows, and with its own checksum, is right. Any other is read by
+    # ``check_header``, which knows what is wrong, or that it does not matter.
+    alike = ((columns["fixed"] == _fixed_rows(expect, 0)) | _VARIES).all(axis=1)
+    alike &= columns["own_checksum"] == block_checksums(pages[:, :_OWN_CHECKSUM_AT])
+    alike &= first < expect.blocks
+    errors: dict[int, FormatError] = {}
+    for row in np.flatnonzero(~alike).tolist():
+        try:
+            check_header(pages[row], expect.one(row))
+        except FormatError as error:
+            errors[row] = error
+    return HeaderRows(expect, errors, first, columns["checksums"][:, : expect.blocks])
+
+
+def verify_rows(
+    headers: HeaderRows, rows: Sequence[int], first_blocks: Sequence[int], found: Sequence[npt.NDArray[np.uint64]]
+) -> None:
+    """Compare the checksums that were ``found`` with those of the headers, as ``verify_checksums`` does for one.
+
+    ``rows``: which headers; ``first_blocks`` and ``found`` are aligned with them. What does not agree is added to
+    ``headers.errors``.
+    """
+    suspects = list(range(len(rows)))
+    begin, count = first_blocks[0], len(found[0])
+    if all(first == begin for first in first_blocks) and all(len(sums) == count for sums in found):
+        stated = headers.checksums[rows, begin : begin + count]
+        if stated.shape[1] == count > 0:
+            alike = (stated == np.stack(found)).all(axis=1) & (headers.first_valid_block[rows] <= begin)
+            suspects = np.flatnonzero(~alike).tolist()
+    for at in suspects:
+        try:
+            verify_checksums(headers.one(rows[at]), found[at], first_blocks[at])
+        except FormatError as error:
+            headers.errors[rows[at]] = error
+
+
+def _fixed_rows(expect: ExpectedRows, created_s: int) -> npt.NDArray[np.uint8]:
+    """Return what precedes the checksums, for each key; the first valid block is 0."""
+    keys = expect.keys
+    # The fields that rows have in common are refused as those of a single header are.
+    template = ShardHeader(
+        expect.namespace, keys[0], expect.group, expect.blocks, 0, expect.block_bytes, created_s, (0,) * expect.blocks
+    )
+    page = encode_header(template)
+    rows = np.repeat(np.asarray(page, dtype=np.uint8)[np.newaxis, :_CHECKSUMS_AT], len(keys), axis=0)
+    padded = b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys)
+    rows[:, 88 : 88 + MAX_KEY_BYTES] = np.frombuffer(padded, dtype=np.uint8).reshape(len(keys), MAX_KEY_BYTES)
+    rows[:, 80:82] = np.array([len(key) for key in keys], dtype="<u2").view(np.uint8).reshape(len(keys), 2)
+    return rows
 
 
 def verify_checksums(header: ShardHeader, found: npt.NDArray[np.uint64], first_block: int) -> None:

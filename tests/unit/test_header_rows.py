@@ -1,0 +1,136 @@
+"""Proves: headers that are written and checked as rows of a matrix are those that are written and checked one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nixl_offload.chunk.checksum import block_checksums, payload_checksums
+from nixl_offload.chunk.header import (
+    HEADER_BYTES,
+    MAX_BLOCKS_PER_CHUNK,
+    Expected,
+    ExpectedRows,
+    check_header,
+    check_headers,
+    encode_header,
+    encode_headers,
+    make_header,
+    verify_checksums,
+    verify_rows,
+)
+from nixl_offload.errors import FormatError, LayoutError
+
+NAMESPACE = bytes(range(32))
+
+
+def expected(count: int, blocks: int = 4, block_bytes: int = 1000, group: int = 3) -> ExpectedRows:
+    """Keys of every length that occurs."""
+    keys = [bytes([7 + n]) * (20 + 11 * n % 45) for n in range(count)]
+    return ExpectedRows(NAMESPACE, keys, group, blocks, block_bytes)
+
+
+def sums(count: int, blocks: int, firsts: list[int]) -> np.ndarray:  # type: ignore[type-arg]
+    found = np.random.default_rng(1).integers(1, 1 << 63, (count, blocks), dtype=np.uint64)
+    for row, first in enumerate(firsts):
+        found[row, :first] = 0
+    return found
+
+
+@pytest.mark.parametrize("blocks", [1, 4, MAX_BLOCKS_PER_CHUNK])
+@pytest.mark.parametrize("count", [1, 2, 17])
+def test_rows_are_byte_for_byte_the_pages_of_single_headers(count: int, blocks: int) -> None:
+    expect = expected(count, blocks)
+    firsts = [n % blocks for n in range(count)]
+    checksums = sums(count, blocks, firsts)
+    pages = encode_headers(expect, checksums, firsts, created_s=1_700_000_000)
+    for row, first in enumerate(firsts):
+        single = make_header(expect.one(row), checksums[row, first:], first_valid_block=first, created_s=1_700_000_000)
+        assert pages[row].tobytes() == bytes(encode_header(single))
+    headers = check_headers(pages, expect)
+    assert not headers.errors
+    assert headers.first_valid_block.tolist() == firsts
+    assert (headers.checksums == checksums).all()
+
+
+def test_every_damage_is_told_as_for_a_single_header() -> None:
+    """Each byte of the fixed part, some of the rest, other keys, groups, namespaces and sizes."""
+    expect = expected(6)
+    pages = encode_headers(expect, sums(6, 4, [0, 1, 2, 3, 0, 1]), [0, 1, 2, 3, 0, 1], created_s=5)
+    places = [*range(200), 300, 3000, HEADER_BYTES - 9, HEADER_BYTES - 8, HEADER_BYTES - 1]
+    for place in places:
+        row = place % 6
+        damaged = pages.copy()
+        damaged[row, place] ^= 0x10
+        headers = check_headers(damaged, expect)
+        with pytest.raises(FormatError) as single:
+            check_header(damaged[row], expect.one(row))
+        assert list(headers.errors) == [row]
+        assert (headers.errors[row].reason, str(headers.errors[row])) == (single.value.reason, str(single.value))
+    others = (
+        ExpectedRows(bytes(32), expect.keys, 3, 4, 1000),
+        ExpectedRows(NAMESPACE, expect.keys[::-1], 3, 4, 1000),
+        ExpectedRows(NAMESPACE, expect.keys, 4, 4, 1000),
+        ExpectedRows(NAMESPACE, expect.keys, 3, 5, 1000),
+        ExpectedRows(NAMESPACE, expect.keys, 3, 4, 1001),
+    )
+    for other in others:
+        assert set(check_headers(pages, other).errors) == set(range(6))
+    assert set(check_headers(np.zeros_like(pages), expect).errors) == set(range(6))
+
+
+def test_a_page_with_another_first_block_that_is_out_of_range_is_refused() -> None:
+    expect = expected(2)
+    wide = ExpectedRows(NAMESPACE, expect.keys, 3, 9, 1000)
+    pages = encode_headers(wide, sums(2, 9, [0, 8]), [0, 8])
+    assert set(check_headers(pages, expect).errors) == {0, 1}
+
+
+@pytest.mark.parametrize("firsts", [[0, 0, 0], [2, 2, 2], [0, 1, 3]])
+def test_checksums_of_rows_are_verified_as_those_of_one(firsts: list[int]) -> None:
+    expect = expected(3)
+    checksums = sums(3, 4, [0, 0, 0])
+    pages = encode_headers(expect, checksums, [0, 0, 0])
+    for bad in (None, 0, 2):
+        headers = check_headers(pages, expect)
+        found = [checksums[row, first:].copy() for row, first in enumerate(firsts)]
+        if bad is not None:
+            found[bad][-1] ^= np.uint64(1)
+        verify_rows(headers, [0, 1, 2], firsts, found)
+        assert set(headers.errors) == (set() if bad is None else {bad})
+        if bad is not None:
+            with pytest.raises(FormatError) as single:
+                verify_checksums(headers.one(bad), found[bad], firsts[bad])
+            assert str(headers.errors[bad]) == str(single.value)
+
+
+def test_blocks_that_were_never_stored_are_refused_whatever_their_sum() -> None:
+    expect = expected(2)
+    checksums = sums(2, 4, [0, 2])
+    headers = check_headers(encode_headers(expect, checksums, [0, 2]), expect)
+    verify_rows(headers, [0, 1], [1, 1], [checksums[0, 1:], checksums[1, 1:]])
+    assert {row: error.reason for row, error in headers.errors.items()} == {1: "blocks"}
+
+
+def test_what_does_not_fit_a_page_is_refused() -> None:
+    good = expected(2)
+    for bad in (
+        ExpectedRows(bytes(31), good.keys, 3, 4, 1000),
+        ExpectedRows(NAMESPACE, [b"", b"x"], 3, 4, 1000),
+        ExpectedRows(NAMESPACE, [b"x", bytes(65)], 3, 4, 1000),
+        ExpectedRows(NAMESPACE, good.keys, -1, 4, 1000),
+        ExpectedRows(NAMESPACE, good.keys, 3, 4, 0),
+    ):
+        with pytest.raises(LayoutError):
+            encode_headers(bad, sums(2, 4, [0, 0]), [0, 0])
+    for firsts in ([0], [0, 4], [-1, 0]):
+        with pytest.raises(LayoutError):
+            encode_headers(good, sums(2, 4, [0, 0]), firsts)
+    with pytest.raises(LayoutError):
+        encode_headers(good, sums(2, 3, [0, 0]), [0, 0])
+
+
+def test_checksums_of_payloads_are_those_of_their_blocks() -> None:
+    payloads = [np.random.default_rng(n).integers(0, 256, (n, 500), dtype=np.uint8) for n in (1, 4, 2)]
+    for payload, found in zip(payloads, payload_checksums(payloads), strict=True):
+        assert (found == block_checksums(payload)).all()
