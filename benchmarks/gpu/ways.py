@@ -167,7 +167,7 @@ def driven(scene: Scene, cache: Cache, kind: Kind, name: str) -> Iterator[Driven
         engine = Engine(
             tensors=cache.tensors,
             layout=cache.layout,
-            links=[SlabLink(slab, mover, time.monotonic)],
+            link=SlabLink(slab, mover, time.monotonic),
             rank_namespace=bytes(32),
             staging_bytes=max(2 * slot_bytes, scene.scale.total_bytes),
             direct_min_extent_bytes=kind.direct_min_extent_bytes,

@@ -42,6 +42,8 @@ def block_checksums(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 
 def payload_checksums(payloads: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDArray[np.uint64]]:
     """Return ``block_checksums`` of many payloads of equal rows, computed in one pass."""
+    if not payloads:
+        return []
     digest = xxhash.xxh3_64_intdigest
     values = np.array([digest(row) for payload in payloads for row in payload], dtype=np.uint64)
     ends = np.cumsum([len(payload) for payload in payloads])

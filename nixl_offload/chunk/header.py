@@ -8,8 +8,9 @@ Threading: pure functions over buffers that the caller owns and keeps unchanged 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from nixl_offload.chunk.checksum import ALGORITHM_XXH3_64, block_checksum, block_checksums
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up
+
+P = ParamSpec("P")
 
 MAGIC = b"NIXLOFF1"
 FORMAT_VERSION = 1
@@ -336,9 +339,7 @@ def check_headers(pages: Pages, expect: ExpectedRows) -> HeaderRows:
     alike &= first < expect.blocks
     errors: dict[int, FormatError] = {}
     for row in np.flatnonzero(~alike).tolist():
-        try:
-            check_header(pages[row], expect.one(row))
-        except FormatError as error:
+        if (error := _error_of(check_header, pages[row], expect.one(row))) is not None:
             errors[row] = error
     return HeaderRows(expect, errors, first, columns["checksums"][:, : expect.blocks])
 
@@ -351,6 +352,8 @@ def verify_rows(
     ``rows``: which headers; ``first_blocks`` and ``found`` are aligned with them. What does not agree is added to
     ``headers.errors``.
     """
+    if not rows:
+        return
     suspects = list(range(len(rows)))
     begin, count = first_blocks[0], len(found[0])
     if all(first == begin for first in first_blocks) and all(len(sums) == count for sums in found):
@@ -359,9 +362,8 @@ def verify_rows(
             alike = (stated == np.stack(found)).all(axis=1) & (headers.first_valid_block[rows] <= begin)
             suspects = np.flatnonzero(~alike).tolist()
     for at in suspects:
-        try:
-            verify_checksums(headers.one(rows[at]), found[at], first_blocks[at])
-        except FormatError as error:
+        error = _error_of(verify_checksums, headers.one(rows[at]), found[at], first_blocks[at])
+        if error is not None:
             headers.errors[rows[at]] = error
 
 
@@ -432,6 +434,15 @@ def verify_payload(header: ShardHeader, payload: Buffer, first_block: int, last_
         )
     _refuse_absent(header, first_block, last_block)
     verify_blocks(header, data[first_block * header.block_bytes : end].reshape(-1, header.block_bytes), first_block)
+
+
+def _error_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> FormatError | None:
+    """Return the FormatError that ``check`` raises, if it does."""
+    try:
+        check(*args, **kwargs)
+    except FormatError as error:
+        return error
+    return None
 
 
 _ZERO_PAGE = bytes(HEADER_BYTES)

@@ -1,12 +1,25 @@
-"""The worker's half: ``ChainEngine`` deals jobs of chunks out to an engine per tier, whose pump threads move them;
-``finished`` tells how each ended, ``settled`` what became of moves between tiers.
+"""The worker's half: ``ChainEngine`` deals jobs of chunks out to an engine per tier, whose pumps move them batch by
+batch; completions tell how each ended, ``finished`` those of jobs and ``settled`` those of tickets.
 """
 
 from __future__ import annotations
 
-from nixl_offload.engine.chain import ChainEngine, MoveIO, MoveResult
+from nixl_offload.engine.chain import ChainEngine, MoveIO
 from nixl_offload.engine.engine import Engine
-from nixl_offload.engine.records import ChunkIO, JobResult, Share
+from nixl_offload.engine.records import ChunkIO, Completion, Share
+from nixl_offload.engine.states import Kind
 from nixl_offload.engine.tally import Standing, Work
+from nixl_offload.engine.tier_engine import TierEngine
 
-__all__ = ["ChainEngine", "ChunkIO", "Engine", "JobResult", "MoveIO", "MoveResult", "Share", "Standing", "Work"]
+__all__ = [
+    "ChainEngine",
+    "ChunkIO",
+    "Completion",
+    "Engine",
+    "Kind",
+    "MoveIO",
+    "Share",
+    "Standing",
+    "TierEngine",
+    "Work",
+]

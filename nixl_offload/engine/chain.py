@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from nixl_offload.engine.moves import MoveIO, MoveResult, Moves, MovingEngine, RelayHost
-from nixl_offload.engine.records import ChunkIO, JobResult, Landed, Share
+from nixl_offload.engine.moves import MoveIO, Moves, RelayHost
+from nixl_offload.engine.records import ChunkIO, Completion, Share
+from nixl_offload.engine.states import Kind
 from nixl_offload.engine.tally import Standing, Tally, Work
+from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.types import Outcome
 
-__all__ = ["ChainEngine", "MoveIO", "MoveResult", "TierEngine"]
+__all__ = ["ChainEngine", "MoveIO"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,45 +34,11 @@ CLOSE_PATIENCE_S = 2.0
 _STEP_S = 0.001
 
 
-class TierEngine(MovingEngine, Protocol):
-    """One tier on this rank: ``engine.Engine`` or ``memory.MemoryEngine``. Nothing raises for storage reasons.
-
-    Job ids are the caller's; negative ones are the chain's own. Each job yields one ``JobResult``, and each load or
-    move with host slots to fill also one ``Landed``.
-    """
-
-    def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
-        """Queue a store of KV blocks."""
-
-    def submit_load(self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False) -> None:
-        """Queue a load to KV blocks, some of it by way of host slots that keep it."""
-
-    def finished(self) -> list[JobResult]:
-        """Return the jobs that ended since the last call."""
-
-    def landed(self) -> list[Landed]:
-        """Return what was not told yet of host slots that were to be filled."""
-
-    def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
-        """Block until the KV blocks of these jobs are free (stores) or filled (loads); hung storage is given up after
-        ``limit_s`` (None: the engine's own limit).
-        """
-
-    def idle(self) -> bool:
-        """True if no job is live and there is nothing to tell."""
-
-    def standing(self) -> Standing:
-        """Return what waits here and how the tier stands, for metrics. Quick."""
-
-    def close(self, deadline_s: float = 5.0) -> None:
-        """Finish what ``deadline_s`` allows and give up the rest; every job and every host slot is told of then."""
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     """A job of vLLM while some tier works at it."""
 
-    is_store: bool
+    kind: Kind
     parts: dict[int, Sequence[int]]
     """By tier: the positions of its chunks in the job. Those that have not ended."""
     outcomes: list[Outcome]
@@ -84,8 +51,8 @@ class _Job:
 
 
 class ChainEngine:
-    """All tiers of one rank. Each submitted job yields exactly one ``JobResult`` and each ticket exactly one
-    ``MoveResult``, whatever fails.
+    """All tiers of one rank. Each submitted job yields exactly one ``Completion`` and each ticket exactly one
+    ``Completion``, whatever fails.
 
     After any failure still holds: tiers that work go on, and chunks of a tier that is not there are FAILED.
     """
@@ -110,7 +77,7 @@ class ChainEngine:
         self._empty_groups = frozenset(empty_groups)
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
-        self._results: list[JobResult] = []
+        self._results: list[Completion] = []
         self._tally = Tally()
         self._moves = Moves(
             self._engines,
@@ -123,7 +90,7 @@ class ChainEngine:
 
     def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
         """Queue a store, each chunk to the tier of its location. As ``Engine.submit_store``."""
-        for tier, part in self._deal(job_id, chunks, is_store=True):
+        for tier, part in self._deal(job_id, chunks, kind=Kind.STORE):
             self._engine(tier).submit_store(job_id, part)
 
     def submit_load(
@@ -139,7 +106,7 @@ class ChainEngine:
                 self._settle_all(landing_ticket, landings, Outcome.DROPPED)
             return
         chunks = self._expect_landings(job_id, chunks, landing_ticket)
-        for tier, part in self._deal(job_id, chunks, is_store=False):
+        for tier, part in self._deal(job_id, chunks, kind=Kind.LOAD):
             self._engine(tier).submit_load(job_id, part, expedited=expedited)
 
     def submit_moves(self, ticket: int, moves: Sequence[MoveIO]) -> None:
@@ -149,13 +116,13 @@ class ChainEngine:
         """
         self._moves.submit(ticket, moves)
 
-    def finished(self) -> list[JobResult]:
+    def finished(self) -> list[Completion]:
         """Return the jobs that ended since the last call, each exactly once over all calls."""
         self._poll()
         results, self._results = self._results, []
         return results
 
-    def settled(self) -> list[MoveResult]:
+    def settled(self) -> list[Completion]:
         """Return the tickets that were settled since the last call, each exactly once over all calls."""
         self._poll()
         return self._moves.take()
@@ -227,7 +194,7 @@ class ChainEngine:
     def _has(self, tier: int) -> bool:
         return 0 <= tier < len(self._engines) and self._engines[tier] is not None
 
-    def _deal(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> list[tuple[int, Sequence[ChunkIO]]]:
+    def _deal(self, job_id: int, chunks: Sequence[ChunkIO], *, kind: Kind) -> list[tuple[int, Sequence[ChunkIO]]]:
         """Record a job and return what each tier is to do of it. Chunks of no tier have failed by then, and those of
         which this rank has no part are OK.
         """
@@ -241,13 +208,13 @@ class ChainEngine:
         if len(tiers) == 1 and len(here) == len(chunks) and self._has(chunks[0].location.tier):
             tier = chunks[0].location.tier
             parts[tier] = range(len(chunks))
-            self._jobs[job_id] = _Job(is_store, parts, [], False, self._clock())
+            self._jobs[job_id] = _Job(kind, parts, [], False, self._clock())
             return [(tier, chunks)]
         for tier in sorted(tiers):
             if self._has(tier):
                 parts[tier] = [at for at in here if chunks[at].location.tier == tier]
         outcomes = [Outcome.OK if chunk.group in empty else Outcome.FAILED for chunk in chunks]
-        job = _Job(is_store, parts, outcomes, True, self._clock())
+        job = _Job(kind, parts, outcomes, True, self._clock())
         if any(not self._has(tier) for tier in tiers):
             job.errors.append("the tier is not available on this rank")
         self._jobs[job_id] = job
@@ -263,7 +230,9 @@ class ChainEngine:
                 return [replace(chunk, host_offset=None) for chunk in chunks]
             return chunks
         landing = [chunk for chunk in chunks if chunk.host_offset is not None]
-        ticket = self._moves.open(number, self._memory or 0, [chunk.location.slot_bytes for chunk in landing])
+        ticket = self._moves.open(
+            number, Kind.PROMOTION, self._memory or 0, [chunk.location.slot_bytes for chunk in landing]
+        )
         of_tier: dict[int, list[int]] = {}
         for position, chunk in enumerate(landing):
             tier = chunk.location.tier
@@ -278,7 +247,7 @@ class ChainEngine:
         return [replace(chunk, host_offset=None) if chunk.location.tier == self._memory else chunk for chunk in chunks]
 
     def _settle_all(self, number: int, sizes: Sequence[int], outcome: Outcome) -> None:
-        ticket = self._moves.open(number, self._memory or 0, sizes)
+        ticket = self._moves.open(number, Kind.PROMOTION, self._memory or 0, sizes)
         for position in range(len(sizes)):
             self._moves.settle(ticket, position, outcome)
 
@@ -288,45 +257,42 @@ class ChainEngine:
     def _poll(self) -> None:
         """Take what the engines have to tell and let moves go on. Quick where there is nothing."""
         for tier, engine in self._live:
-            for result in engine.finished():
-                self._tally.add(tier, result, is_move=result.job_id < 0)
-                if result.job_id < 0:
-                    self._moves.ended(result)
-                else:
-                    self._ended(tier, result)
-            if self._moves.landing:
-                for landed in engine.landed():
-                    self._moves.landed(tier, landed)
+            for done in engine.finished():
+                if done.ends_job:
+                    self._tally.add(tier, done)
+                    self._ended(tier, done)
+                self._moves.completed(tier, done)
         self._moves.step()
 
-    def _ended(self, tier: int, result: JobResult) -> None:
-        job = self._jobs.get(result.job_id)
+    def _ended(self, tier: int, done: Completion) -> None:
+        """A tier has done its part of a job."""
+        job = self._jobs.get(done.job_id)
         if job is None:
-            return  # it was given up when an engine did not close in time
-        share = Share(tier, result.bytes_moved, result.seconds)
+            return  # a job of moves, or one that was given up when an engine did not close in time
+        share = Share(tier, done.bytes_moved, done.seconds)
         if not job.shared:
-            del self._jobs[result.job_id]
-            self._results.append(replace(result, shares=(share,)))
+            del self._jobs[done.job_id]
+            self._results.append(replace(done, slots=(), shares=(share,)))
             return
-        for position, outcome in zip(job.parts.pop(tier), result.outcomes, strict=True):
+        for position, outcome in zip(job.parts.pop(tier), done.outcomes, strict=True):
             job.outcomes[position] = outcome
-        job.bytes_moved += result.bytes_moved
-        job.errors += result.errors
+        job.bytes_moved += done.bytes_moved
+        job.errors += done.errors
         job.shares.append(share)
         if not job.parts:
-            self._emit(result.job_id, job)
+            self._emit(done.job_id, job)
 
     def _emit(self, job_id: int, job: _Job) -> None:
         del self._jobs[job_id]
         self._results.append(
-            JobResult(
+            Completion(
                 job_id,
-                job.is_store,
+                job.kind,
                 tuple(job.outcomes),
-                job.bytes_moved,
-                self._clock() - job.submitted_s,
-                tuple(dict.fromkeys(job.errors)),
-                tuple(sorted(job.shares, key=lambda share: share.tier)),
+                bytes_moved=job.bytes_moved,
+                seconds=self._clock() - job.submitted_s,
+                errors=tuple(dict.fromkeys(job.errors)),
+                shares=tuple(sorted(job.shares, key=lambda share: share.tier)),
             )
         )
 

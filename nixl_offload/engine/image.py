@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header
+from nixl_offload.chunk.header import HEADER_BYTES, ExpectedRows, HeaderRows, Pages, encode_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import ChunkIO
 from nixl_offload.engine.staging import DeviceSlot, Slot
-from nixl_offload.errors import LayoutError
-from nixl_offload.movers.base import Extents
+from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
+
+Spans = Sequence[tuple[int, int]]
+"""(offset, length) pairs in bytes, the same in a slot and in what it is copied from or to."""
 
 Way = Literal["direct", "device", "host"]
 """Between KV blocks and a tier: the mover at the blocks themselves, or a chunk packed in device or in host memory."""
@@ -42,6 +45,8 @@ class GroupPlan:
     """What is stored is written in one extent, padding and all."""
     tells_short_reads: bool
     """See ``movers.base.MoverLimits``."""
+    goes_singly: bool = False
+    """Becomes True, for good, when a batch is quarantined: the next failure shall not cost the slots of so many."""
 
 
 def make_plan(
@@ -55,7 +60,7 @@ def make_plan(
 ) -> GroupPlan:
     """Return the plan of a group; as it stands for a tier that holds whole images in memory.
 
-    Of a group without layers it has no bytes, and ``check`` lets no chunk of it pass.
+    Of a group without layers it has no bytes, and ``faults`` lets no chunk of it pass.
     """
     refs, block_bytes = layout.groups[group].refs, layout.groups[group].block_bytes
     return GroupPlan(
@@ -70,34 +75,72 @@ def make_plan(
     )
 
 
-def check(plan: GroupPlan, io: ChunkIO) -> None:
-    """Raise LayoutError for blocks outside the KV cache or the chunk, for no blocks where no host slot takes part
-    either, for a location that is too small, and for a group of which the rank has no layer.
+def faults(plan: GroupPlan, chunks: Sequence[ChunkIO]) -> list[str | None]:
+    """Say of each chunk why it cannot be moved, or None: blocks outside the KV cache or the chunk, no blocks where no
+    host slot takes part either, a location that is too small, a group of which the rank has no layer.
     """
+    found = [_fault(plan, io) for io in chunks]
+    ids = [io.block_ids for io, words in zip(chunks, found, strict=True) if words is None and len(io.block_ids)]
+    if ids:
+        every = np.concatenate(ids)
+        if every.min() < 0 or every.max() >= plan.num_blocks:
+            return [words or _fault_of_ids(plan, io) for io, words in zip(chunks, found, strict=True)]
+    return found
+
+
+def _fault(plan: GroupPlan, io: ChunkIO) -> str | None:
     count = len(io.block_ids)
     if not plan.block_bytes:
-        raise LayoutError(f"this rank has no layer of group {io.group}")
+        return f"this rank has no layer of group {io.group}"
     if io.location.slot_bytes < plan.slot_bytes:
-        raise LayoutError(f"{io.location} is too small for a chunk of {plan.slot_bytes} bytes")
+        return f"{io.location} is too small for a chunk of {plan.slot_bytes} bytes"
     least = 0 if io.host_offset is not None else 1
     if io.first_block < 0 or count < least or io.first_block + count > plan.blocks:
-        raise LayoutError(f"blocks {io.first_block} to {io.first_block + count} of a chunk of {plan.blocks}")
-    if not count:
-        return
+        return f"blocks {io.first_block} to {io.first_block + count} of a chunk of {plan.blocks}"
+    return None
+
+
+def _fault_of_ids(plan: GroupPlan, io: ChunkIO) -> str | None:
+    if not len(io.block_ids) or (io.block_ids.min() >= 0 and io.block_ids.max() < plan.num_blocks):
+        return None
     lowest, highest = int(io.block_ids.min()), int(io.block_ids.max())
-    if lowest < 0 or highest >= plan.num_blocks:
-        raise LayoutError(f"block ids {lowest} to {highest} of a KV cache of {plan.num_blocks} blocks")
+    return f"block ids {lowest} to {highest} of a KV cache of {plan.num_blocks} blocks"
 
 
-def expected(namespace: bytes, plan: GroupPlan, io: ChunkIO) -> Expected:
-    """Return what the header of a chunk has to say."""
-    return Expected(
-        namespace=namespace,
-        key=io.key,
-        group=key_group(io.key),
-        blocks=plan.blocks,
-        block_bytes=plan.block_bytes,
-    )
+def expected(namespace: bytes, plan: GroupPlan, chunks: Sequence[ChunkIO]) -> ExpectedRows:
+    """Return what the headers of chunks, whose keys all name one group, have to say."""
+    keys = [io.key for io in chunks]
+    return ExpectedRows(namespace, keys, key_group(keys[0]), plan.blocks, plan.block_bytes)
+
+
+def encode(
+    namespace: bytes, plan: GroupPlan, chunks: Sequence[ChunkIO], sums: Sequence[npt.NDArray[np.uint64]]
+) -> Pages:
+    """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks.
+
+    Raises LayoutError when a chunk's blocks do not reach its end.
+    """
+    table = np.zeros((len(chunks), plan.blocks), dtype=np.uint64)
+    firsts = [io.first_block for io in chunks]
+    for row, (first, found) in enumerate(zip(firsts, sums, strict=True)):
+        if first + len(found) != plan.blocks:
+            raise LayoutError(f"a store of blocks up to {first + len(found)} of {plan.blocks}")
+        table[row, first:] = found
+    return encode_headers(expected(namespace, plan, chunks), table, firsts, created_s=int(time.time()))
+
+
+def refuse_absent(headers: HeaderRows, chunks: Sequence[ChunkIO]) -> None:
+    """Add an error for each chunk of which a wanted block was never stored. A chunk that wants no block is right."""
+    for row, (io, first) in enumerate(zip(chunks, headers.first_valid_block.tolist(), strict=True)):
+        if first > io.first_block and len(io.block_ids) and row not in headers.errors:
+            headers.errors[row] = FormatError(
+                f"block {io.first_block} was asked for, the shard begins with {first}", reason="blocks"
+            )
+
+
+def header_page(slot: Slot) -> npt.NDArray[np.uint8]:
+    """Return the header page of an image: a view."""
+    return slot.memory[:HEADER_BYTES]
 
 
 def rows(slot: Slot, plan: GroupPlan, io: ChunkIO) -> npt.NDArray[np.uint8]:
@@ -116,43 +159,37 @@ def valid_rows(slot: Slot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.
     return _blocks(slot, plan, first_block, plan.blocks - first_block)
 
 
-def spans(plan: GroupPlan, io: ChunkIO) -> Extents:
-    """Return what to read into a slot: header page and the pages that cover the blocks; one extent if they touch."""
+def spans(plan: GroupPlan, io: ChunkIO) -> Spans:
+    """Return what to read into a slot: header page and the pages that cover the blocks; one span if they touch."""
     begin = HEADER_BYTES + io.first_block * plan.block_bytes // PAGE_BYTES * PAGE_BYTES
     end = HEADER_BYTES + align_up((io.first_block + len(io.block_ids)) * plan.block_bytes)
     if begin == HEADER_BYTES:
-        return extents([0], [end])
-    return extents([0, begin], [HEADER_BYTES, end - begin])
+        return ((0, end),)
+    return ((0, HEADER_BYTES), (begin, end - begin))
 
 
-def store_spans(plan: GroupPlan, io: ChunkIO) -> Extents:
+def store_spans(plan: GroupPlan, io: ChunkIO) -> Spans:
     """Return what to write of a slot: as much as is read, or the slot as a whole where there are no parts."""
     return whole(plan) if plan.whole_writes else spans(plan, io)
 
 
-def whole(plan: GroupPlan) -> Extents:
-    """Return an image as one extent, padding and all."""
-    return extents([0], [plan.slot_bytes])
+def whole(plan: GroupPlan) -> Spans:
+    """Return an image as one span, padding and all."""
+    return ((0, plan.slot_bytes),)
 
 
-def write_header(slot: Slot, expect: Expected, checksums: npt.NDArray[np.uint64], first_block: int) -> None:
-    """Encode the header of a chunk about to be stored. Raises LayoutError when its blocks do not reach its end."""
-    header = make_header(expect, checksums, first_valid_block=first_block, created_s=int(time.time()))
-    encode_header(header, slot.memory[:HEADER_BYTES])
-
-
-def padding(plan: GroupPlan, io: ChunkIO, moved: Extents) -> list[tuple[int, int]]:
+def padding(plan: GroupPlan, io: ChunkIO, moved: Spans) -> list[tuple[int, int]]:
     """Return what is written around the blocks, as (begin, end) in the slot: to be zeroed, so that nothing stored holds
     what an earlier chunk left there.
     """
-    begin, end = int(moved[-1, 0]), int(moved[-1].sum())
+    begin, length = moved[-1]
     rows_begin = HEADER_BYTES + io.first_block * plan.block_bytes
     rows_end = rows_begin + len(io.block_ids) * plan.block_bytes
-    around = [(max(begin, HEADER_BYTES), rows_begin), (rows_end, end)]
+    around = [(max(begin, HEADER_BYTES), rows_begin), (rows_end, begin + length)]
     return [(first, last) for first, last in around if first < last]
 
 
-def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO, moved: Extents) -> None:
+def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO, moved: Spans) -> None:
     """Zero the ``padding`` of a slot in host memory."""
     for begin, end in padding(plan, io, moved):
         slot.memory[begin:end] = 0
@@ -164,23 +201,27 @@ def clear_around(slot: Slot, plan: GroupPlan, first_block: int) -> None:
     slot.memory[HEADER_BYTES + plan.blocks * plan.block_bytes : plan.slot_bytes] = 0
 
 
-def set_canary(slot: Slot, spans: Extents) -> int:
-    """Put one and the same byte at the end of each extent, and return it: a read that is cut short leaves it there."""
-    canary = os.urandom(1)[0]
-    slot.memory[spans.sum(axis=1) - 1] = canary
-    return canary
+class Canary:
+    """Tells whether a read was cut short where the mover would not: a byte at the end of each span that is still there
+    afterwards. In one of 256 whole reads it is there by chance.
+    """
 
+    def __init__(self, plan: GroupPlan) -> None:
+        self._byte = None if plan.tells_short_reads else os.urandom(1)[0]
 
-def may_be_short(slot: Slot, spans: Extents, canary: int) -> bool:
-    """Whether some extent still ends in ``canary``. In one of 256 whole reads it does so by chance."""
-    return bool((slot.memory[spans.sum(axis=1) - 1] == canary).any())
+    def place(self, slot: Slot, moved: Spans) -> None:
+        """Before the read."""
+        if self._byte is not None:
+            for begin, length in moved:
+                slot.memory[begin + length - 1] = self._byte
+
+    def may_be_short(self, slot: Slot, moved: Spans) -> bool:
+        """After it."""
+        if self._byte is None:
+            return False
+        return any(slot.memory[begin + length - 1] == self._byte for begin, length in moved)
 
 
 def _blocks(slot: Slot, plan: GroupPlan, first_block: int, count: int) -> npt.NDArray[np.uint8]:
     start = HEADER_BYTES + first_block * plan.block_bytes
     return slot.memory[start : start + count * plan.block_bytes].reshape(count, plan.block_bytes)
-
-
-def extents(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Extents:
-    """Return offsets and lengths as one array of shape (n, 2)."""
-    return np.stack([np.asarray(offsets, dtype=np.int64), np.asarray(lengths, dtype=np.int64)], axis=1)

@@ -1,4 +1,4 @@
-"""Every transition of jobs and chunks: the whole bookkeeping of the engine, without any I/O.
+"""The bookkeeping of an engine: its live jobs, their queues and their completions, without any I/O.
 
 Threading: ``JobTable`` is shared by the engine's caller and its pump. Its one lock guards every mutable field of
 ``Job`` and ``Task``; both decide by the table's methods, which hold that lock for microseconds, and act outside it.
@@ -9,23 +9,45 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
-from nixl_offload.engine.records import TRANSITIONS, ChunkIO, Job, JobResult, Landed, Lane, Stage, Task
+from nixl_offload.engine.records import ChunkIO, Completion, Job, Task
+from nixl_offload.engine.states import (
+    READS_BLOCKS,
+    TRANSITIONS,
+    Kind,
+    Lane,
+    State,
+    claimed,
+    when_closed,
+    when_given_up,
+)
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 0.05
 MOVE_QUEUE_LIMIT_S = 30.0
-"""A move that has not begun by then is DROPPED: it keeps a host slot from being used for something better."""
+"""Background work that has not begun by then is DROPPED: it keeps a host slot from being used for something better."""
+
+
+class Ending(NamedTuple):
+    """How a chunk ended, as the pump tells it."""
+
+    task: Task
+    outcome: Outcome
+    error: str | None = None
+    cause: str = ""
+    slot: Outcome | None = None
+    """Of the host slot that it filled, if it did."""
 
 
 class JobTable:
-    """The live jobs, their queues and their results.
+    """The live jobs, their queues and their completions.
 
-    After any failure still holds: each accepted job yields exactly one ``JobResult``, and one ``Landed`` if it fills
-    host slots; a task that is DONE never leaves that stage.
+    After any failure still holds: each accepted job tells its outcomes exactly once, and so its host slots; a chunk
+    that is DONE never leaves that state.
     """
 
     def __init__(self, *, store_queue_limit_bytes: int, clock: Callable[[], float]) -> None:
@@ -36,13 +58,11 @@ class JobTable:
         self._limit_bytes = store_queue_limit_bytes
         self._jobs: dict[int, Job] = {}
         self._lanes: dict[Lane, deque[Task]] = {lane: deque() for lane in Lane}
-        self._results: list[JobResult] = []
-        self._landing: dict[Job, None] = {}
-        """Jobs with host slots of which nothing was told yet; they may have ended long ago."""
-        self._landed: list[Landed] = []
-        self._queued_store_bytes = 0
-        self._waiting_bytes = [0, 0, 0]
-        """Of loads, stores and moves that are QUEUED."""
+        self._completions: list[Completion] = []
+        self._filling: dict[Job, None] = {}
+        """Jobs with host slots that something may still touch; they may have ended long ago."""
+        self._waiting_bytes = {"load": 0, "store": 0, "background": 0}
+        """Of chunks that are QUEUED."""
         self._expire_s = clock()
         self._refusal: str | None = None
         """Why every new job fails; None while the pump lives."""
@@ -61,39 +81,35 @@ class JobTable:
                 logger.error("job %d was submitted twice; the second submit is ignored", job.job_id)
                 return
             self._jobs[job.job_id] = job
-            job.tasks = [Task(job, io, size_bytes) for io, size_bytes in chunks]
+            job.tasks = [Task(job, io, _kind_of(job.kind, io), size_bytes) for io, size_bytes in chunks]
             job.unfinished = len(job.tasks)
-            job.unlanded = sum(task.is_landing for task in job.tasks)
-            if job.unlanded:
-                self._landing[job] = None
+            job.unknown_slots = sum(task.kind.fills_slot for task in job.tasks)
+            if job.unknown_slots:
+                self._filling[job] = None
             if not job.tasks:
-                self._emit(job)
+                self._tell(job)
+            waiting, sort = self._waiting_bytes, _waits_as(job.kind)
+            queue: list[Task] = []
             full = False
-            limited = job.is_store and not job.is_move
             for task in job.tasks:
-                self._waiting_bytes[_kind(job)] += task.size_bytes
-                if limited:
-                    self._queued_store_bytes += task.size_bytes
-                full = full or (limited and self._queued_store_bytes > self._limit_bytes)
+                waiting[sort] += task.size_bytes
+                full = full or (sort == "store" and waiting[sort] > self._limit_bytes)
                 if self._refusal is not None:
                     self._finish(task, Outcome.FAILED, self._refusal, "closed")
                 elif full:
                     self._finish(task, Outcome.DROPPED, "store queue is full", "queue_full")
                 else:
-                    self._lanes[lane].append(task)
+                    queue.append(task)
+            # Side by side, so that chunks of a group travel in one batch.
+            queue.sort(key=lambda task: task.io.group)
+            self._lanes[lane].extend(queue)
             self._wake()
 
-    def drain(self) -> list[JobResult]:
-        """Return the results since the last call; each job appears in exactly one of them."""
+    def drain(self) -> list[Completion]:
+        """Return the completions since the last call."""
         with self._lock:
-            results, self._results = self._results, []
-            return results
-
-    def drain_landed(self) -> list[Landed]:
-        """Return the landings since the last call; each job appears in at most one of them."""
-        with self._lock:
-            landed, self._landed = self._landed, []
-            return landed
+            completions, self._completions = self._completions, []
+            return completions
 
     def wait_source_free(self, job_ids: Collection[int], grace_s: float, limit_s: float) -> None:
         """Block until no store among ``job_ids`` needs its KV blocks any more. What is still queued ``grace_s`` after
@@ -105,12 +121,13 @@ class JobTable:
             if not jobs:
                 return
             for job in jobs:
-                queued = [task for task in job.tasks if task.stage is Stage.QUEUED]
-                self._lanes[Lane.URGENT_STORE if job.is_store else Lane.EXPEDITED_LOAD].extend(queued)
+                queued = [task for task in job.tasks if task.state is State.QUEUED]
+                queued.sort(key=lambda task: task.io.group)
+                self._lanes[Lane.URGENT_STORE if job.kind.writes else Lane.EXPEDITED_LOAD].extend(queued)
             self._wake()
-            stores = [job for job in jobs if job.is_store]
+            stores = [job for job in jobs if job.kind.writes]
             self._grant_grace(stores, grace_s, limit_s)
-            late = [task for job in stores for task in job.tasks if task.stage is Stage.QUEUED]
+            late = [task for job in stores for task in job.tasks if task.state is State.QUEUED]
             for task in late:
                 self._finish(
                     task, Outcome.DROPPED, "its blocks were needed before storage had time for it", "needed_back"
@@ -136,44 +153,53 @@ class JobTable:
         behind = True
         while behind and self._clock() < ends_s:
             behind = any(map(_is_behind, stores))
-            if self._progress.wait_for(lambda: not any(_reads_source(job) for job in stores), grace_s):
+            if self._progress.wait_for(lambda: not any(map(_needs_blocks, stores)), grace_s):
                 return
 
     def idle(self) -> bool:
         """True if no job is live, no host slot is being filled, and nothing waits to be drained."""
         with self._lock:
-            return not (self._jobs or self._results or self._landing or self._landed)
+            return not (self._jobs or self._completions or self._filling)
 
     def waiting_bytes(self) -> tuple[int, int, int]:
-        """Return the payload bytes that wait for their turn: of loads, of stores, and of moves."""
+        """Return the payload bytes that wait for their turn: of loads, of stores, and of background work."""
         with self._lock:
-            loads, stores, moves = self._waiting_bytes
-        return loads, stores, moves
+            waiting = self._waiting_bytes
+            return waiting["load"], waiting["store"], waiting["background"]
 
     # -- the pump's side --------------------------------------------------------------------------------------------
 
-    def take(self, lane: Lane, fits: Callable[[Task], bool]) -> Task | None:
-        """Claim the first queued task of ``lane`` if ``fits`` says so (called under the lock: pure and quick)."""
+    def take(self, lane: Lane, room: Callable[[Task], int]) -> list[Task]:
+        """Claim the first queued chunks of ``lane``: those of one job, group and kind, at most ``room`` of them.
+
+        ``room``: for how many chunks like this one there is room (called once, under the lock: pure and quick).
+        """
         with self._lock:
-            queue = self._lanes[lane]
+            queue, taken, limit = self._lanes[lane], list[Task](), 0
             while queue:
                 task = queue[0]
-                if task.stage is not Stage.QUEUED:
+                if task.state is not State.QUEUED:
                     queue.popleft()  # dropped, failed, or claimed through another lane
                     continue
-                if not fits(task):
-                    return None
+                if not taken:
+                    limit = room(task)
+                elif not _travel_together(taken[0], task):
+                    break
+                if len(taken) >= limit:
+                    break
                 queue.popleft()
-                self._move(task, Stage.SOURCE if task.job.is_store else Stage.IO)
-                return task
-            return None
+                self._move(task, claimed(task.kind))
+                taken.append(task)
+            if taken:
+                self._progress.notify_all()
+            return taken
 
     def refuse(self, lane: Lane, why_not: Callable[[Task], str | None]) -> None:
-        """Fail the first queued tasks of ``lane`` as long as ``why_not`` has words for it (as ``take``'s ``fits``)."""
+        """Fail the first queued chunks of ``lane`` as long as ``why_not``, which is as ``room``, has words for them."""
         with self._lock:
             queue = self._lanes[lane]
             while queue:
-                if queue[0].stage is Stage.QUEUED:
+                if queue[0].state is State.QUEUED:
                     why = why_not(queue[0])
                     if why is None:
                         return
@@ -185,38 +211,34 @@ class JobTable:
         with self._lock:
             return not self._jobs
 
-    def advance(self, task: Task, stage: Stage) -> bool:
-        """Move a task on; waiters learn it. False, and nothing changed, if the task was given up meanwhile."""
+    def advance(self, tasks: Iterable[Task], state: State) -> list[bool]:
+        """Move chunks on; waiters learn it. False for a chunk that was given up meanwhile, or is DISOWNED: nothing
+        changed then. A chunk that is in ``state`` already stays there.
+        """
         with self._lock:
-            if task.stage is Stage.DONE:
-                return False
-            self._move(task, stage)
-            return True
+            moved = []
+            for task in tasks:
+                goes = task.state not in {State.DONE, State.DISOWNED}
+                if goes and task.state is not state:
+                    self._move(task, state)
+                moved.append(goes)
+            self._progress.notify_all()
+            return moved
 
-    def finish(self, task: Task, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
-        """Give a task its outcome; the first one counts, later ones are ignored.
+    def complete(self, endings: Iterable[Ending]) -> None:
+        """Give chunks their outcomes, and tell of the host slots that they filled. Of each the first word counts.
 
         ``cause``: what ``error`` says, in one word of a small set, for metrics; ``io`` where nothing is known.
         """
         with self._lock:
-            self._finish(task, outcome, error, cause)
-
-    def land(self, task: Task, outcome: Outcome) -> None:
-        """Nothing moves in the host slot of a task any more, or (TAINTED) something may for ever; the first counts."""
-        with self._lock:
-            self._land(task, outcome)
-
-    def touch_in_place(self, task: Task) -> bool:
-        """The mover is about to touch KV blocks: from now on the task is given up by nobody. False, and it must not, if
-        that has happened already.
-        """
-        with self._lock:
-            task.in_place = task.stage is not Stage.DONE
-            return task.in_place
+            for task, outcome, error, cause, slot in endings:
+                if slot is not None:
+                    self._settle_slot(task, slot)
+                self._finish(task, outcome, error, cause)
 
     def expire_loads(self, timeout_s: float) -> None:
         """Fail loads that were submitted more than ``timeout_s`` ago, except where their KV blocks are being touched;
-        drop moves that have waited for ``MOVE_QUEUE_LIMIT_S``.
+        drop background work that has waited for ``MOVE_QUEUE_LIMIT_S``.
 
         For both sides: a pump that hangs in a system call cannot do it. Looks at most every ``EXPIRE_EVERY_S``.
         """
@@ -226,32 +248,32 @@ class JobTable:
                 return
             self._expire_s = now_s + EXPIRE_EVERY_S
             limit_s = now_s - timeout_s
-            late = [job for job in self._jobs.values() if not job.is_store and job.submitted_s <= limit_s]
+            late = [job for job in self._jobs.values() if not job.kind.writes and job.submitted_s <= limit_s]
             for job in late:
                 for task in job.tasks:
                     self._give_up(task, f"storage did not answer in {timeout_s:g} s", "timeout")
             limit_s = now_s - MOVE_QUEUE_LIMIT_S
-            waited = [job for job in self._jobs.values() if job.is_move and job.submitted_s <= limit_s]
+            waited = [job for job in self._jobs.values() if job.kind.in_background and job.submitted_s <= limit_s]
             for job in waited:
                 for task in job.tasks:
-                    if task.stage in {Stage.QUEUED, Stage.SOURCE}:
+                    if task.state in {State.QUEUED, State.CLAIMED}:
                         self._finish(task, Outcome.DROPPED, "storage had no time for a move", "no_time")
             if late or waited:
                 self._sweep()
 
     def give_up(self, why: str) -> None:
-        """Refuse what comes and end what is there: queued stores and moves are DROPPED, all else is FAILED; host slots
-        that are being filled or written out are TAINTED, for nobody will see the end of that.
+        """Refuse what comes and end what is there: queued writes and background work are DROPPED, all else is FAILED;
+        host slots that are being filled or written out are TAINTED, for nobody will see the end of that.
         """
         with self._lock:
             self._refusal = why
+            for job in list(self._filling):
+                for task in job.tasks:
+                    if task.kind.fills_slot and task.state is not State.QUEUED:
+                        self._settle_slot(task, Outcome.TAINTED)
             for job in list(self._jobs.values()):
                 for task in job.tasks:
-                    self._finish(task, _given_up(task), why, "closed")
-            for job in list(self._landing):
-                for task in job.tasks:
-                    if task.is_landing:
-                        self._land(task, Outcome.TAINTED)
+                    self._finish(task, when_closed(task.kind, task.state), why, "closed")
 
     def sleep(self, seconds: float | None) -> None:
         """Pump only: sleep until woken by new work, at most ``seconds`` (None: no limit)."""
@@ -271,83 +293,91 @@ class JobTable:
         self._woken = True
         self._work.notify()
 
-    def _move(self, task: Task, stage: Stage) -> None:
-        if stage not in TRANSITIONS[task.stage]:
-            raise RuntimeError(f"chunk of job {task.job.job_id} cannot go from {task.stage.name} to {stage.name}")
-        if task.stage is Stage.QUEUED:
-            self._waiting_bytes[_kind(task.job)] -= task.size_bytes
-            if task.job.is_store and not task.job.is_move:
-                self._queued_store_bytes -= task.size_bytes
-        task.stage = stage
-        self._progress.notify_all()
+    def _move(self, task: Task, state: State) -> None:
+        """Change a state. Callers notify waiters."""
+        if state not in TRANSITIONS[task.state]:
+            raise RuntimeError(f"chunk of job {task.job.job_id} cannot go from {task.state.name} to {state.name}")
+        if task.state is State.QUEUED:
+            self._waiting_bytes[_waits_as(task.job.kind)] -= task.size_bytes
+        task.state = state
 
     def _give_up(self, task: Task, why: str, cause: str) -> None:
-        """End a task early as far as that is safe. A store that has written nothing is DROPPED; one whose mover reads
-        the KV blocks is disowned, for its location may be given away only when the mover has let go. A load is FAILED
-        unless its KV blocks are being written.
-        """
-        if task.job.is_store:
-            if task.stage is Stage.SOURCE and task.in_place:
-                task.disowned = True
-            elif task.stage in {Stage.QUEUED, Stage.SOURCE}:
-                self._finish(task, Outcome.DROPPED, why, cause)
-        elif not task.in_place and task.stage is not Stage.SCATTER:
-            dropped = task.job.is_move and task.stage is Stage.QUEUED
-            self._finish(task, Outcome.DROPPED if dropped else Outcome.FAILED, why, cause)
+        """End a chunk early as far as that is safe."""
+        end = when_given_up(task.kind, task.state)
+        if isinstance(end, Outcome):
+            self._finish(task, end, why, cause)
+        elif end is not None:
+            self._move(task, end)
 
     def _sweep(self) -> None:
         """Forget what was given up while queued: behind a head that has to wait, nobody else would take it away."""
         for lane, queue in self._lanes.items():
-            if any(task.stage is not Stage.QUEUED for task in queue):
-                self._lanes[lane] = deque(task for task in queue if task.stage is Stage.QUEUED)
+            if any(task.state is not State.QUEUED for task in queue):
+                self._lanes[lane] = deque(task for task in queue if task.state is State.QUEUED)
 
     def _finish(self, task: Task, outcome: Outcome, error: str | None, cause: str = "") -> None:
-        if task.stage is Stage.DONE:
+        if task.state is State.DONE:
             return
-        if task.disowned and outcome is Outcome.OK:
+        if task.state is State.DISOWNED and outcome is Outcome.OK:
             outcome, error, cause = Outcome.FAILED, "its blocks were given away while they were written", "needed_back"
-        if task.stage is Stage.QUEUED and task.is_landing:
-            self._land(task, outcome)  # it never began
-        self._move(task, Stage.DONE)
+        if task.state is State.QUEUED and task.kind.fills_slot:
+            self._settle_slot(task, outcome)  # it never began
+        self._move(task, State.DONE)
+        self._progress.notify_all()
         task.outcome, task.error, task.cause = outcome, error, cause
         task.job.unfinished -= 1
         if not task.job.unfinished:
-            self._emit(task.job)
+            self._tell(task.job)
 
-    def _land(self, task: Task, outcome: Outcome) -> None:
-        if task.landed is not None:
+    def _settle_slot(self, task: Task, outcome: Outcome) -> None:
+        """Nothing touches the host slot of a chunk any more, or (TAINTED) something may for ever; the first counts."""
+        if task.slot is not None or not task.kind.fills_slot:
             return
-        task.landed = outcome
-        task.job.unlanded -= 1
-        if not task.job.unlanded:
-            del self._landing[task.job]
-            landed = tuple(other.landed or Outcome.FAILED for other in task.job.tasks if other.is_landing)
-            self._landed.append(Landed(task.job.job_id, landed))
+        task.slot = outcome
+        job = task.job
+        job.unknown_slots -= 1
+        if not job.unknown_slots:
+            del self._filling[job]
+            if not job.unfinished:
+                self._completions.append(Completion(job.job_id, job.kind, (), _slots(job)))
 
-    def _emit(self, job: Job) -> None:
+    def _tell(self, job: Job) -> None:
+        """All chunks of a job are done."""
         del self._jobs[job.job_id]
-        ok_bytes = sum(task.size_bytes for task in job.tasks if task.outcome is Outcome.OK)
-        errors = tuple(dict.fromkeys(task.error for task in job.tasks if task.error is not None))
         outcomes = tuple(task.outcome or Outcome.FAILED for task in job.tasks)
-        seconds = self._clock() - job.submitted_s
         failed = [task for task in job.tasks if task.outcome is not Outcome.OK]
         counts = Counter((task.outcome or Outcome.FAILED, task.cause or "io") for task in failed)
-        causes = tuple((outcome, cause, shards) for (outcome, cause), shards in counts.items())
-        self._results.append(JobResult(job.job_id, job.is_store, outcomes, ok_bytes, seconds, errors, causes=causes))
+        self._completions.append(
+            Completion(
+                job.job_id,
+                job.kind,
+                outcomes,
+                slots=None if job.unknown_slots else _slots(job),
+                bytes_moved=sum(task.size_bytes for task in job.tasks if task.outcome is Outcome.OK),
+                seconds=self._clock() - job.submitted_s,
+                errors=tuple(dict.fromkeys(task.error for task in failed if task.error is not None)),
+                causes=tuple((outcome, cause, shards) for (outcome, cause), shards in counts.items()),
+            )
+        )
 
 
-def _kind(job: Job) -> int:
-    """Where a job's bytes are counted while they wait: loads, stores, moves."""
-    return 2 if job.is_move else int(job.is_store)
+def _kind_of(kind: Kind, io: ChunkIO) -> Kind:
+    """Return what is done with one chunk of a job of ``kind``."""
+    return Kind.PROMOTION if kind is Kind.LOAD and io.host_offset is not None else kind
 
 
-def _given_up(task: Task) -> Outcome:
-    """What becomes of a task when nobody will see its end."""
-    if task.stage is Stage.QUEUED and (task.job.is_store or task.job.is_move):
-        return Outcome.DROPPED
-    if task.job.is_store and task.io.host_offset is not None:
-        return Outcome.TAINTED
-    return Outcome.FAILED
+def _waits_as(kind: Kind) -> str:
+    """Where a job's bytes are counted while they wait."""
+    return "background" if kind.in_background else "store" if kind.writes else "load"
+
+
+def _travel_together(task: Task, other: Task) -> bool:
+    alike = task.job is other.job and task.io.group == other.io.group and task.kind is other.kind
+    return alike and task.io.key[-4:] == other.io.key[-4:]  # the header names the group that the key names
+
+
+def _slots(job: Job) -> tuple[Outcome, ...]:
+    return tuple(task.slot or Outcome.FAILED for task in job.tasks if task.kind.fills_slot)
 
 
 def _is_behind(job: Job) -> bool:
@@ -360,10 +390,8 @@ def _is_behind(job: Job) -> bool:
         return False
 
 
-def _reads_source(job: Job) -> bool:
-    """Whether a store reads its KV blocks, or may yet."""
-    return any(task.stage in {Stage.QUEUED, Stage.SOURCE} and not task.disowned for task in job.tasks)
-
-
 def _needs_blocks(job: Job) -> bool:
-    return _reads_source(job) if job.is_store else job.unfinished > 0
+    """Whether a store reads its KV blocks, or may yet; whether a load is unfinished."""
+    if not job.kind.writes:
+        return job.unfinished > 0
+    return any(task.state in READS_BLOCKS for task in job.tasks)

@@ -17,7 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from nixl_offload.engine.records import ChunkIO, JobResult, Landed
+from nixl_offload.engine.records import ChunkIO, Completion
+from nixl_offload.engine.states import Kind
 from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)
@@ -41,25 +42,8 @@ class MoveIO:
     """A location of the memory tier is a byte offset in the host slab."""
 
 
-@dataclass(frozen=True, slots=True)
-class MoveResult:
-    """What became of the chunks of a ticket, in the order they were submitted: of moves, or of a load's landings.
-
-    TAINTED: the target must never be given to another chunk. Any other outcome: nothing touches the target any more.
-    """
-
-    ticket: int
-    outcomes: tuple[Outcome, ...]
-    tier: int
-    """Where they were to go; of the first, should they differ. For landings the memory tier."""
-    bytes_moved: int
-    """Of the chunks that are OK, by their slots: of these a rank with fewer layers fills a part, or nothing."""
-    seconds: float
-    """From submit to the last chunk."""
-
-
 class MovingEngine(Protocol):
-    """The side of a tier's engine that moves are made by: see ``chain.TierEngine``."""
+    """The side of a ``tier_engine.TierEngine`` that moves are made by."""
 
     def submit_move(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
         """Queue a store from, or a fetch to, host slots."""
@@ -78,8 +62,9 @@ class Ticket:
     """The chunks of one ticket and what is known of them."""
 
     number: int
-    tier: int
+    kind: Kind
     sizes: tuple[int, ...]
+    tier: int
     began_s: float
     outcomes: list[Outcome | None] = field(default_factory=list)
     unsettled: int = 0
@@ -127,20 +112,15 @@ class Moves:
         self._clock = clock
         self._ids = count(-1, -1)
         self._open: dict[Ticket, None] = {}
-        self._results: list[MoveResult] = []
+        self._results: list[Completion] = []
         self._stores: dict[int, _Part] = {}
         self._landings: dict[tuple[int, int], _Part] = {}
-        """By tier and job: the engine tells of these by ``Landed``."""
+        """By tier and job: completions tell of these as ``slots``."""
         self._waiting: deque[_Relay] = deque()
         self._fetching: dict[int, _Relay] = {}
         self._storing: dict[int, _Relay] = {}
         self._free_slots = list(reversed(relay_offsets))
         self._usable_slots = len(relay_offsets)
-
-    @property
-    def landing(self) -> bool:
-        """Whether some host slot is still to be told of by an engine."""
-        return bool(self._landings or self._fetching)
 
     @property
     def relaying(self) -> bool:
@@ -152,16 +132,18 @@ class Moves:
         """Whether no ticket is open, no result waits to be taken, and no relay slot is in use."""
         return not self._open and not self._results and not self.relaying
 
-    def take(self) -> list[MoveResult]:
+    def take(self) -> list[Completion]:
         """Return the tickets that were settled since the last call."""
         results, self._results = self._results, []
         return results
 
     # -- what begins ------------------------------------------------------------------------------------------------
 
-    def open(self, number: int, tier: int, sizes: Sequence[int]) -> Ticket:
-        """Open a ticket for chunks of ``sizes`` bytes; with none of them it is settled at once."""
-        ticket = Ticket(number, tier, tuple(sizes), self._clock(), [None] * len(sizes), len(sizes))
+    def open(self, number: int, kind: Kind, tier: int, sizes: Sequence[int]) -> Ticket:
+        """Open a ticket for chunks of ``sizes`` bytes, on their way to ``tier``; with none of them it is settled at
+        once.
+        """
+        ticket = Ticket(number, kind, tuple(sizes), tier, self._clock(), [None] * len(sizes), len(sizes))
         self._open[ticket] = None
         if not sizes:
             self._emit(ticket)
@@ -174,7 +156,8 @@ class Moves:
     def submit(self, number: int, moves: Sequence[MoveIO]) -> None:
         """Begin the moves of a ticket: see ``chain.ChainEngine.submit_moves``."""
         tier = moves[0].target.tier if moves else 0
-        ticket = self.open(number, tier, [move.target.slot_bytes for move in moves])
+        kind = Kind.FETCH if tier == self._memory else Kind.WRITE_THROUGH
+        ticket = self.open(number, kind, tier, [move.target.slot_bytes for move in moves])
         stores: dict[int, list[int]] = {}
         fetches: dict[int, list[int]] = {}
         for position, move in enumerate(moves):
@@ -212,32 +195,34 @@ class Moves:
 
     # -- what ends --------------------------------------------------------------------------------------------------
 
-    def ended(self, result: JobResult) -> None:
-        """An engine has finished a job that began here."""
-        part = self._stores.pop(result.job_id, None)
+    def completed(self, tier: int, done: Completion) -> None:
+        """An engine has completed a job, or tells of host slots that one was to fill."""
+        if done.ends_job and done.job_id < 0:
+            self._ended(done.job_id, done.outcomes)
+        if done.slots:
+            relay = self._fetching.pop(done.job_id, None)
+            part = self._landings.pop((tier, done.job_id), None)
+            if relay is not None:
+                self._relay_landed(relay, done.slots[0])
+            elif part is not None:
+                self._settle_part(part, done.slots)
+
+    def _ended(self, job_id: int, outcomes: Sequence[Outcome]) -> None:
+        """A job that began here has ended."""
+        part = self._stores.pop(job_id, None)
         if part is not None:
-            self._settle_part(part, result.outcomes)
+            self._settle_part(part, outcomes)
             return
-        relay = self._fetching.get(result.job_id)
+        relay = self._fetching.get(job_id)
         if relay is not None:
             # Told before the slot is free: storage may answer much later, but nothing will come of it.
-            if result.outcomes[0] is not Outcome.OK:
-                self.settle(relay.ticket, relay.position, _unfetched(result.outcomes[0]))
+            if outcomes[0] is not Outcome.OK:
+                self.settle(relay.ticket, relay.position, _unfetched(outcomes[0]))
             return
-        relay = self._storing.pop(result.job_id, None)
+        relay = self._storing.pop(job_id, None)
         if relay is not None:
-            self.settle(relay.ticket, relay.position, result.outcomes[0])
-            self._free(relay, tainted=result.outcomes[0] is Outcome.TAINTED)
-
-    def landed(self, tier: int, landed: Landed) -> None:
-        """An engine has told of host slots."""
-        relay = self._fetching.pop(landed.job_id, None)
-        if relay is not None:
-            self._relay_landed(relay, landed.outcomes[0])
-            return
-        part = self._landings.pop((tier, landed.job_id), None)
-        if part is not None:
-            self._settle_part(part, landed.outcomes)
+            self.settle(relay.ticket, relay.position, outcomes[0])
+            self._free(relay, tainted=outcomes[0] is Outcome.TAINTED)
 
     def step(self) -> None:
         """Give free relay slots to the moves that wait, and drop those that have waited for too long."""
@@ -316,7 +301,7 @@ class Moves:
         outcomes = tuple(outcome or Outcome.FAILED for outcome in ticket.outcomes)
         ok_bytes = sum(size for size, outcome in zip(ticket.sizes, outcomes, strict=True) if outcome is Outcome.OK)
         seconds = self._clock() - ticket.began_s
-        self._results.append(MoveResult(ticket.number, outcomes, ticket.tier, ok_bytes, seconds))
+        self._results.append(Completion(ticket.number, ticket.kind, outcomes, bytes_moved=ok_bytes, seconds=seconds))
 
 
 def _unfetched(outcome: Outcome) -> Outcome:

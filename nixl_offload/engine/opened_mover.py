@@ -17,7 +17,7 @@ from nixl_offload.config import DirectoryConfig
 from nixl_offload.engine.autotune.candidates import Shape, TransferPlan
 from nixl_offload.engine.autotune.plan import open_file_mover, plan_transfers
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
-from nixl_offload.engine.pools import Staging
+from nixl_offload.engine.engine_memory import Staging
 from nixl_offload.engine.staging import MIN_SLOTS
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverUnavailableError

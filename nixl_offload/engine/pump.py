@@ -1,8 +1,8 @@
-"""The pump: the one thread that drives movers, packer and staging, and takes every chunk from its queue to its outcome.
+"""The pump: the one thread of an engine, which takes every chunk from its queue to its outcome, batch by batch.
 
 Threading: everything here but ``start`` and ``stop`` runs on the pump's own thread.
-Ownership: a ``Flight`` owns its staging slots and its share of the KV blocks until each of its transfers is final. If
-the pump must end earlier, all that memory is kept for the life of the process instead of being freed under the kernel.
+Ownership: if the pump must end while something is in flight, the memory of that is kept for the life of the process
+instead of being freed under the kernel.
 """
 
 from __future__ import annotations
@@ -10,36 +10,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
-from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.batch import Batch
+from nixl_offload.engine.jobs import Ending, JobTable
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.records import Lane, Stage, Task
-from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
-from nixl_offload.engine.streams import Fence
-from nixl_offload.movers.base import Mover, Transfer, TransferState
+from nixl_offload.engine.records import Task
+from nixl_offload.engine.states import Lane
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.0005
-"""Pause between polls while something is in flight. NIXL's POSIX I/O moves only when polled: at 1 ms small extents run
-at full speed, at 5 ms at a third of it; without a pause polling burns half a CPU second per GB."""
-CROWD_POLL_S = 0.001
-CROWD_FLIGHTS = 8
-"""More flights than this are polled at the longer pause: one poll costs some 5 µs of Python per flight, and with many
-in flight none of them is waited for by the half millisecond."""
+"""Pause between polls of I/O that nothing holds up."""
 STUCK_POLL_S = 0.005
-"""The pause once nothing has moved for ``STUCK_AFTER_S``: a hung disk shall not cost a core."""
-STUCK_AFTER_S = 0.25
-MAX_FLIGHTS = 32
-"""Chunks in flight. Bounds descriptors in the mover and what one poll costs; 32 chunks keep any NVMe busy."""
-MAX_STORE_FLIGHTS = 24
-"""Of those, stores and moves; the rest is left for loads, so that no load waits behind a wall of writes."""
-MAX_MOVE_FLIGHTS = 8
-"""Of those, moves between tiers, which hold no staging: hung ones leave room for stores."""
+"""The pause once nothing has moved for long: a hung disk shall not cost a core."""
 MAX_FAILED_PASSES = 100
 """In a row; then the pump gives up and every job fails, rather than have callers wait for a loop that does nothing."""
 
@@ -47,88 +34,87 @@ LEAKED: list[object] = []
 """Whatever may still be touched by I/O when an engine had to end; never freed."""
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One chunk between its queue and its outcome. ``steps`` yields whenever it waits for a transfer or a fence."""
+@dataclass(slots=True)
+class InFlight:
+    """What the pump has in flight."""
 
-    task: Task
-    direct: bool = False
-    steps: Iterator[None] = field(default_factory=lambda: iter(()))
-    draining: bool = False
-    """Its path crashed with something in flight; ``steps`` only waits for that."""
-    slots: list[tuple[SlotPool[Any], Slot | DeviceSlot]] = field(default_factory=list)
-    mover: Mover | None = None
-    """Of every transfer: a chunk travels by one link."""
-    transfers: list[Transfer] = field(default_factory=list)
-    fences: list[Fence] = field(default_factory=list)
-    """Work of the device on its slots or blocks that is not known to be over."""
-    host: Slot | None = None
-    """The host slot that its image lies in, or is to. Held here for as long as something may touch it."""
-    landed: bool = False
-    """The image in ``host`` is whole and verified."""
-    undo: Callable[[str | None], None] | None = None
-    """Ends what was begun at the link, should the flight not come to its proper end; called once, with the error."""
+    batches: int = 0
+    store_batches: int = 0
+    chunks: int = 0
+    stores: int = 0
+    """Chunks of stores; background work is counted apart."""
+    background: int = 0
+    """Chunks."""
 
-    @property
-    def pending(self) -> bool:
-        """Whether some transfer is not final, or some fence was not passed when it was last polled."""
-        return bool(self.fences) or any(transfer.state is TransferState.PENDING for transfer in self.transfers)
+    def add(self, batch: Batch, sign: int) -> None:
+        """Count a batch in (1) or out (-1)."""
+        count = sign * len(batch.chunks)
+        self.batches += sign
+        self.chunks += count
+        kind = batch.chunks[0].task.kind
+        if kind.in_background:
+            self.background += count
+        elif kind.writes:
+            self.store_batches += sign
+            self.stores += count
 
-    def poll(self) -> bool:
-        """Push on every transfer that is not final; whether anything is still under way. Raises what a fence raises:
-        then nothing is known of the device any more.
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """How long the pump sleeps between polls while something is in flight."""
+
+    poll_s: float
+    crowd_poll_s: float
+    """With more than ``crowd`` batches in flight."""
+    crowd: int
+    slow_poll_s: float
+    """Once nothing has moved for ``slow_after_s``."""
+    slow_after_s: float
+
+
+class Driven(Protocol):
+    """What the pump drives: how the chunks of one tier travel."""
+
+    def room(self, task: Task, in_flight: InFlight) -> int:
+        """Return how many chunks like ``task`` may start now, as one batch. Pure and quick: called under the table's
+        lock. A chunk that will be rejected is always admitted.
         """
-        if self.mover is not None:
-            for transfer in self.transfers:
-                if transfer.state is TransferState.PENDING:
-                    self.mover.poll(transfer)
-        if self.fences:
-            self.fences = [fence for fence in self.fences if not fence.done()]
-        return self.pending
-
-    def passes(self, fence: Fence) -> Iterator[None]:
-        """Wait until the device is past ``fence``. Until then its slots are not given back, whatever happens."""
-        self.fences.append(fence)
-        while self.poll() and fence in self.fences:
-            yield
-
-    def abandon(self, error: str | None) -> None:
-        """Let the link undo what was begun there; nothing if that has ended already."""
-        undo, self.undo = self.undo, None
-        if undo is not None:
-            undo(error)
-
-
-class Paths(Protocol):
-    """What the pump drives: how a chunk travels (``paths.ChunkPaths``)."""
-
-    def has_room(self, task: Task, stores_in_flight: int) -> bool:
-        """Whether staging allows to start ``task`` now. Pure and quick: called under the table's lock."""
 
     def why_not(self, task: Task) -> str | None:
-        """Why a load that found no room shall not wait for it; None: it shall. Pure and quick, as ``has_room``."""
+        """Why a load that found no room shall not wait for it; None: it shall. Pure and quick, as ``room``."""
 
-    def begin(self, task: Task) -> Flight:
-        """Start a chunk: acquire what it needs and return its flight. Every exception becomes its failure."""
+    def begin(self, tasks: list[Task]) -> Batch:
+        """Start chunks of one job, group and kind. Does no I/O before the first step; no step raises for a chunk that
+        cannot be moved.
+        """
+
+    def abandon(self, batch: Batch, error: str | None) -> None:
+        """Undo at the tier what was begun for a batch and not ended."""
 
     def close(self) -> None:
-        """Nothing is in flight: close links and movers."""
+        """Nothing is in flight: close what is open."""
 
 
 class Pump:
     """Runs until ``stop``. No exception of a chunk ends it; if it ends nonetheless, every job is FAILED."""
 
     def __init__(
-        self, table: JobTable, paths: Paths, *, load_timeout_s: float, clock: Callable[[], float], name: str
+        self,
+        table: JobTable,
+        driven: Driven,
+        *,
+        load_timeout_s: float,
+        clock: Callable[[], float],
+        name: str,
+        pauses: Pauses,
     ) -> None:
         self._table = table
-        self._paths = paths
+        self._driven = driven
         self._load_timeout_s = load_timeout_s
         self._clock = clock
-        self._flights: list[Flight] = []
-        self._stores = 0
-        """Flights of stores that are no moves."""
-        self._moves = 0
+        self._pauses = pauses
+        self._batches: list[Batch] = []
+        self._in_flight = InFlight()
         self._failed_passes = 0
         self._moved_s = clock()
         self._stop_by_s: float | None = None
@@ -139,17 +125,19 @@ class Pump:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, deadline_s: float, patience_s: float = 1.0) -> bool:
-        """Let the pump finish what it can within ``deadline_s``; True if the thread is gone on return.
+    def stop(self, deadline_s: float, patience_s: float = 1.0) -> None:
+        """Let the pump finish what it can within ``deadline_s``; every job has ended on return.
 
-        False means that it is caught in a system call that does not return; it is a daemon thread and holds on to its
-        memory.
+        A thread that is caught in a system call is left behind, and its memory with it; it is a daemon thread.
         """
         self._stop_by_s = self._clock() + deadline_s
         self._table.wake()
         if self._thread.ident is not None:
             self._thread.join(deadline_s + patience_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            logger.error("The pump hangs in a system call; it is left behind with its memory")
+            LEAKED.append(self)
+            self._give_up("the engine was closed while storage hung")
 
     # -- the pump's thread ------------------------------------------------------------------------------------------
 
@@ -161,7 +149,7 @@ class Pump:
             why = "the pump ended unexpectedly"
             logger.critical("The pump thread ended; every job fails from now on and is recomputed", exc_info=True)
         finally:
-            self._table.give_up(why)
+            self._give_up(why)
             self._close()
 
     def _loop(self) -> None:
@@ -194,109 +182,100 @@ class Pump:
             self._moved_s = now_s
             return False
         if self._stop_by_s is not None:
-            if not self._flights and self._table.empty():
+            if not self._batches and self._table.empty():
                 return True
-            self._table.sleep(POLL_S)
-        elif self._flights:
+            self._table.sleep(self._pauses.poll_s)
+        elif self._batches:
             self._table.sleep(self._pause_s(now_s))
         else:
             self._table.sleep(None)
         return False
 
     def _pause_s(self, now_s: float) -> float:
-        if now_s - self._moved_s >= STUCK_AFTER_S:
-            return STUCK_POLL_S
-        return POLL_S if len(self._flights) <= CROWD_FLIGHTS else CROWD_POLL_S
+        pauses = self._pauses
+        if now_s - self._moved_s >= pauses.slow_after_s:
+            return pauses.slow_poll_s
+        return pauses.poll_s if len(self._batches) <= pauses.crowd else pauses.crowd_poll_s
 
     def _launch(self) -> bool:
-        """Start queued chunks as far as limits allow; True if any was started."""
+        """Start queued chunks as far as there is room; True if any was started."""
         started = False
         for lane in Lane:
-            while len(self._flights) < MAX_FLIGHTS and (task := self._table.take(lane, self._fits)) is not None:
+            while tasks := self._table.take(lane, self._room):
                 started = True
                 try:
-                    flight = self._paths.begin(task)
+                    batch = self._driven.begin(tasks)
                 except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
-                    self._crashed(task, error)
-                    self._table.land(task, Outcome.FAILED)
+                    self._log_crash(error)
+                    words = f"unexpected {type(error).__name__}"
+                    failed = Outcome.FAILED
+                    self._table.complete(Ending(task, failed, words, "unexpected", failed) for task in tasks)
                     continue
-                self._flights.append(flight)
-                self._count(task, 1)
-                self._step(flight)
+                self._adopt(batch)
             if lane in {Lane.EXPEDITED_LOAD, Lane.LOAD}:
-                self._table.refuse(lane, self._paths.why_not)
+                self._table.refuse(lane, self._driven.why_not)
         return started
 
-    def _count(self, task: Task, change: int) -> None:
-        if task.job.is_move:
-            self._moves += change
-        elif task.job.is_store:
-            self._stores += change
+    def _room(self, task: Task) -> int:
+        return self._driven.room(task, self._in_flight)
 
-    def _fits(self, task: Task) -> bool:
-        if task.job.is_move:
-            if self._moves >= MAX_MOVE_FLIGHTS or len(self._flights) >= MAX_STORE_FLIGHTS:
-                return False
-        elif task.job.is_store and self._stores + self._moves >= MAX_STORE_FLIGHTS:
-            return False
-        return self._paths.has_room(task, self._stores)
+    def _adopt(self, batch: Batch) -> None:
+        self._batches.append(batch)
+        self._in_flight.add(batch, 1)
+        self._step(batch)
 
     def _push(self) -> bool:
-        """Move every flight on; True if any of them ended."""
+        """Move every batch on; True if any of them ended."""
         ended = False
-        for flight in tuple(self._flights):
-            ended |= self._step(flight)
+        for batch in tuple(self._batches):
+            ended |= self._step(batch)
         return ended
 
-    def _step(self, flight: Flight) -> bool:
-        """Resume a flight; True if it is over and its memory was given back."""
+    def _step(self, batch: Batch) -> bool:
+        """Resume a batch; True if it is over and its memory was given back."""
         try:
-            next(flight.steps)
+            next(batch.steps)
             return False
         except StopIteration:
             pass
         except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
-            if flight.pending and not flight.draining:
-                # Told only when nothing moves any more: FAILED gives KV blocks and location away.
-                flight.draining = True
-                flight.steps = self._drain(flight, error)
-                self._log_crash(error)
-                return False
-            late = flight.pending and flight.task.job.is_store and flight.host is not None
-            self._crashed(flight.task, error, Outcome.TAINTED if late else Outcome.FAILED)
-        self._flights.remove(flight)
-        self._count(flight.task, -1)
-        self._abandon(flight)
-        if flight.task.stage is not Stage.DONE:
-            self._crashed(flight.task, RuntimeError("a chunk ended without an outcome"))
-        tainted = flight.pending or any(transfer.quarantine for transfer in flight.transfers)
-        for pool, slot in flight.slots:
-            if tainted:
-                pool.retire(slot)
-            else:
-                pool.release(slot)
-        if tainted:
-            LEAKED.append((self._paths, flight))
-        if flight.task.is_landing:
-            self._table.land(flight.task, _landing_outcome(flight, tainted=tainted))
+            self._log_crash(error)
+            self._crashed(batch, error)
+        self._end(batch)
         return True
 
-    def _abandon(self, flight: Flight) -> None:
+    def _crashed(self, batch: Batch, error: Exception) -> None:
+        """What is in flight cannot even be polled. Where it may still touch a host slot, that slot is TAINTED."""
+        for chunk in batch.alive:
+            tainted = batch.is_pending and chunk.task.kind.writes and chunk.host is not None
+            chunk.end(
+                Outcome.TAINTED if tainted else Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected"
+            )
+
+    def _end(self, batch: Batch) -> None:
+        """Tell of the chunks that have ended and give their slots back; the others go on as parts."""
+        self._batches.remove(batch)
+        # Counted with all the chunks it began with, as they were counted in.
+        self._in_flight.add(Batch([*batch.chunks, *(part.chunks[0] for part in batch.parts)]), -1)
         try:
-            flight.abandon("the chunk crashed")
+            self._driven.abandon(batch, "the chunk crashed")
         except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
             self._log_crash(error)
-
-    def _drain(self, flight: Flight, error: Exception) -> Iterator[None]:
-        """Poll what a crashed flight has left until it is final. If that raises too, ``_step`` taints its slots."""
-        while flight.poll():
-            yield
-        self._table.finish(flight.task, Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")
-
-    def _crashed(self, task: Task, error: Exception, outcome: Outcome = Outcome.FAILED) -> None:
-        """An exception that no path expects: a bug, ours or a mover's. The chunk fails, the pump goes on."""
-        self._log_crash(error)
-        self._table.finish(task, outcome, f"unexpected {type(error).__name__}", "unexpected")
+        tainted = batch.is_pending or batch.is_quarantined
+        for chunk in batch.chunks:
+            if chunk.outcome is None:
+                self._log_crash(RuntimeError("a chunk ended without an outcome"))
+                chunk.end(Outcome.FAILED, "unexpected RuntimeError", "unexpected")
+            for pool, slot in chunk.held:
+                if tainted:
+                    pool.retire(slot)
+                else:
+                    pool.release(slot)
+        if tainted:
+            LEAKED.append((self._driven, batch))
+        self._table.complete(batch.endings(tainted=tainted))
+        for part in batch.parts:
+            self._adopt(part)
 
     def _log_crash(self, error: Exception) -> None:
         self._log.error(f"crash:{type(error).__name__}", "A chunk failed unexpectedly: %r", error, exc_info=error)
@@ -304,22 +283,20 @@ class Pump:
     def _expire(self) -> None:
         self._table.expire_loads(self._load_timeout_s)
 
+    def _give_up(self, why: str) -> None:
+        """End every job. Host slots that something in flight may still touch are TAINTED."""
+        lost = [chunk for batch in tuple(self._batches) for chunk in batch.chunks]
+        written = [chunk.task for chunk in lost if chunk.task.kind.writes and chunk.host is not None]
+        self._table.complete(Ending(task, Outcome.TAINTED, why, "closed") for task in written)
+        self._table.give_up(why)
+
     def _close(self) -> None:
-        if self._flights:
-            LEAKED.append((self._paths, self._flights))
-            logger.error("%d transfers did not end; their memory is kept until the process exits", len(self._flights))
+        if self._batches:
+            LEAKED.append((self._driven, self._batches))
+            logger.error("%d transfers did not end; their memory is kept until the process exits", len(self._batches))
             return
         try:
-            self._paths.close()
+            self._driven.close()
         except Exception:
-            LEAKED.append(self._paths)
+            LEAKED.append(self._driven)
             logger.exception("Closing links and movers failed; their memory is kept until the process exits")
-
-
-def _landing_outcome(flight: Flight, *, tainted: bool) -> Outcome:
-    if tainted and flight.host is not None:
-        return Outcome.TAINTED
-    if flight.landed:
-        return Outcome.OK
-    outcome = flight.task.outcome
-    return Outcome.FAILED if outcome is None or outcome is Outcome.OK else outcome

@@ -10,7 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from nixl_offload.engine.records import JobResult
+from nixl_offload.engine.records import Completion
+from nixl_offload.engine.states import Kind
 
 Operation = Literal["store", "load", "move_in", "move_out"]
 """store: from KV blocks to the tier. load: from the tier to KV blocks. move_in: from another tier; move_out: to one."""
@@ -83,17 +84,24 @@ class Standing(NamedTuple):
     """None: the tier cannot be used on this rank."""
 
 
+_OPERATIONS: dict[Kind, Operation] = {
+    Kind.STORE: "store",
+    Kind.LOAD: "load",
+    Kind.PROMOTION: "load",
+    Kind.WRITE_THROUGH: "move_in",
+    Kind.FETCH: "move_out",
+}
+
+
 class Tally:
     """Adds up. ``take`` gives everything once."""
 
     def __init__(self) -> None:
         self._work = Work()
 
-    def add(self, tier: int, result: JobResult, *, is_move: bool) -> None:
-        """Count a finished job of one tier's engine."""
-        operation: Operation = "store" if result.is_store else "load"
-        if is_move:
-            operation = "move_in" if result.is_store else "move_out"
+    def add(self, tier: int, result: Completion) -> None:
+        """Count what one tier's engine has completed."""
+        operation = _OPERATIONS[result.kind]
         if result.bytes_moved:
             act = Act(operation, tier)
             self._work.payload_bytes[act] += result.bytes_moved

@@ -41,6 +41,8 @@ class Link(ABC):
     name: str
     """For logs: ``slab tier /mnt/kv``."""
     mover: Mover
+    shares_file: bool = False
+    """Whether many chunks lie in one file, so that one transfer can move them. Where False, each has its own."""
 
     @abstractmethod
     def connect(self) -> None:

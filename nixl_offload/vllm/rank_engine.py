@@ -18,9 +18,8 @@ from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import Config, MemoryConfig, S3Config, SharedDirConfig, SlabConfig, TierConfig
-from nixl_offload.engine import ChainEngine, Engine
+from nixl_offload.engine import ChainEngine, Engine, TierEngine
 from nixl_offload.engine.autotune.candidates import TransferPlan
-from nixl_offload.engine.chain import TierEngine
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.opened_mover import OpenedMover, engine_options, open_planned, plan_tier, spared_bytes
@@ -199,7 +198,8 @@ def _open_tier(
         engine = Engine(
             tensors=memory.tensors,
             layout=memory.layout,
-            links=[*[None] * position, link],
+            link=link,
+            tier=position,
             rank_namespace=place.rank_namespaces[rank],
             staging_bytes=options.staging_bytes,
             verify=config.verify,

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.layout import split_job
 from nixl_offload.config import Config
-from nixl_offload.engine import ChainEngine, ChunkIO, JobResult, MoveIO, Work
+from nixl_offload.engine import ChainEngine, ChunkIO, Completion, Kind, MoveIO, Work
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.opened_mover import OpenedMover
 from nixl_offload.engine.pump import LEAKED
@@ -52,7 +52,7 @@ class FinishedJob:
 
     ticket: StoreTicket | LoadTicket
     chunks: tuple[ChunkIO, ...]
-    result: JobResult
+    result: Completion
 
 
 class NixlOffloadingWorker(OffloadingWorker):
@@ -90,7 +90,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._reaches: list[OpenedMover] = []
         self._broken = off
         self._jobs: dict[int, tuple[StoreTicket | LoadTicket, tuple[ChunkIO, ...]]] = {}
-        self._refused: list[JobResult] = []
+        self._refused: list[Completion] = []
         self._refused_tickets: dict[int, int] = {}
         """Ticket of landings or moves that were refused -> how many chunks."""
         self._status: RankStatus | None = None
@@ -199,7 +199,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._refused_tickets = {}
         if self._engine is not None:
             for result in self._engine.settled():
-                ended[result.ticket] = failures_of(result.outcomes)
+                ended[result.job_id] = failures_of(result.outcomes)
         return ended
 
     def take_work(self) -> Work | None:
@@ -302,7 +302,9 @@ class NixlOffloadingWorker(OffloadingWorker):
         is_store = isinstance(ticket, StoreTicket)
         if isinstance(ticket, LoadTicket) and ticket.landing_ticket:
             self._refused_tickets[ticket.landing_ticket] = sum(landing is not None for landing in ticket.landings)
-        self._refused.append(JobResult(job_id, is_store, (Outcome.FAILED,) * chunks, 0, 0.0, (why,)))
+        self._refused.append(
+            Completion(job_id, Kind.STORE if is_store else Kind.LOAD, (Outcome.FAILED,) * chunks, errors=(why,))
+        )
 
     def _unless_broken(self, make: Callable[[], T]) -> T | None:
         """Return what ``make`` makes. Whatever it raises turns offloading off on this rank, and nothing else."""

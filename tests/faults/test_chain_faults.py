@@ -17,7 +17,8 @@ from nixl_offload.engine import ChunkIO, chain, pump
 from nixl_offload.engine.chain import MoveIO
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
 from nixl_offload.engine.moves import RELAY_WAIT_S
-from nixl_offload.engine.ways.context import QUARANTINE_S
+from nixl_offload.engine.transfer_paths import tier
+from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.movers.base import MemoryKind, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.select import open_mover
@@ -103,7 +104,8 @@ def test_a_load_that_is_given_up_lands_when_its_read_ends(make: Make, tmp_path: 
 
 
 def test_a_read_that_fails_is_no_landing(make: Make) -> None:
-    rig = make(faulty(Fault(0, FaultKind.FAIL, op=Op.READ, amount=4096)))
+    """The batch fails, and then the first of its chunks alone."""
+    rig = make(faulty(*(Fault(nth, FaultKind.FAIL, op=Op.READ, amount=4096) for nth in range(2))))
     rig.put(FILE, 0)
     rig.put(FILE, 1)
     chunks = [rig.chunk(number, FILE, blocks_of(number), host=number) for number in range(2)]
@@ -134,9 +136,29 @@ def test_a_quarantined_read_taints_its_slot(make: Make) -> None:
     rig.put(FILE, 1)
     leaked = len(pump.LEAKED)
     chunks = [rig.chunk(number, FILE, blocks_of(number), host=number) for number in range(2)]
-    assert rig.load(1, chunks, ticket=1) == (FAILED, OK)
-    assert rig.settle(1).outcomes == (TAINTED, OK)
+    assert rig.load(1, chunks[:1], ticket=1) == (FAILED,)
+    assert rig.load(2, chunks[1:], ticket=2) == (OK,)
+    assert rig.settle(1).outcomes == (TAINTED,)
+    assert rig.settle(2).outcomes == (OK,)
     assert len(pump.LEAKED) == leaked + 1
+
+
+def test_a_quarantined_batch_taints_the_slots_of_all_its_chunks(make: Make) -> None:
+    """Nobody knows which of them late I/O is for. From then on each chunk goes alone, so that this happens once."""
+    mover = faulty(Fault(0, FaultKind.FAIL, op=Op.READ, quarantine=True))
+    rig = make(mover)
+    for number in range(3):
+        rig.put(FILE, number)
+    chunks = [rig.chunk(number, FILE, blocks_of(number), host=number) for number in range(3)]
+    before = len(pump.LEAKED)
+    assert rig.load(1, chunks, ticket=1) == (FAILED,) * 3
+    assert rig.settle(1).outcomes == (TAINTED,) * 3
+    assert mover.submitted == [Op.READ]
+    mover.script = [Fault(2, FaultKind.FAIL, op=Op.READ, quarantine=True)]
+    chunks = [rig.chunk(number, FILE, blocks_of(number), host=10 + number) for number in range(3)]
+    assert rig.load(2, chunks, ticket=2) == (OK, FAILED, OK)
+    assert rig.settle(2).outcomes == (OK, TAINTED, OK)
+    del pump.LEAKED[before:]
 
 
 class RaisingMover(FaultyMover):
@@ -179,6 +201,13 @@ def test_a_quarantined_store_keeps_its_place(make: Make) -> None:
 # -- a tier that hangs ----------------------------------------------------------------------------------------------
 
 
+def in_flight(rig: ChainRig, number: int) -> tuple[int, int]:
+    """Chunks of stores, and of background work, that a tier's pump has in flight."""
+    engine = rig.engines[number]
+    assert engine is not None
+    return engine._pump._in_flight.stores, engine._pump._in_flight.background
+
+
 def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make) -> None:
     """With a bucket that answers nothing for minutes: stores, loads, landings and moves of the other tiers go on, its
     own moves are dropped but for those in flight, and when it answers again everything ends.
@@ -194,7 +223,7 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
     rig.chain.submit_moves(2, relayed)
     rig.chain.submit_store(3, [rig.chunk(number, BUCKET, blocks_of(number)) for number in range(4)])
     rig.chain.submit_load(4, [rig.chunk(9, BUCKET, blocks_of(9), host=9)], landing_ticket=4)
-    rig.until(lambda: bucket.submitted.count(Op.WRITE) >= 4 + pump.MAX_MOVE_FLIGHTS)
+    rig.until(lambda: in_flight(rig, BUCKET) == (4, tier.MAX_BACKGROUND))
     for turn in range(5):
         job, ticket = 100 + 2 * turn, 100 + 2 * turn
         assert rig.store(job, [rig.chunk(20, FILE, blocks_of(0))]) == (OK,)
@@ -204,7 +233,7 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
         assert rig.results[job].seconds < 2
         assert rig.results[job + 1].seconds < 2
         assert rig.settled[ticket + 1].seconds < 2
-    assert bucket.submitted.count(Op.WRITE) == 4 + pump.MAX_MOVE_FLIGHTS, "more in flight than the bound"
+    assert in_flight(rig, BUCKET) == (4, tier.MAX_BACKGROUND), "more in flight than the bound"
     assert not {1, 2} & rig.settled.keys()
     rig.clock.ahead_s += max(MOVE_QUEUE_LIMIT_S, RELAY_WAIT_S, LOAD_TIMEOUT_S) + 1
     assert rig.collect(4).outcomes == (FAILED,)
@@ -212,11 +241,11 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
     assert set(relays) == {DROPPED}
     quiet(rig)
     assert 1 not in rig.settled, "a place that may still be written to was told free"
-    assert bucket.submitted.count(Op.WRITE) == 4 + pump.MAX_MOVE_FLIGHTS
+    assert in_flight(rig, BUCKET) == (4, tier.MAX_BACKGROUND)
     bucket.release()
     outcomes = rig.settle(1).outcomes
-    assert outcomes.count(OK) == pump.MAX_MOVE_FLIGHTS
-    assert outcomes.count(DROPPED) == 64 - pump.MAX_MOVE_FLIGHTS
+    assert outcomes.count(OK) == tier.MAX_BACKGROUND
+    assert outcomes.count(DROPPED) == 64 - tier.MAX_BACKGROUND
     assert rig.collect(3).outcomes == (OK,) * 4
     assert rig.settle(4).outcomes == (FAILED,)
     # The relay slots are free again.
@@ -226,16 +255,16 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
 
 def test_moves_that_hang_leave_room_for_loads_and_stores_of_their_own_tier(make: Make) -> None:
     """As many as may fly hang; what requests need goes on beside them."""
-    mover = faulty(*(Fault(nth, FaultKind.STUCK, op=Op.WRITE) for nth in range(pump.MAX_MOVE_FLIGHTS)))
+    mover = faulty(Fault(0, FaultKind.STUCK, op=Op.WRITE))
     rig = make(mover)
     rig.put(FILE, 20)
     for number in range(12):
         rig.fill_host(number)
     rig.chain.submit_moves(1, [rig.move(number, MEMORY, FILE) for number in range(12)])
-    rig.until(lambda: mover.submitted.count(Op.WRITE) == pump.MAX_MOVE_FLIGHTS)
+    rig.until(lambda: bool(mover.submitted) and in_flight(rig, FILE) == (0, tier.MAX_BACKGROUND))
     assert rig.store(2, [rig.chunk(21 + number, FILE, blocks_of(0)) for number in range(4)]) == (OK,) * 4
     assert rig.load(3, [rig.chunk(20, FILE, blocks_of(1), host=15)] * 16, ticket=3) == (OK,) * 16
-    assert mover.submitted.count(Op.WRITE) == pump.MAX_MOVE_FLIGHTS + 4
+    assert in_flight(rig, FILE) == (0, tier.MAX_BACKGROUND)
     assert 1 not in rig.settled
     mover.release()
     assert rig.settle(1).outcomes == (OK,) * 12
@@ -364,7 +393,7 @@ def test_close_while_a_tier_hangs_settles_everything(make: Make) -> None:
     rig.chain.submit_load(4, [rig.chunk(13, BUCKET, blocks_of(0), host=13)], landing_ticket=4)
     rig.chain.submit_load(5, [rig.chunk(14, FILE, blocks_of(0), host=14)], landing_ticket=5)
     rig.until(lambda: bucket.submitted.count(Op.READ) == 1)
-    rig.until(lambda: bucket.submitted.count(Op.WRITE) == pump.MAX_MOVE_FLIGHTS)
+    rig.until(lambda: in_flight(rig, BUCKET) == (0, tier.MAX_BACKGROUND))
     rig.settle(3)
     rig.settle(5)
     leaked = len(pump.LEAKED)
@@ -372,7 +401,7 @@ def test_close_while_a_tier_hangs_settles_everything(make: Make) -> None:
     rig.chain.close(0.3)
     assert time.monotonic() - began_s < 0.3 + chain.CLOSE_PATIENCE_S + 1
     rig.poll()
-    assert rig.settled[1].outcomes == (TAINTED,) * pump.MAX_MOVE_FLIGHTS + (DROPPED,) * 4
+    assert rig.settled[1].outcomes == (TAINTED,) * tier.MAX_BACKGROUND + (DROPPED,) * 4
     assert set(rig.settled[2].outcomes) == {DROPPED}
     assert rig.settled[3].outcomes == (OK,)
     assert (rig.results[4].outcomes, rig.settled[4].outcomes) == ((FAILED,), (TAINTED,))

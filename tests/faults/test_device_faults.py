@@ -16,7 +16,7 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import pump
-from nixl_offload.engine.ways.context import QUARANTINE_S
+from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.movers.base import Op
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Outcome
@@ -145,6 +145,10 @@ def test_a_failed_read_fails_its_chunk_only(lab: Lab, way: Way) -> None:
     for job in range(5):
         bad = mover.submitted.count(Op.READ) + job % 2
         mover.script = [Fault(bad, FaultKind.FAIL, op=Op.READ, amount=4096)]
+        if way == "direct":
+            # A batch of both: its header pages fail, then the header page or the blocks of one of them alone.
+            bad = mover.submitted.count(Op.READ) + 2 + job % 4
+            mover.script = [replace(fault, nth=nth) for fault in mover.script for nth in (bad - 2 - job % 4, bad)]
         outcomes = rig.load(job, [rig.chunk(n, [12 + 4 * n, 13 + 4 * n, 14 + 4 * n, 15 + 4 * n]) for n in range(2)])
         assert sorted(outcomes, key=str) == [FAILED, OK]
         rig.write(range(12, 20))
@@ -280,7 +284,7 @@ def test_closing_while_the_device_hangs_keeps_its_memory(lab: Lab, leaked: list[
     kept = len(leaked)
     with lab.streams.compute.held():
         rig.engine.submit_store(1, [rig.chunk(0, SOURCE)])
-        until(lambda: bool(rig.engine._pump._flights))
+        until(lambda: bool(rig.engine._pump._batches))
         began_s = time.monotonic()
         rig.engine.close(0.1)
         assert time.monotonic() - began_s < 5

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_offload.engine import engine, pump
-from nixl_offload.engine.ways.context import QUARANTINE_S
+from nixl_offload.engine import pump, tier_engine
+from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
@@ -170,11 +170,16 @@ def test_late_transfers_and_refused_ones(make: Make) -> None:
         Fault(0, FaultKind.LATE, op=Op.WRITE, amount=30),
         Fault(0, FaultKind.LATE, op=Op.READ, amount=30),
         Fault(1, FaultKind.REFUSE, op=Op.READ),
+        Fault(3, FaultKind.REFUSE, op=Op.READ),
     )
     rig = make("per_layer", mover)
     wanted = rig.bytes_of([1, 2, 3, 4])
     assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8]), rig.chunk(0, [9, 10, 11, 12])]) == (OK, FAILED)
+    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
+    assert rig.bytes_of([5, 6, 7, 8]) == wanted
+    rig.wipe(0xEE)
+    # The batch is refused, and then the second of its chunks alone.
+    assert rig.load(4, [rig.chunk(0, [5, 6, 7, 8]), rig.chunk(0, [9, 10, 11, 12])]) == (OK, FAILED)
     assert rig.bytes_of([5, 6, 7, 8]) == wanted
     assert rig.load(3, [rig.chunk(0, [9, 10, 11, 12])]) == (OK,)
 
@@ -271,7 +276,7 @@ def test_a_quarantined_direct_load_keeps_its_blocks_and_ends_the_direct_path(mak
 
 def test_wait_gives_up_a_direct_store_that_hangs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine goes on; the store can only end as FAILED, and not before the mover has let go of its location."""
-    monkeypatch.setattr(engine, "WAIT_LIMIT_S", 0.05)
+    monkeypatch.setattr(tier_engine, "WAIT_LIMIT_S", 0.05)
     mover = faulty(Fault(1, FaultKind.STUCK))
     rig = make("direct_blocks", mover)
     rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
@@ -290,7 +295,7 @@ def test_wait_gives_up_what_a_hanging_pump_has_not_gathered(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look at a dead mount hangs after the chunk was claimed: it is DROPPED, and nothing is written later."""
-    monkeypatch.setattr(engine, "WAIT_LIMIT_S", 0.05)
+    monkeypatch.setattr(tier_engine, "WAIT_LIMIT_S", 0.05)
     clock, slab, mover = Clock(), troubled(tmp_path), faulty()
     rig = make("per_layer", mover, slab=slab, clock=clock)
     slab.hang_check = threading.Event()
@@ -334,7 +339,7 @@ def test_a_quarantined_store_keeps_its_location(make: Make, shape: str) -> None:
     until(lambda: mover.submitted)
     began_s = time.monotonic()
     rig.engine.wait([1])
-    assert time.monotonic() - began_s < engine.WAIT_LIMIT_S
+    assert time.monotonic() - began_s < tier_engine.WAIT_LIMIT_S
     time.sleep(0.05)
     assert rig.engine.finished() == []
     clock.ahead_s += QUARANTINE_S

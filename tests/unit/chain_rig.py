@@ -17,13 +17,13 @@ import torch
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine import ChunkIO, Engine, JobResult
-from nixl_offload.engine.chain import ChainEngine, MoveIO, MoveResult, TierEngine
+from nixl_offload.engine import ChunkIO, Completion, Engine
+from nixl_offload.engine.chain import ChainEngine, MoveIO
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.link import Link
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
@@ -67,8 +67,8 @@ class ChainRig:
     slabs: list[SlabFile]
     engines: list[TierEngine | None]
     chain: ChainEngine
-    results: dict[int, JobResult] = field(default_factory=dict)
-    settled: dict[int, MoveResult] = field(default_factory=dict)
+    results: dict[int, Completion] = field(default_factory=dict)
+    settled: dict[int, Completion] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -103,11 +103,11 @@ class ChainRig:
             slab.open()
             SlabFile.ensure(slab, 0, slab.rank_bytes)  # what was never written reads as zeros, not as the file's end
             slabs.append(slab)
-            links: list[Link | None] = [None] * tier
             engine = Engine(
                 tensors=tensors,
                 layout=layout,
-                links=[*links, SlabLink(slab, mover, clock)],
+                link=SlabLink(slab, mover, clock),
+                tier=tier,
                 rank_namespace=NAMESPACE,
                 staging_bytes=staging_slots * slot_bytes,
                 clock=clock,
@@ -197,14 +197,14 @@ class ChainRig:
             assert result.job_id not in self.results, f"job {result.job_id} ended twice"
             self.results[result.job_id] = result
         for settled in self.chain.settled():
-            assert settled.ticket not in self.settled, f"ticket {settled.ticket} was settled twice"
-            self.settled[settled.ticket] = settled
+            assert settled.job_id not in self.settled, f"ticket {settled.job_id} was settled twice"
+            self.settled[settled.job_id] = settled
 
-    def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> JobResult:
+    def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> Completion:
         self.until(lambda: job_id in self.results, timeout_s)
         return self.results[job_id]
 
-    def settle(self, ticket: int, timeout_s: float = DEADLINE_S) -> MoveResult:
+    def settle(self, ticket: int, timeout_s: float = DEADLINE_S) -> Completion:
         self.until(lambda: ticket in self.settled, timeout_s)
         return self.settled[ticket]
 

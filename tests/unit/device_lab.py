@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.pools import Memory
+from nixl_offload.engine.engine_memory import EngineMemory
 from nixl_offload.movers.base import Mover
 from nixl_offload.testing.faulty_mover import Fault, FaultyMover
 from tests.unit.device_rig import ThreadedStream, ThreadedStreams, emulated
@@ -64,13 +64,13 @@ def faulty(*faults: Fault) -> FaultyMover:
     return FaultyMover(DeviceCopyMover(), faults)
 
 
-def memory_of(rig: DeviceRig) -> Memory:
-    memory: Memory = rig.engine._pump._paths._context.memory
+def memory_of(rig: DeviceRig) -> EngineMemory:
+    memory: EngineMemory = rig.engine._pump._driven._context.memory
     return memory
 
 
 def packer_of(rig: DeviceRig) -> DevicePacker:
-    packer = rig.engine._pump._paths._context.device_packer
+    packer = rig.engine._pump._driven._context.device_packer
     assert isinstance(packer, DevicePacker)
     return packer
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.link import Link
@@ -73,7 +73,7 @@ class Driven:
     shape: Shape
     kv: list[npt.NDArray[np.uint8]]
     engine: Any
-    results: dict[int, JobResult]
+    results: dict[int, Completion]
 
     def key(self, number: int, group: int = 0) -> Key:
         return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
@@ -88,7 +88,7 @@ class Driven:
         for rows in self.kv:
             rows[:] = value
 
-    def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> JobResult:
+    def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> Completion:
         """Drain until ``job_id`` is there; a job that shows up twice is an error."""
         deadline_s = time.monotonic() + timeout_s
         while job_id not in self.results:
@@ -138,7 +138,7 @@ class Rig(Driven):
     mover: Mover
     link: Link
     engine: Engine
-    results: dict[int, JobResult] = field(default_factory=dict)
+    results: dict[int, Completion] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -170,7 +170,7 @@ class Rig(Driven):
         engine = Engine(
             tensors=tensors,
             layout=layout,
-            links=[link_],
+            link=link_,
             rank_namespace=namespace,
             staging_bytes=staging_slots * largest,
             **options,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
@@ -137,7 +137,7 @@ class DeviceRig:
     link: Link
     engine: Engine
     slots: int
-    results: dict[int, JobResult] = field(default_factory=dict)
+    results: dict[int, Completion] = field(default_factory=dict)
     _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(11))
     _kept: list[torch.Tensor] = field(default_factory=list)
     _uploads: Any = None
@@ -176,7 +176,7 @@ class DeviceRig:
             engine = Engine(
                 tensors=tensors,
                 layout=layout,
-                links=[link],
+                link=link,
                 rank_namespace=NAMESPACE,
                 staging_bytes=staging_slots * largest,
                 device=device,
@@ -247,7 +247,7 @@ class DeviceRig:
         size = max(self.layout.slot_bytes(group) for group in range(len(self.shape.groups)))
         return Location(0, slot * size, size)
 
-    def collect(self, job_id: int) -> JobResult:
+    def collect(self, job_id: int) -> Completion:
         """Drain until ``job_id`` is there; a job that shows up twice is an error."""
 
         def there() -> bool:

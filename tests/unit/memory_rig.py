@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine import ChunkIO, JobResult
+from nixl_offload.engine import ChunkIO, Completion
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, Parts, pages_of
@@ -73,7 +73,7 @@ class MemoryRig(Driven):
     host: HostSlab
     engine: MemoryEngine
     packer: SlowPacker | None
-    results: dict[int, JobResult] = field(default_factory=dict)
+    results: dict[int, Completion] = field(default_factory=dict)
 
     @classmethod
     def make(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine.ways.context import QUARANTINE_S
+from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind
@@ -138,7 +138,7 @@ def test_blocks_needed_before_the_model_has_written_them_are_not_stored(lab: Lab
         rig.engine.wait([1], limit_s=0.05)
         assert time.monotonic() - began_s < 5
         assert rig.collect(1).outcomes == (DROPPED,) * 6
-    until(lambda: not rig.engine._pump._flights)
+    until(lambda: not rig.engine._pump._batches)
     assert mover.submitted == []
     assert rig.store(2, [rig.chunk(1, [0, 1, 2, 3])]) == (OK,)
 
@@ -228,7 +228,7 @@ def test_a_direct_load_waits_for_no_store(lab: Lab) -> None:
     until(lambda: mover.submitted.count(Op.READ) == 2)
     with lab.streams.compute.held():
         rig.engine.submit_store(3, [rig.chunk(1, [8, 9, 10, 11])])
-        until(lambda: len(rig.engine._pump._flights) == 2)
+        until(lambda: len(rig.engine._pump._batches) == 2)
         time.sleep(0.01)
         mover.release()
         assert rig.collect(2).outcomes == (OK,)

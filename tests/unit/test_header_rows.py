@@ -1,4 +1,4 @@
-"""Proves: headers that are written and checked as rows of a matrix are those that are written and checked one by one."""
+"""Proves: headers written and checked as rows of a matrix are those that are written and checked one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from nixl_offload.chunk.checksum import block_checksums, payload_checksums
 from nixl_offload.chunk.header import (
     HEADER_BYTES,
     MAX_BLOCKS_PER_CHUNK,
-    Expected,
     ExpectedRows,
     check_header,
     check_headers,

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import ChunkIO, Engine, JobResult
-from nixl_offload.engine.records import Landed
+from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
@@ -51,16 +50,18 @@ class Direct:
         engine = rig.engines[FILE]
         assert isinstance(engine, Engine)
         self.engine = engine
-        self.results: dict[int, JobResult] = {}
-        self.landings: dict[int, Landed] = {}
+        self.results: dict[int, Completion] = {}
+        self.landings: dict[int, tuple[Outcome, ...]] = {}
+        """What was told of host slots, by job."""
 
     def poll(self) -> None:
         for result in self.engine.finished():
-            assert result.job_id not in self.results
-            self.results[result.job_id] = result
-        for landed in self.engine.landed():
-            assert landed.job_id not in self.landings
-            self.landings[landed.job_id] = landed
+            if result.ends_job:
+                assert result.job_id not in self.results
+                self.results[result.job_id] = result
+            if result.slots:
+                assert result.job_id not in self.landings
+                self.landings[result.job_id] = result.slots
 
     def ended(self, job_id: int, *, lands: bool = True) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
         """Outcomes and landings of a job once both are told."""
@@ -70,8 +71,7 @@ class Direct:
             return job_id in self.results and (not lands or job_id in self.landings)
 
         until(over)
-        landed = self.landings.get(job_id)
-        return self.results[job_id].outcomes, None if landed is None else landed.outcomes
+        return self.results[job_id].outcomes, self.landings.get(job_id)
 
     def store(self, job_id: int, chunks: list[ChunkIO]) -> tuple[Outcome, ...]:
         self.engine.submit_move(job_id, chunks, is_store=True)
@@ -84,13 +84,6 @@ class Direct:
     def load(self, job_id: int, chunks: list[ChunkIO]) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
         self.engine.submit_load(job_id, chunks)
         return self.ended(job_id)
-
-
-def told(engine: Engine) -> list[Landed]:
-    """The landings that are told next."""
-    landed: list[Landed] = []
-    until(lambda: landed.extend(engine.landed()) or landed)
-    return landed
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -298,9 +291,9 @@ def test_files_and_objects_of_their_own(tmp_path: Path, kind: str) -> None:
 
         def fetch(job_id: int) -> tuple[Outcome, ...]:
             engine.submit_move(job_id, [chunk], is_store=False)
-            rig.collect(job_id)
-            (landed,) = told(engine)
-            return landed.outcomes
+            slots = rig.collect(job_id).slots
+            assert slots is not None
+            return slots
 
         assert fetch(2) == (OK,)
         image = host.slot(0, rig.layout.slot_bytes(0)).memory
@@ -331,7 +324,7 @@ def test_an_engine_without_host_memory_says_so(tmp_path: Path) -> None:
         chunk = replace(rig.chunk(0, [1, 2, 3, 4]), host_offset=0)
         rig.engine.submit_load(1, [chunk])
         assert rig.collect(1).outcomes == (FAILED,)
-        assert told(rig.engine) == [Landed(1, (FAILED,))]
+        assert rig.collect(1).slots == (FAILED,)
         assert rig.store(2, [chunk]) == (FAILED,)
     finally:
         rig.close()

@@ -192,46 +192,48 @@ def test_readers_never_see_half_a_file(make: Make, tmp_path: Path) -> None:
 # -- several tiers --------------------------------------------------------------------------------------------------
 
 
-def test_each_tier_has_its_own_link_and_mover(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One engine, a slab that is written direct, a hole, a shared directory, and objects that are written whole."""
+def test_each_tier_has_its_own_engine_link_and_mover(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slab that is written direct, a shared directory, and objects that are written whole, of one KV cache; a chunk
+    of another tier is refused.
+    """
     rig = make("direct_blocks")
-    assert rig.slab is not None
-    slab_mover, tree_mover, object_mover = (
-        FaultyMover(CopyMover()),
-        FaultyMover(CopyMover()),
-        FaultyMover(ObjectFiles(tmp_path / "o")),
-    )
-    with caplog.at_level(logging.INFO, logger="nixl_offload.engine"):
-        engine = Engine(
-            tensors=rig.tensors,
-            layout=rig.layout,
-            links=[
-                SlabLink(rig.slab, slab_mover, time.monotonic),
-                None,
-                tree(tmp_path / "shared")(tree_mover, time.monotonic),
-                objects()(object_mover, time.monotonic),
-            ],
-            rank_namespace=bytes(32),
-            staging_bytes=1 << 20,
-            direct_min_extent_bytes=4096,
-        )
     rig.engine.close()
-    rig.engine = engine
+    assert rig.slab is not None
+    movers = [FaultyMover(CopyMover()), FaultyMover(CopyMover()), FaultyMover(ObjectFiles(tmp_path / "o"))]
+    links = [
+        SlabLink(rig.slab, movers[0], time.monotonic),
+        tree(tmp_path / "shared")(movers[1], time.monotonic),
+        objects()(movers[2], time.monotonic),
+    ]
     size = rig.layout.slot_bytes(0)
     wanted = rig.bytes_of([1, 2, 3, 4])
 
     def chunk(tier: int, blocks: list[int]) -> ChunkIO:
         return ChunkIO(rig.key(1), Location(tier, 0, size), 0, np.array(blocks, dtype=np.int32), 0)
 
-    assert rig.store(1, [chunk(tier, [1, 2, 3, 4]) for tier in range(4)]) == (OK, FAILED, OK, OK)
-    for job, tier in enumerate((0, 2, 3), start=2):
+    for tier, link in enumerate(links):
+        with caplog.at_level(logging.INFO, logger="nixl_offload.engine"):
+            rig.engine = Engine(
+                tensors=rig.tensors,
+                layout=rig.layout,
+                link=link,
+                tier=tier,
+                rank_namespace=bytes(32),
+                staging_bytes=1 << 20,
+                direct_min_extent_bytes=4096,
+            )
+        rig.results.clear()
+        rig.kv[0][[1, 2, 3, 4]] = np.frombuffer(wanted, dtype=np.uint8).reshape(4, -1)
+        others = [chunk(other, [1, 2, 3, 4]) for other in range(4)]
+        assert rig.store(1, others) == tuple(OK if other == tier else FAILED for other in range(4))
         rig.wipe()
-        assert rig.load(job, [chunk(tier, [5, 6, 7, 8])]) == (OK,)
+        assert rig.load(2, [chunk(tier, [5, 6, 7, 8]), chunk(3, [5, 6, 7, 8])]) == (OK, FAILED)
         assert rig.bytes_of([5, 6, 7, 8]) == wanted
-    assert rig.load(9, [chunk(1, [5, 6, 7, 8]), chunk(4, [5, 6, 7, 8])]) == (FAILED, FAILED)
+        rig.engine.close()
     both = [Op.WRITE, Op.WRITE, Op.READ, Op.READ]
-    assert [slab_mover.submitted, tree_mover.submitted] == [both, both]
-    assert object_mover.submitted == [Op.WRITE, Op.READ]
+    assert [mover.submitted for mover in movers] == [both, both, [Op.WRITE, Op.READ]]
     assert "packed through host memory, because objects writes a chunk in one piece" in caplog.text
 
 

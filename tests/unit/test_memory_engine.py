@@ -19,6 +19,7 @@ import pytest
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
+from nixl_offload.engine import Kind
 from nixl_offload.engine import memory as memory_module
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.types import Location, Outcome
@@ -64,7 +65,7 @@ def test_chunks_come_back_into_other_blocks(make: Make, shape: str) -> None:
     stores = [rig.chunk(2 * g + n, sources[n], group=g) for n in range(2) for g in groups]
     assert set(rig.store(1, stores)) == {OK}
     assert rig.collect(1).bytes_moved == sum(len(payload) for payload in wanted.values())
-    assert rig.collect(1).is_store
+    assert rig.collect(1).kind is Kind.STORE
     for group in groups:
         rig.wipe(0xEE)
         loads = [rig.chunk(2 * group + n, targets[n], group=group) for n in range(2)]
@@ -73,7 +74,6 @@ def test_chunks_come_back_into_other_blocks(make: Make, shape: str) -> None:
             assert rig.bytes_of(targets[n], group) == wanted[n, group]
         untouched = sorted(set(range(NUM_BLOCKS)) - set(targets[0]) - set(targets[1]))
         assert set(rig.bytes_of(untouched, group)) == {0xEE}
-    assert rig.engine.landed() == []
     assert rig.engine.idle()
 
 
@@ -266,7 +266,7 @@ def test_moves_and_landings_are_not_made_here(make: Make) -> None:
     assert rig.collect(1).outcomes == (FAILED,)
     rig.engine.submit_move(2, [chunk], is_store=False)
     assert rig.collect(2).outcomes == (FAILED,)
-    assert [(landed.job_id, landed.outcomes) for landed in rig.engine.landed()] == [(0, (FAILED,)), (2, (FAILED,))]
+    assert [rig.collect(job).slots for job in range(3)] == [(FAILED,), (), (FAILED,)]
     assert rig.engine.idle()
 
 
@@ -437,7 +437,7 @@ def test_an_empty_job_and_a_repeated_one(make: Make, caplog: pytest.LogCaptureFi
 def test_a_group_that_cannot_be_copied_fails_its_job_when_the_others_are_over(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Told before, a slot of the other group would be given away under the copy. The thread goes on."""
+    """Each group is a batch of its own, and so are their outcomes. The thread goes on."""
     rig = make("two_groups", slow=True)
     assert rig.packer is not None
     rig.packer.broken = {1}
@@ -447,7 +447,7 @@ def test_a_group_that_cannot_be_copied_fails_its_job_when_the_others_are_over(
     time.sleep(0.02)
     assert rig.engine.finished() == []
     rig.fences[0].go()
-    assert rig.collect(0).outcomes == (FAILED, FAILED)
+    assert rig.collect(0).outcomes == (OK, FAILED)
     assert rig.collect(0).errors == ("unexpected RuntimeError",)
     assert "the device is out of order" in caplog.text
     rig.packer.broken = set()
@@ -486,7 +486,7 @@ def test_a_copier_that_dies_fails_every_job(make: Make, monkeypatch: pytest.Monk
 
     rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
     until(lambda: len(rig.fences) == 1)
-    monkeypatch.setattr(rig.engine, "_begin_next", gone)
+    monkeypatch.setattr(rig.engine._pump, "_launch", gone)
     rig.engine.submit_load(1, [rig.chunk(0, [1, 2, 3, 4])])
     assert rig.collect(0).outcomes == (TAINTED,)
     assert rig.collect(1).outcomes == (FAILED,)
@@ -521,8 +521,8 @@ def test_close_gives_up_what_a_device_does_not_end(make: Make, caplog: pytest.Lo
         rig.engine.close(0.1)
     assert time.monotonic() - began_s < 2
     assert [rig.collect(job).outcomes for job in range(5)] == [(TAINTED,)] * 4 + [(DROPPED,)]
-    assert "4 copies did not end" in caplog.text
-    assert any(rig.host in entry for entry in LEAKED[kept:] if isinstance(entry, tuple))
+    assert "4 transfers did not end" in caplog.text
+    assert any(entry[0]._host is rig.host for entry in LEAKED[kept:] if isinstance(entry, tuple))
     del LEAKED[kept:]
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.records import ChunkIO, Job, JobResult, Lane
+from nixl_offload.engine.jobs import Ending, JobTable
+from nixl_offload.engine.records import ChunkIO, Completion, Job
+from nixl_offload.engine.states import Kind, Lane
 from nixl_offload.engine.streams import READY
 from nixl_offload.engine.tally import MAX_SAMPLES, Act, Failure, Tally
 from nixl_offload.types import Key, Location, Outcome
@@ -39,8 +40,8 @@ def table(clock: Clock) -> JobTable:
 
 def add(table: JobTable, job_id: int, chunks: int, lane: Lane, clock: Clock) -> None:
     io = ChunkIO(Key(b"k"), Location(0, 0, 4096), 0, np.zeros(1, dtype=np.int32), 0)
-    job = Job(job_id, lane is not Lane.LOAD, READY, clock(), is_move=lane is Lane.MOVE)
-    table.add(job, [(io, SIZE)] * chunks, lane)
+    kind = {Lane.LOAD: Kind.LOAD, Lane.STORE: Kind.STORE, Lane.BACKGROUND: Kind.WRITE_THROUGH}[lane]
+    table.add(Job(job_id, kind, READY, clock()), [(io, SIZE)] * chunks, lane)
 
 
 def causes(table: JobTable) -> dict[int, list[tuple[str, str, int]]]:
@@ -53,12 +54,11 @@ def causes(table: JobTable) -> dict[int, list[tuple[str, str, int]]]:
 def test_waiting_bytes_are_those_that_nobody_has_begun(table: JobTable, clock: Clock) -> None:
     add(table, 1, 2, Lane.LOAD, clock)
     add(table, 2, 1, Lane.STORE, clock)
-    add(table, 3, 3, Lane.MOVE, clock)
+    add(table, 3, 3, Lane.BACKGROUND, clock)
     assert table.waiting_bytes() == (2 * SIZE, SIZE, 3 * SIZE)
-    task = table.take(Lane.LOAD, lambda task: True)
-    assert task is not None
+    (task,) = table.take(Lane.LOAD, lambda task: 1)
     assert table.waiting_bytes() == (SIZE, SIZE, 3 * SIZE), "one is under way"
-    table.finish(task, Outcome.CORRUPT, "corrupt: key", "key")
+    table.complete([Ending(task, Outcome.CORRUPT, "corrupt: key", "key")])
     table.wait_source_free([2], 0.0, 1.0)
     assert table.waiting_bytes() == (SIZE, 0, 3 * SIZE)
     table.give_up("the engine is closed")
@@ -73,13 +73,14 @@ def test_waiting_bytes_are_those_that_nobody_has_begun(table: JobTable, clock: C
 def test_causes_of_what_was_never_begun(table: JobTable, clock: Clock) -> None:
     add(table, 1, 5, Lane.STORE, clock)
     add(table, 2, 1, Lane.LOAD, clock)
-    add(table, 3, 1, Lane.MOVE, clock)
+    add(table, 3, 1, Lane.BACKGROUND, clock)
     add(table, 4, 1, Lane.LOAD, clock)
     table.refuse(Lane.LOAD, lambda task: "storage is out of use: io" if task.job.job_id == 2 else None)
     clock.now_s = 31.0
     table.expire_loads(timeout_s=10.0)
-    while (task := table.take(Lane.STORE, lambda task: True)) is not None:
-        table.finish(task, Outcome.OK)
+    taken = table.take(Lane.STORE, lambda task: 16)
+    assert len(taken) == 3
+    table.complete(Ending(task, Outcome.OK) for task in taken)
     assert causes(table) == {
         1: [("dropped", "queue_full", 2)],
         2: [("failed", "out_of_use", 1)],
@@ -89,18 +90,18 @@ def test_causes_of_what_was_never_begun(table: JobTable, clock: Clock) -> None:
     assert table.waiting_bytes() == (0, 0, 0)
 
 
-def result(*, is_store: bool, moved: int = SIZE, failed: int = 0) -> JobResult:
+def result(kind: Kind, *, moved: int = SIZE, failed: int = 0) -> Completion:
     troubles = ((Outcome.FAILED, "io", failed),) if failed else ()
-    return JobResult(1, is_store, (), moved, 0.5, (), causes=troubles)
+    return Completion(1, kind, (), bytes_moved=moved, seconds=0.5, causes=troubles)
 
 
 def test_a_tally_names_operations_and_gives_everything_once() -> None:
     tally = Tally()
     assert tally.take() is None
-    tally.add(0, result(is_store=True), is_move=False)
-    tally.add(1, result(is_store=False, failed=2), is_move=False)
-    tally.add(1, result(is_store=True), is_move=True)
-    tally.add(1, result(is_store=False, moved=0, failed=1), is_move=True)
+    tally.add(0, result(Kind.STORE))
+    tally.add(1, result(Kind.LOAD, failed=2))
+    tally.add(1, result(Kind.WRITE_THROUGH))
+    tally.add(1, result(Kind.FETCH, moved=0, failed=1))
     work = tally.take()
     assert work is not None
     assert work.payload_bytes == {Act("store", 0): SIZE, Act("load", 1): SIZE, Act("move_in", 1): SIZE}
@@ -117,7 +118,7 @@ def test_a_tally_names_operations_and_gives_everything_once() -> None:
 def test_samples_are_bounded_and_bytes_are_not_lost() -> None:
     tally = Tally()
     for _ in range(MAX_SAMPLES + 5):
-        tally.add(0, result(is_store=True), is_move=False)
+        tally.add(0, result(Kind.STORE))
     work = tally.take()
     assert work is not None
     assert len(work.seconds[Act("store", 0)]) == MAX_SAMPLES

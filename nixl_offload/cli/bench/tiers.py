@@ -20,7 +20,7 @@ from typing import Final, Protocol
 from nixl_offload.cli.bench.memory import KVCache
 from nixl_offload.cli.terminal import plural
 from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, S3Config, SharedDirConfig, SlabConfig, TierConfig
-from nixl_offload.engine import ChunkIO, Engine, JobResult
+from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.autotune.scratch import new_scratch_path, remove_leftovers
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory import MemoryEngine
@@ -54,7 +54,7 @@ class Driven(Protocol):
 
     def submit_store(self, job_id: int, chunks: list[ChunkIO]) -> None: ...
     def submit_load(self, job_id: int, chunks: list[ChunkIO]) -> None: ...
-    def finished(self) -> list[JobResult]: ...
+    def finished(self) -> list[Completion]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,8 @@ def _engine(config: Config, position: int, link: Link, cache: KVCache, reach: Op
     return Engine(
         tensors=cache.tensors,
         layout=cache.layout,
-        links=[*[None] * position, link],
+        link=link,
+        tier=position,
         rank_namespace=secrets.token_bytes(32),
         staging_bytes=_staging_bytes(config),
         verify=config.verify,

@@ -53,6 +53,8 @@ class SlabLink(Link):
     After a failure still holds: an open file stays readable, so loads go on while storing is paused.
     """
 
+    shares_file = True
+
     def __init__(self, slab: Slab, mover: Mover, clock: Callable[[], float]) -> None:
         self.name = f"slab tier {slab.path}"
         self.mover = mover

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from nixl_offload.engine.image import Way
-from nixl_offload.engine.pump import MAX_FLIGHTS
 from nixl_offload.engine.staging import DeviceStagingPool, Slot, StagingPool
 from nixl_offload.engine.streams import Device
 from nixl_offload.movers.base import MemoryRegion
@@ -19,7 +18,11 @@ Staging = Literal["host", "device"]
 """Where chunks are packed that do not go direct."""
 
 
-class Host(Protocol):
+HEADER_PAGES = 32
+"""One for each chunk that may be in flight: see ``transfer_paths.tier``."""
+
+
+class HostSlots(Protocol):
     """Host memory that is not the engine's: what it needs of ``host.HostSlab``."""
 
     region: MemoryRegion
@@ -28,7 +31,7 @@ class Host(Protocol):
         """Return a view of a slot. Raises LayoutError where there is none."""
 
 
-class Memory:
+class EngineMemory:
     """``staging`` and ``device`` are None as long as nothing is packed there; ``pages``: a header page for each chunk
     that may be in flight. ``host``: the slots that are named by ``ChunkIO.host_offset``.
     """
@@ -40,14 +43,16 @@ class Memory:
         budget_bytes: int,
         device: Device,
         packs_on_device: bool = False,
-        host: Host | None = None,
+        host: HostSlots | None = None,
     ) -> None:
         """Allocate the header pages. ``budget_bytes`` holds for the staging of each kind that is needed."""
         self.packs_on_device = packs_on_device
         self.host = host
         self.staging: StagingPool | None = None
         self.device: DeviceStagingPool | None = None
-        self.pages = StagingPool(slot_bytes=PAGE_BYTES, budget_bytes=PAGE_BYTES * MAX_FLIGHTS, pinned=device.page_locks)
+        self.pages = StagingPool(
+            slot_bytes=PAGE_BYTES, budget_bytes=PAGE_BYTES * HEADER_PAGES, pinned=device.page_locks
+        )
         self._slot_bytes = slot_bytes
         self._budget_bytes = budget_bytes
         self._device = device

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine.pools import Memory
+from nixl_offload.engine.engine_memory import EngineMemory
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
@@ -18,18 +18,18 @@ from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
 logger = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class TensorMemory(NamedTuple):
     """Where a KV tensor begins: in which registered region, and how far from its begin."""
 
     memory: MemoryId
     offset_bytes: int
 
 
-class Registrar:
+class Registration:
     """One mover's registrations. Whatever was refused is not tried again."""
 
-    def __init__(self, mover: Mover, memory: Memory, layout: KVLayout, device: Device) -> None:
-        self.tensors: dict[int, Place] = {}
+    def __init__(self, mover: Mover, memory: EngineMemory, layout: KVLayout, device: Device) -> None:
+        self.tensors: dict[int, TensorMemory] = {}
         self.staging: MemoryId | None = None
         self.device: MemoryId | None = None
         self.pages: MemoryId | None = None
@@ -106,7 +106,7 @@ class Registrar:
             except MoverError as error:
                 raise MoverError(f"its memory cannot be registered: {error}") from error
             for tensor in members:
-                self.tensors[tensor] = Place(memory, self._layout.tensors[tensor].base_address - begin)
+                self.tensors[tensor] = TensorMemory(memory, self._layout.tensors[tensor].base_address - begin)
 
 
 def why_not_direct(layout: KVLayout, group: int, device: Device, mover: Mover, min_extent_bytes: int) -> str:

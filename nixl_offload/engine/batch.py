@@ -1,0 +1,148 @@
+"""A batch: the chunks of a job that lie in one KV group and travel together, and what is in flight for them.
+
+Threading: the pump's thread. Ownership: a chunk's staging slots, and its share of the KV blocks, belong to its batch
+until nothing of the batch is in flight any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nixl_offload.engine.jobs import Ending
+from nixl_offload.engine.records import ChunkIO, Task
+from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
+from nixl_offload.engine.streams import Fence
+from nixl_offload.movers.base import Mover, Transfer, TransferState
+from nixl_offload.tiers.link import Target
+from nixl_offload.types import Outcome
+
+Steps = Generator[None, None, None]
+"""Yields whenever it waits for a transfer or a fence."""
+
+
+@dataclass(slots=True, eq=False)
+class BatchChunk:
+    """One chunk of a batch."""
+
+    task: Task
+    outcome: Outcome | None = None
+    """None while the chunk is alive. It is told when the batch ends."""
+    error: str | None = None
+    cause: str = ""
+    held: list[tuple[SlotPool[Any], Slot | DeviceSlot]] = field(default_factory=list)
+    """Slots to give back to their pools."""
+    slot: Slot | DeviceSlot | None = None
+    """The staging slot in which it is packed."""
+    page: Slot | None = None
+    """A header page beside that."""
+    host: Slot | None = None
+    """A slot of the host slab that holds its image, or is to."""
+    is_kept: bool = False
+    """The image in ``host`` is whole and verified."""
+    sums: npt.NDArray[np.uint64] | None = None
+    """Checksums of its blocks, where a device computed them."""
+    row: int = 0
+    """Its row among the headers that were read together."""
+    target: Target | None = None
+    """Its place in the tier, from the begin of a read or write to its end."""
+
+    @property
+    def io(self) -> ChunkIO:
+        """What was submitted."""
+        return self.task.io
+
+    def end(self, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
+        """Decide the outcome; the first one counts."""
+        if self.outcome is None:
+            self.outcome, self.error, self.cause = outcome, error, cause
+
+
+def _nothing() -> Steps:
+    yield from ()
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Chunks of one job, group and kind."""
+
+    chunks: list[BatchChunk]
+    steps: Steps = field(default_factory=_nothing)
+    mover: Mover | None = None
+    """Of every transfer."""
+    transfers: list[Transfer] = field(default_factory=list)
+    fences: list[Fence] = field(default_factory=list)
+    """Work of the device on slots or KV blocks of this batch that is not known to be over."""
+    touches_blocks: bool = False
+    """A mover is, or was, at the KV blocks themselves."""
+    parts: list[Batch] = field(default_factory=list)
+    """What goes on in its place, once it has ended."""
+
+    @property
+    def alive(self) -> list[BatchChunk]:
+        """The chunks that have no outcome yet."""
+        return [chunk for chunk in self.chunks if chunk.outcome is None]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some transfer is not final, or some fence was not passed when it was last polled."""
+        return bool(self.fences) or any(transfer.state is TransferState.PENDING for transfer in self.transfers)
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether late I/O of a failed transfer is possible."""
+        return any(transfer.quarantine for transfer in self.transfers)
+
+    @property
+    def failure(self) -> Transfer | None:
+        """A transfer that did not end well, if there is one."""
+        return next((transfer for transfer in self.transfers if transfer.state is not TransferState.DONE), None)
+
+    def poll(self) -> bool:
+        """Push on every transfer that is not final; whether anything is still under way. Raises what a fence raises:
+        then nothing is known of the device any more.
+        """
+        if self.mover is not None:
+            for transfer in self.transfers:
+                if transfer.state is TransferState.PENDING:
+                    self.mover.poll(transfer)
+        if self.fences:
+            self.fences = [fence for fence in self.fences if not fence.done()]
+        return self.is_pending
+
+    def passes(self, fences: Iterable[Fence]) -> Iterator[None]:
+        """Wait until the device is past ``fences``. Until then no slot is given back, whatever happens."""
+        self.fences.extend(fences)
+        while self.poll() and self.fences:
+            yield
+
+    def split(self, steps_of: Callable[[Batch], Steps]) -> None:
+        """Have the chunks that are alive go on singly, by ``steps_of``. Nothing may be in flight."""
+        for chunk in self.alive:
+            part = Batch([chunk], touches_blocks=self.touches_blocks)
+            part.steps = steps_of(part)
+            self.parts.append(part)
+        self.chunks = [chunk for chunk in self.chunks if chunk.outcome is not None]
+
+    def endings(self, *, tainted: bool) -> list[Ending]:
+        """Return what to tell of the chunks. ``tainted``: something may still touch their slots."""
+        return [_ending(chunk, tainted=tainted) for chunk in self.chunks]
+
+
+def _ending(chunk: BatchChunk, *, tainted: bool) -> Ending:
+    outcome = chunk.outcome or Outcome.FAILED
+    slot = None
+    if chunk.task.kind.fills_slot:
+        if tainted and chunk.host is not None:
+            slot = Outcome.TAINTED
+        elif chunk.is_kept:
+            slot = Outcome.OK
+        else:
+            # What the caller was told when it gave the load up says more than what the batch thinks of it.
+            told = chunk.task.outcome or outcome
+            slot = Outcome.FAILED if told is Outcome.OK else told
+    return Ending(chunk.task, outcome, chunk.error, chunk.cause, slot)

@@ -1,0 +1,130 @@
+"""One tier on a rank, as its caller sees it: jobs in, one completion each out. Everything slow happens on its pump.
+
+Threading: one caller thread (vLLM's worker) plus the pump. The caller's methods enqueue and read; none does I/O.
+Ownership: tensors belong to the caller, who keeps them alive and the blocks of a job untouched until ``wait`` or
+``finished`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+
+from nixl_offload.chunk.layout import KVLayout
+from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.pump import Driven, Pauses, Pump
+from nixl_offload.engine.records import ChunkIO, Completion, Job
+from nixl_offload.engine.states import Kind, Lane
+from nixl_offload.engine.streams import READY, Fence
+from nixl_offload.engine.tally import Standing
+
+logger = logging.getLogger(__name__)
+
+STORE_GRACE_S = 0.020
+"""How long ``wait`` gives queued stores to be gathered before it drops them."""
+WAIT_LIMIT_S = 2.0
+"""How long ``wait`` lets a store read its blocks, or a load finish. Only hung storage takes longer, and it shall not
+hang the engine."""
+
+
+class TierEngine(ABC):
+    """The caller's side of an engine. Whatever fails, each submitted job tells its outcomes exactly once, and so the
+    host slots that it fills.
+
+    Nothing raises for storage reasons. Job ids are the caller's; negative ones are ``chain.ChainEngine``'s own. Loads
+    overtake stores. A store is FAILED only when nothing can write to its location any more, so that the location may be
+    given away. A load that storage does not answer in time is FAILED unless something may still write to its blocks.
+    """
+
+    def __init__(self, layout: KVLayout, compute_fence: Callable[[], Fence], clock: Callable[[], float]) -> None:
+        self._layout = layout
+        self._compute_fence = compute_fence
+        self._clock = clock
+        self._closed = False
+
+    def _start(self, table: JobTable, driven: Driven, *, load_timeout_s: float, name: str, pauses: Pauses) -> None:
+        """Start the pump. The last step of construction."""
+        self._table = table
+        self._load_timeout_s = load_timeout_s
+        self._pump = Pump(table, driven, load_timeout_s=load_timeout_s, clock=self._clock, name=name, pauses=pauses)
+        self._pump.start()
+
+    def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
+        """Queue a store of blocks that the compute stream has written, or will have when it gets here.
+
+        Under pressure chunks become DROPPED at once. The blocks of each chunk must reach to the chunk's end.
+        """
+        self._submit(job_id, chunks, Kind.STORE, Lane.STORE)
+
+    def submit_load(self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False) -> None:
+        """Queue a load to KV blocks, some of it by way of host slots that keep it. ``expedited`` puts it before the
+        loads that wait already.
+        """
+        self._submit(job_id, chunks, Kind.LOAD, Lane.EXPEDITED_LOAD if expedited else Lane.LOAD)
+
+    def submit_move(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
+        """Queue whole images, from their host slots to the tier or back, behind all loads and stores.
+
+        The caller bounds how many there are. One that has not begun after ``jobs.MOVE_QUEUE_LIMIT_S`` is DROPPED.
+        """
+        self._submit(job_id, chunks, Kind.WRITE_THROUGH if is_store else Kind.FETCH, Lane.BACKGROUND)
+
+    def finished(self) -> list[Completion]:
+        """Return what was completed since the last call, each exactly once over all calls."""
+        self._table.expire_loads(self._load_timeout_s)
+        completions = self._table.drain()
+        if logger.isEnabledFor(logging.DEBUG):
+            for done in completions:
+                logger.debug(
+                    "job %d (%s): %d chunks, %d bytes, %.1f ms %s",
+                    done.job_id,
+                    done.kind.label,
+                    len(done.outcomes),
+                    done.bytes_moved,
+                    done.seconds * 1e3,
+                    "; ".join(done.errors),
+                )
+        return completions
+
+    def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
+        """Stores: return as soon as their source blocks may be reused. Loads: return when they are finished.
+
+        Chunks not yet begun get ``STORE_GRACE_S``, then they are DROPPED; chunks of which the blocks were read do not
+        hold this up, however slow the storage. After ``limit_s`` (``WAIT_LIMIT_S``) the rest is given up too: a store
+        whose blocks are still being read can then only end as FAILED. Only a load that is writing to its blocks is
+        waited for without limit. Unknown ids are done.
+        """
+        self._table.wait_source_free(job_ids, STORE_GRACE_S, WAIT_LIMIT_S if limit_s is None else limit_s)
+
+    def idle(self) -> bool:
+        """True if no job is live, no host slot is being filled, and there is nothing to tell."""
+        return self._table.idle()
+
+    @abstractmethod
+    def standing(self) -> Standing:
+        """Return what waits here and how the tier stands, for metrics. Quick; it may be a moment old."""
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """Finish what ``deadline_s`` allows; queued stores and moves become DROPPED then, all else FAILED. Idempotent.
+
+        Afterwards the pump is gone, ``finished`` still gives the last completions, and new jobs fail at once. Memory
+        that a hung transfer may still touch is kept for the life of the process; host slots that one may still touch
+        are TAINTED.
+        """
+        if not self._closed:
+            self._closed = True
+            self._pump.stop(deadline_s)
+
+    def _submit(self, job_id: int, chunks: Sequence[ChunkIO], kind: Kind, lane: Lane) -> None:
+        fence = READY if kind.in_background else self._compute_fence()
+        sized = [(io, self._payload_bytes(io)) for io in chunks]
+        self._table.add(Job(job_id, kind, fence, self._clock()), sized, lane)
+
+    def _payload_bytes(self, io: ChunkIO) -> int:
+        if not 0 <= io.group < len(self._layout.groups):
+            return 0
+        blocks = len(io.block_ids)
+        if not blocks and io.host_offset is not None:
+            blocks = self._layout.blocks_per_chunk
+        return blocks * self._layout.groups[io.group].block_bytes

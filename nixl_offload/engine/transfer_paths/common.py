@@ -1,0 +1,303 @@
+"""What all transfer paths share: slots, headers, the link's begin and end, waiting, and the words of an outcome.
+
+Threading: the pump's thread. Ownership: see ``batch``.
+
+Each step works on a whole batch and ends the chunks that it finds at fault. A failure that cannot be pinned on a chunk
+is raised, or told by a transfer; then the chunks of the batch are tried again, each in a batch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nixl_offload.chunk.header import HeaderRows, Pages, check_headers, verify_rows
+from nixl_offload.chunk.layout import KVLayout
+from nixl_offload.engine import image
+from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine.engine_memory import EngineMemory
+from nixl_offload.engine.image import GroupPlan
+from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.link_memory import LinkMemory
+from nixl_offload.engine.packer import Packer
+from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.engine.staging import S, SlotPool
+from nixl_offload.engine.states import State
+from nixl_offload.errors import LayoutError, MoverError, TierError
+from nixl_offload.types import Outcome
+
+QUARANTINE_S = 30.0
+"""A transfer that failed with late I/O still possible keeps what it writes to this long before others may have it: a
+direct load its KV blocks, a store its location. Siblings of a failed transfer were seen to go on for two seconds;
+staging slots can be retired for good, these cannot."""
+
+Phase = Callable[["Context", Batch, GroupPlan], Steps]
+"""A piece of a path that can be begun again with each chunk of a batch alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One engine's, for all batches."""
+
+    table: JobTable
+    layout: KVLayout
+    packer: Packer
+    device_packer: DevicePacker | None
+    """None: nothing is packed on the device."""
+    memory: EngineMemory
+    link_memory: LinkMemory
+    namespace: bytes
+    """Of the rank."""
+    verify_checksum: bool
+    clock: Callable[[], float]
+    rate_log: RateLog
+
+    # -- a batch as a whole -----------------------------------------------------------------------------------------
+
+    def run(self, batch: Batch, plan: GroupPlan, phase: Phase) -> Steps:
+        """Do one phase. Whatever it raises becomes outcomes, told only when nothing of the batch is under way."""
+        fault: str | None = None
+        try:
+            yield from phase(self, batch, plan)
+            return
+        except TierError as error:
+            words, cause = f"storage: {error.cause}", error.cause
+        except (MoverError, LayoutError) as error:
+            words = str(error)
+            fault = words if isinstance(error, MoverError) else None
+            cause = "layout" if fault is None else "io"
+            self.rate_log.error(type(error).__name__, "A chunk could not be moved: %s", error)
+        except Exception as error:  # noqa: BLE001 - a bug, ours or a mover's, costs no more than its chunk
+            words, cause, fault = f"unexpected {type(error).__name__}", "unexpected", "the chunk crashed"
+            name = f"crash:{type(error).__name__}"
+            self.rate_log.error(name, "A chunk failed unexpectedly: %r", error, exc_info=error)
+        yield from self.settle(batch)
+        if self.tries_singly(batch, plan, phase):
+            return
+        self.abandon(batch, fault)
+        if batch.touches_blocks or batch.chunks[0].task.kind.writes:
+            yield from self.wait_out_quarantine(batch)
+        for chunk in batch.alive:
+            chunk.end(Outcome.FAILED, words, cause)
+
+    def tries_singly(self, batch: Batch, plan: GroupPlan, phase: Phase) -> bool:
+        """After a failure: begin ``phase`` again with each chunk alone, if there are several and nothing stands
+        against it. Late I/O does: it may touch any slot of the batch.
+        """
+        if len(batch.alive) < 2:
+            return False
+        if batch.is_quarantined:
+            plan.goes_singly = True
+            return False
+        self.abandon(batch, None)
+        batch.split(lambda part: self.begin(part, plan, phase))
+        return True
+
+    def goes_singly(self, batch: Batch, plan: GroupPlan, phase: Phase) -> bool:
+        """Where each chunk has a file or object of its own, it has a transfer of its own: none waits for another."""
+        if len(batch.alive) < 2 or self.link_memory.link.shares_file:
+            return False
+        batch.split(lambda part: self.begin(part, plan, phase))
+        return True
+
+    def begin(self, batch: Batch, plan: GroupPlan, phase: Phase) -> Steps:
+        """Return the steps of ``batch`` from ``phase`` on."""
+        batch.mover = self.link_memory.link.mover
+        return self.run(batch, plan, phase)
+
+    def abandon(self, batch: Batch, error: str | None) -> None:
+        """Have the link undo what was begun and not ended. ``error``: None says that storage is not to blame."""
+        link = self.link_memory.link
+        for chunk in batch.chunks:
+            target, chunk.target = chunk.target, None
+            if target is not None:
+                (link.fail_write if chunk.task.kind.writes else link.fail_read)(target, error)
+
+    def advance_or_end(self, batch: Batch, state: State) -> bool:
+        """Move the chunks of a batch on; end those that were given up. Whether any is left."""
+        chunks = batch.alive
+        going = self.table.advance([chunk.task for chunk in chunks], state)
+        for chunk, goes in zip(chunks, going, strict=True):
+            if not goes:
+                self._let_go(chunk, None)
+                chunk.end(Outcome.FAILED, "given up")
+        return any(going)
+
+    # -- slots ------------------------------------------------------------------------------------------------------
+
+    def acquire(self, batch: Batch, pool: SlotPool[S] | None) -> list[S]:
+        """Take a slot for each chunk that is alive. A chunk for which none is left is FAILED."""
+        slots = []
+        for chunk in batch.alive:
+            slot = pool.acquire() if pool is not None else None
+            if pool is None or slot is None:
+                self.rate_log.error(
+                    "staging", "No staging memory is left (all of it retired): nothing is stored or loaded"
+                )
+                chunk.end(Outcome.FAILED, "storage: io", "io")
+                continue
+            chunk.held.append((pool, slot))
+            slots.append(slot)
+        return slots
+
+    # -- the link ---------------------------------------------------------------------------------------------------
+
+    def may_go(self, batch: Batch) -> bool:
+        """Whether the link takes something of this batch now; what it does not take is FAILED.
+
+        Asked for each thing that is opened: the answer may be yes for a single trial.
+        """
+        link, goes = self.link_memory.link, False
+        may_go = link.may_store if batch.chunks[0].task.kind.writes else link.may_load
+        for number, chunk in enumerate(batch.alive):
+            if number == 0 or not link.shares_file:
+                goes = may_go()
+            if not goes:
+                chunk.end(Outcome.FAILED, f"storage is out of use: {link.trouble}", "out_of_use")
+        return bool(batch.alive)
+
+    def open_targets(self, batch: Batch, plan: GroupPlan) -> Generator[None, None, list[BatchChunk]]:
+        """Begin a read or write of each chunk; return those that can be moved. A chunk that cannot be is FAILED."""
+        link = self.link_memory.link
+        for chunk in batch.alive:
+            io, begin = chunk.io, link.begin_write if chunk.task.kind.writes else link.begin_read
+            try:
+                chunk.target = yield from begin(io.key, io.location, plan.slot_bytes)
+            except TierError as error:
+                chunk.end(Outcome.FAILED, f"storage: {error.cause}", error.cause)
+            if chunk.target is not None and not chunk.task.kind.writes and chunk.task.state is State.DONE:
+                self._let_go(chunk, None)  # nobody waits for it any more, and nothing has been read
+                chunk.end(Outcome.FAILED, "given up")
+        return batch.alive
+
+    def settle(self, batch: Batch, *, tells_overdue: bool = False) -> Iterator[None]:
+        """Poll until nothing of the batch is under way. ``tells_overdue``: the link hears of each load that is given up
+        meanwhile.
+        """
+        waited_for = batch.alive if tells_overdue else []
+        while batch.poll():
+            if waited_for and waited_for[0].task.state is State.DONE:
+                overdue = [chunk for chunk in waited_for if chunk.task.state is State.DONE]
+                waited_for = [chunk for chunk in waited_for if chunk.task.state is not State.DONE]
+                for _ in overdue:
+                    self.link_memory.link.overdue()
+            yield
+
+    def wait_out_quarantine(self, batch: Batch) -> Iterator[None]:
+        """Wait until no I/O of a quarantined transfer can touch memory or location any more."""
+        if batch.is_quarantined:
+            release_s = self.clock() + QUARANTINE_S
+            while self.clock() < release_s:
+                yield
+
+    def finish_writes(self, batch: Batch, plan: GroupPlan, phase: Phase) -> Steps:
+        """All transfers are final: make the chunks visible, or end them as FAILED."""
+        failure = batch.failure
+        if failure is not None:
+            if self.tries_singly(batch, plan, phase):
+                return
+            words = failure.error or "write failed"
+            self.abandon(batch, words)
+            self.table.advance(
+                [chunk.task for chunk in batch.alive], State.TRANSFER
+            )  # late reads of the KV blocks spoil nothing but this location
+            yield from self.wait_out_quarantine(batch)
+            for chunk in batch.alive:
+                chunk.end(Outcome.FAILED, words, "io")
+            return
+        # All is read: what makes a chunk visible needs no KV blocks.
+        chunks = batch.alive
+        going = self.table.advance([chunk.task for chunk in chunks], State.TRANSFER)
+        for chunk, goes in zip(chunks, going, strict=True):
+            if not goes:
+                self._let_go(chunk, None)
+                chunk.end(Outcome.FAILED, "its blocks were given away while they were written", "needed_back")
+                continue
+            target, chunk.target = chunk.target, None
+            assert target is not None
+            try:
+                yield from self.link_memory.link.end_write(target)
+            except TierError as error:
+                chunk.end(Outcome.FAILED, f"storage: {error.cause}", error.cause)
+            else:
+                chunk.end(Outcome.OK)
+
+    def finish_reads(self, batch: Batch, plan: GroupPlan, phase: Phase) -> list[BatchChunk]:
+        """Tell the link how its part ended; return the chunks that have arrived."""
+        failure = batch.failure
+        if failure is not None and self.tries_singly(batch, plan, phase):
+            return []
+        if failure is None or failure.missing:
+            for chunk in batch.chunks:
+                target, chunk.target = chunk.target, None
+                if target is not None:
+                    self.link_memory.link.end_read(target)
+        if failure is None:
+            return batch.alive
+        self.abandon(batch, failure.error or "read failed")
+        self.rate_log.warning("read", "A chunk could not be read and will be recomputed: %s", failure.error)
+        for chunk in batch.alive:
+            chunk.end(Outcome.FAILED, failure.error, "missing" if failure.missing else "io")
+        return []
+
+    def _let_go(self, chunk: BatchChunk, error: str | None) -> None:
+        self.abandon(Batch([chunk]), error)
+
+    # -- headers and checksums --------------------------------------------------------------------------------------
+
+    def encode(self, batch: Batch, plan: GroupPlan, sums: Sequence[npt.NDArray[np.uint64]]) -> Pages:
+        """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks."""
+        return image.encode(self.namespace, plan, [chunk.io for chunk in batch.alive], sums)
+
+    def check(
+        self, chunks: Sequence[BatchChunk], plan: GroupPlan, pages: Sequence[npt.NDArray[np.uint8]]
+    ) -> CheckedChunks:
+        """Check identity and lengths, whatever ``verify`` says. A chunk whose header is not right is CORRUPT."""
+        for row, chunk in enumerate(chunks):
+            chunk.row = row
+        ios = [chunk.io for chunk in chunks]
+        headers = check_headers(np.stack(pages), image.expected(self.namespace, plan, ios))
+        checked = CheckedChunks(self, chunks, headers)
+        checked.end_corrupt()
+        return checked
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedChunks:
+    """Chunks of which the headers were read."""
+
+    context: Context
+    chunks: Sequence[BatchChunk]
+    headers: HeaderRows
+
+    def refuse_absent(self) -> None:
+        """A chunk of which a wanted block was never stored is CORRUPT."""
+        image.refuse_absent(self.headers, [chunk.io for chunk in self.chunks])
+        self.end_corrupt()
+
+    def first_valid_block(self, chunk: BatchChunk) -> int:
+        """Return the first block that a chunk holds."""
+        return int(self.headers.first_valid_block[chunk.row])
+
+    def verify(
+        self,
+        chunks: Sequence[BatchChunk],
+        first_blocks: Sequence[int],
+        sums: Sequence[npt.NDArray[np.uint64]],
+    ) -> None:
+        """Compare checksums with the headers; a chunk with a wrong one is CORRUPT."""
+        if chunks:
+            verify_rows(self.headers, [chunk.row for chunk in chunks], first_blocks, sums)
+            self.end_corrupt()
+
+    def end_corrupt(self) -> None:
+        """End the chunks with an error."""
+        for row, error in self.headers.errors.items():
+            if self.chunks[row].outcome is None:
+                words = f"corrupt: {error.reason}"
+                self.context.rate_log.warning(words, "A stored chunk was refused and will be recomputed: %s", error)
+                self.chunks[row].end(Outcome.CORRUPT, words, error.reason)

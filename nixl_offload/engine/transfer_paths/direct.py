@@ -1,0 +1,116 @@
+"""Direct: the mover reads and writes the KV blocks themselves; only header pages have memory of their own.
+
+Threading and ownership: see ``common``.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.image import GroupPlan
+from nixl_offload.engine.packer import Sums
+from nixl_offload.engine.staging import Slot
+from nixl_offload.engine.states import State
+from nixl_offload.engine.transfer_paths.common import Context
+from nixl_offload.movers.base import Op
+from nixl_offload.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Sum the blocks where they lie, then write them. They are free once the mover has read them."""
+    _take_pages(context, batch)
+    if not context.may_go(batch):
+        return
+    chunks = batch.alive
+    # The sums come after the job's fence, for which no mover would wait.
+    sums = _sums(context, chunks)
+    yield from batch.passes([sums])
+    for chunk, encoded in zip(chunks, context.encode(batch, plan, _of_each(chunks, sums)), strict=True):
+        _page(chunk).memory[:] = encoded
+    yield from context.run(batch, plan, _write)
+
+
+def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    if context.goes_singly(batch, plan, _write):
+        return
+    yield from context.open_targets(batch, plan)
+    # The blocks were still ours when they were summed: if they are given away later, the sums tell.
+    if not context.advance_or_end(batch, State.BORROWED):
+        return
+    _submit(context, batch, Op.WRITE)
+    yield from context.settle(batch)
+    yield from context.finish_writes(batch, plan, _write)
+
+
+def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Read into the blocks, then verify them. If that fails they are garbage, and the chunk says so."""
+    if context.goes_singly(batch, plan, load):
+        return
+    _take_pages(context, batch)
+    if context.may_go(batch):
+        yield from context.run(batch, plan, _read)
+
+
+def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    job = batch.chunks[0].task.job
+    yield from context.open_targets(batch, plan)
+    # Pending writes to the blocks, zeroing for one, must not come after the load.
+    while not job.fence.done():
+        yield
+    if not context.advance_or_end(batch, State.SCATTER):
+        return
+    _submit(context, batch, Op.READ)
+    yield from context.settle(batch)
+    if plan.way == "direct" and batch.is_quarantined:
+        plan.way = plan.packed
+        group = batch.chunks[0].io.group
+        logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
+    yield from context.wait_out_quarantine(batch)
+    arrived = context.finish_reads(batch, plan, _read)
+    if not arrived:
+        return
+    pages = [_page(chunk).memory for chunk in arrived]
+    checked = context.check(arrived, plan, pages)
+    checked.refuse_absent()
+    chunks = batch.alive
+    if context.verify_checksum and chunks:
+        sums = _sums(context, chunks)
+        yield from batch.passes([sums])
+        checked.verify(chunks, [chunk.io.first_block for chunk in chunks], _of_each(chunks, sums))
+    for chunk in batch.alive:
+        chunk.end(Outcome.OK)
+
+
+def _submit(context: Context, batch: Batch, op: Op) -> None:
+    batch.touches_blocks = True
+    chunks = batch.alive
+    parts = [(_page(chunk), chunk.target, chunk.io) for chunk in chunks]
+    for transfer in context.link_memory.submit_direct(op, context.layout, parts):
+        batch.transfers.append(transfer)
+
+
+def _sums(context: Context, chunks: list[BatchChunk]) -> Sums:
+    """The checksums of all blocks of the chunks, one after the other."""
+    ids = np.concatenate([chunk.io.block_ids for chunk in chunks])
+    return context.packer.sums(chunks[0].io.group, ids, chunks[0].task.job.fence)
+
+
+def _of_each(chunks: list[BatchChunk], sums: Sums) -> list[np.ndarray[tuple[int], np.dtype[np.uint64]]]:
+    ends = np.cumsum([len(chunk.io.block_ids) for chunk in chunks])
+    return np.split(sums.values(), ends[:-1])
+
+
+def _take_pages(context: Context, batch: Batch) -> None:
+    for chunk, page in zip(batch.alive, context.acquire(batch, context.memory.pages), strict=True):
+        chunk.page = page
+
+
+def _page(chunk: BatchChunk) -> Slot:
+    page = chunk.page
+    assert page is not None
+    return page

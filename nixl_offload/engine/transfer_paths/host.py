@@ -1,0 +1,114 @@
+"""Packed through host memory: chunks are copied between KV blocks and staging slots, and moved as they lie there.
+
+Threading and ownership: see ``common``.
+"""
+
+from __future__ import annotations
+
+from nixl_offload.chunk.checksum import payload_checksums
+from nixl_offload.engine import image
+from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.image import GroupPlan
+from nixl_offload.engine.packer import BlockIds, Payload
+from nixl_offload.engine.staging import Slot
+from nixl_offload.engine.states import State
+from nixl_offload.engine.transfer_paths.common import Context
+from nixl_offload.movers.base import Op
+from nixl_offload.types import Outcome
+
+
+def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Gather, sum, write. The KV blocks are free once they are gathered."""
+    _take_slots(context, batch)
+    if not context.may_go(batch):
+        return
+    job, group = batch.chunks[0].task.job, batch.chunks[0].io.group
+    parts = [_part(chunk, plan) for chunk in batch.alive]
+    yield from batch.passes([context.packer.gather_many(group, parts, job.fence)])
+    yield from context.run(batch, plan, _seal)
+
+
+def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Add headers and zeros. From here on the KV blocks may change: only the slots are read."""
+    if not context.advance_or_end(batch, State.TRANSFER):
+        return
+    chunks = batch.alive
+    sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks])
+    for chunk, page in zip(chunks, context.encode(batch, plan, sums), strict=True):
+        slot = _slot(chunk)
+        image.header_page(slot)[:] = page
+        image.clear_padding(slot, plan, chunk.io, image.store_spans(plan, chunk.io))
+    yield from context.run(batch, plan, _write)
+
+
+def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    if context.goes_singly(batch, plan, _write):
+        return
+    chunks = yield from context.open_targets(batch, plan)
+    parts = [(_slot(chunk), chunk.target, image.store_spans(plan, chunk.io)) for chunk in chunks]
+    for transfer in context.link_memory.submit_packed(Op.WRITE, parts):
+        batch.transfers.append(transfer)
+    yield from context.settle(batch)
+    yield from context.finish_writes(batch, plan, _write)
+
+
+def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Read, verify, scatter. Nothing unverified touches a KV block."""
+    if context.goes_singly(batch, plan, load):
+        return
+    _take_slots(context, batch)
+    if context.may_go(batch):
+        yield from context.run(batch, plan, _read)
+
+
+def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    chunks = yield from context.open_targets(batch, plan)
+    canary = image.Canary(plan)
+    parts = [(_slot(chunk), chunk.target, image.spans(plan, chunk.io)) for chunk in chunks]
+    for slot, _, spans in parts:
+        canary.place(slot, spans)
+    for transfer in context.link_memory.submit_packed(Op.READ, parts):
+        batch.transfers.append(transfer)
+    yield from context.settle(batch, tells_overdue=True)
+    arrived = context.finish_reads(batch, plan, _read)
+    if not arrived:
+        return
+    pages = [image.header_page(_slot(chunk)) for chunk in arrived]
+    checked = context.check(arrived, plan, pages)
+    checked.refuse_absent()
+    suspects = [
+        chunk
+        for chunk in batch.alive
+        if context.verify_checksum or canary.may_be_short(_slot(chunk), image.spans(plan, chunk.io))
+    ]
+    sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in suspects])
+    checked.verify(suspects, [chunk.io.first_block for chunk in suspects], sums)
+    yield from scatter(context, batch, plan)
+
+
+def scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Copy verified chunks to their KV blocks: only now, and only those that nobody has given up."""
+    if not context.advance_or_end(batch, State.SCATTER):
+        return
+    chunks = batch.alive
+    job, group = chunks[0].task.job, chunks[0].io.group
+    parts = [_part(chunk, plan) for chunk in chunks]
+    yield from batch.passes([context.packer.scatter_many(group, parts, job.fence)])
+    for chunk in chunks:
+        chunk.end(Outcome.OK)
+
+
+def _take_slots(context: Context, batch: Batch) -> None:
+    slots = context.acquire(batch, context.memory.staging)
+    for chunk, slot in zip(batch.alive, slots, strict=True):
+        chunk.slot = slot
+
+
+def _slot(chunk: BatchChunk) -> Slot:
+    slot = chunk.slot
+    assert isinstance(slot, Slot)
+    return slot
+
+
+def _part(chunk: BatchChunk, plan: GroupPlan) -> tuple[BlockIds, Payload]:
+    return chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)

@@ -1,0 +1,100 @@
+"""Between slots of the host slab and a tier: always whole images, header and all.
+
+Threading and ownership: see ``common``. The host slots are the catalog's; completions tell what became of them.
+"""
+
+from __future__ import annotations
+
+from nixl_offload.chunk.checksum import payload_checksums
+from nixl_offload.engine import image
+from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.image import GroupPlan
+from nixl_offload.engine.staging import Slot
+from nixl_offload.engine.states import State
+from nixl_offload.engine.transfer_paths.common import Context
+from nixl_offload.errors import LayoutError
+from nixl_offload.movers.base import Op
+from nixl_offload.types import Outcome
+
+
+def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Write images that lie in their host slots. No KV block takes part."""
+    _find_slots(context, batch, plan)
+    if not context.may_go(batch) or not context.advance_or_end(batch, State.TRANSFER):
+        return
+    chunks = batch.alive
+    context.check(chunks, plan, [image.header_page(_slot(chunk)) for chunk in chunks])
+    yield from context.run(batch, plan, _write)
+
+
+def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    if context.goes_singly(batch, plan, _write):
+        return
+    chunks = yield from context.open_targets(batch, plan)
+    parts = [(_slot(chunk), chunk.target, image.whole(plan)) for chunk in chunks]
+    for transfer in context.link_memory.submit_host(Op.WRITE, parts):
+        batch.transfers.append(transfer)
+    yield from context.settle(batch)
+    yield from context.finish_writes(batch, plan, _write)
+
+
+def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Read images into their host slots, verify all of them, and serve KV blocks, if any, from there."""
+    if context.goes_singly(batch, plan, load):
+        return
+    _find_slots(context, batch, plan)
+    if context.may_go(batch):
+        yield from context.run(batch, plan, _read)
+
+
+def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    chunks = yield from context.open_targets(batch, plan)
+    canary, spans = image.Canary(plan), image.whole(plan)
+    for chunk in chunks:
+        canary.place(_slot(chunk), spans)
+    parts = [(_slot(chunk), chunk.target, spans) for chunk in chunks]
+    for transfer in context.link_memory.submit_host(Op.READ, parts):
+        batch.transfers.append(transfer)
+    yield from context.settle(batch, tells_overdue=True)
+    arrived = context.finish_reads(batch, plan, _read)
+    if not arrived:
+        return
+    # Loads that were given up meanwhile have a host slot all the same: what has come is kept.
+    checked = context.check(arrived, plan, [image.header_page(_slot(chunk)) for chunk in arrived])
+    suspects = [chunk for chunk in batch.alive if context.verify_checksum or canary.may_be_short(_slot(chunk), spans)]
+    firsts = [checked.first_valid_block(chunk) for chunk in suspects]
+    rows = [image.valid_rows(_slot(chunk), plan, first) for chunk, first in zip(suspects, firsts, strict=True)]
+    checked.verify(suspects, firsts, payload_checksums(rows))
+    for chunk in batch.alive:
+        image.clear_around(_slot(chunk), plan, checked.first_valid_block(chunk))
+    checked.refuse_absent()
+    wanted = [chunk for chunk in batch.alive if len(chunk.io.block_ids)]
+    going = context.table.advance([chunk.task for chunk in wanted], State.SCATTER)
+    served = [chunk for chunk, goes in zip(wanted, going, strict=True) if goes]
+    if served:
+        copies = [(chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)) for chunk in served]
+        group, fence = served[0].io.group, served[0].task.job.fence
+        yield from batch.passes([context.packer.scatter_many(group, copies, fence)])
+    for chunk in batch.alive:
+        chunk.is_kept = True
+        chunk.end(Outcome.OK)
+
+
+def _find_slots(context: Context, batch: Batch, plan: GroupPlan) -> None:
+    """Look each chunk's host slot up; a chunk that has none is FAILED."""
+    host = context.memory.host
+    for chunk in batch.alive:
+        offset = chunk.io.host_offset
+        try:
+            if host is None or offset is None:
+                raise LayoutError("there is no host memory in this engine")
+            chunk.host = host.slot(offset, plan.slot_bytes)
+        except LayoutError as error:
+            context.rate_log.error("LayoutError", "A chunk could not be moved: %s", error)
+            chunk.end(Outcome.FAILED, str(error), "layout")
+
+
+def _slot(chunk: BatchChunk) -> Slot:
+    slot = chunk.host
+    assert slot is not None
+    return slot

@@ -1,0 +1,149 @@
+"""Which path the chunks of a tier take, and how many may start at once.
+
+Threading: the pump's thread; ``room`` and ``why_not`` also under the job table's lock. Ownership: the link and its
+mover belong to the paths, which close them; slots belong to batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nixl_offload.engine import image
+from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.engine_memory import HEADER_PAGES
+from nixl_offload.engine.image import GroupPlan, Way
+from nixl_offload.engine.pump import InFlight
+from nixl_offload.engine.records import Task
+from nixl_offload.engine.states import Kind
+from nixl_offload.engine.transfer_paths import device, direct, host, host_slot
+from nixl_offload.engine.transfer_paths.common import Context, Phase
+from nixl_offload.types import Outcome
+
+LOAD_RESERVE = 0.25
+"""Share of the staging slots that stores leave to loads."""
+MAX_CHUNKS = HEADER_PAGES
+"""In flight. Bounds descriptors in the mover; 32 chunks keep any NVMe busy."""
+MAX_STORES = 24
+"""Of those, stores and background work; the rest is left for loads, so that no load waits behind a wall of writes."""
+MAX_BACKGROUND = 8
+"""Of those, background work, which holds no staging: what hangs leaves room for stores."""
+MAX_BATCH_CHUNKS = 16
+MAX_BATCH_BYTES = 16 << 20
+"""A batch is gathered or scattered in one go: a load that comes meanwhile waits for no more than that."""
+BATCH_SHARE = 4
+"""A batch takes at most one in so many staging slots, so that one is gathered while another is written."""
+
+_STORES: Mapping[Way, Phase] = {"direct": direct.store, "device": device.store, "host": host.store}
+_LOADS: Mapping[Way, Phase] = {"direct": direct.load, "device": device.load, "host": host.load}
+
+
+class TierPaths:
+    """Implements ``pump.Driven``. A chunk's failure is its own outcome; nothing here raises for reasons of storage."""
+
+    def __init__(
+        self, context: Context, plans: Sequence[GroupPlan], tier: int, *, keep_alive: Sequence[object] = ()
+    ) -> None:
+        """``plans`` is indexed by group; ``tier``: what locations have to name; ``keep_alive``: whatever must live as
+        long as I/O may touch its memory.
+        """
+        self._context = context
+        self._plans = plans
+        self._tier = tier
+        self._keep_alive = keep_alive
+
+    def room(self, task: Task, in_flight: InFlight) -> int:
+        """See pump.Driven."""
+        plan = self._plan(task)
+        if plan is None:
+            return 1  # it will be rejected
+        limit = min(MAX_BATCH_CHUNKS, max(1, MAX_BATCH_BYTES // max(1, plan.slot_bytes)), MAX_CHUNKS - in_flight.chunks)
+        if plan.goes_singly:
+            limit = min(limit, 1)
+        if task.kind.in_background:
+            limit = min(limit, MAX_BACKGROUND - in_flight.background, MAX_STORES - in_flight.chunks)
+        elif task.kind.writes:
+            limit = min(limit, MAX_STORES - in_flight.stores - in_flight.background)
+        if self._by_host_slot(task):
+            return limit
+        pools = self._context.memory.pools_of(plan.way)
+        full = [pool for pool in pools if not pool.free]
+        if full:
+            return min(limit, 1) if any(pool.usable == 0 for pool in full) else 0
+        usable = min((pool.usable for pool in pools), default=0)
+        limit = min([limit, max(1, usable // BATCH_SHARE), *(pool.free for pool in pools)])
+        if task.kind.writes:
+            reserve = max(1, int(usable * LOAD_RESERVE))
+            limit = min(limit, max(1, usable - reserve) - in_flight.stores)
+        return limit
+
+    def why_not(self, task: Task) -> str | None:
+        """See pump.Driven. A suspect tier answers nobody knows when, so nothing waits for what takes up its room."""
+        link = self._context.link_memory.link
+        if not link.in_doubt or self._plan(task) is None:
+            return None
+        return f"storage is out of use: {link.trouble}"
+
+    def begin(self, tasks: list[Task]) -> Batch:
+        """See pump.Driven."""
+        batch = Batch([BatchChunk(task) for task in tasks])
+        batch.steps = self._steps(batch)
+        return batch
+
+    def abandon(self, batch: Batch, error: str | None) -> None:
+        """See pump.Driven."""
+        self._context.abandon(batch, error)
+
+    def close(self) -> None:
+        """See pump.Driven."""
+        link = self._context.link_memory.link
+        link.close()
+        link.mover.close()
+
+    def _steps(self, batch: Batch) -> Steps:
+        """End the chunks whose numbers do not fit, for memory is touched unchecked later; choose the path of the
+        others.
+        """
+        task = batch.chunks[0].task
+        plan = self._plan_of(task.io.group)
+        chunks = [chunk.io for chunk in batch.chunks]
+        faults = [None] * len(chunks) if plan is None else image.faults(plan, chunks)
+        for chunk, fault in zip(batch.chunks, faults, strict=True):
+            words = fault or self._fault(chunk.task, plan)
+            if words is not None:
+                self._context.rate_log.error("LayoutError", "A chunk could not be moved: %s", words)
+                chunk.end(Outcome.FAILED, words, "layout")
+        if plan is None or not batch.alive:
+            return
+        if self._by_host_slot(task):
+            phase: Phase = host_slot.store if task.kind.writes else host_slot.load
+        else:
+            phase = (_STORES if task.kind.writes else _LOADS)[plan.way]
+        yield from self._context.begin(batch, plan, phase)
+
+    def _fault(self, task: Task, plan: GroupPlan | None) -> str | None:
+        """Say why a chunk does not fit its kind of work, or None."""
+        io = task.io
+        if plan is None or io.location.tier != self._tier:
+            return f"there is no group {io.group}, or no tier for {io.location}, in this engine"
+        if task.kind is Kind.STORE:
+            if io.host_offset is not None:
+                return "a store takes KV blocks: there is no host memory in it"
+            end = io.first_block + len(io.block_ids)
+            if end != plan.blocks:
+                return f"a store of blocks up to {end} of {plan.blocks}"
+        return None
+
+    def _plan(self, task: Task) -> GroupPlan | None:
+        """Return the plan of a chunk's group; None when this engine has no such tier or group."""
+        return self._plan_of(task.io.group) if task.io.location.tier == self._tier else None
+
+    def _plan_of(self, group: int) -> GroupPlan | None:
+        return self._plans[group] if 0 <= group < len(self._plans) else None
+
+    def _by_host_slot(self, task: Task) -> bool:
+        """Whether a chunk goes by its host slot. A promotion whose tier cannot touch that serves its KV blocks all the
+        same.
+        """
+        if task.kind is Kind.PROMOTION:
+            return self._context.link_memory.host is not None or not len(task.io.block_ids)
+        return task.kind in {Kind.WRITE_THROUGH, Kind.FETCH}

@@ -1,0 +1,236 @@
+"""Proves of batches: chunks of a job and group travel in one transfer and come back bit for bit by every path; an error
+is a chunk's own; files and objects of their own keep a transfer each, and none waits for another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.movers.base import Op
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
+from nixl_offload.types import Location, Outcome
+from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
+from tests.unit.link_rig import ObjectFiles, objects, tree
+
+OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
+Make = Callable[..., Rig]
+CHUNKS = 10
+SHAPES = ["per_layer", "packed_blocks", "two_groups", "padded", "mla", "direct_blocks", "direct_per_layer"]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    rigs: list[Rig] = []
+
+    def build(*arguments: Any, **options: Any) -> Rig:
+        rigs.append(Rig.make(tmp_path, *arguments, staging_slots=64, **options))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        if isinstance(rig.mover, FaultyMover):
+            rig.mover.release()
+        rig.close()
+
+
+def blocks_of(number: int) -> list[int]:
+    return list(range(4 * number, 4 * number + 4))
+
+
+def sizes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many chunks each batch has that the pump begins with from now on."""
+    found: list[int] = []
+    begin = rig.engine._pump._driven.begin
+
+    def counted(tasks: Any) -> Any:
+        found.append(len(tasks))
+        return begin(tasks)
+
+    monkeypatch.setattr(rig.engine._pump._driven, "begin", counted)
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_comes_back_as_it_was(make: Make, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole chunks and tails in one job, out of order, into other blocks; few transfers for all of them."""
+    mover = FaultyMover(CopyMover())
+    rig = make(shape, mover)
+    batches = sizes(rig, monkeypatch)
+    group = len(rig.shape.groups) - 1
+    numbers = np.random.default_rng(7).permutation(CHUNKS).tolist()
+    wanted = {number: rig.bytes_of(blocks_of(number), group) for number in numbers}
+    size = len(wanted[0]) // 4
+    assert rig.store(1, [rig.chunk(n, blocks_of(n), group=group) for n in numbers]) == (OK,) * CHUNKS
+    rig.wipe(0xEE)
+    turned = {number: blocks_of(numbers[number]) for number in numbers}
+    loads = [
+        rig.chunk(n, turned[n][n % 3 :] if n % 2 else turned[n][: 1 + n % 4], group=group, first=n % 3 if n % 2 else 0)
+        for n in numbers
+    ]
+    assert rig.load(2, loads) == (OK,) * CHUNKS
+    for chunk, number in zip(loads, numbers, strict=True):
+        first = chunk.first_block
+        part = wanted[number][first * size : (first + len(chunk.block_ids)) * size]
+        assert rig.bytes_of(chunk.block_ids.tolist(), group) == part
+    touched = {block for chunk in loads for block in chunk.block_ids.tolist()}
+    assert set(rig.bytes_of(sorted(set(range(NUM_BLOCKS)) - touched), group)) == {0xEE}
+    assert max(batches) >= 8
+    pieces = 1 + len(rig.tensors) if rig.shape.direct else 1
+    assert len(mover.submitted) <= pieces * len(batches)
+
+
+def test_groups_and_jobs_do_not_share_a_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job the groups may take turns: each is one batch all the same, and outcomes keep the job's order."""
+    rig = make("two_groups")
+    batches = sizes(rig, monkeypatch)
+    chunks = [rig.chunk(n, blocks_of(n), group=n % 2) for n in range(8)]
+    chunks[3] = replace(chunks[3], location=Location(0, chunks[3].location.offset, 4096))
+    assert rig.store(1, chunks) == tuple(FAILED if n == 3 else OK for n in range(8))
+    assert batches == [4, 4]
+    rig.engine.submit_load(2, [rig.chunk(0, blocks_of(0))])
+    rig.engine.submit_load(3, [rig.chunk(2, blocks_of(2))])
+    assert rig.collect(2).outcomes == rig.collect(3).outcomes == (OK,)
+    assert batches == [4, 4, 1, 1]
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
+def test_a_damaged_chunk_of_a_batch_is_the_only_one_that_is_corrupt(make: Make, shape: str) -> None:
+    """In its header, its payload, or as another chunk's bytes: nothing is read again, and the others are served."""
+    mover = FaultyMover(CopyMover())
+    rig = make(shape, mover)
+    numbers = range(8)
+    wanted = {number: rig.bytes_of(blocks_of(number)) for number in numbers}
+    assert rig.store(1, [rig.chunk(n, blocks_of(n)) for n in numbers]) == (OK,) * 8
+    image = np.memmap(rig.slab.path, dtype=np.uint8, mode="r+")
+    size = rig.location(0).slot_bytes
+    image[2 * size + 40] ^= 1
+    image[5 * size + HEADER_BYTES + 77] ^= 1
+    image[6 * size : 7 * size] = image[7 * size : 8 * size]
+    image.flush()
+    rig.wipe(0xEE)
+    reads = mover.submitted.count(Op.READ)
+    expected = tuple(CORRUPT if n in {2, 5, 6} else OK for n in numbers)
+    assert rig.load(2, [rig.chunk(n, blocks_of(n)) for n in numbers]) == expected
+    assert mover.submitted.count(Op.READ) <= reads + 2
+    assert len(rig.collect(2).errors) == 3
+    for number, outcome in zip(numbers, expected, strict=True):
+        if outcome is OK:
+            assert rig.bytes_of(blocks_of(number)) == wanted[number]
+        elif not rig.shape.direct:
+            assert set(rig.bytes_of(blocks_of(number))) == {0xEE}
+
+
+@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.REFUSE])
+def test_a_batch_that_fails_is_tried_singly(make: Make, shape: str, op: Op, kind: FaultKind) -> None:
+    """One transfer of many fails: so does no chunk. One fails alone as well: so does that chunk, and no other."""
+    mover = FaultyMover(CopyMover())
+    rig = make(shape, mover)
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(8)]
+    wanted = rig.bytes_of(range(32))
+    if op is Op.READ:
+        assert rig.store(1, chunks) == (OK,) * 8
+        rig.wipe()
+    mover.script = [Fault(mover.submitted.count(op), kind, op=op)]
+    submit = rig.load if op is Op.READ else rig.store
+    assert submit(2, chunks) == (OK,) * 8
+    before = mover.submitted.count(op)
+    # A direct batch ends with its first failure, and so does the header page of a chunk alone.
+    per_batch = 1 if kind is FaultKind.REFUSE or not rig.shape.direct else 2
+    mover.script = [Fault(before, kind, op=op), Fault(before + per_batch, kind, op=op)]
+    outcomes = submit(3, chunks)
+    assert outcomes.count(FAILED) == 1
+    assert outcomes.count(OK) == 7
+    if op is Op.WRITE:
+        mover.script = []
+        rig.wipe()
+        found = rig.load(4, chunks)
+        assert all(outcome is OK for outcome, stored in zip(found, outcomes, strict=True) if stored is OK)
+    assert rig.bytes_of([0, 1, 2, 3] if outcomes[0] is OK else [4, 5, 6, 7]) in wanted
+
+
+def test_a_place_that_cannot_be_had_fails_its_chunk_only(make: Make) -> None:
+    rig = make("per_layer")
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(8)]
+    beyond = Location(0, rig.slab.rank_bytes, chunks[0].location.slot_bytes)
+    chunks[4] = replace(chunks[4], location=beyond)
+    assert rig.store(1, chunks) == tuple(FAILED if n == 4 else OK for n in range(8))
+    assert rig.load(2, chunks) == tuple(FAILED if n == 4 else OK for n in range(8))
+
+
+@pytest.mark.parametrize("kind", ["tree", "objects"])
+def test_files_and_objects_keep_a_transfer_each(make: Make, tmp_path: Path, kind: str) -> None:
+    """One that hangs holds up no other chunk of its batch, in either direction."""
+    inner = ObjectFiles(tmp_path / "o") if kind == "objects" else CopyMover()
+    mover = FaultyMover(inner)
+    rig = make("per_layer", mover, link=objects() if kind == "objects" else tree(tmp_path / "t"), load_timeout_s=3600.0)
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
+    wanted = rig.bytes_of(range(24))
+    mover.script = [Fault(2, FaultKind.STUCK, op=Op.WRITE), Fault(3, FaultKind.STUCK, op=Op.READ)]
+    rig.engine.submit_store(1, chunks)
+    until(lambda: mover.submitted.count(Op.WRITE) == 6 and rig.engine._pump._in_flight.chunks == 1)
+    rig.engine.wait([1])
+    rig.wipe(0xEE)
+    assert rig.engine.finished() == []
+    others = [chunk for n, chunk in enumerate(chunks) if n != 2]
+    rig.engine.submit_load(2, others)
+    until(lambda: mover.submitted.count(Op.READ) == 5 and rig.engine._pump._in_flight.chunks == 2)
+    served = [n for n in range(6) if rig.bytes_of(blocks_of(n)) == wanted[n * len(wanted) // 6 :][: len(wanted) // 6]]
+    assert len(served) == 4
+    assert rig.engine.finished() == []
+    mover.release()
+    assert rig.collect(1).outcomes == (OK,) * 6
+    assert rig.collect(2).outcomes == (OK,) * 5
+    assert rig.load(3, chunks) == (OK,) * 6
+    assert rig.bytes_of(range(24)) == wanted
+
+
+def test_a_batch_that_is_given_up_touches_no_block(make: Make) -> None:
+    """All its chunks are FAILED at the timeout; late bytes go no further, and its slots come back."""
+    ahead_s = [0.0]
+    mover = FaultyMover(CopyMover())
+    rig = make("per_layer", mover, clock=lambda: time.monotonic() + ahead_s[0])
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(8)]
+    assert rig.store(1, chunks) == (OK,) * 8
+    mover.script = [Fault(0, FaultKind.STUCK, op=Op.READ)]
+    rig.wipe(0xEE)
+    rig.engine.submit_load(2, chunks)
+    until(lambda: mover.submitted.count(Op.READ) == 1)
+    ahead_s[0] += 31
+    assert rig.collect(2).outcomes == (FAILED,) * 8
+    mover.release()
+    until(lambda: rig.engine._pump._in_flight.chunks == 0)
+    assert set(rig.bytes_of(range(32))) == {0xEE}
+    staging = rig.engine._pump._driven._context.memory.staging
+    assert staging.free == staging.usable == staging.slots_total
+    assert rig.load(3, chunks) == (OK,) * 8
+
+
+def test_a_store_that_is_needed_back_drops_what_was_not_begun(make: Make) -> None:
+    """Of a job that is larger than a batch; each chunk has its outcome, and what is OK is right."""
+    rig = make("per_layer")
+    for job in range(0, 40, 2):
+        chunks = [rig.chunk(n, blocks_of(n)) for n in range(10)]
+        wanted = rig.bytes_of(range(40))
+        rig.engine.submit_store(job, chunks)
+        rig.engine.wait([job])
+        rig.wipe(0x11)
+        stored = rig.collect(job).outcomes
+        assert set(stored) <= {OK, DROPPED}
+        kept = [chunk for chunk, outcome in zip(chunks, stored, strict=True) if outcome is OK]
+        assert rig.load(job + 1, kept) == (OK,) * len(kept)
+        found, size = rig.bytes_of(range(40)), len(wanted) // 10
+        for number, outcome in enumerate(stored):
+            if outcome is OK:
+                assert found[number * size : (number + 1) * size] == wanted[number * size : (number + 1) * size]
+        rig.kv[0][:] = job
