@@ -25,10 +25,10 @@ import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine.bands import runs_of
 from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.host_copies import runs_of
 from nixl_offload.engine.kernels.base import Page
-from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import Packer, make_packer
 from nixl_offload.engine.records import ChunkIO
 from nixl_offload.types import Key, Location, Outcome

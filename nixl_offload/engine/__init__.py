@@ -7,19 +7,19 @@ from __future__ import annotations
 from nixl_offload.engine.chain import ChainEngine, MoveIO
 from nixl_offload.engine.engine import Engine
 from nixl_offload.engine.records import ChunkIO, Completion, Share
-from nixl_offload.engine.states import Kind
-from nixl_offload.engine.tally import Standing, Work
+from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.tier_engine import TierEngine
+from nixl_offload.engine.transfer_statistics import Standing, Work
 
 __all__ = [
     "ChainEngine",
     "ChunkIO",
     "Completion",
     "Engine",
-    "Kind",
     "MoveIO",
     "Share",
     "Standing",
     "TierEngine",
     "Work",
+    "WorkKind",
 ]

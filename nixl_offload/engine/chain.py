@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from nixl_offload.engine.moves import MoveIO, Moves, RelayHost
 from nixl_offload.engine.records import ChunkIO, Completion, Share
-from nixl_offload.engine.states import Kind
-from nixl_offload.engine.tally import Standing, Tally, Work
+from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.tier_engine import TierEngine
+from nixl_offload.engine.transfer_statistics import Standing, TransferStatistics, Work
 from nixl_offload.types import Outcome
 
 __all__ = ["ChainEngine", "MoveIO"]
@@ -38,7 +38,7 @@ _STEP_S = 0.001
 class _Job:
     """A job of vLLM while some tier works at it."""
 
-    kind: Kind
+    kind: WorkKind
     parts: dict[int, Sequence[int]]
     """By tier: the positions of its chunks in the job. Those that have not ended."""
     outcomes: list[Outcome]
@@ -78,7 +78,7 @@ class ChainEngine:
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
         self._results: list[Completion] = []
-        self._tally = Tally()
+        self._statistics = TransferStatistics()
         self._moves = Moves(
             self._engines,
             () if host is None else tuple(host.relay_offsets),
@@ -90,7 +90,7 @@ class ChainEngine:
 
     def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
         """Queue a store, each chunk to the tier of its location. As ``Engine.submit_store``."""
-        for tier, part in self._deal(job_id, chunks, kind=Kind.STORE):
+        for tier, part in self._deal(job_id, chunks, kind=WorkKind.STORE):
             self._engine(tier).submit_store(job_id, part)
 
     def submit_load(
@@ -101,12 +101,12 @@ class ChainEngine:
         """
         if job_id in self._jobs:
             self._refuse_twice(job_id)
-            landings = [chunk.location.slot_bytes for chunk in chunks if chunk.host_offset is not None]
+            sizes = [chunk.location.slot_bytes for chunk in chunks if chunk.host_offset is not None]
             if landing_ticket:
-                self._settle_all(landing_ticket, landings, Outcome.DROPPED)
+                self._settle_all(landing_ticket, sizes, Outcome.DROPPED)
             return
-        chunks = self._expect_landings(job_id, chunks, landing_ticket)
-        for tier, part in self._deal(job_id, chunks, kind=Kind.LOAD):
+        chunks = self._expect_promotions(job_id, chunks, landing_ticket)
+        for tier, part in self._deal(job_id, chunks, kind=WorkKind.LOAD):
             self._engine(tier).submit_load(job_id, part, expedited=expedited)
 
     def submit_moves(self, ticket: int, moves: Sequence[MoveIO]) -> None:
@@ -129,7 +129,7 @@ class ChainEngine:
 
     def take_work(self) -> Work | None:
         """Return what ``finished`` and ``settled`` have seen end since the last call, added up; None: nothing has."""
-        return self._tally.take()
+        return self._statistics.take()
 
     def standings(self) -> tuple[Standing, ...]:
         """Return how each tier stands on this rank, by position."""
@@ -194,7 +194,7 @@ class ChainEngine:
     def _has(self, tier: int) -> bool:
         return 0 <= tier < len(self._engines) and self._engines[tier] is not None
 
-    def _deal(self, job_id: int, chunks: Sequence[ChunkIO], *, kind: Kind) -> list[tuple[int, Sequence[ChunkIO]]]:
+    def _deal(self, job_id: int, chunks: Sequence[ChunkIO], *, kind: WorkKind) -> list[tuple[int, Sequence[ChunkIO]]]:
         """Record a job and return what each tier is to do of it. Chunks of no tier have failed by then, and those of
         which this rank has no part are OK.
         """
@@ -222,19 +222,19 @@ class ChainEngine:
             self._emit(job_id, job)
         return [(tier, [chunks[at] for at in positions]) for tier, positions in parts.items()]
 
-    def _expect_landings(self, job_id: int, chunks: Sequence[ChunkIO], number: int) -> Sequence[ChunkIO]:
-        """Open the ticket of a load's landings; return the chunks without those that nobody would be told of."""
+    def _expect_promotions(self, job_id: int, chunks: Sequence[ChunkIO], number: int) -> Sequence[ChunkIO]:
+        """Open the ticket of a load's promotions; return the chunks without those that nobody would be told of."""
         if not number:
             if any(chunk.host_offset is not None for chunk in chunks):
                 logger.error("job %d has host slots but no ticket for them; they are not filled", job_id)
                 return [replace(chunk, host_offset=None) for chunk in chunks]
             return chunks
-        landing = [chunk for chunk in chunks if chunk.host_offset is not None]
+        promoted = [chunk for chunk in chunks if chunk.host_offset is not None]
         ticket = self._moves.open(
-            number, Kind.PROMOTION, self._memory or 0, [chunk.location.slot_bytes for chunk in landing]
+            number, WorkKind.PROMOTION, self._memory or 0, [chunk.location.slot_bytes for chunk in promoted]
         )
         of_tier: dict[int, list[int]] = {}
-        for position, chunk in enumerate(landing):
+        for position, chunk in enumerate(promoted):
             tier = chunk.location.tier
             if chunk.group in self._empty_groups:
                 self._moves.settle(ticket, position, Outcome.OK)
@@ -243,11 +243,11 @@ class ChainEngine:
             else:
                 self._moves.settle(ticket, position, Outcome.FAILED)
         for tier, positions in of_tier.items():
-            self._moves.expect_landing(tier, job_id, ticket, positions)
+            self._moves.expect_promotions(tier, job_id, ticket, positions)
         return [replace(chunk, host_offset=None) if chunk.location.tier == self._memory else chunk for chunk in chunks]
 
     def _settle_all(self, number: int, sizes: Sequence[int], outcome: Outcome) -> None:
-        ticket = self._moves.open(number, Kind.PROMOTION, self._memory or 0, sizes)
+        ticket = self._moves.open(number, WorkKind.PROMOTION, self._memory or 0, sizes)
         for position in range(len(sizes)):
             self._moves.settle(ticket, position, outcome)
 
@@ -259,7 +259,7 @@ class ChainEngine:
         for tier, engine in self._live:
             for done in engine.finished():
                 if done.ends_job:
-                    self._tally.add(tier, done)
+                    self._statistics.add(tier, done)
                     self._ended(tier, done)
                 self._moves.completed(tier, done)
         self._moves.step()

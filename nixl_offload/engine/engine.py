@@ -22,10 +22,10 @@ from nixl_offload.engine.pump import POLL_S, STUCK_POLL_S, Pauses
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import DeviceStagingPool, StagingPool
 from nixl_offload.engine.streams import Device, device_of
-from nixl_offload.engine.tally import Equipment, Standing, Waiting
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths.common import Context
-from nixl_offload.engine.transfer_paths.tier import TierPaths
+from nixl_offload.engine.transfer_paths.link_paths import LinkPaths
+from nixl_offload.engine.transfer_statistics import Equipment, Standing, Waiting
 from nixl_offload.tiers.link import Link
 
 logger = logging.getLogger(__name__)
@@ -113,11 +113,11 @@ class Engine(TierEngine):
             " and ".join(_words(pool) for pool in memory.packed) or "no staging",
             verify,
         )
-        paths = TierPaths(context, self._link_memory.plans, tier, keep_alive=tuple(tensors))
+        paths = LinkPaths(context, self._link_memory.plans, tier, keep_alive=tuple(tensors))
         self._start(table, paths, load_timeout_s=load_timeout_s, name="nixl-offload-pump", pauses=PAUSES)
 
     def standing(self) -> Standing:
-        """See TierEngine."""
+        """Return what waits here, why nothing is stored if that is so, and how the tier is reached."""
         link = self._link_memory.link
         ways = tuple(sorted({plan.way for plan in self._link_memory.plans if plan.block_bytes}))
         trouble = "" if link.trouble == "none" else link.trouble

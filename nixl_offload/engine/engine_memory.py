@@ -19,7 +19,7 @@ Staging = Literal["host", "device"]
 
 
 HEADER_PAGES = 32
-"""One for each chunk that may be in flight: see ``transfer_paths.tier``."""
+"""One for each chunk that may be in flight: see ``transfer_paths.link_paths``."""
 
 
 class HostSlots(Protocol):

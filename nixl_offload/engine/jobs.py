@@ -16,9 +16,9 @@ from nixl_offload.engine.records import ChunkIO, Completion, Job, Task
 from nixl_offload.engine.states import (
     READS_BLOCKS,
     TRANSITIONS,
-    Kind,
+    ChunkState,
     Lane,
-    State,
+    WorkKind,
     claimed,
     when_closed,
     when_given_up,
@@ -121,13 +121,13 @@ class JobTable:
             if not jobs:
                 return
             for job in jobs:
-                queued = [task for task in job.tasks if task.state is State.QUEUED]
+                queued = [task for task in job.tasks if task.state is ChunkState.QUEUED]
                 queued.sort(key=lambda task: task.io.group)
                 self._lanes[Lane.URGENT_STORE if job.kind.writes else Lane.EXPEDITED_LOAD].extend(queued)
             self._wake()
             stores = [job for job in jobs if job.kind.writes]
             self._grant_grace(stores, grace_s, limit_s)
-            late = [task for job in stores for task in job.tasks if task.state is State.QUEUED]
+            late = [task for job in stores for task in job.tasks if task.state is ChunkState.QUEUED]
             for task in late:
                 self._finish(
                     task, Outcome.DROPPED, "its blocks were needed before storage had time for it", "needed_back"
@@ -178,7 +178,7 @@ class JobTable:
             queue, taken, limit = self._lanes[lane], list[Task](), 0
             while queue:
                 task = queue[0]
-                if task.state is not State.QUEUED:
+                if task.state is not ChunkState.QUEUED:
                     queue.popleft()  # dropped, failed, or claimed through another lane
                     continue
                 if not taken:
@@ -199,7 +199,7 @@ class JobTable:
         with self._lock:
             queue = self._lanes[lane]
             while queue:
-                if queue[0].state is State.QUEUED:
+                if queue[0].state is ChunkState.QUEUED:
                     why = why_not(queue[0])
                     if why is None:
                         return
@@ -211,14 +211,14 @@ class JobTable:
         with self._lock:
             return not self._jobs
 
-    def advance(self, tasks: Iterable[Task], state: State) -> list[bool]:
+    def advance(self, tasks: Iterable[Task], state: ChunkState) -> list[bool]:
         """Move chunks on; waiters learn it. False for a chunk that was given up meanwhile, or is DISOWNED: nothing
         changed then. A chunk that is in ``state`` already stays there.
         """
         with self._lock:
             moved = []
             for task in tasks:
-                goes = task.state not in {State.DONE, State.DISOWNED}
+                goes = task.state not in {ChunkState.DONE, ChunkState.DISOWNED}
                 if goes and task.state is not state:
                     self._move(task, state)
                 moved.append(goes)
@@ -256,7 +256,7 @@ class JobTable:
             waited = [job for job in self._jobs.values() if job.kind.in_background and job.submitted_s <= limit_s]
             for job in waited:
                 for task in job.tasks:
-                    if task.state in {State.QUEUED, State.CLAIMED}:
+                    if task.state in {ChunkState.QUEUED, ChunkState.CLAIMED}:
                         self._finish(task, Outcome.DROPPED, "storage had no time for a move", "no_time")
             if late or waited:
                 self._sweep()
@@ -269,7 +269,7 @@ class JobTable:
             self._refusal = why
             for job in list(self._filling):
                 for task in job.tasks:
-                    if task.kind.fills_slot and task.state is not State.QUEUED:
+                    if task.kind.fills_slot and task.state is not ChunkState.QUEUED:
                         self._settle_slot(task, Outcome.TAINTED)
             for job in list(self._jobs.values()):
                 for task in job.tasks:
@@ -293,11 +293,11 @@ class JobTable:
         self._woken = True
         self._work.notify()
 
-    def _move(self, task: Task, state: State) -> None:
+    def _move(self, task: Task, state: ChunkState) -> None:
         """Change a state. Callers notify waiters."""
         if state not in TRANSITIONS[task.state]:
             raise RuntimeError(f"chunk of job {task.job.job_id} cannot go from {task.state.name} to {state.name}")
-        if task.state is State.QUEUED:
+        if task.state is ChunkState.QUEUED:
             self._waiting_bytes[_waits_as(task.job.kind)] -= task.size_bytes
         task.state = state
 
@@ -312,17 +312,17 @@ class JobTable:
     def _sweep(self) -> None:
         """Forget what was given up while queued: behind a head that has to wait, nobody else would take it away."""
         for lane, queue in self._lanes.items():
-            if any(task.state is not State.QUEUED for task in queue):
-                self._lanes[lane] = deque(task for task in queue if task.state is State.QUEUED)
+            if any(task.state is not ChunkState.QUEUED for task in queue):
+                self._lanes[lane] = deque(task for task in queue if task.state is ChunkState.QUEUED)
 
     def _finish(self, task: Task, outcome: Outcome, error: str | None, cause: str = "") -> None:
-        if task.state is State.DONE:
+        if task.state is ChunkState.DONE:
             return
-        if task.state is State.DISOWNED and outcome is Outcome.OK:
+        if task.state is ChunkState.DISOWNED and outcome is Outcome.OK:
             outcome, error, cause = Outcome.FAILED, "its blocks were given away while they were written", "needed_back"
-        if task.state is State.QUEUED and task.kind.fills_slot:
+        if task.state is ChunkState.QUEUED and task.kind.fills_slot:
             self._settle_slot(task, outcome)  # it never began
-        self._move(task, State.DONE)
+        self._move(task, ChunkState.DONE)
         self._progress.notify_all()
         task.outcome, task.error, task.cause = outcome, error, cause
         task.job.unfinished -= 1
@@ -361,12 +361,12 @@ class JobTable:
         )
 
 
-def _kind_of(kind: Kind, io: ChunkIO) -> Kind:
+def _kind_of(kind: WorkKind, io: ChunkIO) -> WorkKind:
     """Return what is done with one chunk of a job of ``kind``."""
-    return Kind.PROMOTION if kind is Kind.LOAD and io.host_offset is not None else kind
+    return WorkKind.PROMOTION if kind is WorkKind.LOAD and io.host_offset is not None else kind
 
 
-def _waits_as(kind: Kind) -> str:
+def _waits_as(kind: WorkKind) -> str:
     """Where a job's bytes are counted while they wait."""
     return "background" if kind.in_background else "store" if kind.writes else "load"
 

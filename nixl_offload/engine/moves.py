@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from nixl_offload.engine.records import ChunkIO, Completion
-from nixl_offload.engine.states import Kind
+from nixl_offload.engine.states import WorkKind
 from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,11 @@ class RelayHost(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class _MoveTicket:
     """The chunks of one ticket and what is known of them."""
 
     number: int
-    kind: Kind
+    kind: WorkKind
     sizes: tuple[int, ...]
     tier: int
     began_s: float
@@ -71,10 +71,10 @@ class Ticket:
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _TicketPart:
     """What one engine does of a ticket in one job. ``positions``: of its chunks in the ticket."""
 
-    ticket: Ticket
+    ticket: _MoveTicket
     positions: tuple[int, ...]
 
 
@@ -82,7 +82,7 @@ class _Part:
 class _Relay:
     """One chunk between two farther tiers: waiting, being fetched, or being stored."""
 
-    ticket: Ticket
+    ticket: _MoveTicket
     position: int
     move: MoveIO
     since_s: float
@@ -111,10 +111,10 @@ class Moves:
         self._empty_groups = empty_groups
         self._clock = clock
         self._ids = count(-1, -1)
-        self._open: dict[Ticket, None] = {}
+        self._open: dict[_MoveTicket, None] = {}
         self._results: list[Completion] = []
-        self._stores: dict[int, _Part] = {}
-        self._landings: dict[tuple[int, int], _Part] = {}
+        self._stores: dict[int, _TicketPart] = {}
+        self._promotions: dict[tuple[int, int], _TicketPart] = {}
         """By tier and job: completions tell of these as ``slots``."""
         self._waiting: deque[_Relay] = deque()
         self._fetching: dict[int, _Relay] = {}
@@ -139,24 +139,24 @@ class Moves:
 
     # -- what begins ------------------------------------------------------------------------------------------------
 
-    def open(self, number: int, kind: Kind, tier: int, sizes: Sequence[int]) -> Ticket:
+    def open(self, number: int, kind: WorkKind, tier: int, sizes: Sequence[int]) -> _MoveTicket:
         """Open a ticket for chunks of ``sizes`` bytes, on their way to ``tier``; with none of them it is settled at
         once.
         """
-        ticket = Ticket(number, kind, tuple(sizes), tier, self._clock(), [None] * len(sizes), len(sizes))
+        ticket = _MoveTicket(number, kind, tuple(sizes), tier, self._clock(), [None] * len(sizes), len(sizes))
         self._open[ticket] = None
         if not sizes:
             self._emit(ticket)
         return ticket
 
-    def expect_landing(self, tier: int, job_id: int, ticket: Ticket, positions: Collection[int]) -> None:
-        """A load of ``tier`` is about to be submitted whose landings are ``positions`` of ``ticket``."""
-        self._landings[tier, job_id] = _Part(ticket, tuple(positions))
+    def expect_promotions(self, tier: int, job_id: int, ticket: _MoveTicket, positions: Collection[int]) -> None:
+        """A load of ``tier`` is about to be submitted whose promotions are ``positions`` of ``ticket``."""
+        self._promotions[tier, job_id] = _TicketPart(ticket, tuple(positions))
 
     def submit(self, number: int, moves: Sequence[MoveIO]) -> None:
         """Begin the moves of a ticket: see ``chain.ChainEngine.submit_moves``."""
         tier = moves[0].target.tier if moves else 0
-        kind = Kind.FETCH if tier == self._memory else Kind.WRITE_THROUGH
+        kind = WorkKind.FETCH if tier == self._memory else WorkKind.WRITE_THROUGH
         ticket = self.open(number, kind, tier, [move.target.slot_bytes for move in moves])
         stores: dict[int, list[int]] = {}
         fetches: dict[int, list[int]] = {}
@@ -175,16 +175,16 @@ class Moves:
         for tier, positions in stores.items():
             chunks = [_chunk(moves[at], moves[at].target, moves[at].source.offset) for at in positions]
             job_id = next(self._ids)
-            self._stores[job_id] = _Part(ticket, tuple(positions))
+            self._stores[job_id] = _TicketPart(ticket, tuple(positions))
             self._submit(tier, job_id, chunks, is_store=True)
         for tier, positions in fetches.items():
             chunks = [_chunk(moves[at], moves[at].source, moves[at].target.offset) for at in positions]
             job_id = next(self._ids)
-            self.expect_landing(tier, job_id, ticket, positions)
+            self.expect_promotions(tier, job_id, ticket, positions)
             self._submit(tier, job_id, chunks, is_store=False)
         self.step()
 
-    def settle(self, ticket: Ticket, position: int, outcome: Outcome) -> None:
+    def settle(self, ticket: _MoveTicket, position: int, outcome: Outcome) -> None:
         """Give a chunk of a ticket its outcome; the first one counts."""
         if ticket.outcomes[position] is not None:
             return
@@ -201,9 +201,9 @@ class Moves:
             self._ended(done.job_id, done.outcomes)
         if done.slots:
             relay = self._fetching.pop(done.job_id, None)
-            part = self._landings.pop((tier, done.job_id), None)
+            part = self._promotions.pop((tier, done.job_id), None)
             if relay is not None:
-                self._relay_landed(relay, done.slots[0])
+                self._relay_fetched(relay, done.slots[0])
             elif part is not None:
                 self._settle_part(part, done.slots)
 
@@ -257,13 +257,13 @@ class Moves:
             for position in range(len(ticket.outcomes)):
                 self.settle(ticket, position, Outcome.TAINTED)
         self._stores.clear()
-        self._landings.clear()
+        self._promotions.clear()
         self._fetching.clear()
         self._storing.clear()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _relay_landed(self, relay: _Relay, outcome: Outcome) -> None:
+    def _relay_fetched(self, relay: _Relay, outcome: Outcome) -> None:
         known = relay.ticket.outcomes[relay.position] is not None
         if outcome is not Outcome.OK:
             self.settle(relay.ticket, relay.position, _unfetched(outcome))
@@ -292,11 +292,11 @@ class Moves:
         assert engine is not None, "refused when the moves were submitted"
         engine.submit_move(job_id, chunks, is_store=is_store)
 
-    def _settle_part(self, part: _Part, outcomes: Sequence[Outcome]) -> None:
+    def _settle_part(self, part: _TicketPart, outcomes: Sequence[Outcome]) -> None:
         for position, outcome in zip(part.positions, outcomes, strict=True):
             self.settle(part.ticket, position, outcome)
 
-    def _emit(self, ticket: Ticket) -> None:
+    def _emit(self, ticket: _MoveTicket) -> None:
         del self._open[ticket]
         outcomes = tuple(outcome or Outcome.FAILED for outcome in ticket.outcomes)
         ok_bytes = sum(size for size, outcome in zip(ticket.sizes, outcomes, strict=True) if outcome is Outcome.OK)

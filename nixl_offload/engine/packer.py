@@ -16,8 +16,8 @@ import torch
 import xxhash
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine.bands import Band, bands_of
 from nixl_offload.engine.host import PIN_PIECE_BYTES
+from nixl_offload.engine.host_copies import HostCopy, host_copies_of
 from nixl_offload.engine.kernels.base import GroupKernels, Page
 from nixl_offload.engine.queued import DeviceGroups, QueuedSums, taken_back
 from nixl_offload.engine.streams import READY, Device, Fence, ReadyFence, Stream, device_of
@@ -71,38 +71,38 @@ class HostPacker:
         self._tensors = tensors
         self._pages = pages
         self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
-        self._bands: list[list[Band]] = [
-            bands_of([(tensors[page.tensor], page.column, page.bytes) for page in group]) for group in pages
+        self._copies: list[list[HostCopy]] = [
+            host_copies_of([(tensors[page.tensor], page.column, page.bytes) for page in group]) for group in pages
         ]
 
     def fence(self) -> Fence:
-        """See Packer: on the host the model's writes are over when its call returns."""
+        """Return a fence that is done: on the host the model's writes are over when its call returns."""
         return READY
 
     def gather(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """See Packer."""
+        """Copy KV blocks to the payload, at once."""
         return self.gather_many(group, [(block_ids, payload)], fence)
 
     def scatter(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """See Packer."""
+        """Copy the payload to KV blocks, at once."""
         return self.scatter_many(group, [(block_ids, payload)], fence)
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
         """See Packer. Raises LayoutError for block ids outside the KV cache."""
         block_ids = self._checked_ids(group, parts)
-        for band in self._bands[group]:
-            band.gather(block_ids, [payload for _, payload in parts])
+        for copy in self._copies[group]:
+            copy.gather(block_ids, [payload for _, payload in parts])
         return READY
 
     def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
         """See Packer. Raises LayoutError for block ids outside the KV cache."""
         block_ids = self._checked_ids(group, parts)
-        for band in self._bands[group]:
-            band.scatter(block_ids, [payload for _, payload in parts])
+        for copy in self._copies[group]:
+            copy.scatter(block_ids, [payload for _, payload in parts])
         return READY
 
     def _checked_ids(self, group: int, parts: Parts) -> BlockIds:
-        """The ids of all parts. Bands reckon with addresses: nothing else would stop a wrong one."""
+        """The ids of all parts. Host copies reckon with addresses: nothing else would stop a wrong one."""
         block_ids = np.concatenate([block_ids for block_ids, _ in parts])
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
             raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")

@@ -72,7 +72,7 @@ class Pauses:
     slow_after_s: float
 
 
-class Driven(Protocol):
+class PumpPaths(Protocol):
     """What the pump drives: how the chunks of one tier travel."""
 
     def room(self, task: Task, in_flight: InFlight) -> int:
@@ -101,7 +101,7 @@ class Pump:
     def __init__(
         self,
         table: JobTable,
-        driven: Driven,
+        driven: PumpPaths,
         *,
         load_timeout_s: float,
         clock: Callable[[], float],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.engine.states import Kind, State
+from nixl_offload.engine.states import ChunkState, WorkKind
 from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Key, Location, Outcome
 
@@ -55,7 +55,7 @@ class Completion:
 
     job_id: int
     """Of a ticket: its number."""
-    kind: Kind
+    kind: WorkKind
     outcomes: tuple[Outcome, ...]
     """One per chunk, in the order they were submitted."""
     slots: tuple[Outcome, ...] | None = ()
@@ -83,10 +83,10 @@ class Task:
 
     job: Job
     io: ChunkIO
-    kind: Kind
+    kind: WorkKind
     size_bytes: int
     """Payload bytes of its blocks: what the queue limit and ``bytes_moved`` count."""
-    state: State = State.QUEUED
+    state: ChunkState = ChunkState.QUEUED
     outcome: Outcome | None = None
     error: str | None = None
     cause: str = ""
@@ -100,7 +100,7 @@ class Job:
     """One transfer job of vLLM, or one between tiers: the only record of it."""
 
     job_id: int
-    kind: Kind
+    kind: WorkKind
     fence: Fence
     """Done when the compute stream is past the submit: only then may KV blocks be touched."""
     submitted_s: float

@@ -10,7 +10,7 @@ from enum import Enum
 from nixl_offload.types import Outcome
 
 
-class Kind(Enum):
+class WorkKind(Enum):
     """What is done with a chunk. Columns: does it write to the tier, does it fill a host slot, can it wait."""
 
     STORE = ("store", True, False, False)
@@ -42,7 +42,7 @@ class Lane(Enum):
     BACKGROUND = "background"
 
 
-class State(Enum):
+class ChunkState(Enum):
     """Where a chunk stands."""
 
     QUEUED = "queued"
@@ -59,44 +59,44 @@ class State(Enum):
     DONE = "done"
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.CLAIMED, State.TRANSFER, State.DONE}),
-    State.CLAIMED: frozenset({State.BORROWED, State.TRANSFER, State.DONE}),
-    State.BORROWED: frozenset({State.DISOWNED, State.TRANSFER, State.DONE}),
-    State.DISOWNED: frozenset({State.DONE}),
-    State.TRANSFER: frozenset({State.SCATTER, State.DONE}),
-    State.SCATTER: frozenset({State.DONE}),
-    State.DONE: frozenset(),
+TRANSITIONS: dict[ChunkState, frozenset[ChunkState]] = {
+    ChunkState.QUEUED: frozenset({ChunkState.CLAIMED, ChunkState.TRANSFER, ChunkState.DONE}),
+    ChunkState.CLAIMED: frozenset({ChunkState.BORROWED, ChunkState.TRANSFER, ChunkState.DONE}),
+    ChunkState.BORROWED: frozenset({ChunkState.DISOWNED, ChunkState.TRANSFER, ChunkState.DONE}),
+    ChunkState.DISOWNED: frozenset({ChunkState.DONE}),
+    ChunkState.TRANSFER: frozenset({ChunkState.SCATTER, ChunkState.DONE}),
+    ChunkState.SCATTER: frozenset({ChunkState.DONE}),
+    ChunkState.DONE: frozenset(),
 }
 
-READS_BLOCKS = frozenset({State.QUEUED, State.CLAIMED, State.BORROWED})
+READS_BLOCKS = frozenset({ChunkState.QUEUED, ChunkState.CLAIMED, ChunkState.BORROWED})
 """States in which a store needs its KV blocks unchanged."""
 
 
-def claimed(kind: Kind) -> State:
+def claimed(kind: WorkKind) -> ChunkState:
     """Return the state of a chunk that the engine begins with."""
-    return State.CLAIMED if kind.writes else State.TRANSFER
+    return ChunkState.CLAIMED if kind.writes else ChunkState.TRANSFER
 
 
-def when_given_up(kind: Kind, state: State) -> State | Outcome | None:
+def when_given_up(kind: WorkKind, state: ChunkState) -> ChunkState | Outcome | None:
     """Return what becomes of a chunk that nobody waits for any more: its outcome, another state, or None (it goes on).
 
     A write that has written nothing is dropped. A store whose blocks are being read keeps its location until the
     reader has let go. A load is failed unless its KV blocks are being written.
     """
     if kind.writes:
-        if state is State.BORROWED:
-            return State.DISOWNED
-        return Outcome.DROPPED if state in {State.QUEUED, State.CLAIMED} else None
-    if state is State.QUEUED:
+        if state is ChunkState.BORROWED:
+            return ChunkState.DISOWNED
+        return Outcome.DROPPED if state in {ChunkState.QUEUED, ChunkState.CLAIMED} else None
+    if state is ChunkState.QUEUED:
         return Outcome.DROPPED if kind.in_background else Outcome.FAILED
-    return Outcome.FAILED if state is State.TRANSFER else None
+    return Outcome.FAILED if state is ChunkState.TRANSFER else None
 
 
-def when_closed(kind: Kind, state: State) -> Outcome:
+def when_closed(kind: WorkKind, state: ChunkState) -> Outcome:
     """Return the outcome of a chunk whose end nobody will see."""
-    if state is State.QUEUED and (kind.writes or kind.in_background):
+    if state is ChunkState.QUEUED and (kind.writes or kind.in_background):
         return Outcome.DROPPED
-    if kind is Kind.WRITE_THROUGH:
+    if kind is WorkKind.WRITE_THROUGH:
         return Outcome.TAINTED  # its host slot may still be read
     return Outcome.FAILED

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.pump import Driven, Pauses, Pump
+from nixl_offload.engine.pump import Pauses, Pump, PumpPaths
 from nixl_offload.engine.records import ChunkIO, Completion, Job
-from nixl_offload.engine.states import Kind, Lane
+from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY, Fence
-from nixl_offload.engine.tally import Standing
+from nixl_offload.engine.transfer_statistics import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class TierEngine(ABC):
         self._clock = clock
         self._closed = False
 
-    def _start(self, table: JobTable, driven: Driven, *, load_timeout_s: float, name: str, pauses: Pauses) -> None:
+    def _start(self, table: JobTable, driven: PumpPaths, *, load_timeout_s: float, name: str, pauses: Pauses) -> None:
         """Start the pump. The last step of construction."""
         self._table = table
         self._load_timeout_s = load_timeout_s
@@ -55,20 +55,20 @@ class TierEngine(ABC):
 
         Under pressure chunks become DROPPED at once. The blocks of each chunk must reach to the chunk's end.
         """
-        self._submit(job_id, chunks, Kind.STORE, Lane.STORE)
+        self._submit(job_id, chunks, WorkKind.STORE, Lane.STORE)
 
     def submit_load(self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False) -> None:
         """Queue a load to KV blocks, some of it by way of host slots that keep it. ``expedited`` puts it before the
         loads that wait already.
         """
-        self._submit(job_id, chunks, Kind.LOAD, Lane.EXPEDITED_LOAD if expedited else Lane.LOAD)
+        self._submit(job_id, chunks, WorkKind.LOAD, Lane.EXPEDITED_LOAD if expedited else Lane.LOAD)
 
     def submit_move(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
         """Queue whole images, from their host slots to the tier or back, behind all loads and stores.
 
         The caller bounds how many there are. One that has not begun after ``jobs.MOVE_QUEUE_LIMIT_S`` is DROPPED.
         """
-        self._submit(job_id, chunks, Kind.WRITE_THROUGH if is_store else Kind.FETCH, Lane.BACKGROUND)
+        self._submit(job_id, chunks, WorkKind.WRITE_THROUGH if is_store else WorkKind.FETCH, Lane.BACKGROUND)
 
     def finished(self) -> list[Completion]:
         """Return what was completed since the last call, each exactly once over all calls."""
@@ -116,7 +116,7 @@ class TierEngine(ABC):
             self._closed = True
             self._pump.stop(deadline_s)
 
-    def _submit(self, job_id: int, chunks: Sequence[ChunkIO], kind: Kind, lane: Lane) -> None:
+    def _submit(self, job_id: int, chunks: Sequence[ChunkIO], kind: WorkKind, lane: Lane) -> None:
         fence = READY if kind.in_background else self._compute_fence()
         sized = [(io, self._payload_bytes(io)) for io in chunks]
         self._table.add(Job(job_id, kind, fence, self._clock()), sized, lane)

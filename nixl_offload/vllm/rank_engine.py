@@ -21,7 +21,7 @@ from nixl_offload.config import Config, MemoryConfig, S3Config, SharedDirConfig,
 from nixl_offload.engine import ChainEngine, Engine, TierEngine
 from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.opened_mover import OpenedMover, engine_options, open_planned, plan_tier, spared_bytes
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.queued import DeviceGroups

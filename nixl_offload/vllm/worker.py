@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.layout import split_job
 from nixl_offload.config import Config
-from nixl_offload.engine import ChainEngine, ChunkIO, Completion, Kind, MoveIO, Work
+from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, Work, WorkKind
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.opened_mover import OpenedMover
 from nixl_offload.engine.pump import LEAKED
@@ -303,7 +303,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         if isinstance(ticket, LoadTicket) and ticket.landing_ticket:
             self._refused_tickets[ticket.landing_ticket] = sum(landing is not None for landing in ticket.landings)
         self._refused.append(
-            Completion(job_id, Kind.STORE if is_store else Kind.LOAD, (Outcome.FAILED,) * chunks, errors=(why,))
+            Completion(job_id, WorkKind.STORE if is_store else WorkKind.LOAD, (Outcome.FAILED,) * chunks, errors=(why,))
         )
 
     def _unless_broken(self, make: Callable[[], T]) -> T | None:

@@ -17,7 +17,7 @@ from nixl_offload.engine import host as host_module
 from nixl_offload.engine import packer as packer_module
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.kernels.base import Page
-from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import BusPacker, HostPacker
 from nixl_offload.engine.staging import StagingPool
 from nixl_offload.engine.streams import READY, Fence, device_of

@@ -20,7 +20,7 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.chain import ChainEngine, MoveIO
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover

@@ -15,7 +15,7 @@ import torch
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import ChunkIO, Completion
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, Parts, pages_of
 from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Location

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_offload.engine import ChunkIO, Kind
+from nixl_offload.engine import ChunkIO, WorkKind
 from nixl_offload.engine.chain import ChainEngine, MoveIO
 from nixl_offload.movers.base import Mover
 from nixl_offload.types import Location, Outcome
@@ -137,7 +137,7 @@ def test_moves_of_all_kinds_bring_the_image_unchanged(make: Make, shape: str) ->
                     rig.put(target, number, np.full(rig.slot_bytes, 0xEE, dtype=np.uint8))
             assert rig.moves(this, [rig.move(number, source, target, group) for number in numbers]) == (OK,) * 6
             settled = rig.settled[this]
-            assert settled.kind is (Kind.FETCH if target == MEMORY else Kind.WRITE_THROUGH)
+            assert settled.kind is (WorkKind.FETCH if target == MEMORY else WorkKind.WRITE_THROUGH)
             assert settled.bytes_moved == 6 * rig.slot_bytes
             assert settled.seconds > 0
             for number in numbers:
@@ -199,7 +199,7 @@ def test_landings_of_a_load_are_told_under_its_ticket(make: Make) -> None:
     ]
     assert rig.load(1, chunks, ticket=7) == (OK, OK, OK, CORRUPT, OK)
     settled = rig.settle(7)
-    assert (settled.outcomes, settled.kind) == ((OK, OK, CORRUPT, OK), Kind.PROMOTION)
+    assert (settled.outcomes, settled.kind) == ((OK, OK, CORRUPT, OK), WorkKind.PROMOTION)
     assert settled.bytes_moved == 3 * rig.slot_bytes
     for number in (0, 1, 3):
         assert np.array_equal(rig.host_bytes(number), rig.image(number))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import Engine, Kind
+from nixl_offload.engine import Engine, WorkKind
 from nixl_offload.errors import LayoutError, MoverError
 from nixl_offload.movers.base import Mover, Op
 from nixl_offload.movers.copy import CopyMover
@@ -81,7 +81,7 @@ def test_chunks_come_back_into_other_blocks(make: Make, shape: str, mover: str) 
         untouched = sorted(set(range(NUM_BLOCKS)) - set(targets[0]) - set(targets[1]))
         assert set(rig.bytes_of(untouched, group)) == {0xEE}
     result = rig.collect(2)
-    assert result.kind is Kind.LOAD
+    assert result.kind is WorkKind.LOAD
     assert result.bytes_moved == 2 * CHUNK_BLOCKS * rig.layout.groups[0].block_bytes
     assert result.seconds >= 0
     assert result.errors == ()
@@ -346,7 +346,7 @@ def test_an_empty_job_ends_at_once_and_idle_tells(make: Make) -> None:
     rig.engine.submit_store(5, [])
     assert not rig.engine.idle()
     (result,) = rig.engine.finished()
-    assert (result.job_id, result.outcomes, result.kind) == (5, (), Kind.STORE)
+    assert (result.job_id, result.outcomes, result.kind) == (5, (), WorkKind.STORE)
     assert rig.engine.idle()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from nixl_offload.engine.jobs import Ending, JobTable
 from nixl_offload.engine.records import ChunkIO, Job
-from nixl_offload.engine.states import Kind, Lane, State
+from nixl_offload.engine.states import ChunkState, Lane, WorkKind
 from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Key, Location, Outcome
 
@@ -37,7 +37,7 @@ class Step:
 def _table(step: Fence) -> JobTable:
     table = JobTable(store_queue_limit_bytes=1 << 20, clock=time.monotonic)
     io = ChunkIO(Key(bytes(36)), Location(0, 0, 4096), 0, np.zeros(1, dtype=np.int32), 0)
-    table.add(Job(1, Kind.STORE, step, time.monotonic()), [(io, 4096)], Lane.STORE)
+    table.add(Job(1, WorkKind.STORE, step, time.monotonic()), [(io, 4096)], Lane.STORE)
     return table
 
 
@@ -56,7 +56,7 @@ def test_a_step_that_runs_longer_than_the_grace_costs_no_store() -> None:
         while not step._over.is_set():
             time.sleep(0.001)
         (task,) = table.take(Lane.URGENT_STORE, lambda task: 1)
-        assert table.advance([task], State.TRANSFER) == [True]
+        assert table.advance([task], ChunkState.TRANSFER) == [True]
         table.complete([Ending(task, Outcome.OK)])
 
     thread = threading.Thread(target=pump)

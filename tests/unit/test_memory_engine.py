@@ -19,8 +19,8 @@ import pytest
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
-from nixl_offload.engine import Kind
-from nixl_offload.engine import memory as memory_module
+from nixl_offload.engine import WorkKind
+from nixl_offload.engine import memory_tier as memory_module
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.types import Location, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, assert_every_part_loads, until
@@ -65,7 +65,7 @@ def test_chunks_come_back_into_other_blocks(make: Make, shape: str) -> None:
     stores = [rig.chunk(2 * g + n, sources[n], group=g) for n in range(2) for g in groups]
     assert set(rig.store(1, stores)) == {OK}
     assert rig.collect(1).bytes_moved == sum(len(payload) for payload in wanted.values())
-    assert rig.collect(1).kind is Kind.STORE
+    assert rig.collect(1).kind is WorkKind.STORE
     for group in groups:
         rig.wipe(0xEE)
         loads = [rig.chunk(2 * group + n, targets[n], group=group) for n in range(2)]

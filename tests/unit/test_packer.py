@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from nixl_offload.engine import bands as bands_module
+from nixl_offload.engine import host_copies as copies_module
 from nixl_offload.engine import packer as packer_module
-from nixl_offload.engine.bands import SMALL_PAGE_BYTES, runs_of
+from nixl_offload.engine.host_copies import SMALL_PAGE_BYTES, runs_of
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.packer import BusPacker, HostPacker
 from nixl_offload.engine.streams import READY, Device, HostStreams
@@ -111,9 +111,9 @@ def test_payloads_between_the_tensors_are_copied_too() -> None:
 
 def test_tensors_at_opposite_ends_of_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     """One from the heap, one mapped: a table over both would be larger than numpy can count. They go layer by layer."""
-    monkeypatch.setattr(bands_module, "_TABLE_LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(copies_module, "_TABLE_LIMIT_BYTES", 1 << 20)
     tensors = tensors_of(2, 4096, 4096, 0)
-    assert len(bands_module.bands_of([(tensors[0], 0, 4096), (tensors[1], 4096, 4096)])) == 2
+    assert len(copies_module.host_copies_of([(tensors[0], 0, 4096), (tensors[1], 4096, 4096)])) == 2
     pages = [Page(0, 0, 4096), Page(1, 4096, 4096)]
     packer = HostPacker(tensors, [pages])
     ids = np.array([3, 9, 1, 15], dtype=np.int32)
@@ -129,7 +129,7 @@ def test_large_pages_far_apart_are_no_error() -> None:
     area = np.frombuffer(mmap.mmap(-1, 1 << 40, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE), np.uint8)
     page = 64 << 20
     tensors = [area[: 2 * page].reshape(2, page), area[-2 * page :].reshape(2, page)]
-    assert not bands_module.fit_one_table(tensors, page)
+    assert not copies_module.fit_one_table(tensors, page)
     HostPacker(tensors, [[Page(0, 0, page), Page(1, page, page)]])
 
 

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingHistogramMetadata
 
-from nixl_offload.engine.tally import Act, Equipment, Failure, Standing, Waiting, Work
+from nixl_offload.engine.transfer_statistics import Act, Equipment, Failure, Standing, Waiting, Work
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.load_decision import LookupStatistics

@@ -23,7 +23,7 @@ from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, S3Config,
 from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.autotune.scratch import new_scratch_path, remove_leftovers
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory import MemoryEngine
+from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.opened_mover import OpenedMover, engine_options, open_planned, plan_tier
 from nixl_offload.errors import StoreError, TierError
 from nixl_offload.movers.select_object import open_object_mover

@@ -26,7 +26,7 @@ from nixl_offload.engine.link_memory import LinkMemory
 from nixl_offload.engine.packer import Packer
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import S, SlotPool
-from nixl_offload.engine.states import State
+from nixl_offload.engine.states import ChunkState
 from nixl_offload.errors import LayoutError, MoverError, TierError
 from nixl_offload.types import Outcome
 
@@ -117,7 +117,7 @@ class Context:
             if target is not None:
                 (link.fail_write if chunk.task.kind.writes else link.fail_read)(target, error)
 
-    def advance_or_end(self, batch: Batch, state: State) -> bool:
+    def advance_or_end(self, batch: Batch, state: ChunkState) -> bool:
         """Move the chunks of a batch on; end those that were given up. Whether any is left."""
         chunks = batch.alive
         going = self.table.advance([chunk.task for chunk in chunks], state)
@@ -169,7 +169,7 @@ class Context:
                 chunk.target = yield from begin(io.key, io.location, plan.slot_bytes)
             except TierError as error:
                 chunk.end(Outcome.FAILED, f"storage: {error.cause}", error.cause)
-            if chunk.target is not None and not chunk.task.kind.writes and chunk.task.state is State.DONE:
+            if chunk.target is not None and not chunk.task.kind.writes and chunk.task.state is ChunkState.DONE:
                 self._let_go(chunk, None)  # nobody waits for it any more, and nothing has been read
                 chunk.end(Outcome.FAILED, "given up")
         return batch.alive
@@ -180,9 +180,9 @@ class Context:
         """
         waited_for = batch.alive if tells_overdue else []
         while batch.poll():
-            if waited_for and waited_for[0].task.state is State.DONE:
-                overdue = [chunk for chunk in waited_for if chunk.task.state is State.DONE]
-                waited_for = [chunk for chunk in waited_for if chunk.task.state is not State.DONE]
+            if waited_for and waited_for[0].task.state is ChunkState.DONE:
+                overdue = [chunk for chunk in waited_for if chunk.task.state is ChunkState.DONE]
+                waited_for = [chunk for chunk in waited_for if chunk.task.state is not ChunkState.DONE]
                 for _ in overdue:
                     self.link_memory.link.overdue()
             yield
@@ -203,7 +203,7 @@ class Context:
             words = failure.error or "write failed"
             self.abandon(batch, words)
             self.table.advance(
-                [chunk.task for chunk in batch.alive], State.TRANSFER
+                [chunk.task for chunk in batch.alive], ChunkState.TRANSFER
             )  # late reads of the KV blocks spoil nothing but this location
             yield from self.wait_out_quarantine(batch)
             for chunk in batch.alive:
@@ -211,7 +211,7 @@ class Context:
             return
         # All is read: what makes a chunk visible needs no KV blocks.
         chunks = batch.alive
-        going = self.table.advance([chunk.task for chunk in chunks], State.TRANSFER)
+        going = self.table.advance([chunk.task for chunk in chunks], ChunkState.TRANSFER)
         for chunk, goes in zip(chunks, going, strict=True):
             if not goes:
                 self._let_go(chunk, None)

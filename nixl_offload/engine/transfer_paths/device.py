@@ -12,7 +12,7 @@ from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.queued import QueuedSums
 from nixl_offload.engine.staging import DeviceSlot, Slot
-from nixl_offload.engine.states import State
+from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import Op
@@ -39,7 +39,7 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Add headers and zeros. From here on the KV blocks may change: only the slots are read."""
-    if not context.advance_or_end(batch, State.TRANSFER):
+    if not context.advance_or_end(batch, ChunkState.TRANSFER):
         return
     packer, chunks = _packer(context), batch.alive
     sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
@@ -104,7 +104,7 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
             [found.values() for _, found in known],
         )
     # Only now, and only those that nobody has given up, are the KV blocks touched.
-    if not context.advance_or_end(batch, State.SCATTER):
+    if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     for chunk in batch.alive:
         io = chunk.io

@@ -13,7 +13,7 @@ from nixl_offload.engine.batch import Batch, BatchChunk, Steps
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.packer import Sums
 from nixl_offload.engine.staging import Slot
-from nixl_offload.engine.states import State
+from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
@@ -40,7 +40,7 @@ def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         return
     yield from context.open_targets(batch, plan)
     # The blocks were still ours when they were summed: if they are given away later, the sums tell.
-    if not context.advance_or_end(batch, State.BORROWED):
+    if not context.advance_or_end(batch, ChunkState.BORROWED):
         return
     _submit(context, batch, Op.WRITE)
     yield from context.settle(batch)
@@ -62,7 +62,7 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     # Pending writes to the blocks, zeroing for one, must not come after the load.
     while not job.fence.done():
         yield
-    if not context.advance_or_end(batch, State.SCATTER):
+    if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     _submit(context, batch, Op.READ)
     yield from context.settle(batch)

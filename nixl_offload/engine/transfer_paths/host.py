@@ -11,7 +11,7 @@ from nixl_offload.engine.batch import Batch, BatchChunk, Steps
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.packer import BlockIds, Payload
 from nixl_offload.engine.staging import Slot
-from nixl_offload.engine.states import State
+from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
@@ -30,7 +30,7 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Add headers and zeros. From here on the KV blocks may change: only the slots are read."""
-    if not context.advance_or_end(batch, State.TRANSFER):
+    if not context.advance_or_end(batch, ChunkState.TRANSFER):
         return
     chunks = batch.alive
     sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks])
@@ -88,7 +88,7 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Copy verified chunks to their KV blocks: only now, and only those that nobody has given up."""
-    if not context.advance_or_end(batch, State.SCATTER):
+    if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     chunks = batch.alive
     job, group = chunks[0].task.job, chunks[0].io.group

@@ -10,7 +10,7 @@ from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.staging import Slot
-from nixl_offload.engine.states import State
+from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import Op
@@ -20,7 +20,7 @@ from nixl_offload.types import Outcome
 def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Write images that lie in their host slots. No KV block takes part."""
     _find_slots(context, batch, plan)
-    if not context.may_go(batch) or not context.advance_or_end(batch, State.TRANSFER):
+    if not context.may_go(batch) or not context.advance_or_end(batch, ChunkState.TRANSFER):
         return
     chunks = batch.alive
     context.check(chunks, plan, [image.header_page(_slot(chunk)) for chunk in chunks])
@@ -69,7 +69,7 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         image.clear_around(_slot(chunk), plan, checked.first_valid_block(chunk))
     checked.refuse_absent()
     wanted = [chunk for chunk in batch.alive if len(chunk.io.block_ids)]
-    going = context.table.advance([chunk.task for chunk in wanted], State.SCATTER)
+    going = context.table.advance([chunk.task for chunk in wanted], ChunkState.SCATTER)
     served = [chunk for chunk, goes in zip(wanted, going, strict=True) if goes]
     if served:
         copies = [(chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)) for chunk in served]

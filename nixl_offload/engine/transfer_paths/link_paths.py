@@ -14,7 +14,7 @@ from nixl_offload.engine.engine_memory import HEADER_PAGES
 from nixl_offload.engine.image import GroupPlan, Way
 from nixl_offload.engine.pump import InFlight
 from nixl_offload.engine.records import Task
-from nixl_offload.engine.states import Kind
+from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.transfer_paths import device, direct, host, host_slot
 from nixl_offload.engine.transfer_paths.common import Context, Phase
 from nixl_offload.types import Outcome
@@ -37,8 +37,8 @@ _STORES: Mapping[Way, Phase] = {"direct": direct.store, "device": device.store, 
 _LOADS: Mapping[Way, Phase] = {"direct": direct.load, "device": device.load, "host": host.load}
 
 
-class TierPaths:
-    """Implements ``pump.Driven``. A chunk's failure is its own outcome; nothing here raises for reasons of storage."""
+class LinkPaths:
+    """Implements ``pump.PumpPaths``. A chunk's failure is its own outcome; nothing raises for reasons of storage."""
 
     def __init__(
         self, context: Context, plans: Sequence[GroupPlan], tier: int, *, keep_alive: Sequence[object] = ()
@@ -52,7 +52,7 @@ class TierPaths:
         self._keep_alive = keep_alive
 
     def room(self, task: Task, in_flight: InFlight) -> int:
-        """See pump.Driven."""
+        """Return how many chunks like ``task`` there are slots and I/O for: one batch at most."""
         plan = self._plan(task)
         if plan is None:
             return 1  # it will be rejected
@@ -77,24 +77,24 @@ class TierPaths:
         return limit
 
     def why_not(self, task: Task) -> str | None:
-        """See pump.Driven. A suspect tier answers nobody knows when, so nothing waits for what takes up its room."""
+        """Say why a load shall not wait: nobody knows when a suspect tier answers what takes up its room."""
         link = self._context.link_memory.link
         if not link.in_doubt or self._plan(task) is None:
             return None
         return f"storage is out of use: {link.trouble}"
 
     def begin(self, tasks: list[Task]) -> Batch:
-        """See pump.Driven."""
+        """Make a batch, whose first step checks its numbers and chooses its path."""
         batch = Batch([BatchChunk(task) for task in tasks])
         batch.steps = self._steps(batch)
         return batch
 
     def abandon(self, batch: Batch, error: str | None) -> None:
-        """See pump.Driven."""
+        """Have the link undo what was begun for a batch and not ended."""
         self._context.abandon(batch, error)
 
     def close(self) -> None:
-        """See pump.Driven."""
+        """Close the link and its mover."""
         link = self._context.link_memory.link
         link.close()
         link.mover.close()
@@ -125,7 +125,7 @@ class TierPaths:
         io = task.io
         if plan is None or io.location.tier != self._tier:
             return f"there is no group {io.group}, or no tier for {io.location}, in this engine"
-        if task.kind is Kind.STORE:
+        if task.kind is WorkKind.STORE:
             if io.host_offset is not None:
                 return "a store takes KV blocks: there is no host memory in it"
             end = io.first_block + len(io.block_ids)
@@ -144,6 +144,6 @@ class TierPaths:
         """Whether a chunk goes by its host slot. A promotion whose tier cannot touch that serves its KV blocks all the
         same.
         """
-        if task.kind is Kind.PROMOTION:
+        if task.kind is WorkKind.PROMOTION:
             return self._context.link_memory.host is not None or not len(task.io.block_ids)
-        return task.kind in {Kind.WRITE_THROUGH, Kind.FETCH}
+        return task.kind in {WorkKind.WRITE_THROUGH, WorkKind.FETCH}

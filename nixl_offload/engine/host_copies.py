@@ -2,7 +2,7 @@
 
 A Python loop over layers pays a call, and the interpreter's lock twice, for every layer; a table in which row ``i`` is
 the page that begins at byte ``i`` lets one call copy pages of all layers. Threading: as the arrays; each method is done
-when it returns, and copies without the interpreter's lock. Ownership: a band keeps its arrays alive.
+when it returns, and copies without the interpreter's lock. Ownership: a copy keeps its arrays alive.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ in, whose threads the model needs."""
 _TABLE_LIMIT_BYTES = 1 << 62
 
 
-class Band:
+class HostCopy:
     """Pages of equal length, one of each layer, that lie side by side in a payload row from ``column`` on.
 
-    With more than one layer the band is the whole row.
+    With more than one layer the copy is the whole row.
     """
 
     def __init__(self, layers: Sequence[Bytes], column: int, page_bytes: int) -> None:
@@ -139,12 +139,12 @@ class Band:
         return payload.reshape(-1, self._page_bytes)
 
 
-def bands_of(pages: Sequence[tuple[Bytes, int, int]]) -> list[Band]:
-    """Return the bands of a group. ``pages``: (array, column, bytes) of each layer, side by side."""
+def host_copies_of(pages: Sequence[tuple[Bytes, int, int]]) -> list[HostCopy]:
+    """Return the copies of a group. ``pages``: (array, column, bytes) of each layer, side by side."""
     layers = [layer for layer, _, _ in pages]
     if len({page_bytes for _, _, page_bytes in pages}) == 1 and fit_one_table(layers, pages[0][2]):
-        return [Band(layers, pages[0][1], pages[0][2])]
-    return [Band([layer], column, page_bytes) for layer, column, page_bytes in pages]
+        return [HostCopy(layers, pages[0][1], pages[0][2])]
+    return [HostCopy([layer], column, page_bytes) for layer, column, page_bytes in pages]
 
 
 def fit_one_table(layers: Sequence[Bytes], page_bytes: int) -> bool:

@@ -1,7 +1,7 @@
 """What a rank has moved and what failed of it, added up by tier between two reports; and how its tiers stand.
 
-Threading: ``Tally`` belongs to the engine's one caller, as ``chain.ChainEngine`` does; all else are plain values, which
-travel to the scheduler's half for metrics. Nothing here decides anything.
+Threading: ``TransferStatistics`` belongs to the engine's one caller, as ``chain.ChainEngine`` does; all else are plain
+values, which travel to the scheduler's half for metrics. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from nixl_offload.engine.records import Completion
-from nixl_offload.engine.states import Kind
+from nixl_offload.engine.states import WorkKind
 
 Operation = Literal["store", "load", "move_in", "move_out"]
 """store: from KV blocks to the tier. load: from the tier to KV blocks. move_in: from another tier; move_out: to one."""
@@ -84,16 +84,16 @@ class Standing(NamedTuple):
     """None: the tier cannot be used on this rank."""
 
 
-_OPERATIONS: dict[Kind, Operation] = {
-    Kind.STORE: "store",
-    Kind.LOAD: "load",
-    Kind.PROMOTION: "load",
-    Kind.WRITE_THROUGH: "move_in",
-    Kind.FETCH: "move_out",
+_OPERATIONS: dict[WorkKind, Operation] = {
+    WorkKind.STORE: "store",
+    WorkKind.LOAD: "load",
+    WorkKind.PROMOTION: "load",
+    WorkKind.WRITE_THROUGH: "move_in",
+    WorkKind.FETCH: "move_out",
 }
 
 
-class Tally:
+class TransferStatistics:
     """Adds up. ``take`` gives everything once."""
 
     def __init__(self) -> None:

@@ -28,10 +28,10 @@ from nixl_offload.engine.pump import InFlight, Pauses
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Task
 from nixl_offload.engine.staging import Slot
-from nixl_offload.engine.states import Kind, State
+from nixl_offload.engine.states import ChunkState, WorkKind
 from nixl_offload.engine.streams import Device
-from nixl_offload.engine.tally import Equipment, Standing, Waiting
 from nixl_offload.engine.tier_engine import TierEngine
+from nixl_offload.engine.transfer_statistics import Equipment, Standing, Waiting
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Outcome
 
@@ -86,7 +86,7 @@ class MemoryEngine(TierEngine):
         packer = packer if packer is not None else make_packer(tensors, pages_of(layout), device)
         super().__init__(layout, packer.fence, clock)
         table = JobTable(store_queue_limit_bytes=store_queue_bytes, clock=clock)
-        copies = MemoryCopies(
+        copies = MemoryPaths(
             table,
             [image.make_plan(layout, group) for group in range(len(layout.groups))],
             host,
@@ -100,12 +100,12 @@ class MemoryEngine(TierEngine):
         self._start(table, copies, load_timeout_s=load_timeout_s, name="nixl-offload-memory", pauses=PAUSES)
 
     def standing(self) -> Standing:
-        """See TierEngine."""
+        """Return what waits here; memory has no trouble."""
         return Standing(Waiting(*self._table.waiting_bytes()), "", _EQUIPMENT)
 
 
-class MemoryCopies:
-    """Implements ``pump.Driven``."""
+class MemoryPaths:
+    """Implements ``pump.PumpPaths``."""
 
     def __init__(
         self,
@@ -131,27 +131,27 @@ class MemoryCopies:
         self._keep_alive = keep_alive
 
     def room(self, task: Task, in_flight: InFlight) -> int:
-        """See pump.Driven."""
+        """Return how many chunks like ``task`` make a batch; 0 while as many batches as allowed are in flight."""
         if in_flight.batches >= MAX_BATCHES or (task.kind.writes and in_flight.store_batches >= MAX_STORE_BATCHES):
             return 0
         batch_bytes = STORE_BATCH_BYTES if task.kind.writes else LOAD_BATCH_BYTES
         return max(1, batch_bytes // max(1, task.size_bytes))
 
     def why_not(self, task: Task) -> str | None:
-        """See pump.Driven. Memory always answers."""
+        """Return None: memory always answers."""
         return None
 
     def begin(self, tasks: list[Task]) -> Batch:
-        """See pump.Driven."""
+        """Make a batch, whose first step looks the slots up."""
         batch = Batch([BatchChunk(task) for task in tasks])
         batch.steps = self._steps(batch)
         return batch
 
     def abandon(self, batch: Batch, error: str | None) -> None:
-        """See pump.Driven. Nothing is begun anywhere else."""
+        """Do nothing: a copy begins nothing at a tier."""
 
     def close(self) -> None:
-        """See pump.Driven. Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def _steps(self, batch: Batch) -> Steps:
         self._admit(batch)
@@ -174,14 +174,14 @@ class MemoryCopies:
         """Copy, then seal. Given up from now on, a chunk is FAILED when the copy is over: not before may others have
         the slot.
         """
-        if not self._advance(batch, State.BORROWED):
+        if not self._advance(batch, ChunkState.BORROWED):
             return
         chunks = batch.alive
         plan, io = self._plans[chunks[0].io.group], chunks[0].io
         parts = [(chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)) for chunk in chunks]
         yield from batch.passes([self._packer.gather_many(io.group, parts, chunks[0].task.job.fence)])
         # All source blocks are free before the first checksum is computed.
-        if not self._advance(batch, State.TRANSFER):
+        if not self._advance(batch, ChunkState.TRANSFER):
             return
         chunks = batch.alive
         sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks])
@@ -209,7 +209,7 @@ class MemoryCopies:
             words = f"corrupt: {error.reason}"
             self._log.warning(words, "A chunk in memory was refused and will be recomputed: %s", error)
             chunks[row].end(Outcome.CORRUPT, words, error.reason)
-        if not self._advance(batch, State.SCATTER):
+        if not self._advance(batch, ChunkState.SCATTER):
             return
         chunks = batch.alive
         parts = [(chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)) for chunk in chunks]
@@ -217,7 +217,7 @@ class MemoryCopies:
         for chunk in chunks:
             chunk.end(Outcome.OK)
 
-    def _advance(self, batch: Batch, state: State) -> bool:
+    def _advance(self, batch: Batch, state: ChunkState) -> bool:
         """Move the chunks of a batch on; end those that were given up. Whether any is left."""
         chunks = batch.alive
         going = self._table.advance([chunk.task for chunk in chunks], state)
@@ -252,7 +252,7 @@ class MemoryCopies:
         io = task.io
         if plan is None or io.location.tier != self._tier:
             return f"there is no group {io.group}, or no tier for {io.location}, in this engine"
-        if task.kind not in {Kind.STORE, Kind.LOAD} or io.host_offset is not None:
+        if task.kind not in {WorkKind.STORE, WorkKind.LOAD} or io.host_offset is not None:
             return "the memory tier copies between its own slots and KV blocks only"
         if io.location.offset + io.location.slot_bytes > self._host.memory_bytes:
             return f"{io.location} lies beyond the {self._host.memory_bytes} bytes of the memory tier"

@@ -1,7 +1,7 @@
 """What a rank counts for metrics: what waits, why something failed, and how both add up.
 
 Proves: waiting bytes come back to zero however a chunk ends; each chunk that did not end well has a cause in one word,
-counted with its outcome; a tally gives everything once, and two of them add up; samples are bounded.
+counted with its outcome; a statistics gives everything once, and two of them add up; samples are bounded.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import pytest
 
 from nixl_offload.engine.jobs import Ending, JobTable
 from nixl_offload.engine.records import ChunkIO, Completion, Job
-from nixl_offload.engine.states import Kind, Lane
+from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY
-from nixl_offload.engine.tally import MAX_SAMPLES, Act, Failure, Tally
+from nixl_offload.engine.transfer_statistics import MAX_SAMPLES, Act, Failure, TransferStatistics
 from nixl_offload.types import Key, Location, Outcome
 
 SIZE = 100
@@ -40,7 +40,7 @@ def table(clock: Clock) -> JobTable:
 
 def add(table: JobTable, job_id: int, chunks: int, lane: Lane, clock: Clock) -> None:
     io = ChunkIO(Key(b"k"), Location(0, 0, 4096), 0, np.zeros(1, dtype=np.int32), 0)
-    kind = {Lane.LOAD: Kind.LOAD, Lane.STORE: Kind.STORE, Lane.BACKGROUND: Kind.WRITE_THROUGH}[lane]
+    kind = {Lane.LOAD: WorkKind.LOAD, Lane.STORE: WorkKind.STORE, Lane.BACKGROUND: WorkKind.WRITE_THROUGH}[lane]
     table.add(Job(job_id, kind, READY, clock()), [(io, SIZE)] * chunks, lane)
 
 
@@ -90,24 +90,24 @@ def test_causes_of_what_was_never_begun(table: JobTable, clock: Clock) -> None:
     assert table.waiting_bytes() == (0, 0, 0)
 
 
-def result(kind: Kind, *, moved: int = SIZE, failed: int = 0) -> Completion:
+def result(kind: WorkKind, *, moved: int = SIZE, failed: int = 0) -> Completion:
     troubles = ((Outcome.FAILED, "io", failed),) if failed else ()
     return Completion(1, kind, (), bytes_moved=moved, seconds=0.5, causes=troubles)
 
 
 def test_a_tally_names_operations_and_gives_everything_once() -> None:
-    tally = Tally()
-    assert tally.take() is None
-    tally.add(0, result(Kind.STORE))
-    tally.add(1, result(Kind.LOAD, failed=2))
-    tally.add(1, result(Kind.WRITE_THROUGH))
-    tally.add(1, result(Kind.FETCH, moved=0, failed=1))
-    work = tally.take()
+    statistics = TransferStatistics()
+    assert statistics.take() is None
+    statistics.add(0, result(WorkKind.STORE))
+    statistics.add(1, result(WorkKind.LOAD, failed=2))
+    statistics.add(1, result(WorkKind.WRITE_THROUGH))
+    statistics.add(1, result(WorkKind.FETCH, moved=0, failed=1))
+    work = statistics.take()
     assert work is not None
     assert work.payload_bytes == {Act("store", 0): SIZE, Act("load", 1): SIZE, Act("move_in", 1): SIZE}
     assert work.seconds == {act: [0.5] for act in work.payload_bytes}, "nothing of what brought nothing"
     assert work.failures == {Failure("load", 1, "failed", "io"): 2, Failure("move_out", 1, "failed", "io"): 1}
-    assert tally.take() is None
+    assert statistics.take() is None
     both = work.merge(work)
     assert both.payload_bytes[Act("load", 1)] == 2 * SIZE
     assert both.seconds[Act("load", 1)] == [0.5, 0.5]
@@ -116,10 +116,10 @@ def test_a_tally_names_operations_and_gives_everything_once() -> None:
 
 
 def test_samples_are_bounded_and_bytes_are_not_lost() -> None:
-    tally = Tally()
+    statistics = TransferStatistics()
     for _ in range(MAX_SAMPLES + 5):
-        tally.add(0, result(Kind.STORE))
-    work = tally.take()
+        statistics.add(0, result(WorkKind.STORE))
+    work = statistics.take()
     assert work is not None
     assert len(work.seconds[Act("store", 0)]) == MAX_SAMPLES
     assert work.payload_bytes[Act("store", 0)] == (MAX_SAMPLES + 5) * SIZE
