@@ -135,7 +135,11 @@ class MemoryPaths:
         if in_flight.batches >= MAX_BATCHES or (task.kind.writes and in_flight.store_batches >= MAX_STORE_BATCHES):
             return 0
         batch_bytes = STORE_BATCH_BYTES if task.kind.writes else LOAD_BATCH_BYTES
-        return max(1, batch_bytes // max(1, task.size_bytes))
+        # By whole chunks: the first of a job may be a short tail.
+        if not 0 <= task.io.group < len(self._plans):
+            return 1  # it will be rejected
+        plan = self._plans[task.io.group]
+        return max(1, batch_bytes // max(1, plan.blocks * plan.block_bytes))
 
     def why_not(self, task: Task) -> str | None:
         """Return None: memory always answers."""

@@ -211,7 +211,8 @@ class Pump:
                     failed = Outcome.FAILED
                     self._table.complete(Ending(task, failed, words, "unexpected", failed) for task in tasks)
                     continue
-                self._adopt(batch)
+                if self._adopt(batch):
+                    return True  # it copied within its first step: look at the first lane again
             if lane in {Lane.EXPEDITED_LOAD, Lane.LOAD}:
                 self._table.refuse(lane, self._driven.why_not)
         return started
@@ -219,10 +220,11 @@ class Pump:
     def _room(self, task: Task) -> int:
         return self._driven.room(task, self._in_flight)
 
-    def _adopt(self, batch: Batch) -> None:
+    def _adopt(self, batch: Batch) -> bool:
+        """Begin a batch; True if it has ended already."""
         self._batches.append(batch)
         self._in_flight.add(batch, 1)
-        self._step(batch)
+        return self._step(batch)
 
     def _push(self) -> bool:
         """Move every batch on; True if any of them ended."""

@@ -62,9 +62,9 @@ class BackgroundOpening(Generic[T]):
     def _run(self) -> None:
         try:
             opened = self._make()
-        except Exception as error:  # noqa: BLE001 - whoever takes the result is told
+        except BaseException as error:  # noqa: BLE001 - whoever takes the result is told, of a panic in a library, too
             with self._lock:
-                self._error = error
+                self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
         else:
             with self._lock:
                 is_late = self._closed

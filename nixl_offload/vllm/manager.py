@@ -87,6 +87,8 @@ class NixlOffloadManager(OffloadingManager):
         """In service."""
         self._tiers: list[MemoryTier | SlabTier | SharedTier] = []
         self._labels: list[TierLabel] = []
+        self._reset_pending = False
+        """The cache was reset before the tiers were taken over."""
         self._rank_opening = RankOpening(offloading.parallel.world_size)
         self._moves: list[MoveTicket] = []
         self._events = TierEvents(enabled=offloading.enable_kv_cache_events)
@@ -140,6 +142,8 @@ class NixlOffloadManager(OffloadingManager):
             chain=chain_options(self._config, parallel),
             store_after=self._config.store_after,
         )
+        if self._reset_pending:
+            self._next_catalog.clear()
         blocks = self._offloading.cache.blocks_per_chunk
         self._decider = LoadDecider(
             self._next_catalog,
@@ -359,7 +363,9 @@ class NixlOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget everything. Slots that a rank may still touch come back as their tickets settle."""
         catalog = self._catalog or self._next_catalog
-        if catalog is not None:
+        if catalog is None:
+            self._reset_pending = True
+        else:
             catalog.clear()
             self._events.clear()  # as with vLLM's own managers, its "all blocks cleared" says the rest
             logger.info("Cleared by reset_prefix_cache: nothing that was stored before is served any more")

@@ -52,7 +52,7 @@ class RankOpening:
         """Whether a request had better wait, which takes a moment: else the first one after a start would find nothing
         of what is stored. ``RANKS_WAIT_S`` bounds it.
         """
-        if not self.is_under_way:
+        if not self.is_under_way or self.broken_ranks:
             return False
         if self._held_since_s is None:
             self._held_since_s = now_s

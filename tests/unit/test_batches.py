@@ -234,3 +234,26 @@ def test_a_store_that_is_needed_back_drops_what_was_not_begun(make: Make) -> Non
             if outcome is OK:
                 assert found[number * size : (number + 1) * size] == wanted[number * size : (number + 1) * size]
         rig.kv[0][:] = job
+
+
+def test_nothing_is_gathered_again_once_the_blocks_are_released(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write fails, and so does undoing it, twice: the store must not begin anew with blocks of a new owner."""
+    rig = make()
+    submit, fail_write, faults = rig.mover.submit, rig.link.fail_write, [0]
+
+    def failing_submit(op: Op, *arguments: Any) -> Any:
+        if op is Op.WRITE and not faults[0]:
+            faults[0] = 1
+            raise RuntimeError("the mover crashed")
+        return submit(op, *arguments)
+
+    def failing_undo(target: Any, error: str | None) -> None:
+        if faults[0] in {1, 2}:
+            faults[0] += 1
+            rig.wipe(0x77)
+            raise OSError("cannot be undone")
+        fail_write(target, error)
+
+    monkeypatch.setattr(rig.mover, "submit", failing_submit)
+    monkeypatch.setattr(rig.link, "fail_write", failing_undo)
+    assert OK not in rig.store(1, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(4)])

@@ -63,7 +63,7 @@ def test_a_full_disk(workshop: Workshop, reference: Reference, small_filesystem:
         small_filesystem.drain()
         until(fresh.stored_bytes, "storing again")
         reference.check_healed(engine, PROMPTS)
-        assert warnings(engine, "storing again")
+        assert warnings(engine, "in use again")
         assert len(warnings(engine, REFUSES)) == 1
         engine.stop()
     _survives_a_restart(workshop, reference, files)

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.vllm import opening
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
-from nixl_offload.vllm.messages import TicketSpec
+from nixl_offload.vllm.messages import TicketReport, TicketSpec
 from tests.vllm import manager_rig
 
 DEADLINE_S = 30.0
@@ -92,6 +92,38 @@ def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, gate
     opened(manager)
     ask(manager)
     assert stored(manager, 1) == tuple(manager_rig.keys(1))
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("after", ["while the model is read", "before the first request"])
+def test_a_reset_before_the_tiers_are_taken_over_holds(
+    model: Path, tmp_path: Path, gate: threading.Event, after: str
+) -> None:
+    """The weights may have been changed under a starting engine: what earlier ones left must not be served."""
+    key, request = manager_rig.key(1), manager_rig.request()
+    gate.set()
+    manager = manager_of(model, tmp_path / "kv")
+    manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+    manager_rig.ranks_open(manager)
+    output = manager.prepare_store([key], request)
+    assert output is not None
+    assert isinstance(output.store_spec, TicketSpec)
+    manager.settle({output.store_spec.ticket.ticket: TicketReport(1, {})})
+    assert manager.lookup(key, request) is LookupResult.HIT
+    manager.shutdown()
+
+    gate.clear()
+    manager = manager_of(model, tmp_path / "kv")
+    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
+    if after == "before the first request":
+        gate.set()
+        opened(manager)
+    manager.reset_cache()
+    gate.set()
+    opened(manager)
+    ask(manager)
+    manager_rig.ranks_open(manager)
+    assert manager.lookup(key, request) is LookupResult.MISS
     manager.shutdown()
 
 

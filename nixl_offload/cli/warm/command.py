@@ -123,7 +123,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         info, namespace = choose_namespace(source, arguments.namespace, held_namespaces(target_tier.path))
         replace = arguments.namespace is not None
         with closing(open_target(target_tier, namespace, arguments.max_size, replace=replace)) as target:
-            max_bytes = min(target_tier.capacity_bytes, arguments.max_size or target_tier.capacity_bytes)
+            capacity = target_tier.capacity_bytes
+            max_bytes = capacity if arguments.max_size is None else min(capacity, arguments.max_size)
             ttl_s = source_tier.ttl_s if isinstance(source_tier, S3Config) else None
             try:
                 chunks, left_out = newest_first(source, info, namespace, max_bytes, ttl_s, progress)

@@ -8,7 +8,7 @@ is raised, or told by a transfer; then the chunks of the batch are tried again, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,10 +129,10 @@ class Context:
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
-    def acquire(self, batch: Batch, pool: SlotPool[S] | None) -> list[S]:
-        """Take a slot for each chunk that is alive. A chunk for which none is left is FAILED."""
-        slots = []
-        for chunk in batch.alive:
+    def acquire(self, chunks: Iterable[BatchChunk], pool: SlotPool[S] | None) -> list[tuple[BatchChunk, S]]:
+        """Take a slot for each chunk. A chunk for which none is left is FAILED, and left out."""
+        taken = []
+        for chunk in chunks:
             slot = pool.acquire() if pool is not None else None
             if pool is None or slot is None:
                 self.rate_log.error(
@@ -141,8 +141,8 @@ class Context:
                 chunk.end(Outcome.FAILED, "storage: io", "io")
                 continue
             chunk.held.append((pool, slot))
-            slots.append(slot)
-        return slots
+            taken.append((chunk, slot))
+        return taken
 
     # -- the link ---------------------------------------------------------------------------------------------------
 

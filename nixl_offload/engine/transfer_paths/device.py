@@ -22,6 +22,9 @@ from nixl_offload.types import Outcome
 def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Gather and sum, add header and zeros, write. The KV blocks are free once they are gathered."""
     packer = _packer(context)
+    # Refuses to begin again behind the gather, when the blocks may be somebody else's.
+    if not context.advance_or_end(batch, ChunkState.CLAIMED):
+        return
     _take_slots(context, batch)
     if not context.may_go(batch):
         return
@@ -103,7 +106,13 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
             [chunk.io.first_block for chunk, _ in known],
             [found.values() for _, found in known],
         )
-    # Only now, and only those that nobody has given up, are the KV blocks touched.
+    # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
+    yield from context.run(batch, plan, _scatter)
+
+
+def _scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Copy verified chunks to their KV blocks: only now, and only those that nobody has given up."""
+    packer = _packer(context)
     if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     for chunk in batch.alive:
@@ -116,9 +125,10 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _take_slots(context: Context, batch: Batch) -> None:
-    for chunk, slot in zip(batch.alive, context.acquire(batch, context.memory.device), strict=True):
+    """Take what each chunk has none of. When a phase begins again with single chunks, they have theirs."""
+    for chunk, slot in context.acquire([chunk for chunk in batch.alive if chunk.slot is None], context.memory.device):
         chunk.slot = slot
-    for chunk, page in zip(batch.alive, context.acquire(batch, context.memory.pages), strict=True):
+    for chunk, page in context.acquire([chunk for chunk in batch.alive if chunk.page is None], context.memory.pages):
         chunk.page = page
 
 

@@ -106,7 +106,7 @@ def _of_each(chunks: list[BatchChunk], sums: Sums) -> list[np.ndarray[tuple[int]
 
 
 def _take_pages(context: Context, batch: Batch) -> None:
-    for chunk, page in zip(batch.alive, context.acquire(batch, context.memory.pages), strict=True):
+    for chunk, page in context.acquire([chunk for chunk in batch.alive if chunk.page is None], context.memory.pages):
         chunk.page = page
 
 

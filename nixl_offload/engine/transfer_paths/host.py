@@ -19,6 +19,9 @@ from nixl_offload.types import Outcome
 
 def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Gather, sum, write. The KV blocks are free once they are gathered."""
+    # Refuses to begin again behind the gather, when the blocks may be somebody else's.
+    if not context.advance_or_end(batch, ChunkState.CLAIMED):
+        return
     _take_slots(context, batch)
     if not context.may_go(batch):
         return
@@ -83,7 +86,8 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     ]
     sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in suspects])
     checked.verify(suspects, [chunk.io.first_block for chunk in suspects], sums)
-    yield from scatter(context, batch, plan)
+    # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
+    yield from context.run(batch, plan, scatter)
 
 
 def scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
@@ -99,8 +103,8 @@ def scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _take_slots(context: Context, batch: Batch) -> None:
-    slots = context.acquire(batch, context.memory.staging)
-    for chunk, slot in zip(batch.alive, slots, strict=True):
+    """Take a slot for each chunk that has none. When a phase begins again with single chunks, they have theirs."""
+    for chunk, slot in context.acquire([chunk for chunk in batch.alive if chunk.slot is None], context.memory.staging):
         chunk.slot = slot
 
 

@@ -68,6 +68,12 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     for chunk in batch.alive:
         image.clear_around(_slot(chunk), plan, checked.first_valid_block(chunk))
     checked.refuse_absent()
+    # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
+    yield from context.run(batch, plan, _serve)
+
+
+def _serve(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Copy to KV blocks what a load wants of the chunks; all of them are kept."""
     wanted = [chunk for chunk in batch.alive if len(chunk.io.block_ids)]
     going = context.table.advance([chunk.task for chunk in wanted], ChunkState.SCATTER)
     served = [chunk for chunk, goes in zip(wanted, going, strict=True) if goes]

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -60,7 +60,7 @@ class SlabInspector(Inspector):
     def namespaces(self) -> Iterator[NamespaceInfo]:
         """Yield what is there. Raises TierError where the directory cannot be read."""
         self.other_objects = 0
-        parts = [path.name for path in _children(self.base) if _DP_NAME.fullmatch(path.name)]
+        parts = [path.name for path in _children(self.base) if _DP_NAME.fullmatch(path.name) and not path.is_symlink()]
         for part in ["", *parts]:
             root = self.base / part
             holder = self._holder(part)
@@ -172,7 +172,7 @@ class SlabInspector(Inspector):
     ) -> list[str | None]:
         """Drop index rows, then zero the headers, so that no scan of slots takes them for chunks."""
         try:
-            with self._locked():
+            with self._locked([namespace.part]):
                 rows = [
                     IndexRow(chunk.version, chunk.key, chunk.shards[0].offset, chunk.shards[0].size_bytes)
                     for chunk, _ in chunks
@@ -193,7 +193,7 @@ class SlabInspector(Inspector):
 
     def remove(self, namespaces: Sequence[NamespaceInfo]) -> list[str | None]:
         try:
-            with self._locked():
+            with self._locked([namespace.part for namespace in namespaces]):
                 return [self._remove(namespace) for namespace in namespaces]
         except TierError as error:
             if error.cause != "locked":
@@ -225,15 +225,18 @@ class SlabInspector(Inspector):
         return None
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the directory's lock for seconds at most. Raises TierError, ConfigError."""
+    def _locked(self, parts: Iterable[str]) -> Iterator[None]:
+        """Hold the directory's lock, and those of its ``parts``, for seconds at most. Raises TierError, ConfigError.
+
+        A part may be the whole directory of an engine whose ``path`` ends in dp-N: it holds that lock alone.
+        """
         refuse_anothers_directory(self.where)
-        lock = DirectoryLock(self.base / "lock", brief=True)
-        lock.acquire()
-        try:
+        with contextlib.ExitStack() as held:
+            for directory in (self.base, *(self.base / part for part in sorted({*parts} - {""}))):
+                lock = DirectoryLock(directory / "lock", brief=True)
+                lock.acquire()
+                held.callback(lock.release)
             yield
-        finally:
-            lock.release()
 
     def _holder(self, part: str) -> str | None:
         """Say which engine has the whole directory, or this part of it; safe to print."""
