@@ -28,6 +28,8 @@ _HEADINGS: Final = {
     "shared_dir": "A tier in a shared directory (`kind: shared_dir`)",
     "s3": "A tier in a bucket (`kind: s3`)",
 }
+_LIKE: Final = {"shared_dir": "slab"}
+"""A kind whose table leaves out the fields that are the same in another kind's."""
 _TEXT_KINDS: Final = {
     "tenant": "name",
     "path": "absolute path",
@@ -51,7 +53,8 @@ def render_tables() -> str:
     schema = json_schema()
     models = schema["$defs"]
     sections = [_section("The file itself", schema)]
-    sections += [_section(_HEADINGS[kind], models[kind]) for kind in TIER_KINDS]
+    for kind in TIER_KINDS:
+        sections.append(_section(_HEADINGS[kind], models[kind], like=_LIKE.get(kind, ""), models=models))
     sections.append(_section("`lookup`: of a bucket or a shared directory", models["LookupOptions"]))
     return "\n".join(sections)
 
@@ -65,13 +68,17 @@ def insert_tables(page: str) -> str:
     return f"{before}{begin}\n{render_tables()}\n{end}{after}"
 
 
-def _section(heading: str, model: dict[str, Any]) -> str:
+def _section(heading: str, model: dict[str, Any], *, like: str = "", models: dict[str, Any] | None = None) -> str:
     lines = [f"### {heading}", ""]
     if "description" in model:
         lines += [model["description"], ""]
+    other = models[like]["properties"] if models and like else {}
+    same = [name for name, field in model["properties"].items() if other.get(name) == field]
+    if same:
+        lines += [f"{', '.join(f'`{name}`' for name in same)}: as in `{like}`.", ""]
     lines += ["| field | value | default | meaning |", "|---|---|---|---|"]
     for name, field in model["properties"].items():
-        if name != "kind":
+        if name != "kind" and name not in same:
             meaning = field["description"].replace("|", "\\|")
             default = _default(field, required=name in model.get("required", ()))
             lines.append(f"| `{name}` | {_value(name, field)} | {default} | {meaning} |")

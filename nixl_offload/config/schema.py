@@ -60,16 +60,16 @@ class _Model(BaseModel):
 
 
 class LookupOptions(_Model):
-    """How a tier that other servers write to as well is asked what it holds."""
+    """How this server asks what a tier holds that other servers write to as well."""
 
     timeout_s: DurationSeconds = Field(default=1.0, alias="timeout")
-    """The longest that a request is held back while somebody looks; then what is not known counts as absent."""
+    """How long a request waits for the answer. What is not known by then counts as absent."""
     present_for_s: DurationSeconds = Field(default=600.0, alias="present_for")
-    """A chunk that was seen counts as present for so long; one that was deleted meanwhile costs a failed load."""
+    """How long a chunk that was found counts as present. If it is deleted meanwhile, a load fails."""
     absent_for_s: DurationSeconds = Field(default=10.0, alias="absent_for")
-    """A chunk that was not there is not looked for again for so long."""
+    """How long a chunk that was not found counts as absent."""
     max_keys: int = Field(default=1_000_000, ge=1000)
-    """Chunks remembered as present; some 400 bytes of host memory each."""
+    """How many chunks to remember as present; about 400 bytes of host memory each."""
 
 
 class MemoryConfig(_Model):
@@ -77,16 +77,16 @@ class MemoryConfig(_Model):
 
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """Host memory for chunks, over all ranks and data-parallel engines of this machine. Taken at start, whole."""
+    """Host memory for chunks, over all ranks and data-parallel engines of this machine. Allocated whole at start."""
     policy: PolicyName = "lru"
-    """Who makes room: ``lru``, what was used longest ago; ``s3fifo`` besides resists scans of one-time prompts."""
+    """What to evict: ``lru``, the least recently used; ``s3fifo``, likewise, and one-time prompts first."""
     promote: bool = True
-    """Keep in memory what a farther tier has served."""
+    """Keep in memory what a farther tier serves."""
     unsaved: Literal["pin", "drop"] = "pin"
-    """What has not reached the next tier yet when room is needed: ``pin`` keeps it until it has, up to
-    ``unsaved_limit``; ``drop`` lets it go."""
+    """Chunks that have not reached the next tier: ``pin`` keeps up to ``unsaved_limit`` of them until they have;
+    ``drop`` allows evicting them."""
     unsaved_limit_bytes: SizeBytes | None = Field(default=None, alias="unsaved_limit", ge=8192)
-    """The most that waits, pinned, for the next tier; what comes on top may be dropped. Left out: a quarter of
+    """How much may wait, pinned, for the next tier; what exceeds it may be evicted. If omitted, a quarter of
     ``capacity``."""
 
 
@@ -95,21 +95,21 @@ class DirectoryConfig(_Model):
 
     kind: Literal["slab", "shared_dir"]
     path: AbsolutePath
-    """Absolute directory. Created with mode 0700 when missing."""
+    """Created with mode 0700 when missing."""
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
     mover: Literal["auto", "gds_mt", "posix", "kvikio"] = "auto"
-    """``auto`` compares those that really run here, takes the fastest, and says which and why at start. ``gds_mt``:
-    GPUDirect Storage by NIXL. ``kvikio``: by KvikIO. ``posix``: through host memory."""
+    """``auto`` takes the first that works here; on a GPU, the fastest by measurement. The log says which and why.
+    ``gds_mt``: GPUDirect Storage by NIXL. ``kvikio``: by KvikIO. ``posix``: through host memory."""
     posix_api: Literal["auto", "io_uring", "aio"] = "auto"
     """Kernel interface of mover ``posix``."""
     threads: int = Field(default=8, ge=1, le=256)
-    """Movers ``gds_mt`` and ``kvikio``: reads and writes under way at once, per rank. More help many small pieces and
-    network filesystems; each is a thread."""
+    """Movers ``gds_mt`` and ``kvikio``: transfers in parallel, a thread each, per rank. Raise it for small chunks and
+    network filesystems."""
     bounce_bytes: SizeBytes = Field(default=16 << 20, alias="bounce", ge=1 << 16)
-    """Mover ``kvikio``: what one of its threads moves at a time. Where it cannot use cuFile, each thread holds as much
-    page-locked host memory, which no other limit counts."""
+    """Mover ``kvikio``: how much a thread moves at a time. Without cuFile each thread also holds that much page-locked
+    host memory, which no other limit counts."""
     direct_io: bool = True
-    """Bypass the page cache. Off costs host memory and copies. A filesystem without O_DIRECT turns it off."""
+    """Bypass the page cache. ``false`` costs host memory and copies. Off anyway on filesystems without O_DIRECT."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as the YAML would say it, without the options that its mover does not look at."""
@@ -121,26 +121,26 @@ class DirectoryConfig(_Model):
 
 
 class SlabConfig(DirectoryConfig):
-    """Chunks in one preallocated file per rank, for a local drive; exclusive to one engine."""
+    """Chunks in one preallocated file per rank, on a local drive. Belongs to one engine at a time."""
 
     kind: Literal["slab"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """Bytes that the directory may hold, over all ranks; never exceeded. Slabs grow up to it and do not shrink."""
+    """What the directory may hold, all ranks together; never exceeded. Slabs grow up to it and do not shrink."""
     policy: PolicyName = "lru"
-    """Who makes room, as in memory."""
+    """What to evict, as in memory."""
 
 
 class SharedDirConfig(DirectoryConfig):
-    """Chunks in a file per shard, for a filesystem that many servers share."""
+    """Chunks in a file per shard, on a filesystem that many servers share."""
 
     kind: Literal["shared_dir"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """What ``nixl-offload gc`` brings the directory down to; servers do not enforce it, so run gc by a timer. It
-    deletes the oldest first."""
+    """The size to which ``nixl-offload gc`` shrinks the directory, oldest chunks first. Servers do not enforce it: run
+    gc by a timer."""
     lookup: LookupOptions = LookupOptions()
-    """How the directory is asked what it holds."""
+    """How servers ask what the directory holds."""
     warm_start: bool = False
-    """List the directory at start, in the background, so that first requests need not look."""
+    """List the directory at start, in the background, so that first requests find their chunks at once."""
 
 
 class S3Config(_Model):
@@ -148,44 +148,44 @@ class S3Config(_Model):
 
     kind: Literal["s3"]
     bucket: BucketName
-    """``nixl-offload bucket init`` makes it, and its rule for the ttl."""
+    """``nixl-offload bucket init`` creates it, and its rule for ``ttl``."""
     prefix: ObjectPrefix = ""
-    """Comes before every object name, with a slash behind it; slashes at its ends are dropped. Empty: the whole bucket
-    is this tier's."""
+    """Object names begin with it and a slash. Slashes at its ends are dropped. If empty, the whole bucket belongs to
+    this tier."""
     endpoint: EndpointUrl | None = None
-    """``http(s)://host[:port]`` of an S3-compatible server. Left out: AWS."""
+    """``http(s)://host[:port]`` of an S3-compatible server. If omitted, AWS."""
     region: RegionName | None = None
-    """Left out: as the AWS chain says."""
+    """If omitted, the AWS chain decides."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
-    """``auto``: path style where an endpoint is given, else virtual."""
+    """``auto``: ``path`` with an ``endpoint``, else ``virtual``."""
     mover: Literal["auto", "obj", "obstore"] = "auto"
-    """``obj``: NIXL's object backend. ``obstore``: our own threads over that client. ``auto`` takes the first of these
-    that can really write and read here, and says which at start."""
+    """``obj``: NIXL's object backend. ``obstore``: that client, on our own threads. ``auto`` takes the first that can
+    write and read here; the log says which."""
     ttl_s: DurationSeconds | None = Field(default=None, alias="ttl")
-    """Objects older than this count as absent. Left out: none do. ``nixl-offload bucket init`` makes it a lifecycle
-    rule, which knows whole days only, so that the bucket keeps objects up to a day longer; chunks in use are refreshed
-    before they expire."""
+    """Objects older than this count as absent. If omitted, none do. Chunks in use are refreshed before they expire.
+    ``nixl-offload bucket init`` makes it a lifecycle rule in whole days, so the bucket keeps objects up to a day
+    longer."""
     capacity_bytes: SizeBytes | None = Field(default=None, alias="capacity", ge=8192)
-    """What ``nixl-offload gc`` brings the prefix down to; servers do not enforce it, so run gc by a timer. Left out:
-    gc must be told."""
+    """The size to which ``nixl-offload gc`` shrinks the prefix. Servers do not enforce it: run gc by a timer. If
+    omitted, gc needs ``--max-size``."""
     ca_bundle: AbsoluteFile | None = None
-    """File with the certificates to trust, for https. Left out: those of the system."""
+    """File of certificates to trust for https. If omitted, those of the system."""
     checksums: Literal["when_required", "when_supported"] = "when_required"
-    """The AWS SDK's request and response checksums. ``when_supported`` sends trailers that some servers store as
-    data."""
+    """The AWS SDK's checksums of requests and responses. With ``when_supported`` it sends trailers that some servers
+    store as data."""
     connections: int = Field(default=16, ge=1, le=1024)
-    """Requests in flight, per rank."""
+    """Requests in parallel, per rank."""
     request_timeout_s: DurationSeconds = Field(default=10.0, alias="request_timeout")
-    """One attempt of one request; there are up to three."""
+    """For one attempt of a request; there are up to three."""
     crt_min_size_bytes: SizeBytes | None = Field(default=None, alias="crt_min_size", ge=1)
-    """Mover ``obj``: objects from this size on go through AWS's CRT client, in parallel parts. Left out: none do."""
+    """Mover ``obj``: objects from this size on go through AWS's CRT client, in parallel parts. If omitted, none do."""
     crt_throughput_gbps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """What the CRT client aims at, in gigabits per second; it opens connections accordingly. Left out: its own
-    default.     Only with ``crt_min_size``."""
+    """Target of the CRT client in gigabits per second, which decides how many connections it opens. If omitted, its own
+    default. Only with ``crt_min_size``."""
     lookup: LookupOptions = LookupOptions()
-    """How the bucket is asked what it holds."""
+    """How servers ask what the bucket holds."""
     warm_start: bool = False
-    """List the namespace at start, in the background, so that first requests need not look."""
+    """List the namespace at start, in the background, so that first requests find their chunks at once."""
 
 
 TierConfig = Annotated[MemoryConfig | SlabConfig | SharedDirConfig | S3Config, Field(discriminator="kind")]
@@ -195,38 +195,38 @@ class Config(_Model):
     """The checked config. Make one with ``load_config``, ``parse_config`` or ``from_extra_config``."""
 
     tenant: TenantName = "default"
-    """Part of the namespace: tenants never see each other's chunks."""
+    """Servers never find chunks of another tenant."""
     chunk_tokens: int = Field(default=256, ge=1)
-    """Tokens per stored chunk; a multiple of vLLM's block size. Larger: fewer, faster transfers; a prompt's last, short
-    chunk is never stored."""
+    """Tokens per stored chunk; a multiple of vLLM's block size. Larger chunks make fewer, faster transfers. The short
+    rest of a prompt is never stored."""
     verify: Literal["checksum", "header"] = "checksum"
-    """``checksum``: every byte loaded is verified. ``header``: identity and length only: faster, and blind to a flipped
-    bit and to a store torn by a crash."""
+    """``checksum``: every byte loaded is verified. ``header``: only identity and length; faster, but does not notice
+    flipped bits or writes torn by a crash."""
     on_load_failure: Literal["recompute", "fail"] = "recompute"
-    """What vLLM does with a request whose load failed: compute what is missing, or fail the request."""
+    """When a load fails: compute what is missing, or fail the request."""
     staging_bytes: SizeBytes = Field(default=256 << 20, alias="staging", ge=1 << 20)
-    """Host or device memory for packed transfers, per worker rank; a hard bound."""
+    """Host or GPU memory for chunks between storage and KV blocks, per rank; never exceeded."""
     load_timeout_s: DurationSeconds = Field(default=30.0, alias="load_timeout")
-    """The longest that a request waits for its load; what has not arrived by then is computed."""
+    """How long a request waits for its load. What has not arrived by then is computed."""
     drain_timeout_s: DurationSeconds = Field(default=3.0, alias="drain_timeout")
-    """How long an engine that shuts down goes on writing what is on its way to a tier. Needs ``vllm serve
-    --shutdown-timeout``, some seconds more than this: vLLM's default, 0, kills the engine as soon as it is to stop."""
+    """How long a stopping engine goes on writing what is on its way to a tier. Needs ``vllm serve --shutdown-timeout``,
+    some seconds longer: with vLLM's default, 0, the engine is killed at once."""
     store_after: int = Field(default=1, ge=1, le=255)
-    """Store a chunk when it is computed for the N-th time. 1: at once. 2 or more keeps one-time prompts out."""
+    """Store a chunk when it is computed for the N-th time. 2 or more keeps one-time prompts out."""
     block_outermost: bool = True
-    """Ask vLLM for a KV cache in which all layers of a block lie side by side (BLHNC): a block is one piece then, and
-    can go to a drive without a copy. On CUDA, where the attention backend takes it. ``false``: never ask."""
+    """On CUDA, ask vLLM for a KV cache with all layers of a block side by side (BLHNC), if the attention backend takes
+    it. A block is then one piece, which a drive can read and write without a copy."""
     slow_hits: Literal["skip", "take"] = "skip"
-    """A hit that would take longer to load than to compute, by what this server has measured: ``skip`` computes it,
-    ``take`` loads it all the same."""
+    """A hit that would take longer to load than to compute, as measured by this server: ``skip`` computes it, ``take``
+    loads it anyway."""
     serve_without_prefix_caching: bool = False
-    """Store and load although prefix caching is off in vLLM. Set it only if you turned prefix caching off yourself.
-    vLLM does so where cached KV must not be reused (MLA on a CPU, non-causal attention): answers would be wrong."""
+    """Store and load although prefix caching is off in vLLM. Set it only if you turned it off yourself: where vLLM did
+    (MLA on a CPU, non-causal attention), answers would be wrong."""
     tiers: tuple[TierConfig, ...] = Field(min_length=1, strict=False)
-    """One or more, nearest the GPU first: ``memory``, then ``slab`` or ``shared_dir``, then ``s3``, each at most
+    """Nearest the GPU first: ``memory``, then ``slab`` or ``shared_dir``, then ``s3``; one or more, each at most
     once."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Passed through to vLLM's ``kv_connector_extra_config``, such as ``offload_prompt_only: false``."""
+    """Passed to vLLM's ``kv_connector_extra_config``, such as ``offload_prompt_only: false``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as the YAML would say it, defaults filled in; ``parse_config`` of it gives an equal one."""

@@ -52,37 +52,36 @@ LOOKUPS: Final = _of(
     "counter",
     ("tier", "result"),
     "tokens",
-    "Prompt tokens that scheduled requests looked up in a tier, after vLLM's own prefix cache and the nearer tiers: "
-    "hit (loaded from here), skipped (here, but computing was expected to be faster) or miss (not here; the next "
-    "tier is asked). Whole chunks.",
-    "Is the cache worth it? hit / (hit + skipped + miss) of a tier is its hit ratio",
+    "Prompt tokens looked up in a tier, in whole chunks, after vLLM's own prefix cache and the nearer tiers: hit "
+    "(loaded from here), skipped (found, but computing was expected to be faster) or miss (the next tier is asked).",
+    "Is the cache worth it? The hit ratio of a tier is hit / (hit + skipped + miss)",
 )
 DECISIONS: Final = _of(
     "hit_decisions",
     "counter",
     ("tier", "decision"),
     "requests",
-    "Requests with a hit, by the tier that has a part of it and what was decided: taken, skipped (computing is "
-    "expected to be faster) or trial (taken to see whether that is still so). Only with slow_hits: skip.",
-    "Hits are there and time to first token does not fall: a tier that is mostly skipped is too slow for this model",
+    "Requests with a hit, by tier and decision: taken, skipped (computing is expected to be faster) or trial (loaded "
+    "to measure the tier again). Only with slow_hits: skip.",
+    "Time to first token does not fall despite hits: a tier that is mostly skipped is too slow for this model",
 )
 PAYLOAD: Final = _of(
     "transfer_bytes",
     "counter",
     ("operation", "tier"),
     "bytes, all ranks",
-    "KV bytes that a tier has taken or given: store (from KV blocks), load (to KV blocks), move_in (from another tier) "
-    "or move_out (to one farther away; not counted for memory). Headers, padding and what failed are left out.",
-    "How fast is it? rate() is the throughput of a tier",
+    "KV bytes that a tier has taken or given: store (from KV blocks), load (to KV blocks), move_in (from another "
+    "tier) or move_out (to a farther one; not counted for memory). Without headers, padding and failures.",
+    "rate() is the throughput of a tier",
 )
 DURATION: Final = _of(
     "transfer_seconds",
     "histogram",
     ("operation", "tier"),
     "seconds",
-    "How long jobs took in a tier, from submission to the last chunk, waiting included; one observation per job and "
-    "rank. Jobs overlap: bytes by seconds is no throughput. A job of which nothing arrived is not observed.",
-    "Loads are slow: which tier, and is it all jobs or the slowest",
+    "How long jobs took in a tier, from submission to the last chunk, one observation per job and rank. Jobs "
+    "overlap, so bytes divided by seconds is not the throughput. Jobs that moved nothing are left out.",
+    "Loads are slow: in which tier, and all of them or the slowest?",
     SECONDS,
 )
 CHUNKS: Final = _of(
@@ -90,64 +89,64 @@ CHUNKS: Final = _of(
     "counter",
     ("operation", "outcome", "tier"),
     "chunks",
-    "Chunks that were stored (from KV blocks), loaded (to KV blocks), landed (kept in memory as they were loaded) or "
-    "moved (to a farther tier), by how it ended on the worst rank: ok, failed (storage said no), corrupt (refused by "
-    "verification), dropped (to shed load) or tainted (failed, and its place is given up). The tier is the one "
-    "stored to, loaded from, landed in or moved to.",
-    'Anything wrong at all? outcome="corrupt" is damage on the medium, found before use',
+    "Chunks stored (from KV blocks), loaded (to KV blocks), landed (kept in memory when loaded) or moved (to a "
+    "farther tier), by outcome on the worst rank: ok, failed (by storage), corrupt (refused by verification), "
+    "dropped (to shed load) or tainted (failed, and its place is not used again). The tier is the target, of loads "
+    "the source.",
+    'Is anything wrong? outcome="corrupt" is damage that was found before use',
 )
 FAILURES: Final = _of(
     "shard_failures",
     "counter",
     ("operation", "outcome", "cause", "tier"),
     "shards (a chunk's part on one rank)",
-    "Shards that were not stored, loaded or moved, by why. corrupt: checksum, header_checksum, magic, version, "
-    "namespace, key, length or blocks did not verify. dropped: queue_full (more stores than storage takes), "
-    "needed_back (vLLM wanted the blocks back before storage had time), no_answer, no_time (a move waited 30 s) or "
-    "closed (shutdown). failed: out_of_use (the tier is left alone), full, readonly, missing, locked, permission, io, "
-    "timeout (load_timeout), needed_back, closed, or layout and unexpected (bugs).",
-    "chunks shows failed, corrupt or dropped: this says why",
+    "Shards that were not stored, loaded or moved. corrupt: checksum, header_checksum, magic, version, namespace, "
+    "key, length or blocks did not verify. dropped: queue_full (too many stores for storage), needed_back (vLLM "
+    "wanted the blocks before storage had time), no_answer, no_time (a move waited 30 s) or closed (shutdown). "
+    "failed: out_of_use (the tier is not used now), full, readonly, missing, locked, permission, io, timeout "
+    "(load_timeout), needed_back, closed, or layout and unexpected (bugs).",
+    "chunks_total shows failed, corrupt or dropped: the cause",
 )
 QUEUED: Final = _of(
     "queued_bytes",
     "gauge",
     ("operation", "tier"),
     "bytes, sum over ranks",
-    "KV bytes of loads, stores and moves that have been submitted to a tier and wait for their turn. What is under way "
-    "is left out. Told at each step, so that it stands still while the engine is idle.",
-    "Storage does not keep up: stores that wait are dropped when vLLM needs their blocks, loads hold their requests",
+    "KV bytes of loads, stores and moves that wait for their turn in a tier; those in progress are left out. "
+    "Reported with each step, so it stands still while the engine is idle.",
+    "Storage does not keep up: waiting stores are dropped when vLLM needs their blocks, waiting loads delay requests",
 )
 TROUBLE: Final = _of(
     "ranks_out_of_use",
     "gauge",
     TIER,
     "ranks",
-    "Ranks that leave a tier alone now: it is full, read-only, gone, or does not answer. Their log says which.",
-    "Alert on it: above 0 nothing is stored there, and mostly nothing loaded",
+    "Ranks that do not use a tier now because it is full, read-only, gone or does not answer. Their log says which.",
+    "Alert above 0: nothing is stored there, and mostly nothing loaded",
 )
 INFO: Final = _of(
     "tier_info",
     "gauge",
     ("tier", "mover", "way"),
     "ranks",
-    "Ranks that reach a tier by this mover and way: direct (storage and GPU memory, no copy), device (packed in GPU "
-    "memory) or host (packed in host memory); device+host where KV groups differ. 0: no longer so.",
-    "GPUDirect was expected: mover and way say what is really used",
+    "Ranks that reach a tier by this mover and transfer path: direct (storage and GPU memory, no copy), device "
+    "(packed in GPU memory) or host (packed in host memory); device+host where KV groups differ. 0: no longer so.",
+    "Is GPUDirect really used?",
 )
 USED: Final = _of(
     "used_bytes",
     "gauge",
     TIER,
     "bytes per rank",
-    "Room that chunks take, headers included, in memory and in slabs.",
-    "Full? With capacity_bytes: occupancy. A cache that is full and evicts is a cache at work",
+    "Space that chunks take in memory and in slabs, headers included.",
+    "Occupancy, divided by capacity_bytes. A full cache that evicts is normal",
 )
 CAPACITY: Final = _of(
     "capacity_bytes",
     "gauge",
     TIER,
     "bytes per rank",
-    "Room that memory and slabs have. Buckets and shared directories have none of their own: see nixl-offload gc.",
+    "Space in memory and in slabs. Buckets and shared directories have no limit of their own: see nixl-offload gc.",
     "With used_bytes",
 )
 RETIRED: Final = _of(
@@ -155,33 +154,33 @@ RETIRED: Final = _of(
     "gauge",
     TIER,
     "bytes per rank",
-    "Room of memory and slabs that was given up until the engine restarts: a transfer that never ended may still "
-    "write there.",
-    "Capacity shrinks: storage hangs again and again",
+    "Space in memory and slabs that is not used until the engine restarts, because a transfer that never ended may "
+    "still write there.",
+    "Capacity shrinks: storage hangs repeatedly",
 )
 EVICTED: Final = _of(
     "evicted_chunks",
     "counter",
     TIER,
     "chunks",
-    "Chunks that made room for others, in memory and in slabs.",
-    "Hit ratio falls while this rises: the working set does not fit",
+    "Chunks evicted from memory and slabs to make room.",
+    "The hit ratio falls while this rises: the working set does not fit",
 )
 KNOWN: Final = _of(
     "known_chunks",
     "gauge",
     TIER,
     "chunks",
-    "Chunks of a shared tier (a bucket, a shared directory) that this engine believes present.",
-    "Near lookup.max_keys: raise that, or chunks are asked about anew",
+    "Chunks in a bucket or shared directory that this engine believes present.",
+    "Near lookup.max_keys: raise that, or chunks are looked up again",
 )
 NOT_STORED: Final = _of(
     "unstored_chunks",
     "counter",
     ("cause",),
     "chunks",
-    "Chunks that were offered and not stored: not_admitted (not computed store_after times yet) or no_room (every tier "
-    "is full of chunks in use, out of use, or too slow). Offered again with the next request that computes them.",
+    "Chunks not stored: not_admitted (not yet computed store_after times) or no_room (every tier is full of chunks "
+    "in use, not used now, or too slow). They are offered again when computed again.",
     "no_room rises: staging or storage is too slow for what is computed",
 )
 DUE: Final = _of(
@@ -189,23 +188,23 @@ DUE: Final = _of(
     "gauge",
     TIER,
     "chunks",
-    "Chunks that wait to be moved to a farther tier.",
-    "Grows without end: the farther tier is slower than what is computed",
+    "Chunks that wait for their write-through to a tier.",
+    "Grows without end: this tier is slower than what is computed",
 )
 UNSAVED: Final = _of(
     "unsaved_bytes",
     "gauge",
     (),
     "bytes per rank",
-    "Bytes that memory keeps, whoever needs room, until they have reached the next tiers.",
-    "At unsaved_limit: what is computed now may be lost to the farther tiers",
+    "Bytes pinned in memory until the next tiers have them.",
+    "At unsaved_limit: new chunks may never reach the farther tiers",
 )
 MOVED: Final = _of(
     "moved_chunks",
     "counter",
     TIER,
     "chunks",
-    "Chunks that have arrived in a farther tier.",
+    "Chunks written through to a tier.",
     "Does write-through work? It follows the stores",
 )
 NOT_MOVED: Final = _of(
@@ -213,16 +212,16 @@ NOT_MOVED: Final = _of(
     "counter",
     ("tier", "cause"),
     "chunks",
-    "Chunks that were to be moved to a farther tier and were not: failed, corrupt, dropped, tainted, gone (evicted or "
-    "reset before), refused (the tier took nothing for 30 s) or overflow (too many waited).",
-    "The farther tier misses chunks that the nearer one had",
+    "Chunks that write-through did not bring to a tier: failed, corrupt, dropped, tainted, gone (evicted or reset "
+    "before), refused (the tier took nothing for 30 s) or overflow (too many waited).",
+    "The farther tier lacks chunks that the nearer one had",
 )
 PROBES: Final = _of(
     "probes",
     "counter",
     TIER,
     "questions",
-    "Questions put to a shared tier: does this chunk exist?",
+    "Lookups of single chunks in a bucket or shared directory.",
     "What a bucket bills as HEAD requests",
 )
 PROBE_ERRORS: Final = _of(
@@ -230,16 +229,16 @@ PROBE_ERRORS: Final = _of(
     "counter",
     TIER,
     "questions",
-    "Questions to a shared tier that were not answered.",
-    "With probes: above a few percent the store or the way to it is sick",
+    "Lookups that were not answered.",
+    "More than a few percent of probes: the store or the network is failing",
 )
 PROBE_SECONDS: Final = _of(
     "probe_seconds",
     "histogram",
     TIER,
     "seconds",
-    "How long questions to a shared tier took, failed ones included; of more than 1024 in a step the latest.",
-    "First requests wait for lookups: near lookup.timeout they are computed instead",
+    "How long lookups took, failed ones included; at most the latest 1024 of a step.",
+    "Near lookup.timeout: first requests are computed instead of loaded",
     SECONDS,
 )
 LATE: Final = _of(
@@ -247,24 +246,24 @@ LATE: Final = _of(
     "counter",
     TIER,
     "requests",
-    "Requests that were computed because a shared tier did not say within lookup.timeout what it has.",
-    "Rises: the store is too slow to be asked; lookup.timeout or the store's latency",
+    "Requests computed because a bucket or shared directory did not answer within lookup.timeout.",
+    "Rises: raise lookup.timeout, or find out why the store is slow",
 )
 BREAKER: Final = _of(
     "breaker_state",
     "gauge",
     ("purpose", "tier"),
     "0, 1 or 2",
-    "Whether a shared tier is in use: 0 closed (it is), 1 half-open (on trial), 2 open (left alone). purpose: reach "
-    "(it answers), load or store (that works).",
-    "Hits of a shared tier end at once: 2 says that it was given up for a while; it comes back by itself",
+    "Breaker of a bucket or shared directory: 0 closed (in use), 1 half-open (on trial), 2 open (not used). purpose: "
+    "reach (it answers), load or store (that works).",
+    "Hits stop at once: 2 says that the tier is not used for a while; it recovers by itself",
 )
 OPENINGS: Final = _of(
     "breaker_openings",
     "counter",
     TIER,
     "times",
-    "How often a shared tier was given up for a while.",
+    "How often a breaker opened.",
     "Rises slowly all day: a store that fails now and then",
 )
 
