@@ -1,4 +1,4 @@
-"""Records docs/session.md: one session of an operator, from ``check`` to ``bench``, with a real vLLM in between.
+"""Records docs/session.md: one session of an operator, from ``check`` to ``gc``, with a real vLLM in between.
 
     .venv/bin/python -m examples.session                 # runs it all and shows it
     .venv/bin/python -m examples.session --write docs/session.md
@@ -79,7 +79,7 @@ class Session:
             print(f"$ {command}", file=sys.stderr)
             output = self._output(command, code)
             lines += [f"$ {command}", *filter(None, [output])]
-        note = "<!-- needs: a vLLM; recorded by `python -m examples.session --write docs/session.md` -->"
+        note = "<!-- needs: a vLLM -->"
         self._parts.append("\n".join([note, "```console", *lines, "```"]))
         return output
 
@@ -116,42 +116,37 @@ def record(directory: Path) -> str:
     write_model(directory / "model", TINY)
     session.say("# A session")
     session.say(
-        "One server, one drive, from the first look to the last. Recorded by `python -m examples.session` on a small "
-        "virtual machine without a GPU: vLLM's CPU build, a model of four layers made on the spot, a temporary "
-        "directory that is shown as `/mnt/nvme`. `serve` stands for vLLM: it starts one with the config, asks it three "
-        "prompts, prints what it saw, and stops it. Speeds are this machine's; yours will differ."
+        "One server, one drive. `python -m examples.session --write docs/session.md` recorded it on a small, busy "
+        "virtual machine without a GPU, with vLLM's CPU build, a model of four layers and a temporary directory shown "
+        "as `/mnt/nvme`. `serve` starts a vLLM with the config, sends it three prompts, prints the answers and stops it."
     )
     session.say("## Is everything right here?")
     session.run("cat kv.yaml")
     session.run("nixl-offload check kv.yaml --model model/config.json --kv-dtype float32")
     session.say("## Serve, stop, serve again")
     session.run("serve kv.yaml")
-    session.say("The second server finds on the drive what the first one computed.")
+    session.say("The second server loads from the drive what the first one computed.")
     session.run("serve kv.yaml")
     session.say("## What is there?")
     session.run("nixl-offload ls kv.yaml")
-    session.run("nixl-offload ls kv.yaml --keys | head -6")
     first = json.loads(session.ask("nixl-offload ls kv.yaml --keys --json")[0])
     key = str(first["key"])
     session.run(f"nixl-offload stat kv.yaml {key[:16]}")
     session.say("## Something goes wrong")
-    session.say("One byte of that chunk is written over, as a failing drive might.")
+    session.say("Overwrite one byte of that chunk, as a failing drive might.")
     slab, offset = _slot(session, key)
     where = offset + _PAYLOAD_OFFSET + 12345
     session.run(rf"printf '\x5a' | dd of={slab} bs=1 seek={where} conv=notrunc status=none")
     session.run("nixl-offload verify kv.yaml", code=1)
     session.say(
-        "Nobody has to run `verify`: a server finds the damage itself, computes that part anew, and stores it again. "
-        "The answers are the same."
+        "A server needs no `verify`: it finds the damage itself, computes that part and stores it again. The answers "
+        "are the same."
     )
     session.run("serve kv.yaml")
     session.run("nixl-offload verify kv.yaml")
     session.say("## Clean up")
-    session.run("nixl-offload gc kv.yaml")
     namespace = str(first["namespace"])
     session.run(f"nixl-offload gc kv.yaml --namespace {namespace} --delete", "nixl-offload ls kv.yaml")
-    session.say("## How fast is it?")
-    session.run("nixl-offload bench kv.yaml --model model/config.json --kv-dtype float32")
     return session.text()
 
 

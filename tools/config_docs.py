@@ -53,8 +53,8 @@ def render_tables() -> str:
     schema = json_schema()
     models = schema["$defs"]
     sections = [_section("The file itself", schema)]
-    for kind in TIER_KINDS:
-        sections.append(_section(_HEADINGS[kind], models[kind], like=_LIKE.get(kind, ""), models=models))
+    for kind, like in ((kind, _LIKE.get(kind, "")) for kind in TIER_KINDS):
+        sections += [_section(_HEADINGS[kind], models[kind], models.get(like), like)]
     sections.append(_section("`lookup`: of a bucket or a shared directory", models["LookupOptions"]))
     return "\n".join(sections)
 
@@ -68,14 +68,14 @@ def insert_tables(page: str) -> str:
     return f"{before}{begin}\n{render_tables()}\n{end}{after}"
 
 
-def _section(heading: str, model: dict[str, Any], *, like: str = "", models: dict[str, Any] | None = None) -> str:
+def _section(heading: str, model: dict[str, Any], like: dict[str, Any] | None = None, like_name: str = "") -> str:
+    """``like``: a model whose equal fields are named only."""
     lines = [f"### {heading}", ""]
     if "description" in model:
         lines += [model["description"], ""]
-    other = models[like]["properties"] if models and like else {}
-    same = [name for name, field in model["properties"].items() if other.get(name) == field]
+    same = [name for name, field in model["properties"].items() if like and like["properties"].get(name) == field]
     if same:
-        lines += [f"{', '.join(f'`{name}`' for name in same)}: as in `{like}`.", ""]
+        lines += [f"{', '.join(f'`{name}`' for name in same)}: as in `{like_name}`.", ""]
     lines += ["| field | value | default | meaning |", "|---|---|---|---|"]
     for name, field in model["properties"].items():
         if name != "kind" and name not in same:

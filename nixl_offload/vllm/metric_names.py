@@ -54,7 +54,7 @@ LOOKUPS: Final = _of(
     "tokens",
     "Prompt tokens looked up in a tier, in whole chunks, after vLLM's own prefix cache and the nearer tiers: hit "
     "(loaded from here), skipped (found, but computing was expected to be faster) or miss (the next tier is asked).",
-    "Is the cache worth it? The hit ratio of a tier is hit / (hit + skipped + miss)",
+    "Is it worth it? Hit ratio: hit / (hit + skipped + miss)",
 )
 DECISIONS: Final = _of(
     "hit_decisions",
@@ -63,7 +63,7 @@ DECISIONS: Final = _of(
     "requests",
     "Requests with a hit, by tier and decision: taken, skipped (computing is expected to be faster) or trial (loaded "
     "to measure the tier again). Only with slow_hits: skip.",
-    "Time to first token does not fall despite hits: a tier that is mostly skipped is too slow for this model",
+    "Mostly skipped: the tier is too slow for this model",
 )
 PAYLOAD: Final = _of(
     "transfer_bytes",
@@ -72,7 +72,7 @@ PAYLOAD: Final = _of(
     "bytes, all ranks",
     "KV bytes that a tier has taken or given: store (from KV blocks), load (to KV blocks), move_in (from another "
     "tier) or move_out (to a farther one; not counted for memory). Without headers, padding and failures.",
-    "rate() is the throughput of a tier",
+    "rate() is the tier's throughput",
 )
 DURATION: Final = _of(
     "transfer_seconds",
@@ -81,7 +81,7 @@ DURATION: Final = _of(
     "seconds",
     "How long jobs took in a tier, from submission to the last chunk, one observation per job and rank. Jobs "
     "overlap, so bytes divided by seconds is not the throughput. Jobs that moved nothing are left out.",
-    "Loads are slow: in which tier, and all of them or the slowest?",
+    "Which tier is slow, and is it all jobs or the slowest?",
     SECONDS,
 )
 CHUNKS: Final = _of(
@@ -93,7 +93,7 @@ CHUNKS: Final = _of(
     "farther tier), by outcome on the worst rank: ok, failed (by storage), corrupt (refused by verification), "
     "dropped (to shed load) or tainted (failed, and its place is not used again). The tier is the target, of loads "
     "the source.",
-    'Is anything wrong? outcome="corrupt" is damage that was found before use',
+    'outcome="corrupt": damage on the medium, found before use',
 )
 FAILURES: Final = _of(
     "shard_failures",
@@ -105,7 +105,7 @@ FAILURES: Final = _of(
     "wanted the blocks before storage had time), no_answer, no_time (a move waited 30 s) or closed (shutdown). "
     "failed: out_of_use (the tier is not used now), full, readonly, missing, locked, permission, io, timeout "
     "(load_timeout), needed_back, closed, or layout and unexpected (bugs).",
-    "chunks_total shows failed, corrupt or dropped: the cause",
+    "Why chunks_total shows failed, corrupt or dropped",
 )
 QUEUED: Final = _of(
     "queued_bytes",
@@ -114,7 +114,7 @@ QUEUED: Final = _of(
     "bytes, sum over ranks",
     "KV bytes of loads, stores and moves that wait for their turn in a tier; those in progress are left out. "
     "Reported with each step, so it stands still while the engine is idle.",
-    "Storage does not keep up: waiting stores are dropped when vLLM needs their blocks, waiting loads delay requests",
+    "Storage does not keep up",
 )
 TROUBLE: Final = _of(
     "ranks_out_of_use",
@@ -139,7 +139,7 @@ USED: Final = _of(
     TIER,
     "bytes per rank",
     "Space that chunks take in memory and in slabs, headers included.",
-    "Occupancy, divided by capacity_bytes. A full cache that evicts is normal",
+    "Occupancy, by capacity_bytes. Full and evicting is normal",
 )
 CAPACITY: Final = _of(
     "capacity_bytes",
@@ -156,7 +156,7 @@ RETIRED: Final = _of(
     "bytes per rank",
     "Space in memory and slabs that is not used until the engine restarts, because a transfer that never ended may "
     "still write there.",
-    "Capacity shrinks: storage hangs repeatedly",
+    "Grows: storage hangs repeatedly",
 )
 EVICTED: Final = _of(
     "evicted_chunks",
@@ -164,7 +164,7 @@ EVICTED: Final = _of(
     TIER,
     "chunks",
     "Chunks evicted from memory and slabs to make room.",
-    "The hit ratio falls while this rises: the working set does not fit",
+    "Rises while the hit ratio falls: the working set does not fit",
 )
 KNOWN: Final = _of(
     "known_chunks",
@@ -172,7 +172,7 @@ KNOWN: Final = _of(
     TIER,
     "chunks",
     "Chunks in a bucket or shared directory that this engine believes present.",
-    "Near lookup.max_keys: raise that, or chunks are looked up again",
+    "Near lookup.max_keys: raise that",
 )
 NOT_STORED: Final = _of(
     "unstored_chunks",
@@ -181,7 +181,7 @@ NOT_STORED: Final = _of(
     "chunks",
     "Chunks not stored: not_admitted (not yet computed store_after times) or no_room (every tier is full of chunks "
     "in use, not used now, or too slow). They are offered again when computed again.",
-    "no_room rises: staging or storage is too slow for what is computed",
+    "no_room rises: staging or storage is too slow",
 )
 DUE: Final = _of(
     "due_chunks",
@@ -189,7 +189,7 @@ DUE: Final = _of(
     TIER,
     "chunks",
     "Chunks that wait for their write-through to a tier.",
-    "Grows without end: this tier is slower than what is computed",
+    "Grows without end: the tier is too slow",
 )
 UNSAVED: Final = _of(
     "unsaved_bytes",
@@ -197,7 +197,7 @@ UNSAVED: Final = _of(
     (),
     "bytes per rank",
     "Bytes pinned in memory until the next tiers have them.",
-    "At unsaved_limit: new chunks may never reach the farther tiers",
+    "At unsaved_limit: new chunks may never reach the next tiers",
 )
 MOVED: Final = _of(
     "moved_chunks",
@@ -205,7 +205,7 @@ MOVED: Final = _of(
     TIER,
     "chunks",
     "Chunks written through to a tier.",
-    "Does write-through work? It follows the stores",
+    "Follows the stores if write-through works",
 )
 NOT_MOVED: Final = _of(
     "unmoved_chunks",
@@ -214,7 +214,7 @@ NOT_MOVED: Final = _of(
     "chunks",
     "Chunks that write-through did not bring to a tier: failed, corrupt, dropped, tainted, gone (evicted or reset "
     "before), refused (the tier took nothing for 30 s) or overflow (too many waited).",
-    "The farther tier lacks chunks that the nearer one had",
+    "Why the farther tier lacks chunks",
 )
 PROBES: Final = _of(
     "probes",
@@ -230,7 +230,7 @@ PROBE_ERRORS: Final = _of(
     TIER,
     "questions",
     "Lookups that were not answered.",
-    "More than a few percent of probes: the store or the network is failing",
+    "More than a few percent of probes: store or network fails",
 )
 PROBE_SECONDS: Final = _of(
     "probe_seconds",
@@ -238,7 +238,7 @@ PROBE_SECONDS: Final = _of(
     TIER,
     "seconds",
     "How long lookups took, failed ones included; at most the latest 1024 of a step.",
-    "Near lookup.timeout: first requests are computed instead of loaded",
+    "Near lookup.timeout: requests are computed instead",
     SECONDS,
 )
 LATE: Final = _of(
@@ -247,7 +247,7 @@ LATE: Final = _of(
     TIER,
     "requests",
     "Requests computed because a bucket or shared directory did not answer within lookup.timeout.",
-    "Rises: raise lookup.timeout, or find out why the store is slow",
+    "Rises: raise lookup.timeout, or look at the store",
 )
 BREAKER: Final = _of(
     "breaker_state",
@@ -256,7 +256,7 @@ BREAKER: Final = _of(
     "0, 1 or 2",
     "Breaker of a bucket or shared directory: 0 closed (in use), 1 half-open (on trial), 2 open (not used). purpose: "
     "reach (it answers), load or store (that works).",
-    "Hits stop at once: 2 says that the tier is not used for a while; it recovers by itself",
+    "2: the tier is not used for a while; it recovers by itself",
 )
 OPENINGS: Final = _of(
     "breaker_openings",
@@ -264,7 +264,7 @@ OPENINGS: Final = _of(
     TIER,
     "times",
     "How often a breaker opened.",
-    "Rises slowly all day: a store that fails now and then",
+    "Rises slowly: a store that fails now and then",
 )
 
 METRICS: Final[tuple[Metric, ...]] = (
