@@ -118,7 +118,7 @@ def record(directory: Path) -> str:
     session.say(
         "One server, one drive. `python -m examples.session --write docs/session.md` recorded it on a small, busy "
         "virtual machine without a GPU, with vLLM's CPU build, a model of four layers and a temporary directory shown "
-        "as `/mnt/nvme`. `serve` starts a vLLM with the config, sends it three prompts, prints the answers and stops it."
+        "as `/mnt/nvme`. `serve` starts a vLLM with the config, sends it three prompts, prints the answers, stops it."
     )
     session.say("## Is everything right here?")
     session.run("cat kv.yaml")
