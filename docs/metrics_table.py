@@ -19,7 +19,7 @@ BEGIN, END = "<!-- metrics: begin; written by `python -m docs.metrics_table --wr
 
 def table() -> str:
     """Return the table as it has to be."""
-    lines = ["| metric | kind | unit | meaning | look here when |", "|---|---|---|---|---|"]
+    lines = ["| metric | kind | unit | meaning | hint |", "|---|---|---|---|---|"]
     for metric in METRICS:
         labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
         cells = [f"`{metric.exposed}{labels}`", metric.kind, metric.unit, metric.meaning, metric.look]
