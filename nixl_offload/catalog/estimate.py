@@ -1,8 +1,12 @@
-"""How long a load takes, how long computing takes, and which of the two a request should do: estimates, no promises.
+"""Load or recompute: how much of a request's hit to load, so that the server as a whole gets on fastest.
 
-Threading: no lock, no clock, no I/O; one owner (the scheduler's half), who passes the time in. An estimate is made from
-what was observed lately: older observations fade, a single outlier moves it only so far, and nothing is ever final: a
-tier that is judged too slow is tried again now and then.
+The GPU and each tier are queues. A load waits for the loads that are out already; it does not use the GPU. A prefill
+uses the GPU, and delays every request that waits for it and every request that decodes. So a load costs the time until
+it is done, queue included, and computing costs its time on the GPU, counted once for each request that it delays.
+
+Threading: no lock, no clock, no I/O; one owner (the scheduler's half), who passes the time in. Estimates come from
+recent observations: older ones fade, an outlier counts only in part, and a tier that is judged too slow is tried again
+now and then.
 """
 
 from __future__ import annotations
@@ -12,13 +16,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
-FACTOR: Final = 1.25
-"""A load is refused only where it is expected to take this many times as long as computing."""
 TRIAL_INTERVAL_S: Final = 30.0
-"""A tier that is judged too slow gets one request in this time all the same."""
+"""A tier that is judged too slow is left alone for at least this long ..."""
+TRIAL_LIMIT_S: Final = 600.0
+"""... and tried again after this long, whatever that costs."""
+TRIAL_SHARE: Final = 0.01
+"""In between, trials may take this part of the time that is spent on computing what the tier could have loaded."""
+LOADS_AT_ONCE: Final = 4
+"""Most loads that are out at a time on a tier of unknown speed."""
 
+_TOLERANCE: Final = 1.05
+"""A load is preferred while it costs at most this many times as much as computing."""
+_RUNNING_WEIGHT: Final = 0.4
+_MOST_RUNNING: Final = 2.0
+"""A prefill delays each running request's next token. They count by this weight, together at most as so many waiting
+requests: with the full weight a server would accept a TTFT many times as long for a few more requests per second
+(docs/decisions/0018-load-or-recompute.md)."""
 _FEWEST: Final = 3
 """Observations without which nothing is said."""
 _OUTLIER: Final = 16.0
@@ -52,7 +67,7 @@ class _Line:
 
     def fit(self) -> tuple[float, float, float] | None:
         """Return a, b, and the largest x for which they mean something. None: too few points."""
-        if self._count < _FEWEST:
+        if not self.is_known:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x * mean_x
@@ -64,16 +79,31 @@ class _Line:
             return 0.0, self._xy / self._xx, math.inf
         return base, slope, math.inf
 
-    def at(self, x: float) -> float | None:
-        """Return y at ``x``. None: too little known."""
+    @property
+    def is_known(self) -> bool:
+        """Whether enough points were added to say something."""
+        return self._count >= _FEWEST
+
+    def at(self, x: float, *, extrapolates: bool = False) -> float | None:
+        """Return y at ``x``. None: too little known; with ``extrapolates``, only where nothing is."""
         line = self.fit()
-        return None if line is None or x > line[2] else line[0] + line[1] * x
+        return None if line is None or (x > line[2] and not extrapolates) else line[0] + line[1] * x
+
+
+class _OpenLoad(NamedTuple):
+    """A load that has not ended."""
+
+    size_bytes: int
+    queued_bytes: int
+    """Of the loads that were out when it began."""
+    due_s: float
+    """When it was expected to end; infinite: nothing was known."""
 
 
 class TierSpeed:
-    """What one tier's loads cost: latency, and time per byte. Memory: seven numbers."""
+    """What one tier's loads cost: latency, and time per byte, its own and those queued before it."""
 
-    __slots__ = ("_line", "_share", "observed_s")
+    __slots__ = ("_line", "_open", "_share", "computed_s", "observed_s", "queued_bytes", "tried_s")
 
     _KEEP: Final = 0.9
     """Per observation: the last ten or so count."""
@@ -81,30 +111,69 @@ class TierSpeed:
     """Short against the interval of trials: a tier that was slow for a while is judged by its next trial."""
 
     def __init__(self, ranks: int = 1) -> None:
-        """``ranks`` tell of each load, one observation each: together they count as one."""
+        """``ranks`` observe each load, once each: together they count as one observation."""
         self._share = 1.0 / ranks
         self._line = _Line(is_flat=False)
+        self._open: dict[int, _OpenLoad] = {}
+        self.queued_bytes = 0
+        """Of all loads that are out."""
         self.observed_s = -math.inf
         """When the last load ended, on the caller's clock."""
+        self.tried_s = -math.inf
+        """When it was last tried although it was judged too slow."""
+        self.computed_s = 0.0
+        """Time spent since the last trial on computing what this tier could have loaded."""
 
-    def observe(self, bytes_moved: int, seconds: float, now_s: float) -> None:
-        """Take note of a load that has ended, whether well or not: one that stalled is told with the time it took.
+    @property
+    def is_known(self) -> bool:
+        """Whether enough loads were observed."""
+        return self._line.is_known
 
-        An observation of no bytes or no time says nothing and is left out.
+    @property
+    def loads(self) -> int:
+        """How many loads are out."""
+        return len(self._open)
+
+    def begin(self, ticket: int, size_bytes: int, now_s: float) -> None:
+        """Record that a load goes out."""
+        expected_s = self._line.at(self.queued_bytes + size_bytes)
+        due_s = math.inf if expected_s is None else now_s + expected_s
+        self._open[ticket] = _OpenLoad(size_bytes, self.queued_bytes, due_s)
+        self.queued_bytes += size_bytes
+
+    def end(self, ticket: int) -> None:
+        """Record that a load has ended on all ranks."""
+        if (load := self._open.pop(ticket, None)) is not None:
+            self.queued_bytes -= load.size_bytes
+
+    def observe(self, size_bytes: int, seconds: float, now_s: float, ticket: int = 0) -> None:
+        """Learn from a load that has ended, whether well or not: one that stalled is told with the time it took.
+
+        What was queued when ``ticket`` began counts with it, so that a tier is not judged by what its queue did to a
+        load. An observation of no bytes or no time says nothing and is left out.
         """
-        if bytes_moved <= 0 or not 0.0 < seconds < math.inf:
+        if size_bytes <= 0 or not 0.0 < seconds < math.inf:
             return
-        expected_s = self._line.at(bytes_moved)
+        load = self._open.get(ticket)
+        work_bytes = size_bytes + (load.queued_bytes if load is not None else 0)
+        expected_s = self._line.at(work_bytes)
         if expected_s is not None:
             seconds = min(seconds, _OUTLIER * max(expected_s, _LEAST_S))
         age_s = max(0.0, now_s - self.observed_s)
         keep = self._KEEP**self._share * 0.5 ** (age_s / self._HALF_LIFE_S)
-        self._line.add(bytes_moved, seconds, weight=self._share, keep=keep)
+        self._line.add(work_bytes, seconds, weight=self._share, keep=keep)
         self.observed_s = max(self.observed_s, now_s)
 
-    def seconds(self, bytes_moved: int) -> float | None:
-        """Return how long a load of so many bytes takes. None: too little known, or nothing of that size."""
-        return self._line.at(bytes_moved)
+    def seconds(self, size_bytes: int, now_s: float = 0.0) -> float | None:
+        """Return how long a load of so many bytes would take from now on, behind those that are out.
+
+        None: too little known, or nothing of that size, which one load at a time may find out.
+        """
+        seconds = self._line.at(self.queued_bytes + size_bytes, extrapolates=bool(self._open))
+        if seconds is None or not self._open:
+            return seconds
+        oldest = next(iter(self._open.values()))
+        return seconds + max(0.0, now_s - oldest.due_s)  # a load that is late delays those behind it
 
 
 class PrefillSpeed:
@@ -116,6 +185,11 @@ class PrefillSpeed:
 
     def __init__(self) -> None:
         self._line = _Line(is_flat=True)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were observed."""
+        return self._line.is_known
 
     def observe(self, tokens: int, seconds: float, context_tokens: int = 0) -> None:
         """Take note of a step that has computed ``tokens`` prompt tokens, behind ``context_tokens`` others.
@@ -170,37 +244,40 @@ class Choice:
 
 
 class LoadOrRecompute:
-    """Decides how much of a hit is loaded. What is not known is loaded: that is how it becomes known."""
+    """Decides how much of a hit is loaded. What is not known is loaded, a few at a time: so it becomes known."""
 
-    def __init__(
-        self, tiers: int, *, ranks: int = 1, factor: float = FACTOR, trial_interval_s: float = TRIAL_INTERVAL_S
-    ) -> None:
-        """Know nothing yet of ``tiers`` tiers. ``ranks``: how many tell of each load."""
+    def __init__(self, tiers: int, *, ranks: int = 1) -> None:
+        """Know nothing yet of ``tiers`` tiers. ``ranks``: how many observe each load."""
         self.tiers: Final = tuple(TierSpeed(ranks) for _ in range(tiers))
-        """By position; told by whoever learns how a load ended."""
+        """By position; told by the caller when a load begins, what the ranks observed of it, and when it ended."""
         self.prefill: Final = PrefillSpeed()
-        self._factor = factor
-        self._trial_interval_s = trial_interval_s
-        self._next_trial_s: dict[int, float] = {}
         self._counts: Counter[tuple[int, Decision]] = Counter()
 
-    def choose(self, parts: Sequence[Part], computed_tokens: int, now_s: float) -> Choice:
+    def choose(
+        self, parts: Sequence[Part], computed_tokens: int, now_s: float, *, waiting: int = 0, running: int = 0
+    ) -> Choice:
         """Decide about one request's hit: consecutive parts, nearest the prompt's beginning first.
 
-        ``computed_tokens`` lie before them and need neither load nor computing. Each call is a decision that counts,
-        and may use up a tier's trial: call it once per request, and remember the answer.
+        ``computed_tokens`` lie before them and need neither load nor computing. ``waiting``: other requests that wait
+        for the GPU; ``running``: requests that decode. Each call is a decision that counts, and may use up a tier's
+        trial: call it once per request, and remember the answer.
         """
-        taken = self._least(parts, computed_tokens, on_trial=None)
+        weight = 1.0 + waiting + min(_RUNNING_WEIGHT * running, _MOST_RUNNING)
+        allowed = next((at for at, part in enumerate(parts) if self._is_full(part.tier)), len(parts))
+        taken = self._least(parts, allowed, computed_tokens, now_s, weight, on_trial=None)
         trial = None
-        if taken < len(parts) and self._may_try(parts[taken].tier, now_s):
+        if taken < allowed and self._may_try(parts[taken], now_s):
             trial = parts[taken].tier
-            taken = max(taken + 1, self._least(parts, computed_tokens, on_trial=trial))
+            taken = max(taken + 1, self._least(parts, allowed, computed_tokens, now_s, weight, on_trial=trial))
         decisions: dict[tuple[int, Decision], None] = {}
+        context_tokens = computed_tokens
         for at, part in enumerate(parts):
             if at >= taken:
                 decisions[part.tier, Decision.SKIPPED] = None
+                self.tiers[part.tier].computed_s += self.prefill.seconds(part.tokens, context_tokens) or 0.0
             else:
                 decisions[part.tier, Decision.TRIAL if part.tier == trial else Decision.TAKEN] = None
+            context_tokens += part.tokens
         self._counts.update(decisions.keys())
         return Choice(sum(part.tokens for part in parts[:taken]), tuple(decisions))
 
@@ -208,14 +285,28 @@ class LoadOrRecompute:
         """How often it was decided so about a tier, in requests, since the beginning."""
         return dict(self._counts)
 
-    def _least(self, parts: Sequence[Part], computed_tokens: int, *, on_trial: int | None) -> int:
-        """Return how many parts to take so that load and prefill of the rest take least; the most among equals."""
+    def _is_full(self, tier: int) -> bool:
+        """Whether as many loads are out as may be while a tier's speed, or that of computing, is unknown."""
+        speed = self.tiers[tier]
+        return speed.loads >= LOADS_AT_ONCE and not (speed.is_known and self.prefill.is_known)
+
+    def _least(
+        self,
+        parts: Sequence[Part],
+        allowed: int,
+        computed_tokens: int,
+        now_s: float,
+        weight: float,
+        *,
+        on_trial: int | None,
+    ) -> int:
+        """Return how many of the first ``allowed`` parts to take at the least cost; the most among equals."""
         rest_tokens = sum(part.tokens for part in parts)
         context_tokens = computed_tokens
         size_bytes: Counter[int] = Counter()
         load_s = 0.0
-        best, best_s = len(parts), math.inf
-        for taken in range(len(parts) + 1):
+        best, best_s = allowed, math.inf
+        for taken in range(allowed + 1):
             if taken:
                 part = parts[taken - 1]
                 rest_tokens -= part.tokens
@@ -223,19 +314,23 @@ class LoadOrRecompute:
                 size_bytes[part.tier] += part.size_bytes
                 if part.tier != on_trial:
                     # Tiers load side by side: what the slowest takes is what the load takes.
-                    load_s = max(load_s, self.tiers[part.tier].seconds(size_bytes[part.tier]) or 0.0)
+                    load_s = max(load_s, self.tiers[part.tier].seconds(size_bytes[part.tier], now_s) or 0.0)
             prefill_s = self.prefill.seconds(rest_tokens, context_tokens)
             if prefill_s is None:
                 continue  # for all that is known, this would take for ever
-            total_s = load_s / self._factor + prefill_s
+            total_s = load_s / _TOLERANCE + weight * prefill_s
             if total_s <= best_s:
                 best, best_s = taken, total_s
         return best
 
-    def _may_try(self, tier: int, now_s: float) -> bool:
-        """Whether a tier's trial is due. What has not been heard of for an interval is tried at once."""
-        last_s = self.tiers[tier].observed_s
-        if now_s < self._next_trial_s.setdefault(tier, last_s + self._trial_interval_s):
+    def _may_try(self, part: Part, now_s: float) -> bool:
+        """Whether a tier that is judged too slow is tried with this part; if so, its next trial is counted from now."""
+        speed = self.tiers[part.tier]
+        idle_s = now_s - max(speed.observed_s, speed.tried_s)
+        if speed.loads or idle_s < TRIAL_INTERVAL_S:
             return False
-        self._next_trial_s[tier] = now_s + self._trial_interval_s
+        cost_s = speed.seconds(part.size_bytes, now_s) or 0.0
+        if cost_s > TRIAL_SHARE * speed.computed_s and idle_s < TRIAL_LIMIT_S:
+            return False
+        speed.tried_s, speed.computed_s = now_s, 0.0
         return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
@@ -19,6 +19,7 @@ from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import RankGeometry, StepMetadata, WorkerReport
 from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
+from nixl_offload.vllm.server_load import ServerLoadCounter
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.vllm_internals import (
     first_lookup_group,
@@ -50,6 +51,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
         self._idling = Idling(time.monotonic)
+        self._load = ServerLoadCounter()
         self._counts_media = counts_media(vllm_config)
         self._windows = {
             group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
@@ -72,6 +74,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; a request whose keys name no content is neither stored nor loaded."""
         super().on_new_request(request)
+        self._load.arrived(request.request_id)
         self._refuse_worthless_keys(request)
 
     def get_num_new_matched_tokens(
@@ -96,7 +99,13 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         first, last = num_computed_tokens // chunk_tokens, -(-(num_computed_tokens + found) // chunk_tokens)
         keys = status.group_states[group].offload_keys[first:last]
         wanted = self.offload_manager.tokens_to_load(
-            keys, status.req_context, num_computed_tokens, found, chunk_tokens, self._windows
+            keys,
+            status.req_context,
+            num_computed_tokens,
+            found,
+            chunk_tokens,
+            self._windows,
+            self._load.beside(request.request_id),
         )
         if wanted >= found:
             return found, is_async
@@ -108,6 +117,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._load.allocated(request.request_id)
         status = request_state(self, request.request_id)
         if status is not None:
             self.offload_manager.count_lookup(status.req_context)
@@ -120,6 +130,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         if not scheduler_output.total_num_scheduled_tokens and self.offload_manager.is_waiting():
             time.sleep(self._idling.pause_s)
         self._clock.scheduled(scheduler_output)
+        self._load.scheduled(len(scheduler_output.num_scheduled_tokens))
         meta = super().build_connector_meta(without_preempted_loads(self, scheduler_output))
         moves, places = self.offload_manager.take_moves(), self.offload_manager.take_places()
         assert isinstance(meta, OffloadingConnectorMetadata)
@@ -142,6 +153,11 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
             if lost and self.recompute:
                 offer_again(self, meta.completed_jobs, lost)
         super().update_connector_output(connector_output)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's."""
+        self._load.allocated(request.request_id)
+        return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:
         """As vLLM's, as long as something comes of it: see ``idling``. Requests hold the engine by themselves."""

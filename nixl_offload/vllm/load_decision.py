@@ -1,10 +1,11 @@
-"""Decides how much of a request's hit is loaded: no more than is there sooner than it would be computed.
+"""Decides how much of a request's hit is loaded, by what loading and computing cost the server.
 
 Threading: the scheduler's thread. Reads no clock: time is passed in.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,8 +13,10 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from nixl_offload.catalog import Catalog
 from nixl_offload.catalog.estimate import Decision, LoadOrRecompute, Part
+from nixl_offload.catalog.tickets import LoadTicket
 from nixl_offload.types import Key
 from nixl_offload.vllm.messages import LoadSample
+from nixl_offload.vllm.server_load import ServerLoad
 
 SLOW_FAILURE_S = 1.0
 """A load that fails sooner was refused, and says nothing of how long loads take."""
@@ -60,6 +63,7 @@ class LoadDecider:
         windows: Mapping[int, int],
         allowed: frozenset[int] | None,
         now_s: float,
+        server: ServerLoad,
     ) -> int:
         """As the manager's. ``allowed``: the tiers that the request may load from; None: all."""
         asked = req_context.get_state(LoadDecision)
@@ -68,13 +72,30 @@ class LoadDecider:
         parts = self._parts(keys, first_token, tokens, chunk_tokens, windows, allowed)
         if not parts:
             return tokens
-        loaded = self._speeds.choose(parts, first_token, now_s).tokens if self._skips_slow else tokens
+        loaded = tokens
+        if self._skips_slow:
+            waiting, running = server
+            loaded = self._speeds.choose(parts, first_token, now_s, waiting=waiting, running=running).tokens
         req_context.set_state(LoadDecision(first_token, tokens, loaded, tuple(parts)))
         return loaded
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
         """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
         self._speeds.prefill.observe(tokens, seconds, context_tokens)
+
+    def begin_load(self, ticket: LoadTicket, now_s: float) -> None:
+        """Record that a load goes out."""
+        sizes: Counter[int] = Counter()
+        for location in ticket.locations:
+            if location.tier >= 0:
+                sizes[location.tier] += location.slot_bytes
+        for tier, size in sizes.items():
+            self._speeds.tiers[tier].begin(ticket.ticket, size, now_s)
+
+    def end_load(self, ticket: int) -> None:
+        """Record that a load has ended on all ranks."""
+        for speed in self._speeds.tiers:
+            speed.end(ticket)
 
     def observe_loads(self, samples: Iterable[LoadSample], now_s: float) -> None:
         """A load that failed says only that it would have taken longer; one that failed quickly says nothing."""
@@ -84,7 +105,7 @@ class LoadDecider:
             speed = self._speeds.tiers[sample.tier]
             least_s = max(speed.seconds(sample.size_bytes) or 0.0, SLOW_FAILURE_S) if sample.failed else 0.0
             if sample.seconds > least_s:
-                speed.observe(sample.size_bytes, sample.seconds, now_s)
+                speed.observe(sample.size_bytes, sample.seconds, now_s, sample.ticket)
 
     def counts(self) -> Mapping[tuple[int, Decision], int]:
         """Return how often each was decided, by tier."""

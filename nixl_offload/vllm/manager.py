@@ -41,6 +41,7 @@ from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.open_tiers import chain_options
 from nixl_offload.vllm.opening import TierOpening
 from nixl_offload.vllm.rank_opening import RankOpening
+from nixl_offload.vllm.server_load import ServerLoad
 from nixl_offload.vllm.tier_events import TIER_LABELS, TierEvents, TierLabel, allowed_tiers
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ _ANSWERS = {
     Lookup.RETRY: LookupResult.RETRY,
 }
 
+_IDLE = ServerLoad()
 _NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
 
 _NO_STORE = StoreTicket(0, (), ())
@@ -236,19 +238,20 @@ class NixlOffloadManager(OffloadingManager):
         tokens: int,
         chunk_tokens: int,
         windows: Mapping[int, int] = _NO_WINDOWS,
+        server: ServerLoad = _IDLE,
     ) -> int:
-        """Return how many of ``tokens``, which ``keys`` hold from ``first_token`` on, are loaded sooner than computed.
+        """Return how many of ``tokens``, which ``keys`` hold from ``first_token`` on, are better loaded than computed.
 
         ``keys`` are the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token,
         and what lies behind the last is taken with it, or not at all. ``windows``: the tokens at most that are loaded
-        of a KV cache group which looks no farther back; all of the others is. A request that is asked about again in
-        the same words gets the same answer.
+        of a KV cache group which looks no farther back; all of the others is. ``server``: the requests
+        beside this one. A request that is asked about again in the same words gets the same answer.
         """
         if self._catalog is None or self._decider is None:
             return tokens
         allowed, now_s = self._allowed(req_context), time.monotonic()
         return self._decider.tokens_to_load(
-            keys, req_context, first_token, tokens, chunk_tokens, windows, allowed, now_s
+            keys, req_context, first_token, tokens, chunk_tokens, windows, allowed, now_s, server
         )
 
     def count_lookup(self, req_context: ReqContext) -> None:
@@ -278,7 +281,10 @@ class NixlOffloadManager(OffloadingManager):
         wanted = tuple(Key(key) for key in keys)
         if self._catalog is None:
             return TicketSpec(LoadTicket(0, wanted, (NOWHERE,) * len(wanted)))
-        ticket = self._catalog.prepare_load(wanted, time.monotonic(), self._allowed(req_context))
+        now_s = time.monotonic()
+        ticket = self._catalog.prepare_load(wanted, now_s, self._allowed(req_context))
+        if self._decider is not None:
+            self._decider.begin_load(ticket, now_s)
         self._collect_events()
         return TicketSpec(ticket)
 
@@ -310,6 +316,7 @@ class NixlOffloadManager(OffloadingManager):
                 continue
             self._metrics.settled(settled)
             if settled.kind == "load":
+                self._decider.end_load(ticket)
                 lost.update(OffloadKey(key) for key in settled.failed)
             if settled.failed:
                 outcomes = Counter(outcome.value for outcome in settled.failed.values())

@@ -64,6 +64,7 @@ class LoadSample(NamedTuple):
     seconds: float
     failed: bool
     """Some of it did not come."""
+    ticket: int = 0
 
 
 @dataclass

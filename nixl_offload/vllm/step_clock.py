@@ -1,4 +1,7 @@
-"""Measures steps that compute prompts, for the estimate of prefill speed.
+"""Measures what prompt tokens add to a step, for the estimate of prefill speed.
+
+A step has a price of its own, which decoding requests pay in any case: it is measured on steps that only decode, and
+subtracted from those that compute prompts.
 
 Threading: the scheduler's thread. Steps end in the order in which they were scheduled; with asynchronous scheduling a
 step is scheduled while the one before it runs, so a step counts from the end of the one before.
@@ -15,6 +18,11 @@ if TYPE_CHECKING:
 
 MIN_TOKENS = 64
 """Steps with fewer tokens decode, or are too short to measure."""
+_MIN_SHARE = 0.1
+"""Prompt tokens count at least as this part of their step. An estimate that is too low is corrected by the next long
+prompt, for that is computed; one that is too high would not be, for every hit would be loaded."""
+_KEEP = 0.9
+"""What the price of a step keeps of its old value at each step that only decodes."""
 _MOST_OPEN = 16
 
 
@@ -25,13 +33,17 @@ class _Step(NamedTuple):
 
 
 class StepClock:
-    """Calls ``observe(tokens, context_tokens, seconds)`` after each step that computes at least ``MIN_TOKENS``."""
+    """Calls ``observe(tokens, context_tokens, seconds)`` after each step that computes at least ``MIN_TOKENS``.
+
+    ``seconds``: what the tokens added to the step.
+    """
 
     def __init__(self, observe: Callable[[int, int, float], None], clock: Callable[[], float]) -> None:
         self._observe = observe
         self._clock = clock
         self._open: deque[_Step] = deque()
         self._ended_s = 0.0
+        self._base_s = 0.0
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """Record the start of a step."""
@@ -46,8 +58,12 @@ class StepClock:
         step, now_s = self._open.popleft(), self._clock()
         seconds = now_s - max(step.scheduled_s, self._ended_s)
         self._ended_s = now_s
-        if step.tokens >= MIN_TOKENS and seconds > 0:
-            self._observe(step.tokens, step.context_tokens, seconds)
+        if not step.tokens or seconds <= 0:
+            return
+        if step.tokens < MIN_TOKENS:
+            self._base_s = _KEEP * self._base_s + (1 - _KEEP) * seconds if self._base_s else seconds
+        else:
+            self._observe(step.tokens, step.context_tokens, max(seconds - self._base_s, _MIN_SHARE * seconds))
 
 
 def _context(output: SchedulerOutput) -> int:

@@ -189,7 +189,7 @@ class NixlOffloadingWorker(OffloadingWorker):
             if outcome is not Outcome.OK:
                 failed.add(chunk.location.tier)
         return [
-            LoadSample(share.tier, wanted[share.tier], share.seconds, share.tier in failed)
+            LoadSample(share.tier, wanted[share.tier], share.seconds, share.tier in failed, job.ticket.ticket)
             for share in job.result.shares
         ]
 

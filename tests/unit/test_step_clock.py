@@ -77,7 +77,7 @@ def test_steps_that_decode_or_idle_count_as_time_but_are_not_told(ahead: int, ri
         for name, tokens, _ in steps[number + ahead : number + ahead + 1]:
             rig.scheduled(**{name: (0, tokens)})
         rig.ends(seconds)
-    assert rig.told == [(MIN_TOKENS, 0, 1.0)]
+    assert rig.told == [(MIN_TOKENS, 0, 0.5)], "a second, less what decoding alone would have taken"
 
 
 def test_the_context_is_the_mean_over_tokens(rig: Rig) -> None:
@@ -113,3 +113,22 @@ def test_steps_whose_ends_are_not_told_do_not_pile_up(rig: Rig) -> None:
     rig.scheduled(new={"b": (0, 128)})
     rig.ends(3.0)
     assert rig.told == [(128, 0, 3.0)]
+
+
+def test_prompt_tokens_cost_what_they_add_to_a_step(rig: Rig) -> None:
+    """A step of 10 ms that takes 40 ms with a prompt of 300 tokens: those cost 30 ms."""
+    for _ in range(3):
+        rig.scheduled(a=(512, 1))
+        rig.ends(0.010)
+    rig.scheduled(a=(512, 1), b=(0, 300))
+    rig.ends(0.040)
+    assert rig.told == [(301, 1, pytest.approx(0.030))]
+
+
+def test_prompt_tokens_cost_at_least_a_tenth_of_their_step(rig: Rig) -> None:
+    """On a GPU a few tokens more may cost nothing."""
+    rig.scheduled(a=(512, 1))
+    rig.ends(0.010)
+    rig.scheduled(a=(512, 100))
+    rig.ends(0.010)
+    assert rig.told == [(100, 512, pytest.approx(0.001))]

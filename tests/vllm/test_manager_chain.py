@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from nixl_offload.catalog import NOWHERE
 from nixl_offload.config import Config
 from nixl_offload.types import Outcome
+from nixl_offload.vllm.server_load import ServerLoad
 from tests.vllm.manager_rig import (
     CHUNK_TOKENS,
     SLOT,
@@ -339,6 +341,29 @@ def test_a_slow_tier_is_skipped_and_the_decision_is_counted_once(tmp_path: Path,
     assert decisions(rig) == {("memory", "taken"): 1}
     assert rig.manager.tokens_to_load(keys(1), context, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0, "asked in other words"
     assert decisions(rig) == {("slab", "skipped"): 1}
+
+
+def test_a_load_waits_for_those_that_are_out_until_all_ranks_have_ended_them(tmp_path: Path, open_rig: Open) -> None:
+    """A load takes 8 ms, computing 10: a second one behind the first would take 16."""
+    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)), world_size=2)
+    on_disk(rig, 1, 2)
+    rig.observe_loads(SLAB, 0.008, 10)
+    rig.observe_prefill(0.01)
+
+    def wanted(name: str, waiting: int = 0) -> int:
+        server = ServerLoad(waiting)
+        return rig.manager.tokens_to_load(
+            keys(2), request(name), 0, CHUNK_TOKENS, CHUNK_TOKENS, MappingProxyType({}), server
+        )
+
+    assert wanted("first") == CHUNK_TOKENS
+    ticket = rig.load(1).ticket
+    assert wanted("behind it") == 0
+    assert wanted("while another waits for the GPU", 1) == CHUNK_TOKENS
+    rig.report(ticket, ranks=1)
+    assert wanted("one rank still loads") == 0
+    rig.report(ticket, ranks=1)
+    assert wanted("all have ended") == CHUNK_TOKENS
 
 
 def test_a_hit_is_cut_where_a_slow_tier_begins(tmp_path: Path, open_rig: Open) -> None:

@@ -1,0 +1,259 @@
+"""Load or recompute over a grid of servers: requests per second and TTFT of our rule, of always and of never loading.
+
+A discrete simulation of a server, no clock: vLLM's steps with a token budget (running requests first, chunked prefill,
+loads beside the GPU), and a tier that serves one load after the other. Closed loop: as many requests at a time as asked
+for. The rule is the real ``catalog.estimate.LoadOrRecompute``; it learns from what the simulation observes.
+
+    python -m benchmarks.load_or_recompute [--requests 300] [--output-tokens 100] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from nixl_offload.catalog.estimate import LoadOrRecompute, Part
+
+TOKEN_BYTES = 128 << 10
+"""KV cache of an 8B model."""
+PREFILL_TOKENS_PER_S = (2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
+TIER_GB_PER_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+AT_A_TIME = (1, 4, 16, 32)
+
+_BASE_S = 0.010
+_BUDGET_TOKENS = 8192
+_LATENCY_S = 0.001
+_HIT_TOKENS = (1000, 2000, 3000, 4000, 6000)
+_NEW_TOKENS = (100, 500)
+_WARM_SHARE = 0.3
+"""Of the requests: not measured, for estimates are learned in them."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One request, from its arrival to its last token. Times in seconds of the simulation."""
+
+    number: int
+    arrived_s: float
+    hit_tokens: int
+    new_tokens: int
+    output_tokens: int
+    loaded_tokens: int = 0
+    began_s: float = 0.0
+    ready_s: float = 0.0
+    context_tokens: int = 0
+    rest_tokens: int = 0
+    first_token_s: float = -1.0
+
+
+class Policy(Protocol):
+    """Decides how many tokens of a hit are loaded, and observes what became of it."""
+
+    def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int: ...
+    def loaded(self, request: Request, now_s: float) -> None: ...
+    def computed(self, tokens: int, context_tokens: int, seconds: float) -> None: ...
+
+
+class Fixed:
+    """Always, or never, loads."""
+
+    def __init__(self, *, loads: bool) -> None:
+        self._loads = loads
+
+    def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int:
+        return request.hit_tokens if self._loads else 0
+
+    def loaded(self, request: Request, now_s: float) -> None: ...
+    def computed(self, tokens: int, context_tokens: int, seconds: float) -> None: ...
+
+
+class Rule:
+    """The connector's rule."""
+
+    def __init__(self) -> None:
+        self._rule = LoadOrRecompute(1)
+
+    def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int:
+        size = request.hit_tokens * TOKEN_BYTES
+        part = Part(0, request.hit_tokens, size)
+        tokens = self._rule.choose([part], 0, now_s, waiting=waiting, running=running).tokens
+        if tokens:
+            self._rule.tiers[0].begin(request.number, size, now_s)
+        return tokens
+
+    def loaded(self, request: Request, now_s: float) -> None:
+        size, seconds = request.loaded_tokens * TOKEN_BYTES, request.ready_s - request.began_s
+        self._rule.tiers[0].observe(size, seconds, now_s, request.number)
+        self._rule.tiers[0].end(request.number)
+
+    def computed(self, tokens: int, context_tokens: int, seconds: float) -> None:
+        if tokens >= 64:  # as vllm.step_clock does
+            self._rule.prefill.observe(tokens, max(seconds - _BASE_S, 0.1 * seconds), context_tokens)
+
+
+class Server(NamedTuple):
+    """A cell of the grid."""
+
+    at_a_time: int
+    prefill_tokens_per_s: float
+    tier_bytes_per_s: float
+
+
+class Figures(NamedTuple):
+    """What a policy achieved."""
+
+    requests_per_s: float
+    ttft_s: float
+    loaded_share: float
+
+
+def simulate(
+    server: Server, policy: Policy, *, requests: int = 300, output_tokens: int = 100, seed: int = 1
+) -> Figures:
+    """Serve ``requests`` one after the other as room becomes free, and return what was measured after the warm-up."""
+    source = random.Random(seed)
+    now_s = tier_free_s = started_s = 0.0
+    made = 0
+
+    def arrive() -> Request:
+        nonlocal made
+        made += 1
+        return Request(
+            number=made,
+            arrived_s=now_s,
+            hit_tokens=source.choice(_HIT_TOKENS),
+            new_tokens=source.randint(*_NEW_TOKENS),
+            output_tokens=source.randint(output_tokens // 2, output_tokens * 3 // 2),
+        )
+
+    waiting = deque(arrive() for _ in range(server.at_a_time))
+    loading: list[Request] = []
+    ready: deque[Request] = deque()
+    running: list[Request] = []
+    done: list[Request] = []
+    warm = int(requests * _WARM_SHARE)
+    while len(done) < requests:
+        for request in [request for request in loading if request.ready_s <= now_s]:
+            loading.remove(request)
+            policy.loaded(request, now_s)
+            request.context_tokens = request.loaded_tokens
+            ready.append(request)
+        budget = _BUDGET_TOKENS
+        step: list[tuple[Request, int]] = []
+        for request in running:
+            tokens = min(budget, request.rest_tokens or 1)
+            if tokens:
+                step.append((request, tokens))
+                budget -= tokens
+        while budget and (ready or waiting):
+            if ready:
+                request = ready.popleft()
+            else:
+                request = waiting.popleft()
+                request.loaded_tokens = policy.choose(request, len(waiting), len(running), now_s)
+                if request.loaded_tokens:
+                    tier_free_s = (
+                        max(tier_free_s, now_s) + request.loaded_tokens * TOKEN_BYTES / server.tier_bytes_per_s
+                    )
+                    request.began_s, request.ready_s = now_s, tier_free_s + _LATENCY_S
+                    loading.append(request)
+                    continue
+            request.rest_tokens = request.hit_tokens - request.loaded_tokens + request.new_tokens
+            running.append(request)
+            tokens = min(budget, request.rest_tokens)
+            step.append((request, tokens))
+            budget -= tokens
+        if not step:
+            now_s = min(request.ready_s for request in loading)
+            continue
+        total = sum(tokens for _, tokens in step)
+        seconds = _BASE_S + total / server.prefill_tokens_per_s
+        now_s += seconds
+        policy.computed(total, sum(request.context_tokens * tokens for request, tokens in step) // total, seconds)
+        for request, tokens in step:
+            request.context_tokens += tokens
+            if request.rest_tokens:
+                request.rest_tokens -= tokens
+                if request.rest_tokens:
+                    continue
+                request.first_token_s = now_s
+            request.output_tokens -= 1
+            if request.output_tokens <= 0:
+                running.remove(request)
+                done.append(request)
+                waiting.append(arrive())
+                if len(done) == warm:
+                    started_s = now_s
+    measured = done[warm:]
+    return Figures(
+        len(measured) / (now_s - started_s),
+        sum(request.first_token_s - request.arrived_s for request in measured) / len(measured),
+        sum(request.loaded_tokens for request in measured) / sum(request.hit_tokens for request in measured),
+    )
+
+
+class Cell(NamedTuple):
+    """One server, under each policy."""
+
+    server: Server
+    ours: Figures
+    always: Figures
+    never: Figures
+
+    @property
+    def rate_ratio(self) -> float:
+        """Our requests per second, by those of the better of always and never."""
+        return self.ours.requests_per_s / max(self.always.requests_per_s, self.never.requests_per_s)
+
+    @property
+    def ttft_ratio(self) -> float:
+        """Our TTFT, by that of whichever of always and never serves more requests per second."""
+        return self.ours.ttft_s / max(self.always, self.never).ttft_s
+
+
+def measure(server: Server, *, requests: int = 300, output_tokens: int = 100) -> Cell:
+    """Simulate one server under each policy."""
+    policies: Sequence[Callable[[], Policy]] = (Rule, lambda: Fixed(loads=True), lambda: Fixed(loads=False))
+    return Cell(
+        server, *(simulate(server, make(), requests=requests, output_tokens=output_tokens) for make in policies)
+    )
+
+
+def main() -> None:
+    """Print the grid: our requests per second and TTFT by the better fixed policy's, and what part of hits we load."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=300, help="requests per cell")
+    parser.add_argument("--output-tokens", type=int, default=100, help="tokens that a request decodes, on average")
+    parser.add_argument("--json", metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    cells = []
+    for at_a_time in AT_A_TIME:
+        print(f"{at_a_time} at a time: requests/s ratio, TTFT ratio, part loaded")
+        print("tokens/s " + "".join(f"{f'{speed:g} GB/s':>17}" for speed in TIER_GB_PER_S))
+        for prefill in PREFILL_TOKENS_PER_S:
+            row = [
+                measure(
+                    Server(at_a_time, prefill, speed * 1e9),
+                    requests=arguments.requests,
+                    output_tokens=arguments.output_tokens,
+                )
+                for speed in TIER_GB_PER_S
+            ]
+            cells += row
+            texts = (f"{cell.rate_ratio:.2f} {cell.ttft_ratio:.2f} {cell.ours.loaded_share:.2f}" for cell in row)
+            print(f"{prefill:>8g} " + "".join(f"{text:>17}" for text in texts), flush=True)
+    rates, ttfts = [cell.rate_ratio for cell in cells], [cell.ttft_ratio for cell in cells]
+    print(f"requests/s: least {min(rates):.2f}, mean {sum(rates) / len(rates):.2f}")
+    print(f"TTFT: most {max(ttfts):.2f}, mean {sum(ttfts) / len(ttfts):.2f}")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump([{name: value._asdict() for name, value in cell._asdict().items()} for cell in cells], file)
+
+
+if __name__ == "__main__":
+    main()
