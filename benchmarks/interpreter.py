@@ -75,8 +75,8 @@ class Rank:
 
     worker: OffloadingWorker
     mover: str
-    specs: Callable[[range], LoadStoreSpec]
-    """The storage side of a job with these chunks."""
+    specs: Callable[[str, range], LoadStoreSpec]
+    """The storage side of a job: what is done, with these chunks."""
     _jobs: int = field(default=0)
 
     def job(self, operation: str, chunks: range, ask_s: float = ASK_S) -> float:
@@ -84,7 +84,7 @@ class Rank:
         self._jobs += 1
         blocks = list(range(chunks.start * BLOCKS_PER_CHUNK, chunks.stop * BLOCKS_PER_CHUNK))
         memory = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
-        spec = self.specs(chunks)
+        spec = self.specs(operation, chunks)
         began_s = time.thread_time()
         if operation == "store":
             self.worker.submit_store(self._jobs, memory, spec)
@@ -107,11 +107,12 @@ class Rank:
 @contextmanager
 def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
     """Open a rank's half over ``slab`` or ``memory``, nothing stored yet."""
+    from nixl_offload.catalog import LoadTicket, StoreTicket
     from nixl_offload.config import parse_config
     from nixl_offload.tiers.memory.tier import MemoryPlace
     from nixl_offload.tiers.slab.tier import SlabPlace
     from nixl_offload.types import Key, Location
-    from nixl_offload.vllm.messages import ChunkSpec, Place
+    from nixl_offload.vllm.messages import Place, TicketSpec
     from nixl_offload.vllm.worker import NixlOffloadingWorker
 
     tier = {
@@ -131,16 +132,21 @@ def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
     if medium == "slab":
         place = SlabPlace(str(directory), digests, rank_bytes, 4 * slot_bytes)
 
-    def specs(chunks: range) -> ChunkSpec:
+    def specs(operation: str, chunks: range) -> TicketSpec:
         keys = tuple(Key(chunk.to_bytes(32, "big") + bytes(4)) for chunk in chunks)
         locations = tuple(Location(0, chunk * slot_bytes, slot_bytes) for chunk in chunks)
-        return ChunkSpec(ticket=1, keys=keys, locations=locations, places=(place,))
+        return TicketSpec((StoreTicket if operation == "store" else LoadTicket)(1, keys, locations))
 
-    rank = Rank(worker, "", specs)
     try:
+        worker.open((place,))
+        give_up_s = time.monotonic() + DEADLINE_S
+        while not (statuses := worker.take_status()):
+            assert time.monotonic() < give_up_s, "the tiers do not open"
+            time.sleep(ASK_S)
+        (status,) = statuses[0].tiers
+        assert status.equipment is not None, f"the tier cannot be used: {status.trouble}"
+        rank = Rank(worker, status.equipment.mover, specs)
         rank.job("store", range(CHUNKS))
-        (standing,) = worker.take_standings()[0]
-        rank.mover = standing.equipment.mover
         yield rank
     finally:
         worker.shutdown()

@@ -1,0 +1,21 @@
+"""``benchmarks.interpreter`` runs: it reaches far into the package, and nothing else would say that it is broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import interpreter
+
+
+@pytest.mark.parametrize(("medium", "mover"), [("slab", "posix"), ("memory", "copy")])
+def test_it_measures_a_round(medium: str, mover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"JOBS": (1, 8), "RUN_CHUNKS": 8, "LOOP_S": 0.3}.items():
+        monkeypatch.setattr(interpreter, name, value)
+    with interpreter.open_rank(medium, tmp_path) as rank:
+        assert rank.mover.startswith(mover)
+        found = {operation: interpreter.measure(rank, operation, rounds=1) for operation in interpreter.OPERATIONS}
+    for result in found.values():
+        assert all(cpu["caller"] > 0 and cpu["others"] > 0 for cpu in result["cpu_us"].values())
+        assert result["beside_chunks_per_s"] > 0
