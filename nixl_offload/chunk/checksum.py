@@ -46,5 +46,8 @@ def payload_checksums(payloads: Sequence[npt.NDArray[np.uint8]]) -> list[npt.NDA
         return []
     digest = xxhash.xxh3_64_intdigest
     values = np.array([digest(row) for payload in payloads for row in payload], dtype=np.uint64)
-    ends = np.cumsum([len(payload) for payload in payloads])
-    return np.split(values, ends[:-1])
+    found, begin = [], 0
+    for payload in payloads:
+        found.append(values[begin : begin + len(payload)])
+        begin += len(payload)
+    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ParamSpec
 
 import numpy as np
@@ -30,6 +31,9 @@ MAX_KEY_BYTES = 64
 _FIXED = struct.Struct("<8s4H32sIHHQQQH6x64s")
 """magic, version, header bytes, algorithm, flags, namespace, group, blocks, first valid block, block bytes, payload
 bytes, created, key bytes, key."""
+_CREATED_AT, _CREATED = 72, struct.Struct("<Q")
+_KEY_BYTES_AT, _KEY_AT, _KEY = 80, 88, struct.Struct("<H6x64s")
+"""The length of the key, and the key: the end of ``_FIXED``."""
 _CHECKSUMS_AT = 192
 _OWN_CHECKSUM_AT = HEADER_BYTES - 8
 _OWN_CHECKSUM = struct.Struct("<Q")
@@ -48,7 +52,7 @@ _COLUMNS = np.dtype(
 """A header page as a row of a matrix; ``fixed`` is everything before the checksums."""
 _VARIES = np.zeros(_CHECKSUMS_AT, dtype=np.bool_)
 """The bytes of ``fixed`` that a reader cannot know: ``first_valid_block`` and ``created_s``."""
-_VARIES[54:56] = _VARIES[72:80] = True
+_VARIES[54:56] = _VARIES[_CREATED_AT:_KEY_BYTES_AT] = True
 
 Pages = npt.NDArray[np.uint8]
 """Header pages as rows: shape ``(n, HEADER_BYTES)``, contiguous."""
@@ -352,34 +356,30 @@ def verify_rows(
     ``rows``: which headers; ``first_blocks`` and ``found`` are aligned with them. What does not agree is added to
     ``headers.errors``.
     """
-    if not rows:
-        return
-    suspects = list(range(len(rows)))
-    begin, count = first_blocks[0], len(found[0])
-    if all(first == begin for first in first_blocks) and all(len(sums) == count for sums in found):
-        stated = headers.checksums[rows, begin : begin + count]
-        if stated.shape[1] == count > 0:
-            alike = (stated == np.stack(found)).all(axis=1) & (headers.first_valid_block[rows] <= begin)
-            suspects = np.flatnonzero(~alike).tolist()
-    for at in suspects:
-        error = _error_of(verify_checksums, headers.one(rows[at]), found[at], first_blocks[at])
+    stated, firsts = headers.checksums, headers.first_valid_block.tolist()
+    for row, begin, sums in zip(rows, first_blocks, found, strict=True):
+        end = begin + len(sums)
+        if firsts[row] <= begin < end and stated[row, begin:end].tobytes() == sums.tobytes():
+            continue
+        error = _error_of(verify_checksums, headers.one(row), sums, begin)
         if error is not None:
-            headers.errors[rows[at]] = error
+            headers.errors[row] = error
 
 
 def _fixed_rows(expect: ExpectedRows, created_s: int) -> npt.NDArray[np.uint8]:
     """Return what precedes the checksums, for each key; the first valid block is 0."""
-    keys = expect.keys
-    # The fields that rows have in common are refused as those of a single header are.
-    template = ShardHeader(
-        expect.namespace, keys[0], expect.group, expect.blocks, 0, expect.block_bytes, created_s, (0,) * expect.blocks
-    )
-    page = encode_header(template)
-    rows = np.repeat(np.asarray(page, dtype=np.uint8)[np.newaxis, :_CHECKSUMS_AT], len(keys), axis=0)
-    padded = b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys)
-    rows[:, 88 : 88 + MAX_KEY_BYTES] = np.frombuffer(padded, dtype=np.uint8).reshape(len(keys), MAX_KEY_BYTES)
-    rows[:, 80:82] = np.array([len(key) for key in keys], dtype="<u2").view(np.uint8).reshape(len(keys), 2)
-    return rows
+    page = bytearray(_fixed_page(expect.namespace, expect.group, expect.blocks, expect.block_bytes))
+    _CREATED.pack_into(page, _CREATED_AT, created_s)
+    before, after = bytes(page[:_KEY_BYTES_AT]), bytes(page[_KEY_AT + MAX_KEY_BYTES :])
+    made = b"".join(before + _KEY.pack(len(key), key) + after for key in expect.keys)
+    return np.frombuffer(made, dtype=np.uint8).reshape(len(expect.keys), _CHECKSUMS_AT)
+
+
+@lru_cache(maxsize=64)
+def _fixed_page(namespace: bytes, group: int, blocks: int, block_bytes: int) -> bytes:
+    """Return what precedes the checksums, but for the key; fields are refused as those of a single header are."""
+    template = ShardHeader(namespace, b"\0", group, blocks, 0, block_bytes, 0, (0,) * blocks)
+    return bytes(np.asarray(encode_header(template), dtype=np.uint8)[:_CHECKSUMS_AT])
 
 
 def verify_checksums(header: ShardHeader, found: npt.NDArray[np.uint64], first_block: int) -> None:

@@ -23,7 +23,11 @@ SMALL_PAGE_BYTES = 48 << 10
 """Below this pages of all layers are copied by one call; from there on a call for each layer costs nothing any more:
 docs/decisions/0012-memory-tier.md."""
 _RUN_BLOCKS = 4
-"""Runs of so many blocks, on average, are copied by slices whatever the size of a page."""
+_RUN_BYTES = 64 << 10
+"""Runs of so many blocks and bytes, on average, are copied by slices: one call for each run and layer. Shorter ones are
+copied no slower by one call for all, and slices of 2 KiB cost three times as much."""
+_TOGETHER_BYTES = 256 << 10
+"""So much of all payloads goes through scratch, by one index for all, rather than by a call for each."""
 _UNIT_BYTES = 16
 _CALL_BYTES = 512 << 10
 """torch copies as many elements as these bytes hold (of 16 bytes each) on the calling thread. More would bring OpenMP
@@ -70,12 +74,20 @@ class HostCopy:
         """Copy pages to rows. ``block_ids``: of all payloads, one after the other; they must have been checked, for
         addresses follow from them.
         """
+        begin = 0
+        if self._are_small(block_ids):
+            found = self._table[self._rows(block_ids)]
+            for payload in payloads:
+                target = self._pages_of(payload)
+                target[...] = found[begin : begin + len(target)]
+                begin += len(target)
+            return
         runs = runs_of(block_ids, [len(payload) for payload in payloads])
-        if _RUN_BLOCKS * len(runs) <= len(block_ids) or self._page_bytes >= SMALL_PAGE_BYTES:
+        if self._are_long(runs, len(block_ids)) or self._page_bytes >= SMALL_PAGE_BYTES:
             for packed, pages in self._slices(runs, payloads):
                 packed[...] = pages
             return
-        rows, begin = self._rows(block_ids), 0
+        rows = self._rows(block_ids)
         units = self._units
         if units is not None:
             rows //= self._rows_per_unit
@@ -96,8 +108,11 @@ class HostCopy:
 
     def scatter(self, block_ids: BlockIds, payloads: Sequence[Bytes]) -> None:
         """Copy rows to pages, as ``gather``."""
+        if self._are_small(block_ids):
+            self._table[self._rows(block_ids)] = np.concatenate([self._pages_of(payload) for payload in payloads])
+            return
         runs = runs_of(block_ids, [len(payload) for payload in payloads])
-        if _RUN_BLOCKS * len(runs) <= len(block_ids):
+        if self._are_long(runs, len(block_ids)):
             for packed, pages in self._slices(runs, payloads):
                 pages[...] = packed
             return
@@ -114,6 +129,14 @@ class HostCopy:
             source = self._pages_of(payload)
             self._table[rows[begin : begin + len(source)]] = source
             begin += len(source)
+
+    def _are_small(self, block_ids: BlockIds) -> bool:
+        """Whether calls would cost more than the bytes."""
+        return len(block_ids) * len(self._layers) * self._page_bytes <= _TOGETHER_BYTES
+
+    def _are_long(self, runs: Sequence[Run], blocks: int) -> bool:
+        """Whether runs, which have ``blocks`` blocks in all, are worth a call for each."""
+        return len(runs) * max(_RUN_BLOCKS, _RUN_BYTES // self._page_bytes) <= blocks
 
     def _slices(self, runs: Sequence[Run], payloads: Sequence[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
         """Payload and pages of each run in each layer."""

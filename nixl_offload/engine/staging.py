@@ -60,6 +60,9 @@ class SlotPool(Generic[S]):
         self.slot_bytes = slot_bytes
         self.slots_total = slots_total
         self._free = list(range(slots_total - 1, -1, -1))
+        self._is_free = bytearray(b"\1" * slots_total)
+        self._slots: list[S | None] = [None] * slots_total
+        """Those that were handed out before."""
         self._retired = 0
 
     @property
@@ -74,12 +77,20 @@ class SlotPool(Generic[S]):
 
     def acquire(self) -> S | None:
         """Take a slot, or None if all are in use. Its bytes are whatever was there before."""
-        return self._slot(self._free.pop()) if self._free else None
+        if not self._free:
+            return None
+        index = self._free.pop()
+        self._is_free[index] = False
+        slot = self._slots[index]
+        if slot is None:
+            slot = self._slots[index] = self._slot(index)
+        return slot
 
     def release(self, slot: S) -> None:
         """Give a slot back. Nothing may touch its memory any more. Raises RuntimeError if it is not out."""
-        if slot.index in self._free:
+        if self._is_free[slot.index]:
             raise RuntimeError(f"staging slot {slot.index} was released twice")
+        self._is_free[slot.index] = True
         self._free.append(slot.index)
 
     def retire(self, slot: S) -> None:

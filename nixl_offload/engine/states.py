@@ -13,6 +13,8 @@ from nixl_offload.types import Outcome
 class WorkKind(Enum):
     """What is done with a chunk. Columns: does it write to the tier, does it fill a host slot, can it wait."""
 
+    __hash__ = object.__hash__  # Enum's own is Python code, run each time that a set or dict is asked
+
     STORE = ("store", True, False, False)
     """KV blocks to the tier."""
     LOAD = ("load", False, False, False)
@@ -35,6 +37,8 @@ class WorkKind(Enum):
 class Lane(Enum):
     """Queues, served in this order: loads overtake stores, and what a caller is blocked on comes first."""
 
+    __hash__ = object.__hash__
+
     URGENT_STORE = "urgent_store"
     EXPEDITED_LOAD = "expedited_load"
     LOAD = "load"
@@ -44,6 +48,8 @@ class Lane(Enum):
 
 class ChunkState(Enum):
     """Where a chunk stands."""
+
+    __hash__ = object.__hash__
 
     QUEUED = "queued"
     CLAIMED = "claimed"
