@@ -8,10 +8,7 @@ Threading: pure functions over buffers that the caller owns and keeps unchanged 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +16,6 @@ import numpy.typing as npt
 from nixl_offload.chunk.checksum import ALGORITHM_XXH3_64, block_checksum, block_checksums
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up
-
-P = ParamSpec("P")
 
 MAGIC = b"NIXLOFF1"
 FORMAT_VERSION = 1
@@ -31,31 +26,12 @@ MAX_KEY_BYTES = 64
 _FIXED = struct.Struct("<8s4H32sIHHQQQH6x64s")
 """magic, version, header bytes, algorithm, flags, namespace, group, blocks, first valid block, block bytes, payload
 bytes, created, key bytes, key."""
-_CREATED_AT, _CREATED = 72, struct.Struct("<Q")
-_KEY_BYTES_AT, _KEY_AT, _KEY = 80, 88, struct.Struct("<H6x64s")
-"""The length of the key, and the key: the end of ``_FIXED``."""
-_CHECKSUMS_AT = 192
-_OWN_CHECKSUM_AT = HEADER_BYTES - 8
-_OWN_CHECKSUM = struct.Struct("<Q")
+CHECKSUMS_AT = 192
+OWN_CHECKSUM_AT = HEADER_BYTES - 8
+OWN_CHECKSUM = struct.Struct("<Q")
 
-MAX_BLOCKS_PER_CHUNK = (_OWN_CHECKSUM_AT - _CHECKSUMS_AT) // 8
+MAX_BLOCKS_PER_CHUNK = (OWN_CHECKSUM_AT - CHECKSUMS_AT) // 8
 """As many block checksums as one header page holds: 487."""
-
-_COLUMNS = np.dtype(
-    {
-        "names": ["first_valid_block", "key_bytes", "key", "fixed", "checksums", "own_checksum"],
-        "formats": ["<u2", "<u2", ("u1", MAX_KEY_BYTES), ("u1", _CHECKSUMS_AT), ("<u8", MAX_BLOCKS_PER_CHUNK), "<u8"],
-        "offsets": [54, 80, 88, 0, _CHECKSUMS_AT, _OWN_CHECKSUM_AT],
-        "itemsize": HEADER_BYTES,
-    }
-)
-"""A header page as a row of a matrix; ``fixed`` is everything before the checksums."""
-_VARIES = np.zeros(_CHECKSUMS_AT, dtype=np.bool_)
-"""The bytes of ``fixed`` that a reader cannot know: ``first_valid_block`` and ``created_s``."""
-_VARIES[54:56] = _VARIES[_CREATED_AT:_KEY_BYTES_AT] = True
-
-Pages = npt.NDArray[np.uint8]
-"""Header pages as rows: shape ``(n, HEADER_BYTES)``, contiguous."""
 
 Buffer = memoryview | npt.NDArray[np.uint8] | bytes | bytearray
 """C-contiguous bytes in host memory."""
@@ -160,8 +136,8 @@ def encode_header(
         len(header.key),
         header.key,
     )
-    struct.pack_into(f"<{header.blocks_per_chunk}Q", page, _CHECKSUMS_AT, *header.checksums)
-    _OWN_CHECKSUM.pack_into(page, _OWN_CHECKSUM_AT, block_checksum(page[:_OWN_CHECKSUM_AT]))
+    struct.pack_into(f"<{header.blocks_per_chunk}Q", page, CHECKSUMS_AT, *header.checksums)
+    OWN_CHECKSUM.pack_into(page, OWN_CHECKSUM_AT, block_checksum(page[:OWN_CHECKSUM_AT]))
     return out
 
 
@@ -194,8 +170,8 @@ def decode_header(page: Buffer) -> ShardHeader:
         raise FormatError(f"not a shard: it begins with {magic.hex()}, not with {MAGIC.hex()}", reason="magic")
     if version != FORMAT_VERSION:
         raise FormatError(f"format version {version}; this reader knows {FORMAT_VERSION}", reason="version")
-    (stated,) = _OWN_CHECKSUM.unpack_from(view, _OWN_CHECKSUM_AT)
-    found = block_checksum(view[:_OWN_CHECKSUM_AT])
+    (stated,) = OWN_CHECKSUM.unpack_from(view, OWN_CHECKSUM_AT)
+    found = block_checksum(view[:OWN_CHECKSUM_AT])
     if stated != found:
         raise FormatError(
             f"the header page states its own checksum as {stated:016x} but has {found:016x}", reason="header_checksum"
@@ -226,7 +202,7 @@ def decode_header(page: Buffer) -> ShardHeader:
         first_valid_block=first_valid_block,
         block_bytes=block_bytes,
         created_s=created_s,
-        checksums=struct.unpack_from(f"<{blocks}Q", view, _CHECKSUMS_AT),
+        checksums=struct.unpack_from(f"<{blocks}Q", view, CHECKSUMS_AT),
     )
 
 
@@ -257,129 +233,6 @@ def check_header(page: Buffer, expect: Expected) -> ShardHeader:
             f"the shard's blocks have {header.block_bytes} bytes, expected {expect.block_bytes}", reason="length"
         )
     return header
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedRows:
-    """``Expected`` of many shards of one group: what they have in common, and their keys."""
-
-    namespace: bytes
-    keys: Sequence[bytes]
-    group: int
-    blocks: int
-    block_bytes: int
-
-    def one(self, row: int) -> Expected:
-        """Return what row ``row`` must be."""
-        return Expected(self.namespace, self.keys[row], self.group, self.blocks, self.block_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class HeaderRows:
-    """What many header pages say, column by column. The other columns of a row with an error mean nothing."""
-
-    expect: ExpectedRows
-    errors: dict[int, FormatError]
-    """By row: why its shard is not the one that was expected."""
-    first_valid_block: npt.NDArray[np.int64]
-    """Shape ``(n,)``."""
-    checksums: npt.NDArray[np.uint64]
-    """Shape ``(n, blocks)``."""
-
-    def one(self, row: int) -> ShardHeader:
-        """Return a row without an error as a header; ``created_s`` is left out."""
-        expect = self.expect.one(row)
-        return ShardHeader(
-            expect.namespace,
-            expect.key,
-            expect.group,
-            expect.blocks,
-            int(self.first_valid_block[row]),
-            expect.block_bytes,
-            0,
-            tuple(self.checksums[row].tolist()),
-        )
-
-
-def encode_headers(
-    expect: ExpectedRows,
-    checksums: npt.NDArray[np.uint64],
-    first_valid_block: Sequence[int],
-    *,
-    created_s: int = 0,
-) -> Pages:
-    """Return the header pages of many shards of one group: each row is what ``encode_header`` writes, byte for byte.
-
-    ``checksums``: shape ``(n, blocks)``, zeros before each row's first valid block. Raises LayoutError when a field
-    does not fit the page.
-    """
-    count = len(expect.keys)
-    if checksums.shape != (count, expect.blocks) or len(first_valid_block) != count:
-        raise LayoutError(f"checksums of shape {checksums.shape} for {count} chunks of {expect.blocks} blocks")
-    for row in range(count):
-        if not 0 <= first_valid_block[row] < expect.blocks or not 0 < len(expect.keys[row]) <= MAX_KEY_BYTES:
-            raise LayoutError(
-                f"first valid block {first_valid_block[row]} or key {expect.keys[row].hex()} does not fit"
-            )
-    pages = np.zeros((count, HEADER_BYTES), dtype=np.uint8)
-    if not count:
-        return pages
-    pages[:, :_CHECKSUMS_AT] = _fixed_rows(expect, created_s)
-    columns = pages.reshape(-1).view(_COLUMNS)
-    columns["first_valid_block"] = first_valid_block
-    columns["checksums"][:, : expect.blocks] = checksums
-    columns["own_checksum"] = block_checksums(pages[:, :_OWN_CHECKSUM_AT])
-    return pages
-
-
-def check_headers(pages: Pages, expect: ExpectedRows) -> HeaderRows:
-    """Check each page as ``check_header`` does, all of them in one pass; errors are told by row."""
-    columns = pages.reshape(-1).view(_COLUMNS)
-    first = columns["first_valid_block"].astype(np.int64)
-    # A page that agrees in all that a reader knows, and with its own checksum, is right. Any other is read by
-    # ``check_header``, which knows what is wrong, or that it does not matter.
-    alike = ((columns["fixed"] == _fixed_rows(expect, 0)) | _VARIES).all(axis=1)
-    alike &= columns["own_checksum"] == block_checksums(pages[:, :_OWN_CHECKSUM_AT])
-    alike &= first < expect.blocks
-    errors: dict[int, FormatError] = {}
-    for row in np.flatnonzero(~alike).tolist():
-        if (error := _error_of(check_header, pages[row], expect.one(row))) is not None:
-            errors[row] = error
-    return HeaderRows(expect, errors, first, columns["checksums"][:, : expect.blocks])
-
-
-def verify_rows(
-    headers: HeaderRows, rows: Sequence[int], first_blocks: Sequence[int], found: Sequence[npt.NDArray[np.uint64]]
-) -> None:
-    """Compare the checksums that were ``found`` with those of the headers, as ``verify_checksums`` does for one.
-
-    ``rows``: which headers; ``first_blocks`` and ``found`` are aligned with them. What does not agree is added to
-    ``headers.errors``.
-    """
-    stated, firsts = headers.checksums, headers.first_valid_block.tolist()
-    for row, begin, sums in zip(rows, first_blocks, found, strict=True):
-        end = begin + len(sums)
-        if firsts[row] <= begin < end and stated[row, begin:end].tobytes() == sums.tobytes():
-            continue
-        error = _error_of(verify_checksums, headers.one(row), sums, begin)
-        if error is not None:
-            headers.errors[row] = error
-
-
-def _fixed_rows(expect: ExpectedRows, created_s: int) -> npt.NDArray[np.uint8]:
-    """Return what precedes the checksums, for each key; the first valid block is 0."""
-    page = bytearray(_fixed_page(expect.namespace, expect.group, expect.blocks, expect.block_bytes))
-    _CREATED.pack_into(page, _CREATED_AT, created_s)
-    before, after = bytes(page[:_KEY_BYTES_AT]), bytes(page[_KEY_AT + MAX_KEY_BYTES :])
-    made = b"".join(before + _KEY.pack(len(key), key) + after for key in expect.keys)
-    return np.frombuffer(made, dtype=np.uint8).reshape(len(expect.keys), _CHECKSUMS_AT)
-
-
-@lru_cache(maxsize=64)
-def _fixed_page(namespace: bytes, group: int, blocks: int, block_bytes: int) -> bytes:
-    """Return what precedes the checksums, but for the key; fields are refused as those of a single header are."""
-    template = ShardHeader(namespace, b"\0", group, blocks, 0, block_bytes, 0, (0,) * blocks)
-    return bytes(np.asarray(encode_header(template), dtype=np.uint8)[:_CHECKSUMS_AT])
 
 
 def verify_checksums(header: ShardHeader, found: npt.NDArray[np.uint64], first_block: int) -> None:
@@ -434,15 +287,6 @@ def verify_payload(header: ShardHeader, payload: Buffer, first_block: int, last_
         )
     _refuse_absent(header, first_block, last_block)
     verify_blocks(header, data[first_block * header.block_bytes : end].reshape(-1, header.block_bytes), first_block)
-
-
-def _error_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> FormatError | None:
-    """Return the FormatError that ``check`` raises, if it does."""
-    try:
-        check(*args, **kwargs)
-    except FormatError as error:
-        return error
-    return None
 
 
 _ZERO_PAGE = bytes(HEADER_BYTES)

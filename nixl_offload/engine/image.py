@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.chunk.header import HEADER_BYTES, ExpectedRows, HeaderRows, Pages, encode_headers
+from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, encode_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import ChunkIO
 from nixl_offload.engine.staging import DeviceSlot, Slot
@@ -131,7 +132,7 @@ def encode(
 
 def refuse_absent(headers: HeaderRows, chunks: Sequence[ChunkIO]) -> None:
     """Add an error for each chunk of which a wanted block was never stored. A chunk that wants no block is right."""
-    for row, (io, first) in enumerate(zip(chunks, headers.first_valid_block.tolist(), strict=True)):
+    for row, (io, first) in enumerate(zip(chunks, headers.first_valid_block, strict=True)):
         if first > io.first_block and len(io.block_ids) and row not in headers.errors:
             headers.errors[row] = FormatError(
                 f"block {io.first_block} was asked for, the shard begins with {first}", reason="blocks"

@@ -174,6 +174,8 @@ class JobTable:
 
         ``room``: for how many chunks like this one there is room (called once, under the lock: pure and quick).
         """
+        if not self._lanes[lane]:
+            return []  # no lock is needed to see this: whoever adds to a lane wakes the pump afterwards
         with self._lock:
             queue, taken, limit = self._lanes[lane], list[Task](), 0
             while queue:
@@ -188,14 +190,16 @@ class JobTable:
                 if len(taken) >= limit:
                     break
                 queue.popleft()
-                self._move(task, claimed(task.kind))
                 taken.append(task)
             if taken:
+                self._move_all(taken, claimed(taken[0].kind))
                 self._progress.notify_all()
             return taken
 
     def refuse(self, lane: Lane, why_not: Callable[[Task], str | None]) -> None:
         """Fail the first queued chunks of ``lane`` as long as ``why_not``, which is as ``room``, has words for them."""
+        if not self._lanes[lane]:
+            return
         with self._lock:
             queue = self._lanes[lane]
             while queue:
@@ -204,6 +208,7 @@ class JobTable:
                     if why is None:
                         return
                     self._finish(queue[0], Outcome.FAILED, why, "out_of_use")
+                    self._progress.notify_all()
                 queue.popleft()
 
     def empty(self) -> bool:
@@ -211,19 +216,15 @@ class JobTable:
         with self._lock:
             return not self._jobs
 
-    def advance(self, tasks: Iterable[Task], state: ChunkState) -> list[bool]:
+    def advance(self, tasks: Sequence[Task], state: ChunkState) -> list[bool]:
         """Move chunks on; waiters learn it. False for a chunk that was given up meanwhile, or is DISOWNED: nothing
         changed then. A chunk that is in ``state`` already stays there.
         """
         with self._lock:
-            moved = []
-            for task in tasks:
-                goes = task.state not in {ChunkState.DONE, ChunkState.DISOWNED}
-                if goes and task.state is not state:
-                    self._move(task, state)
-                moved.append(goes)
+            goes = [task.state is not ChunkState.DONE and task.state is not ChunkState.DISOWNED for task in tasks]
+            self._move_all([task for task, moves in zip(tasks, goes, strict=True) if moves], state)
             self._progress.notify_all()
-            return moved
+            return goes
 
     def complete(self, endings: Iterable[Ending]) -> None:
         """Give chunks their outcomes, and tell of the host slots that they filled. Of each the first word counts.
@@ -235,6 +236,7 @@ class JobTable:
                 if slot is not None:
                     self._settle_slot(task, slot)
                 self._finish(task, outcome, error, cause)
+            self._progress.notify_all()
 
     def expire_loads(self, timeout_s: float) -> None:
         """Fail loads that were submitted more than ``timeout_s`` ago, except where their KV blocks are being touched;
@@ -260,6 +262,7 @@ class JobTable:
                         self._finish(task, Outcome.DROPPED, "storage had no time for a move", "no_time")
             if late or waited:
                 self._sweep()
+                self._progress.notify_all()
 
     def give_up(self, why: str) -> None:
         """Refuse what comes and end what is there: queued writes and background work are DROPPED, all else is FAILED;
@@ -274,6 +277,7 @@ class JobTable:
             for job in list(self._jobs.values()):
                 for task in job.tasks:
                     self._finish(task, when_closed(task.kind, task.state), why, "closed")
+            self._progress.notify_all()
 
     def sleep(self, seconds: float | None) -> None:
         """Pump only: sleep until woken by new work, at most ``seconds`` (None: no limit)."""
@@ -292,6 +296,12 @@ class JobTable:
     def _wake(self) -> None:
         self._woken = True
         self._work.notify()
+
+    def _move_all(self, tasks: Sequence[Task], state: ChunkState) -> None:
+        """Change the states of chunks that are not in ``state`` already. Callers notify waiters."""
+        for task in tasks:
+            if task.state is not state:
+                self._move(task, state)
 
     def _move(self, task: Task, state: ChunkState) -> None:
         """Change a state. Callers notify waiters."""
@@ -316,6 +326,7 @@ class JobTable:
                 self._lanes[lane] = deque(task for task in queue if task.state is ChunkState.QUEUED)
 
     def _finish(self, task: Task, outcome: Outcome, error: str | None, cause: str = "") -> None:
+        """Give a chunk that is not DONE its outcome. Callers notify waiters."""
         if task.state is ChunkState.DONE:
             return
         if task.state is ChunkState.DISOWNED and outcome is Outcome.OK:
@@ -323,7 +334,6 @@ class JobTable:
         if task.state is ChunkState.QUEUED and task.kind.fills_slot:
             self._settle_slot(task, outcome)  # it never began
         self._move(task, ChunkState.DONE)
-        self._progress.notify_all()
         task.outcome, task.error, task.cause = outcome, error, cause
         task.job.unfinished -= 1
         if not task.job.unfinished:

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 
 from nixl_offload.chunk.checksum import payload_checksums
-from nixl_offload.chunk.header import check_headers, verify_rows
+from nixl_offload.chunk.header_rows import check_headers, verify_rows
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
@@ -201,7 +200,7 @@ class MemoryPaths:
         chunks = batch.alive
         plan, ios = self._plans[chunks[0].io.group], [chunk.io for chunk in chunks]
         headers = check_headers(
-            np.stack([image.header_page(_slot(chunk)) for chunk in chunks]),
+            [image.header_page(_slot(chunk)) for chunk in chunks],
             image.expected(self._namespace, plan, ios),
         )
         image.refuse_absent(headers, ios)

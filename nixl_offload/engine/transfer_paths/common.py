@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.chunk.header import HeaderRows, Pages, check_headers, verify_rows
+from nixl_offload.chunk.header_rows import HeaderRows, Pages, check_headers, verify_rows
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
@@ -260,7 +260,7 @@ class Context:
         for row, chunk in enumerate(chunks):
             chunk.row = row
         ios = [chunk.io for chunk in chunks]
-        headers = check_headers(np.stack(pages), image.expected(self.namespace, plan, ios))
+        headers = check_headers(pages, image.expected(self.namespace, plan, ios))
         checked = CheckedChunks(self, chunks, headers)
         checked.end_corrupt()
         return checked
@@ -281,7 +281,7 @@ class CheckedChunks:
 
     def first_valid_block(self, chunk: BatchChunk) -> int:
         """Return the first block that a chunk holds."""
-        return int(self.headers.first_valid_block[chunk.row])
+        return self.headers.first_valid_block[chunk.row]
 
     def verify(
         self,

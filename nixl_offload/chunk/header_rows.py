@@ -1,0 +1,169 @@
+"""The header pages of many shards of one group: byte for byte what ``header`` writes and refuses one by one.
+
+A page is compared with the bytes that a reader expects. One that differs, or whose own checksum is wrong, is read by
+``header.check_header``, which knows what is wrong with it, or that it does not matter.
+Threading: pure functions, safe anywhere. What ``check_headers`` returns refers to the pages: they must not change.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ParamSpec
+
+import numpy as np
+import numpy.typing as npt
+
+from nixl_offload.chunk.checksum import block_checksum
+from nixl_offload.chunk.header import (
+    CHECKSUMS_AT,
+    HEADER_BYTES,
+    MAX_KEY_BYTES,
+    OWN_CHECKSUM,
+    OWN_CHECKSUM_AT,
+    Expected,
+    ShardHeader,
+    check_header,
+    encode_header,
+    verify_checksums,
+)
+from nixl_offload.errors import FormatError, LayoutError
+
+P = ParamSpec("P")
+
+Pages = npt.NDArray[np.uint8]
+"""Header pages as rows: shape ``(n, HEADER_BYTES)``, contiguous."""
+
+_FIRST_AT, _FIRST = 54, struct.Struct("<H")
+_SIZES_AT = 56
+_CREATED_AT, _CREATED = 72, struct.Struct("<Q")
+_KEY_AT, _KEY = 80, struct.Struct(f"<H6x{MAX_KEY_BYTES}s40x")
+"""Length of the key, the key, and zeros up to the checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """``Expected`` of many shards of one group: what they have in common, and their keys."""
+
+    namespace: bytes
+    keys: Sequence[bytes]
+    group: int
+    blocks: int
+    block_bytes: int
+
+    def one(self, row: int) -> Expected:
+        """Return what row ``row`` must be."""
+        return Expected(self.namespace, self.keys[row], self.group, self.blocks, self.block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderRows:
+    """What header pages say, column by column. The other columns of a row with an error mean nothing."""
+
+    expect: ExpectedRows
+    errors: dict[int, FormatError]
+    """By row: why its shard is not the one that was expected."""
+    first_valid_block: list[int]
+    checksums: list[npt.NDArray[np.uint64]]
+    """Of each row: views of its page, shape ``(blocks,)``."""
+
+    def one(self, row: int) -> ShardHeader:
+        """Return a row without an error as a header; ``created_s`` is left out."""
+        expect = self.expect.one(row)
+        return ShardHeader(
+            expect.namespace,
+            expect.key,
+            expect.group,
+            expect.blocks,
+            self.first_valid_block[row],
+            expect.block_bytes,
+            0,
+            tuple(self.checksums[row].tolist()),
+        )
+
+
+def encode_headers(
+    expect: ExpectedRows, checksums: npt.NDArray[np.uint64], first_valid_block: Sequence[int], *, created_s: int = 0
+) -> Pages:
+    """Return the header pages of many shards of one group: each row is what ``encode_header`` writes.
+
+    ``checksums``: shape ``(n, blocks)``, zeros before each row's first valid block. Raises LayoutError when a field
+    does not fit the page.
+    """
+    count = len(expect.keys)
+    if checksums.shape != (count, expect.blocks) or len(first_valid_block) != count:
+        raise LayoutError(f"checksums of shape {checksums.shape} for {count} chunks of {expect.blocks} blocks")
+    before, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
+    created = _CREATED.pack(created_s)
+    rest = bytes(OWN_CHECKSUM_AT - CHECKSUMS_AT - 8 * expect.blocks)
+    parts: list[bytes] = []
+    for key, first, sums in zip(expect.keys, first_valid_block, checksums, strict=True):
+        if not 0 <= first < expect.blocks or not 0 < len(key) <= MAX_KEY_BYTES:
+            raise LayoutError(f"first valid block {first} or key {key.hex()} does not fit")
+        fixed = before + _FIRST.pack(first) + sizes + created + _KEY.pack(len(key), key)
+        page = fixed + sums.astype("<u8", copy=False).tobytes() + rest
+        parts += page, OWN_CHECKSUM.pack(block_checksum(memoryview(page)))
+    return np.frombuffer(b"".join(parts), dtype=np.uint8).reshape(count, HEADER_BYTES)
+
+
+def check_headers(pages: Iterable[npt.NDArray[np.uint8]], expect: ExpectedRows) -> HeaderRows:
+    """Check pages, contiguous bytes of shape ``(HEADER_BYTES,)``, as ``check_header`` does; errors are told by row."""
+    before, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
+    blocks, end = expect.blocks, CHECKSUMS_AT + 8 * expect.blocks
+    headers = HeaderRows(expect, {}, [], [])
+    for row, (page, key) in enumerate(zip(pages, expect.keys, strict=True)):
+        view = page.data
+        fixed = bytes(view[:CHECKSUMS_AT])
+        (first,) = _FIRST.unpack_from(fixed, _FIRST_AT)
+        (own,) = OWN_CHECKSUM.unpack_from(view, OWN_CHECKSUM_AT)
+        alike = (
+            fixed[:_FIRST_AT] == before
+            and fixed[_SIZES_AT:_CREATED_AT] == sizes
+            and fixed[_KEY_AT:] == _KEY.pack(len(key), key)
+            and first < blocks
+            and own == block_checksum(view[:OWN_CHECKSUM_AT])
+        )
+        if not alike and (error := _error_of(check_header, page, expect.one(row))) is not None:
+            headers.errors[row] = error
+        headers.first_valid_block.append(first)
+        headers.checksums.append(page[CHECKSUMS_AT:end].view("<u8"))
+    return headers
+
+
+def verify_rows(
+    headers: HeaderRows, rows: Sequence[int], first_blocks: Sequence[int], found: Sequence[npt.NDArray[np.uint64]]
+) -> None:
+    """Compare the checksums that were ``found`` with those of the headers, as ``verify_checksums`` does for one.
+
+    ``rows``: which headers; ``first_blocks`` and ``found`` are aligned with them. What does not agree is added to
+    ``headers.errors``.
+    """
+    for row, begin, sums in zip(rows, first_blocks, found, strict=True):
+        end = begin + len(sums)
+        held = headers.first_valid_block[row] <= begin < end
+        if held and headers.checksums[row][begin:end].tobytes() == sums.tobytes():
+            continue
+        error = _error_of(verify_checksums, headers.one(row), sums, begin)
+        if error is not None:
+            headers.errors[row] = error
+
+
+@lru_cache(maxsize=64)
+def _common(namespace: bytes, group: int, blocks: int, block_bytes: int) -> tuple[bytes, bytes]:
+    """Return what all pages of a group have before the first valid block, and between that and the time.
+
+    Raises LayoutError for fields that ``encode_header`` refuses.
+    """
+    page = np.asarray(encode_header(ShardHeader(namespace, b"k", group, blocks, 0, block_bytes, 0, (0,) * blocks)))
+    return page[:_FIRST_AT].tobytes(), page[_SIZES_AT:_CREATED_AT].tobytes()
+
+
+def _error_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> FormatError | None:
+    """Return the FormatError that ``check`` raises, if it does."""
+    try:
+        check(*args, **kwargs)
+    except FormatError as error:
+        return error
+    return None
