@@ -191,6 +191,7 @@ def _open_tier(
             undo.callback(reach.close)
         assert reach.mover is not None
         link = open_link(tier, place, rank, reach.mover)
+        undo.callback(link.close)
         options = engine_options(reach, link.mover, device, memory.layout)
         options = options.share(
             config.staging_bytes, spared_bytes(device, memory.claimed_share), sharers, memory.layout

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,32 @@ def test_a_load_that_begins_inside_a_chunk_touches_only_its_blocks(rig: Rig) -> 
     assert [rig.block(block) for block in wanted] == before[2:9]
     untouched = set(range(BLOCKS)) - set(stored) - set(wanted)
     assert all(rig.block(block) == bytes(LAYERS * PAGE) for block in untouched)
+
+
+def test_a_slab_is_closed_when_its_engine_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the mover has opened it; and an engine that did start closes it at shutdown."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise LayoutError("no engine here")
+
+    rig = Rig(tmp_path)
+    assert open_files(tmp_path)
+    rig.worker.shutdown()
+    assert not open_files(tmp_path)
+    monkeypatch.setattr("nixl_offload.engine.engine.JobTable", fail)
+    rig = Rig(tmp_path, is_open=False)
+    assert not rig.open(rig.place).is_open
+    assert not open_files(tmp_path)
+    rig.worker.shutdown()
+
+
+def open_files(directory: Path) -> list[str]:
+    """The files below ``directory`` that this process has open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of this listing
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [path for path in found if path.startswith(str(directory))]
 
 
 def test_the_store_path_makes_no_directory_and_no_copy_of_a_tensor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

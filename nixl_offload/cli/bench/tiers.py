@@ -275,6 +275,7 @@ class _Nameless:
         self.path = slab.path
         self.rank_bytes = slab.rank_bytes
         self.direct_io = slab.direct_io
+        self.close = slab.close
 
     def ensure(self, offset: int, length_bytes: int) -> None:
         """All of it has space since it was made."""

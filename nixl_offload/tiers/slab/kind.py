@@ -27,7 +27,7 @@ def open_tier(config: SlabConfig, context: TierContext) -> SlabTier:
 
 
 def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> SlabLink:
-    """Open a rank's slab, which the link keeps open until the process ends. Raises TierError."""
+    """Open a rank's slab, which the link closes. Raises TierError."""
     slab = SlabFile(
         os.path.join(place.directory, rank_file_name(rank)),
         rank_bytes=place.rank_bytes,

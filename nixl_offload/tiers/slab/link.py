@@ -1,7 +1,7 @@
 """The link to a slab: its file opened once in the mover, given space before each write, watched, and reopened.
 
 Threading: the pump's thread, after ``connect`` at start. The calls do metadata I/O of a local disk, at once.
-Ownership: the slab belongs to the caller, who closes it after the engine.
+Ownership: the slab belongs to the link, which closes it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class Slab(Protocol):
 
     def reopen(self) -> bool:
         """Make storing possible again; True: a different file is open now. Raises TierError."""
+
+    def close(self) -> None:
+        """Close the file; ``reopen`` opens it again. Idempotent."""
 
 
 class SlabLink(Link):
@@ -130,6 +133,7 @@ class SlabLink(Link):
             self._stale.append(self._file)
             self._file = None
         self._close_stale()
+        self._slab.close()
 
     def _opened(self) -> FileId:
         if self._file is None:
