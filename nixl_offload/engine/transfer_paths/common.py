@@ -14,20 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.chunk.header_rows import HeaderRows, Pages, check_headers, verify_rows
+from nixl_offload.chunk.header_rows import Pages, check_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.engine_memory import EngineMemory
-from nixl_offload.engine.image import GroupPlan
+from nixl_offload.engine.image import GroupPlan, Spans
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.link_memory import LinkMemory
+from nixl_offload.engine.link_memory import LinkMemory, SlotParts
 from nixl_offload.engine.packer import Packer
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.staging import S, SlotPool
+from nixl_offload.engine.staging import DeviceSlot, S, Slot, SlotPool
 from nixl_offload.engine.states import ChunkState
+from nixl_offload.engine.transfer_paths.checked import CheckedChunks
 from nixl_offload.errors import LayoutError, MoverError, TierError
+from nixl_offload.movers.base import Op, Transfer
 from nixl_offload.types import Outcome
 
 QUARANTINE_S = 30.0
@@ -37,6 +39,10 @@ staging slots can be retired for good, these cannot."""
 
 Phase = Callable[["Context", Batch, GroupPlan], Steps]
 """A piece of a path that can be begun again with each chunk of a batch alone."""
+Submit = Callable[[Op, SlotParts], Iterator[Transfer]]
+"""One of ``LinkMemory``'s, by where the slots lie."""
+PlaceOf = Callable[[BatchChunk], tuple[Slot | DeviceSlot, Spans]]
+"""The slot of a chunk, and what of it to move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +180,28 @@ class Context:
                 chunk.end(Outcome.FAILED, "given up")
         return batch.alive
 
+    def write(self, batch: Batch, plan: GroupPlan, phase: Phase, submit: Submit, place_of: PlaceOf) -> Steps:
+        """Write slots, and end their chunks. ``phase`` is the caller, for chunks that are to go singly."""
+        if self.goes_singly(batch, plan, phase):
+            return
+        yield from self._move(batch, plan, Op.WRITE, submit, place_of)
+        yield from self.settle(batch)
+        yield from self.finish_writes(batch, plan, phase)
+
+    def read(
+        self, batch: Batch, plan: GroupPlan, phase: Phase, submit: Submit, place_of: PlaceOf
+    ) -> Generator[None, None, list[BatchChunk]]:
+        """Read into slots; return the chunks that have arrived. ``phase`` as for ``write``."""
+        yield from self._move(batch, plan, Op.READ, submit, place_of)
+        yield from self.settle(batch, tells_overdue=True)
+        return self.finish_reads(batch, plan, phase)
+
+    def _move(self, batch: Batch, plan: GroupPlan, op: Op, submit: Submit, place_of: PlaceOf) -> Steps:
+        chunks = yield from self.open_targets(batch, plan)
+        parts = [(slot, chunk.target, spans) for chunk in chunks for slot, spans in [place_of(chunk)]]
+        for transfer in submit(op, parts):
+            batch.transfers.append(transfer)  # at once: the next one may raise
+
     def settle(self, batch: Batch, *, tells_overdue: bool = False) -> Iterator[None]:
         """Poll until nothing of the batch is under way. ``tells_overdue``: the link hears of each load that is given up
         meanwhile.
@@ -261,43 +289,6 @@ class Context:
             chunk.row = row
         ios = [chunk.io for chunk in chunks]
         headers = check_headers(pages, image.expected(self.namespace, plan, ios))
-        checked = CheckedChunks(self, chunks, headers)
+        checked = CheckedChunks(self.rate_log, chunks, headers)
         checked.end_corrupt()
         return checked
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedChunks:
-    """Chunks of which the headers were read."""
-
-    context: Context
-    chunks: Sequence[BatchChunk]
-    headers: HeaderRows
-
-    def refuse_absent(self) -> None:
-        """A chunk of which a wanted block was never stored is CORRUPT."""
-        image.refuse_absent(self.headers, [chunk.io for chunk in self.chunks])
-        self.end_corrupt()
-
-    def first_valid_block(self, chunk: BatchChunk) -> int:
-        """Return the first block that a chunk holds."""
-        return self.headers.first_valid_block[chunk.row]
-
-    def verify(
-        self,
-        chunks: Sequence[BatchChunk],
-        first_blocks: Sequence[int],
-        sums: Sequence[npt.NDArray[np.uint64]],
-    ) -> None:
-        """Compare checksums with the headers; a chunk with a wrong one is CORRUPT."""
-        if chunks:
-            verify_rows(self.headers, [chunk.row for chunk in chunks], first_blocks, sums)
-            self.end_corrupt()
-
-    def end_corrupt(self) -> None:
-        """End the chunks with an error."""
-        for row, error in self.headers.errors.items():
-            if self.chunks[row].outcome is None:
-                words = f"corrupt: {error.reason}"
-                self.context.rate_log.warning(words, "A stored chunk was refused and will be recomputed: %s", error)
-                self.chunks[row].end(Outcome.CORRUPT, words, error.reason)

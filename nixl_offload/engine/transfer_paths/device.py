@@ -15,7 +15,6 @@ from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.errors import LayoutError
-from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 
 
@@ -56,14 +55,10 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    if context.goes_singly(batch, plan, _write):
-        return
-    chunks = yield from context.open_targets(batch, plan)
-    parts = [(_slot(chunk), chunk.target, image.store_spans(plan, chunk.io)) for chunk in chunks]
-    for transfer in context.link_memory.submit_device(Op.WRITE, parts):
-        batch.transfers.append(transfer)
-    yield from context.settle(batch)
-    yield from context.finish_writes(batch, plan, _write)
+    def place(chunk: BatchChunk) -> tuple[DeviceSlot, image.Spans]:
+        return _slot(chunk), image.store_spans(plan, chunk.io)
+
+    yield from context.write(batch, plan, _write, context.link_memory.submit_device, place)
 
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
@@ -80,12 +75,11 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     the checksums do, whatever ``verify`` says.
     """
     packer = _packer(context)
-    chunks = yield from context.open_targets(batch, plan)
-    parts = [(_slot(chunk), chunk.target, image.spans(plan, chunk.io)) for chunk in chunks]
-    for transfer in context.link_memory.submit_device(Op.READ, parts):
-        batch.transfers.append(transfer)
-    yield from context.settle(batch, tells_overdue=True)
-    arrived = context.finish_reads(batch, plan, _read)
+
+    def place(chunk: BatchChunk) -> tuple[DeviceSlot, image.Spans]:
+        return _slot(chunk), image.spans(plan, chunk.io)
+
+    arrived = yield from context.read(batch, plan, _read, context.link_memory.submit_device, place)
     if not arrived:
         return
     summed = context.verify_checksum or not plan.tells_short_reads

@@ -13,7 +13,6 @@ from nixl_offload.engine.packer import BlockIds, Payload
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context
-from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 
 
@@ -45,14 +44,10 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    if context.goes_singly(batch, plan, _write):
-        return
-    chunks = yield from context.open_targets(batch, plan)
-    parts = [(_slot(chunk), chunk.target, image.store_spans(plan, chunk.io)) for chunk in chunks]
-    for transfer in context.link_memory.submit_packed(Op.WRITE, parts):
-        batch.transfers.append(transfer)
-    yield from context.settle(batch)
-    yield from context.finish_writes(batch, plan, _write)
+    def place(chunk: BatchChunk) -> tuple[Slot, image.Spans]:
+        return _slot(chunk), image.store_spans(plan, chunk.io)
+
+    yield from context.write(batch, plan, _write, context.link_memory.submit_packed, place)
 
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
@@ -65,15 +60,14 @@ def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    chunks = yield from context.open_targets(batch, plan)
     canary = image.Canary(plan)
-    parts = [(_slot(chunk), chunk.target, image.spans(plan, chunk.io)) for chunk in chunks]
-    for slot, _, spans in parts:
+
+    def place(chunk: BatchChunk) -> tuple[Slot, image.Spans]:
+        slot, spans = _slot(chunk), image.spans(plan, chunk.io)
         canary.place(slot, spans)
-    for transfer in context.link_memory.submit_packed(Op.READ, parts):
-        batch.transfers.append(transfer)
-    yield from context.settle(batch, tells_overdue=True)
-    arrived = context.finish_reads(batch, plan, _read)
+        return slot, spans
+
+    arrived = yield from context.read(batch, plan, _read, context.link_memory.submit_packed, place)
     if not arrived:
         return
     pages = [image.header_page(_slot(chunk)) for chunk in arrived]

@@ -13,7 +13,6 @@ from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.errors import LayoutError
-from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 
 
@@ -28,14 +27,10 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    if context.goes_singly(batch, plan, _write):
-        return
-    chunks = yield from context.open_targets(batch, plan)
-    parts = [(_slot(chunk), chunk.target, image.whole(plan)) for chunk in chunks]
-    for transfer in context.link_memory.submit_host(Op.WRITE, parts):
-        batch.transfers.append(transfer)
-    yield from context.settle(batch)
-    yield from context.finish_writes(batch, plan, _write)
+    def place(chunk: BatchChunk) -> tuple[Slot, image.Spans]:
+        return _slot(chunk), image.whole(plan)
+
+    yield from context.write(batch, plan, _write, context.link_memory.submit_host, place)
 
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
@@ -48,15 +43,14 @@ def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    chunks = yield from context.open_targets(batch, plan)
     canary, spans = image.Canary(plan), image.whole(plan)
-    for chunk in chunks:
-        canary.place(_slot(chunk), spans)
-    parts = [(_slot(chunk), chunk.target, spans) for chunk in chunks]
-    for transfer in context.link_memory.submit_host(Op.READ, parts):
-        batch.transfers.append(transfer)
-    yield from context.settle(batch, tells_overdue=True)
-    arrived = context.finish_reads(batch, plan, _read)
+
+    def place(chunk: BatchChunk) -> tuple[Slot, image.Spans]:
+        slot = _slot(chunk)
+        canary.place(slot, spans)
+        return slot, spans
+
+    arrived = yield from context.read(batch, plan, _read, context.link_memory.submit_host, place)
     if not arrived:
         return
     # Loads that were given up meanwhile have a host slot all the same: what has come is kept.

@@ -1,0 +1,55 @@
+"""Chunks of a batch whose headers were read: their checksums are compared here, and the corrupt ones ended.
+
+Threading: the pump's thread. The header pages must not change meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nixl_offload.chunk.header_rows import HeaderRows, verify_rows
+from nixl_offload.engine import image
+from nixl_offload.engine.batch import BatchChunk
+from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.types import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedChunks:
+    """Chunks of which the headers were read."""
+
+    rate_log: RateLog
+    chunks: Sequence[BatchChunk]
+    headers: HeaderRows
+
+    def refuse_absent(self) -> None:
+        """A chunk of which a wanted block was never stored is CORRUPT."""
+        image.refuse_absent(self.headers, [chunk.io for chunk in self.chunks])
+        self.end_corrupt()
+
+    def first_valid_block(self, chunk: BatchChunk) -> int:
+        """Return the first block that a chunk holds."""
+        return self.headers.first_valid_block[chunk.row]
+
+    def verify(
+        self,
+        chunks: Sequence[BatchChunk],
+        first_blocks: Sequence[int],
+        sums: Sequence[npt.NDArray[np.uint64]],
+    ) -> None:
+        """Compare checksums with the headers; a chunk with a wrong one is CORRUPT."""
+        if chunks:
+            verify_rows(self.headers, [chunk.row for chunk in chunks], first_blocks, sums)
+            self.end_corrupt()
+
+    def end_corrupt(self) -> None:
+        """End the chunks with an error."""
+        for row, error in self.headers.errors.items():
+            if self.chunks[row].outcome is None:
+                words = f"corrupt: {error.reason}"
+                self.rate_log.warning(words, "A stored chunk was refused and will be recomputed: %s", error)
+                self.chunks[row].end(Outcome.CORRUPT, words, error.reason)
