@@ -144,8 +144,8 @@ def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
             assert time.monotonic() < give_up_s, "the tiers do not open"
             time.sleep(ASK_S)
         (status,) = statuses[0].tiers
-        assert status.equipment is not None, f"the tier cannot be used: {status.trouble}"
-        rank = Rank(worker, status.equipment.mover, specs)
+        assert status.access is not None, f"the tier cannot be used: {status.trouble}"
+        rank = Rank(worker, status.access.mover, specs)
         rank.job("store", range(CHUNKS))
         yield rank
     finally:

@@ -9,7 +9,7 @@ from nixl_offload.engine.engine import Engine
 from nixl_offload.engine.records import ChunkIO, Completion, Share
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.tier_engine import TierEngine
-from nixl_offload.engine.transfer_statistics import Standing, Work
+from nixl_offload.engine.transfer_statistics import TierStatus, Work
 
 __all__ = [
     "ChainEngine",
@@ -18,8 +18,8 @@ __all__ = [
     "Engine",
     "MoveIO",
     "Share",
-    "Standing",
     "TierEngine",
+    "TierStatus",
     "Work",
     "WorkKind",
 ]

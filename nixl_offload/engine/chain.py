@@ -18,7 +18,7 @@ from nixl_offload.engine.moves import MoveIO, Moves, RelayHost
 from nixl_offload.engine.records import ChunkIO, Completion, Share
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.tier_engine import TierEngine
-from nixl_offload.engine.transfer_statistics import Standing, TransferStatistics, Work
+from nixl_offload.engine.transfer_statistics import TierStatus, TransferStatistics, Work
 from nixl_offload.types import Outcome
 
 __all__ = ["ChainEngine", "MoveIO"]
@@ -131,10 +131,10 @@ class ChainEngine:
         """Return what ``finished`` and ``settled`` have seen end since the last call, added up; None: nothing has."""
         return self._statistics.take()
 
-    def standings(self) -> tuple[Standing, ...]:
+    def statuses(self) -> tuple[TierStatus, ...]:
         """Return how each tier stands on this rank, by position."""
-        missing = Standing(trouble="unavailable")
-        return tuple(missing if engine is None else engine.standing() for engine in self._engines)
+        missing = TierStatus(trouble="unavailable")
+        return tuple(missing if engine is None else engine.status() for engine in self._engines)
 
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Stores: return as soon as their source blocks may be reused. Loads: return when they are finished.

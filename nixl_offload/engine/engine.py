@@ -25,7 +25,7 @@ from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.engine.transfer_paths.link_paths import LinkPaths
-from nixl_offload.engine.transfer_statistics import Equipment, Standing, Waiting
+from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
 from nixl_offload.tiers.link import Link
 
 logger = logging.getLogger(__name__)
@@ -116,12 +116,12 @@ class Engine(TierEngine):
         paths = LinkPaths(context, self._link_memory.plans, tier, keep_alive=tuple(tensors))
         self._start(table, paths, load_timeout_s=load_timeout_s, name="nixl-offload-pump", pauses=PAUSES)
 
-    def standing(self) -> Standing:
+    def status(self) -> TierStatus:
         """Return what waits here, why nothing is stored if that is so, and how the tier is reached."""
         link = self._link_memory.link
-        ways = tuple(sorted({plan.way for plan in self._link_memory.plans if plan.block_bytes}))
+        paths = tuple(sorted({plan.path for plan in self._link_memory.plans if plan.block_bytes}))
         trouble = "" if link.trouble == "none" else link.trouble
-        return Standing(Waiting(*self._table.waiting_bytes()), trouble, Equipment(link.mover.name, ways))
+        return TierStatus(Waiting(*self._table.waiting_bytes()), trouble, TierAccess(link.mover.name, paths))
 
 
 def _words(pool: StagingPool | DeviceStagingPool) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from nixl_offload.engine.image import Way
+from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.staging import DeviceStagingPool, Slot, StagingPool
 from nixl_offload.engine.streams import Device
 from nixl_offload.movers.base import MemoryRegion
@@ -82,10 +82,10 @@ class EngineMemory:
         """The pools that chunks are packed in."""
         return [pool for pool in (self.staging, self.device) if pool is not None]
 
-    def pools_of(self, way: Way) -> list[StagingPool | DeviceStagingPool]:
+    def pools_of(self, path: TransferPath) -> list[StagingPool | DeviceStagingPool]:
         """The pools that a chunk takes a slot of."""
-        if way == "host":
+        if path == "host":
             return [] if self.staging is None else [self.staging]
-        if way == "direct" or self.device is None:
+        if path == "direct" or self.device is None:
             return [self.pages]
         return [self.device, self.pages]

@@ -26,7 +26,7 @@ from nixl_offload.types import PAGE_BYTES, align_up, key_group
 Spans = Sequence[tuple[int, int]]
 """(offset, length) pairs in bytes, the same in a slot and in what it is copied from or to."""
 
-Way = Literal["direct", "device", "host"]
+TransferPath = Literal["direct", "device", "host"]
 """Between KV blocks and a tier: the mover at the blocks themselves, or a chunk packed in device or in host memory."""
 
 
@@ -39,13 +39,13 @@ class GroupPlan:
     slot_bytes: int
     num_blocks: int
     """Of the KV cache; block ids lie below."""
-    way: Way
-    packed: Way
-    """What ``way`` becomes, for good, when a load that went direct is quarantined."""
+    path: TransferPath
+    packed: TransferPath
+    """What ``path`` becomes, for good, when a load that went direct is quarantined."""
     whole_writes: bool
     """What is stored is written in one extent, padding and all."""
     tells_short_reads: bool
-    """See ``movers.base.MoverLimits``."""
+    """The mover's limit of that name."""
     goes_singly: bool = False
     """Becomes True, for good, when a batch is quarantined: the next failure shall not cost the slots of so many."""
 
@@ -54,8 +54,8 @@ def make_plan(
     layout: KVLayout,
     group: int,
     *,
-    way: Way = "host",
-    packed: Way = "host",
+    path: TransferPath = "host",
+    packed: TransferPath = "host",
     whole_writes: bool = True,
     tells_short_reads: bool = True,
 ) -> GroupPlan:
@@ -69,7 +69,7 @@ def make_plan(
         block_bytes=block_bytes,
         slot_bytes=layout.slot_bytes(group),
         num_blocks=min((layout.tensors[index].num_blocks for index, _ in refs), default=0),
-        way=way,
+        path=path,
         packed=packed,
         whole_writes=whole_writes,
         tells_short_reads=tells_short_reads,

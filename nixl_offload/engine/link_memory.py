@@ -15,7 +15,7 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import ChunkBlocks, KVLayout, job_extents
 from nixl_offload.engine import image
 from nixl_offload.engine.engine_memory import EngineMemory
-from nixl_offload.engine.image import GroupPlan, Spans, Way
+from nixl_offload.engine.image import GroupPlan, Spans, TransferPath
 from nixl_offload.engine.records import ChunkIO
 from nixl_offload.engine.registration import Registration, TensorMemory, why_not_direct
 from nixl_offload.engine.staging import DeviceSlot, Slot
@@ -120,7 +120,7 @@ def open_link(
     used = [plan for plan in plans if plan.block_bytes]
     for plan in used:
         plan.packed = "host" if registration.device is None else "device"
-    if any("host" in {plan.way, plan.packed} for plan in used):
+    if any("host" in {plan.path, plan.packed} for plan in used):
         registration.register_staging()
     registration.register_host()
     if registration.device is None:
@@ -149,18 +149,18 @@ def _plan(
     if group in layout.empty_groups:
         return image.make_plan(layout, group)
     limits = link.mover.limits
-    way: Way = "direct"
+    path: TransferPath = "direct"
     why = why_not_direct(layout, group, device, link.mover, direct_min_extent_bytes)
     why = why or registration.why_not_direct(group)
     if why and memory.packs_on_device:
         why_not_there = registration.why_not_device()
-        way = "host" if why_not_there else "device"
+        path = "host" if why_not_there else "device"
         why = why if why_not_there in {"", why} else f"{why}, and {why_not_there}"
     elif why:
-        way = "host"
-    logger.info("%s, KV group %d: %s%s", link.name, group, _WORDS[way], f", because {why}" if why else "")
+        path = "host"
+    logger.info("%s, KV group %d: %s%s", link.name, group, _WORDS[path], f", because {why}" if why else "")
     return image.make_plan(
-        layout, group, way=way, whole_writes=limits.whole_writes, tells_short_reads=limits.tells_short_reads
+        layout, group, path=path, whole_writes=limits.whole_writes, tells_short_reads=limits.tells_short_reads
     )
 
 
@@ -168,7 +168,7 @@ def _extents(pairs: Sequence[tuple[int, int]]) -> Extents:
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-_WORDS: Mapping[Way, str] = {
+_WORDS: Mapping[TransferPath, str] = {
     "direct": "direct",
     "device": "packed on the device",
     "host": "packed through host memory",

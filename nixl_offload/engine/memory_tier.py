@@ -30,7 +30,7 @@ from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState, WorkKind
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.tier_engine import TierEngine
-from nixl_offload.engine.transfer_statistics import Equipment, Standing, Waiting
+from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Outcome
 
@@ -50,7 +50,7 @@ PAUSES = Pauses(poll_s=0.0002, crowd_poll_s=0.0002, crowd=0, slow_poll_s=0.002, 
 """Between looks at fences. A batch takes a device one to three milliseconds; once nothing has ended for longer, the
 compute stream is busy with a step, and its fence comes with it."""
 
-_EQUIPMENT = Equipment("copy", ("host",))
+_ACCESS = TierAccess("copy", ("host",))
 
 
 class MemoryEngine(TierEngine):
@@ -98,9 +98,9 @@ class MemoryEngine(TierEngine):
         )
         self._start(table, copies, load_timeout_s=load_timeout_s, name="nixl-offload-memory", pauses=PAUSES)
 
-    def standing(self) -> Standing:
+    def status(self) -> TierStatus:
         """Return what waits here; memory has no trouble."""
-        return Standing(Waiting(*self._table.waiting_bytes()), "", _EQUIPMENT)
+        return TierStatus(Waiting(*self._table.waiting_bytes()), "", _ACCESS)
 
 
 class MemoryPaths:

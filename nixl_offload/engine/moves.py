@@ -45,7 +45,7 @@ class MoveIO:
 class MovingEngine(Protocol):
     """The side of a ``tier_engine.TierEngine`` that moves are made by."""
 
-    def submit_move(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
+    def submit_background(self, job_id: int, chunks: Sequence[ChunkIO], kind: WorkKind) -> None:
         """Queue a store from, or a fetch to, host slots."""
 
 
@@ -176,12 +176,12 @@ class Moves:
             chunks = [_chunk(moves[at], moves[at].target, moves[at].source.offset) for at in positions]
             job_id = next(self._ids)
             self._stores[job_id] = _TicketPart(ticket, tuple(positions))
-            self._submit(tier, job_id, chunks, is_store=True)
+            self._submit(tier, job_id, chunks, WorkKind.WRITE_THROUGH)
         for tier, positions in fetches.items():
             chunks = [_chunk(moves[at], moves[at].source, moves[at].target.offset) for at in positions]
             job_id = next(self._ids)
             self.expect_promotions(tier, job_id, ticket, positions)
-            self._submit(tier, job_id, chunks, is_store=False)
+            self._submit(tier, job_id, chunks, WorkKind.FETCH)
         self.step()
 
     def settle(self, ticket: _MoveTicket, position: int, outcome: Outcome) -> None:
@@ -238,7 +238,7 @@ class Moves:
                 job_id = next(self._ids)
                 self._fetching[job_id] = relay
                 chunk = _chunk(relay.move, relay.move.source, relay.slot)
-                self._submit(relay.move.source.tier, job_id, [chunk], is_store=False)
+                self._submit(relay.move.source.tier, job_id, [chunk], WorkKind.FETCH)
             else:
                 return
             self._waiting.popleft()
@@ -273,7 +273,7 @@ class Moves:
         job_id = next(self._ids)
         self._storing[job_id] = relay
         chunk = _chunk(relay.move, relay.move.target, relay.slot)
-        self._submit(relay.move.target.tier, job_id, [chunk], is_store=True)
+        self._submit(relay.move.target.tier, job_id, [chunk], WorkKind.WRITE_THROUGH)
 
     def _free(self, relay: _Relay, *, tainted: bool) -> None:
         if tainted:
@@ -287,10 +287,10 @@ class Moves:
         """Whether this rank has ``tier``."""
         return 0 <= tier < len(self._engines) and self._engines[tier] is not None
 
-    def _submit(self, tier: int, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
+    def _submit(self, tier: int, job_id: int, chunks: Sequence[ChunkIO], kind: WorkKind) -> None:
         engine = self._engines[tier]
         assert engine is not None, "refused when the moves were submitted"
-        engine.submit_move(job_id, chunks, is_store=is_store)
+        engine.submit_background(job_id, chunks, kind)
 
     def _settle_part(self, part: _TicketPart, outcomes: Sequence[Outcome]) -> None:
         for position, outcome in zip(part.positions, outcomes, strict=True):

@@ -88,14 +88,14 @@ class HostPacker:
         return self.scatter_many(group, [(block_ids, payload)], fence)
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
-        """See Packer. Raises LayoutError for block ids outside the KV cache."""
+        """Raises LayoutError for block ids outside the KV cache."""
         block_ids = self._checked_ids(group, parts)
         for copy in self._copies[group]:
             copy.gather(block_ids, [payload for _, payload in parts])
         return READY
 
     def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
-        """See Packer. Raises LayoutError for block ids outside the KV cache."""
+        """Raises LayoutError for block ids outside the KV cache."""
         block_ids = self._checked_ids(group, parts)
         for copy in self._copies[group]:
             copy.scatter(block_ids, [payload for _, payload in parts])
@@ -109,7 +109,7 @@ class HostPacker:
         return block_ids
 
     def sums(self, group: int, block_ids: BlockIds, fence: Fence) -> Sums:
-        """See Packer. Summed when this returns."""
+        """Summed when this returns."""
         found = np.empty(len(block_ids), dtype=np.uint64)
         for row, block in enumerate(block_ids.tolist()):
             digest = xxhash.xxh3_64()
@@ -144,28 +144,27 @@ class BusPacker:
         self._out, self._in, self._ready = (device.streams.new() for _ in range(3))
 
     def fence(self) -> Fence:
-        """See Packer."""
         return self._device.streams.compute_fence()
 
     def gather(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """See Packer. ``payload`` must be page-locked."""
+        """``payload`` must be page-locked."""
         return self.gather_many(group, [(block_ids, payload)], fence)
 
     def scatter(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """See Packer. ``payload`` must be page-locked."""
+        """``payload`` must be page-locked."""
         return self.scatter_many(group, [(block_ids, payload)], fence)
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
-        """See Packer. Payloads must be page-locked. Raises LayoutError for numbers that do not fit the KV cache."""
+        """Payloads must be page-locked. Raises LayoutError for numbers that do not fit the KV cache."""
         return self._copy(self._out, self._gather, group, parts, fence)
 
     def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
-        """See Packer. Payloads must be page-locked. Raises LayoutError for numbers that do not fit the KV cache."""
+        """Payloads must be page-locked. Raises LayoutError for numbers that do not fit the KV cache."""
         # Pending writes to the blocks, zeroing for one, must not overtake the load: so this waits for the fence too.
         return self._copy(self._in, self._scatter, group, parts, fence)
 
     def sums(self, group: int, block_ids: BlockIds, fence: Fence) -> QueuedSums:
-        """See Packer. Where nothing is to be waited for, these wait for no gather either, which may wait for a step."""
+        """Where nothing is to be waited for, these wait for no gather either, which may wait for a step."""
         stream = self._ready if fence.done() else self._out
         kernels, ids = self._groups.kernels[group], self._groups.ids(group, block_ids)
         return QueuedSums.begin(stream, self._device, len(ids), lambda: kernels.sums(self._groups.upload(ids)), fence)

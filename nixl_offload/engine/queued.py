@@ -42,11 +42,9 @@ class QueuedSums:
             return cls(stream.record(), host)
 
     def done(self) -> bool:
-        """See Fence."""
         return self._fence.done()
 
     def values(self) -> npt.NDArray[np.uint64]:
-        """See packer.Sums."""
         if not self._fence.done():
             raise RuntimeError("checksums were asked for before the device had them")
         words: npt.NDArray[np.int64] = self._host.numpy()

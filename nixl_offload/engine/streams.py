@@ -94,11 +94,9 @@ class HostStreams:
     """The host's: whatever is run is done at once, and the model's writes are over when its call returns."""
 
     def compute_fence(self) -> Fence:
-        """See Streams."""
         return READY
 
     def new(self) -> Stream:
-        """See Streams."""
         return _HostStream()
 
 
@@ -124,13 +122,12 @@ class CudaStreams:
         self._device = device
 
     def compute_fence(self) -> Fence:
-        """See Streams: an event on the caller's current stream."""
+        """Record an event on the caller's current stream."""
         event = torch.Event(self._device)
         event.record(torch.cuda.current_stream(self._device))
         return _CudaFence(event)
 
     def new(self) -> Stream:
-        """See Streams."""
         return _CudaStream(self._device)
 
 

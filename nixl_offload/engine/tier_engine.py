@@ -17,7 +17,7 @@ from nixl_offload.engine.pump import Pauses, Pump, PumpPaths
 from nixl_offload.engine.records import ChunkIO, Completion, Job
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY, Fence
-from nixl_offload.engine.transfer_statistics import Standing
+from nixl_offload.engine.transfer_statistics import TierStatus
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +63,13 @@ class TierEngine(ABC):
         """
         self._submit(job_id, chunks, WorkKind.LOAD, Lane.EXPEDITED_LOAD if expedited else Lane.LOAD)
 
-    def submit_move(self, job_id: int, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
-        """Queue whole images, from their host slots to the tier or back, behind all loads and stores.
+    def submit_background(self, job_id: int, chunks: Sequence[ChunkIO], kind: WorkKind) -> None:
+        """Queue whole images behind all loads and stores: from host slots to the tier (WRITE_THROUGH) or back (FETCH).
 
         The caller bounds how many there are. One that has not begun after ``jobs.MOVE_QUEUE_LIMIT_S`` is DROPPED.
         """
-        self._submit(job_id, chunks, WorkKind.WRITE_THROUGH if is_store else WorkKind.FETCH, Lane.BACKGROUND)
+        assert kind.in_background
+        self._submit(job_id, chunks, kind, Lane.BACKGROUND)
 
     def finished(self) -> list[Completion]:
         """Return what was completed since the last call, each exactly once over all calls."""
@@ -102,7 +103,7 @@ class TierEngine(ABC):
         return self._table.idle()
 
     @abstractmethod
-    def standing(self) -> Standing:
+    def status(self) -> TierStatus:
         """Return what waits here and how the tier stands, for metrics. Quick; it may be a moment old."""
 
     def close(self, deadline_s: float = 5.0) -> None:

@@ -66,21 +66,21 @@ class Waiting(NamedTuple):
     move_bytes: int = 0
 
 
-class Equipment(NamedTuple):
+class TierAccess(NamedTuple):
     """What one tier runs on, on one rank."""
 
     mover: str
-    ways: tuple[str, ...]
+    paths: tuple[str, ...]
     """Between KV blocks and the tier, of all KV groups: ``direct``, ``device``, ``host``."""
 
 
-class Standing(NamedTuple):
+class TierStatus(NamedTuple):
     """How one tier stands on one rank."""
 
     waiting: Waiting = Waiting()
     trouble: str = ""
     """Why it is left alone now, in a word; empty while all is well."""
-    equipment: Equipment | None = None
+    access: TierAccess | None = None
     """None: the tier cannot be used on this rank."""
 
 

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
-from nixl_offload.engine import Standing, Work
+from nixl_offload.engine import TierStatus, Work
 from nixl_offload.tiers.memory.tier import MemoryPlace
 from nixl_offload.tiers.shared.tier import SharedPlace
 from nixl_offload.tiers.slab.tier import SlabPlace
@@ -87,7 +87,7 @@ class RankStatus(NamedTuple):
 
     is_open: bool
     """False: it could open none of its tiers, and every job fails there."""
-    tiers: tuple[Standing, ...] = ()
+    tiers: tuple[TierStatus, ...] = ()
     """By position."""
 
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 
 from nixl_offload.catalog import Counts, Settled
 from nixl_offload.catalog.estimate import Decision, Part
-from nixl_offload.engine import Standing, Work
+from nixl_offload.engine import TierStatus, Work
 from nixl_offload.tiers.base import SharedStatistics, SlotStatistics, Tier, TierStatistics
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.types import Outcome
@@ -63,7 +63,7 @@ class MetricsReporter:
         """What has happened since the last telling."""
         self._told: dict[tuple[str, _Labels], float] = {}
         self._began = False
-        self._standings: dict[int, tuple[Standing, ...]] = {}
+        self._statuses: dict[int, tuple[TierStatus, ...]] = {}
         """By rank."""
 
     def settled(self, settled: Settled) -> None:
@@ -103,19 +103,19 @@ class MetricsReporter:
             labels = (failure.operation, failure.outcome, failure.cause, self._kinds[failure.tier])
             self._stats.increase_counter(names.FAILURES.name, shards, labels)
 
-    def stand(self, standings: Mapping[int, tuple[Standing, ...]]) -> None:
+    def stand(self, statuses: Mapping[int, tuple[TierStatus, ...]]) -> None:
         """Take the ranks' word on how their tiers stand; a rank that says nothing stands as it did."""
-        self._standings.update(standings)
+        self._statuses.update(statuses)
         for position, kind in enumerate(self._kinds):
-            here = [of_rank[position] for of_rank in self._standings.values() if position < len(of_rank)]
+            here = [of_rank[position] for of_rank in self._statuses.values() if position < len(of_rank)]
             for at, operation in enumerate(("load", "store", "move")):
-                waiting_bytes = sum(standing.waiting[at] for standing in here)
+                waiting_bytes = sum(status.waiting[at] for status in here)
                 self._show(names.QUEUED, waiting_bytes, (operation, kind))
-            self._show(names.TROUBLE, sum(bool(standing.trouble) for standing in here), (kind,))
+            self._show(names.TROUBLE, sum(bool(status.trouble) for status in here), (kind,))
             equipped = Counter(
-                (kind, standing.equipment.mover, "+".join(standing.equipment.ways))
-                for standing in here
-                if standing.equipment is not None
+                (kind, status.access.mover, "+".join(status.access.paths))
+                for status in here
+                if status.access is not None
             )
             gone = [at for name, at in self._told if name == names.INFO.name and at[0] == kind and at not in equipped]
             for labels in gone:

@@ -211,7 +211,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         engine = self._open_engine()
         if engine is None and not self._broken:
             return {}
-        status = RankStatus(False) if engine is None else RankStatus(True, engine.standings())
+        status = RankStatus(False) if engine is None else RankStatus(True, engine.statuses())
         if status == self._status:
             return {}
         self._status = status

@@ -80,7 +80,7 @@ def submitted(rig: DeviceRig, op: Op) -> int:
 
 
 def way_of(rig: DeviceRig) -> Way:
-    way: Way = rig.engine._pump._driven._ports[0].plans[0].way
+    way: Way = rig.engine._pump._driven._plans[0].path
     return way
 
 

@@ -25,7 +25,7 @@ from nixl_offload.engine.autotune.candidates import MeasuredPath, Shape, Transfe
 from nixl_offload.engine.autotune.compare import compare
 from nixl_offload.engine.autotune.plan import measure_candidates, plan_transfers
 from nixl_offload.engine.autotune.scratch import TrialMemory, new_scratch_path
-from nixl_offload.engine.image import Way
+from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverUnavailableError
@@ -44,7 +44,7 @@ SHAPE = Shape(64 * KIB + PAGE_BYTES, 16 * KIB)
 DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
 """Host memory in the part of a device's. Without libcufile only POSIX can run then."""
 HOST = Device(torch.device("cpu"), MemoryKind.DRAM, HostStreams())
-PATHS: tuple[tuple[str, Way], ...] = (("posix", "host"), ("copy", "host"))
+PATHS: tuple[tuple[str, TransferPath], ...] = (("posix", "host"), ("copy", "host"))
 """Two movers that run everywhere, under the names of two candidates."""
 BUDGET_S = 10.0
 FAST = {"read_bytes_s": 4e9, "write_bytes_s": 2e9}

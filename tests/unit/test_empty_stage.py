@@ -97,7 +97,7 @@ def test_a_rank_without_any_layer_needs_no_engine() -> None:
     chain.submit_moves(6, [MoveIO(key, 1, place, Location(0, 0, 8192))])
     assert [(result.job_id, result.outcomes) for result in chain.finished()] == [(1, (OK, OK)), (2, (OK, OK))]
     assert sorted((result.job_id, result.outcomes) for result in chain.settled()) == [(5, (OK, OK)), (6, (OK,))]
-    assert (chain.standings(), chain.take_work(), chain.idle()) == ((), None, True)
+    assert (chain.statuses(), chain.take_work(), chain.idle()) == ((), None, True)
     chain.wait([1, 2])
     chain.close()
 

@@ -15,6 +15,7 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import ChunkIO, Completion, Engine
+from nixl_offload.engine.states import WorkKind
 from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
@@ -74,11 +75,11 @@ class Direct:
         return self.results[job_id].outcomes, self.landings.get(job_id)
 
     def store(self, job_id: int, chunks: list[ChunkIO]) -> tuple[Outcome, ...]:
-        self.engine.submit_move(job_id, chunks, is_store=True)
+        self.engine.submit_background(job_id, chunks, WorkKind.WRITE_THROUGH)
         return self.ended(job_id, lands=False)[0]
 
     def fetch(self, job_id: int, chunks: list[ChunkIO]) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
-        self.engine.submit_move(job_id, chunks, is_store=False)
+        self.engine.submit_background(job_id, chunks, WorkKind.FETCH)
         return self.ended(job_id)
 
     def load(self, job_id: int, chunks: list[ChunkIO]) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
@@ -267,7 +268,7 @@ def test_moves_are_not_bound_by_the_store_queue(make: Make) -> None:
     for number in range(16):
         rig.fill_host(number)
     moves = [rig.chunk(number % 16, FILE, host=number % 16) for number in range(64)]
-    direct.engine.submit_move(1, moves, is_store=True)
+    direct.engine.submit_background(1, moves, WorkKind.WRITE_THROUGH)
     direct.engine.submit_store(2, [rig.chunk(20, FILE, [1, 2, 3, 4])] * 8)
     until(lambda: mover.submitted)
     mover.release()
@@ -290,7 +291,7 @@ def test_files_and_objects_of_their_own(tmp_path: Path, kind: str) -> None:
         engine = rig.engine
 
         def fetch(job_id: int) -> tuple[Outcome, ...]:
-            engine.submit_move(job_id, [chunk], is_store=False)
+            engine.submit_background(job_id, [chunk], WorkKind.FETCH)
             slots = rig.collect(job_id).slots
             assert slots is not None
             return slots
@@ -301,7 +302,7 @@ def test_files_and_objects_of_their_own(tmp_path: Path, kind: str) -> None:
         (path,) = [path for path in root.rglob("*") if path.is_file()]
         raw = path.read_bytes()
         path.unlink()
-        engine.submit_move(3, [chunk], is_store=True)
+        engine.submit_background(3, [chunk], WorkKind.WRITE_THROUGH)
         assert rig.collect(3).outcomes == (OK,)
         assert path.read_bytes() == raw
         path.write_bytes(raw[: len(raw) // 2])

@@ -262,9 +262,9 @@ def test_moves_and_landings_are_not_made_here(make: Make) -> None:
     rig = make("per_layer")
     chunk = replace(rig.chunk(0, [1, 2, 3, 4]), host_offset=0)
     assert rig.load(0, [chunk, rig.chunk(1, [1, 2, 3, 4])]) == (FAILED, CORRUPT)
-    rig.engine.submit_move(1, [chunk], is_store=True)
+    rig.engine.submit_background(1, [chunk], WorkKind.WRITE_THROUGH)
     assert rig.collect(1).outcomes == (FAILED,)
-    rig.engine.submit_move(2, [chunk], is_store=False)
+    rig.engine.submit_background(2, [chunk], WorkKind.FETCH)
     assert rig.collect(2).outcomes == (FAILED,)
     assert [rig.collect(job).slots for job in range(3)] == [(FAILED,), (), (FAILED,)]
     assert rig.engine.idle()

@@ -13,7 +13,7 @@ from nixl_offload.config import SlabConfig
 from nixl_offload.engine import opened_mover as opened_module
 from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
-from nixl_offload.engine.image import Way
+from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.opened_mover import (
     NEVER_DIRECT,
     EngineOptions,
@@ -40,7 +40,7 @@ def _layout(page_bytes: int = 8192, base: int = 1 << 30) -> KVLayout:
     return KVLayout(tensors, (GroupLayout(((0, page_bytes), (1, page_bytes))),), 4)
 
 
-def _plan(path: Way, mover: str = "gds_mt") -> TransferPlan:
+def _plan(path: TransferPath, mover: str = "gds_mt") -> TransferPlan:
     return TransferPlan(mover, path, "the fastest")
 
 
@@ -54,7 +54,7 @@ def test_a_shape_has_pieces_where_all_of_them_are_aligned() -> None:
     ("path", "told"),
     [("direct", (8192, "device")), ("device", (NEVER_DIRECT, "device")), ("host", (NEVER_DIRECT, "host"))],
 )
-def test_what_was_measured_is_what_is_done(path: Way, told: tuple[int, str]) -> None:
+def test_what_was_measured_is_what_is_done(path: TransferPath, told: tuple[int, str]) -> None:
     """Direct from the measured size on; else never, whatever the size."""
     options = engine_options(OpenedMover(None, _plan(path)), CopyMover(), VRAM, _layout())
     assert (options.direct_min_extent_bytes, options.staging) == told

@@ -18,7 +18,7 @@ import torch
 
 from nixl_offload.engine import engine, opened_mover, packer
 from nixl_offload.engine.autotune.candidates import TransferPlan
-from nixl_offload.engine.image import Way
+from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.streams import Device
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.vllm import rank_engine
@@ -38,7 +38,9 @@ _device = Device(torch.device("cpu"), MemoryKind.VRAM, ThreadedStreams())
 for _module in (engine, packer, rank_engine):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:
-    opened_mover.plan_transfers = lambda *_: TransferPlan("gds_mt", cast(Way, os.environ[WAY]), "the test says so")
+    opened_mover.plan_transfers = lambda *_: TransferPlan(
+        "gds_mt", cast(TransferPath, os.environ[WAY]), "the test says so"
+    )
 
 
 class EmulatedGpuExtension(BlocksOutermostExtension):

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingHistogramMetadata
 
-from nixl_offload.engine.transfer_statistics import Act, Equipment, Failure, Standing, Waiting, Work
+from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus, Waiting, Work
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.load_decision import LookupStatistics
@@ -43,7 +43,7 @@ WORK = Work(
     {Act("load", 0): [0.25, 0.5]},
     Counts({Failure("load", 0, "corrupt", "checksum"): 2}),
 )
-STANDING = Standing(Waiting(1, 2, 3), "readonly", Equipment("posix", ("host",)))
+STATUS = TierStatus(Waiting(1, 2, 3), "readonly", TierAccess("posix", ("host",)))
 
 
 class Exporter:
@@ -167,7 +167,7 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     looks.set_state(LookupStatistics(0, CHUNK_TOKENS, CHUNK_TOKENS))
     rig.manager.tokens_to_load(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
     rig.manager.count_lookup(looks)
-    rig.manager.take_ranks({0: RankStatus(True, (STANDING,))})
+    rig.manager.take_ranks({0: RankStatus(True, (STATUS,))})
     rig.manager.take_work(WORK)
     rig.offer(*range(10, 16))
     rig.offer(*range(10, 16))
@@ -188,12 +188,12 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
     rank that says nothing new stands as it did; equipment that is no longer used is told as 0.
     """
     rig, exporter = open_rig(config_of(memory_tier(8), rig_tree_tier(tmp_path / "tree")), world_size=2), Exporter()
-    direct = Equipment("posix", ("direct",))
+    direct = TierAccess("posix", ("direct",))
 
-    def tell(one: Standing | None, two: Standing | None) -> None:
+    def tell(one: TierStatus | None, two: TierStatus | None) -> None:
         reports = [
-            WorkerReport(work=WORK, ranks={} if standing is None else {rank: RankStatus(True, (Standing(), standing))})
-            for rank, standing in enumerate((one, two))
+            WorkerReport(work=WORK, ranks={} if status is None else {rank: RankStatus(True, (TierStatus(), status))})
+            for rank, status in enumerate((one, two))
         ]
         merged = reports[0].aggregate(reports[1])
         assert isinstance(merged, WorkerReport)
@@ -206,7 +206,7 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
     def value(name: str, *labels: str) -> float | None:
         return exporter.value(PREFIX + name, *labels)
 
-    tell(STANDING, STANDING._replace(trouble="", equipment=direct))
+    tell(STATUS, STATUS._replace(trouble="", access=direct))
     assert value("transfer_bytes", "load", "memory") == 2 * 4096
     assert value("transfer_seconds", "load", "memory") == 2 * 0.75
     assert value("shard_failures", "load", "corrupt", "checksum", "memory") == 4
@@ -214,7 +214,7 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
     assert value("queued_bytes", "load", "memory") == 0
     assert value("ranks_out_of_use", "shared_dir") == 1
     assert value("tier_info", "shared_dir", "posix", "host") == value("tier_info", "shared_dir", "posix", "direct") == 1
-    tell(STANDING._replace(trouble="", equipment=direct), None)
+    tell(STATUS._replace(trouble="", access=direct), None)
     assert value("ranks_out_of_use", "shared_dir") == 0
     assert value("queued_bytes", "load", "shared_dir") == 2, "the second rank stands as it did"
     assert value("tier_info", "shared_dir", "posix", "host") == 0

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_offload.engine.image import Way
+from nixl_offload.engine.image import TransferPath
 
 MARGIN: Final = 0.1
 """Candidates this close to the best are as good as it: what is measured in two seconds is no better than that."""
 DIRECT_UNMEASURED_BYTES: Final = 256 << 10
 """Pieces from this size on go direct where nothing could be measured."""
-_PATHS: Final[tuple[Way, ...]] = ("direct", "device", "host")
+_PATHS: Final[tuple[TransferPath, ...]] = ("direct", "device", "host")
 _MOVERS: Final = ("gds_mt", "kvikio", "posix", "copy")
 
 
@@ -35,7 +35,7 @@ class MeasuredPath:
 
     mover: str
     """As ``select.open_mover`` takes it."""
-    path: Way
+    path: TransferPath
     ok: bool
     """It ran, as far as it was tried."""
     reason: str = ""
@@ -66,21 +66,21 @@ class TransferPlan:
     """The mover to open, with ``select.open_mover``, and the transfer path of chunks."""
 
     mover: str
-    path: Way
+    path: TransferPath
     reason: str
     """Why this one, in words."""
     candidates: tuple[MeasuredPath, ...] = ()
     """All that were looked at; empty where there was nothing to choose."""
 
 
-def candidates_of(mover: str, shape: Shape, *, accelerator: bool) -> tuple[tuple[str, Way], ...]:
+def candidates_of(mover: str, shape: Shape, *, accelerator: bool) -> tuple[tuple[str, TransferPath], ...]:
     """Return what ``mover`` of a config may come to, the one that is preferred unmeasured first.
 
     Fewer copies first, where the pieces are not small; then gds_mt before kvikio, which needs a thread pool of its own.
     """
     if not accelerator or mover in ("posix", "copy"):
         return ((mover, "host"),)
-    on_device: tuple[Way, ...] = ("device",)
+    on_device: tuple[TransferPath, ...] = ("device",)
     if shape.piece_bytes:
         on_device = ("direct", "device") if shape.piece_bytes >= DIRECT_UNMEASURED_BYTES else ("device", "direct")
     movers = ("gds_mt", "kvikio") if mover == "auto" else (mover,)

@@ -16,7 +16,7 @@ from typing import Final
 from nixl_offload.engine.autotune.candidates import MeasuredPath, Shape
 from nixl_offload.engine.autotune.contender import TRANSFER_LIMIT_S, Contender, words
 from nixl_offload.engine.autotune.scratch import NoRoomError, TrialMemory, scratch_file
-from nixl_offload.engine.image import Way
+from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
@@ -39,7 +39,7 @@ OpenMover = Callable[[str], Mover]
 
 
 def compare(
-    candidates: Sequence[tuple[str, Way]],
+    candidates: Sequence[tuple[str, TransferPath]],
     directory: str,
     device: Device,
     shape: Shape,
@@ -86,7 +86,7 @@ class _Comparison:
 
     def __init__(self, budget_s: float, limit_s: float, *, direct_io: bool) -> None:
         self.movers: dict[str, Mover] = {}
-        self.contenders: dict[tuple[str, Way], Contender] = {}
+        self.contenders: dict[tuple[str, TransferPath], Contender] = {}
         self.trouble = ""
         """What stood against measuring at all."""
         self._refusals: dict[str, str] = {}
@@ -103,7 +103,7 @@ class _Comparison:
         except Exception as error:  # noqa: BLE001 - whatever a third party raises, the others may do
             self._refusals[name] = words(name, error)
 
-    def measure(self, candidates: Sequence[tuple[str, Way]], directory: str, memory: TrialMemory) -> None:
+    def measure(self, candidates: Sequence[tuple[str, TransferPath]], directory: str, memory: TrialMemory) -> None:
         """Let all run in rounds; in each round every candidate has its turn. Raises OSError."""
         self._memory = memory
         with scratch_file(directory) as (fd, scratch_path):
@@ -128,7 +128,7 @@ class _Comparison:
             self._refusals[name] = words(name, error)
             return None
 
-    def result(self, name: str, path: Way) -> MeasuredPath:
+    def result(self, name: str, path: TransferPath) -> MeasuredPath:
         """Return what became of a candidate."""
         contender = self.contenders.get((name, path))
         refusal = self._refusals.get(name) or (contender.failure if contender else "")

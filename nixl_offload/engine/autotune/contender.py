@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from nixl_offload.engine.autotune.scratch import TrialMemory
-from nixl_offload.engine.image import Way
+from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.pump import POLL_S
 from nixl_offload.engine.streams import Stream
 from nixl_offload.errors import MoverError, NixlOffloadError
@@ -38,7 +38,7 @@ class Contender:
     name: str
     mover: Mover
     file: FileId
-    path: Way
+    path: TransferPath
     memory: TrialMemory
     limit_s: float = TRANSFER_LIMIT_S
     failure: str = ""

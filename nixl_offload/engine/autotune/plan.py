@@ -36,7 +36,7 @@ from nixl_offload.engine.autotune.candidates import (
 )
 from nixl_offload.engine.autotune.compare import compare
 from nixl_offload.engine.autotune.scratch import aligned_tensor, remove_leftovers
-from nixl_offload.engine.image import Way
+from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.hardware.cores import unbound
@@ -115,7 +115,7 @@ def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: De
 
 
 def _compared(
-    candidates: Sequence[tuple[str, Way]],
+    candidates: Sequence[tuple[str, TransferPath]],
     tier: DirectoryConfig,
     directory: str,
     device: Device,

@@ -33,28 +33,24 @@ class TorchKernels:
         words_on(self._device)  # the first call of all would wait for the device
 
     def gather(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See GroupKernels."""
         wide, rows = self._view(ids, rows)
         for source, columns in wide:
             torch.index_select(source, 0, ids, out=rows[:, columns])
 
     def gather_summed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See GroupKernels."""
         self.gather(ids, rows)
         return self.sums_of_rows(rows)
 
     def scatter(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See GroupKernels."""
         wide, rows = self._view(ids, rows)
         for target, columns in wide:
             target.index_copy_(0, ids, rows[:, columns])
 
     def sums(self, ids: torch.Tensor) -> torch.Tensor:
-        """See GroupKernels. Some blocks at a time are copied side by side."""
+        """Some blocks at a time are copied side by side."""
         return sums_of_copies(self.gather, self.sums_of_rows, ids, self.block_bytes)
 
     def sums_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """See GroupKernels."""
         check_rows(rows, self.block_bytes)
         if not rows.is_cuda or rows.shape[1] <= SHORT_BYTES:
             digests = block_checksums(rows.cpu().numpy())

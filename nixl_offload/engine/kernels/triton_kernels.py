@@ -59,35 +59,30 @@ class TritonKernels:
             self._tiled = _TiledCopies(self.tiles, self._device, code)
 
     def gather(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See GroupKernels."""
         if (tiled := self._tiled_for(ids, rows)) is None:
             self._by_torch.gather(ids, rows)
         else:
             tiled.run(ids, rows, "pages", "rows")
 
     def gather_summed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See GroupKernels."""
         if (tiled := self._tiled_for(ids, rows)) is None:
             self._by_torch.gather(ids, rows)
             return self.sums_of_rows(rows)
         return self._rows.folded(rows, tiled.run(ids, rows, "pages", "rows", summed=True))
 
     def scatter(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See GroupKernels."""
         if (tiled := self._tiled_for(ids, rows)) is None:
             self._by_torch.scatter(ids, rows)
         else:
             tiled.run(ids, rows, "rows", "pages")
 
     def sums(self, ids: torch.Tensor) -> torch.Tensor:
-        """See GroupKernels."""
         check_ids(ids, len(ids))
         if self._tiled is None:
             return sums_of_copies(self._by_torch.gather, self.sums_of_rows, ids, self.block_bytes)
         return self._tiled.folded(ids, self._tiled.run(ids, None, "pages", "nothing", summed=True))
 
     def sums_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """See GroupKernels."""
         check_rows(rows, self.block_bytes)
         if not _aligned(rows, self._rows.alignment):
             return self._by_torch.sums_of_rows(rows)

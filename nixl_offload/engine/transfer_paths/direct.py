@@ -66,8 +66,8 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         return
     _submit(context, batch, Op.READ)
     yield from context.settle(batch)
-    if plan.way == "direct" and batch.is_quarantined:
-        plan.way = plan.packed
+    if plan.path == "direct" and batch.is_quarantined:
+        plan.path = plan.packed
         group = batch.chunks[0].io.group
         logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
     yield from context.wait_out_quarantine(batch)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
 from nixl_offload.engine.engine_memory import HEADER_PAGES
-from nixl_offload.engine.image import GroupPlan, Way
+from nixl_offload.engine.image import GroupPlan, TransferPath
 from nixl_offload.engine.pump import InFlight
 from nixl_offload.engine.records import Task
 from nixl_offload.engine.states import WorkKind
@@ -33,8 +33,8 @@ MAX_BATCH_BYTES = 16 << 20
 BATCH_SHARE = 4
 """A batch takes at most one in so many staging slots, so that one is gathered while another is written."""
 
-_STORES: Mapping[Way, Phase] = {"direct": direct.store, "device": device.store, "host": host.store}
-_LOADS: Mapping[Way, Phase] = {"direct": direct.load, "device": device.load, "host": host.load}
+_STORES: Mapping[TransferPath, Phase] = {"direct": direct.store, "device": device.store, "host": host.store}
+_LOADS: Mapping[TransferPath, Phase] = {"direct": direct.load, "device": device.load, "host": host.load}
 
 
 class LinkPaths:
@@ -65,7 +65,7 @@ class LinkPaths:
             limit = min(limit, MAX_STORES - in_flight.stores - in_flight.background)
         if self._by_host_slot(task):
             return limit
-        pools = self._context.memory.pools_of(plan.way)
+        pools = self._context.memory.pools_of(plan.path)
         full = [pool for pool in pools if not pool.free]
         if full:
             return min(limit, 1) if any(pool.usable == 0 for pool in full) else 0
@@ -117,7 +117,7 @@ class LinkPaths:
         if self._by_host_slot(task):
             phase: Phase = host_slot.store if task.kind.writes else host_slot.load
         else:
-            phase = (_STORES if task.kind.writes else _LOADS)[plan.way]
+            phase = (_STORES if task.kind.writes else _LOADS)[plan.path]
         yield from self._context.begin(batch, plan, phase)
 
     def _fault(self, task: Task, plan: GroupPlan | None) -> str | None:
