@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.engine.jobs import Ending
-from nixl_offload.engine.records import ChunkIO, Task
+from nixl_offload.engine.records import ChunkIO, Ending, Task
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
 from nixl_offload.engine.streams import Fence
 from nixl_offload.movers.base import Mover, Transfer, TransferState

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
 
-from nixl_offload.engine.records import ChunkIO, Completion, Job, Task
+from nixl_offload.engine.records import (
+    ChunkIO,
+    Completion,
+    Ending,
+    Job,
+    Task,
+    completion_of,
+    kind_of,
+    slots_of,
+    travel_together,
+)
 from nixl_offload.engine.states import (
     READS_BLOCKS,
     TRANSITIONS,
@@ -30,17 +39,6 @@ logger = logging.getLogger(__name__)
 EXPIRE_EVERY_S = 0.05
 MOVE_QUEUE_LIMIT_S = 30.0
 """Background work that has not begun by then is DROPPED: it keeps a host slot from being used for something better."""
-
-
-class Ending(NamedTuple):
-    """How a chunk ended, as the pump tells it."""
-
-    task: Task
-    outcome: Outcome
-    error: str | None = None
-    cause: str = ""
-    slot: Outcome | None = None
-    """Of the host slot that it filled, if it did."""
 
 
 class JobTable:
@@ -81,7 +79,7 @@ class JobTable:
                 logger.error("job %d was submitted twice; the second submit is ignored", job.job_id)
                 return
             self._jobs[job.job_id] = job
-            job.tasks = [Task(job, io, _kind_of(job.kind, io), size_bytes) for io, size_bytes in chunks]
+            job.tasks = [Task(job, io, kind_of(job.kind, io), size_bytes) for io, size_bytes in chunks]
             job.unfinished = len(job.tasks)
             job.unknown_slots = sum(task.kind.fills_slot for task in job.tasks)
             if job.unknown_slots:
@@ -185,7 +183,7 @@ class JobTable:
                     continue
                 if not taken:
                     limit = room(task)
-                elif not _travel_together(taken[0], task):
+                elif not travel_together(taken[0], task):
                     break
                 if len(taken) >= limit:
                     break
@@ -349,45 +347,17 @@ class JobTable:
         if not job.unknown_slots:
             del self._filling[job]
             if not job.unfinished:
-                self._completions.append(Completion(job.job_id, job.kind, (), _slots(job)))
+                self._completions.append(Completion(job.job_id, job.kind, (), slots_of(job)))
 
     def _tell(self, job: Job) -> None:
         """All chunks of a job are done."""
         del self._jobs[job.job_id]
-        outcomes = tuple(task.outcome or Outcome.FAILED for task in job.tasks)
-        failed = [task for task in job.tasks if task.outcome is not Outcome.OK]
-        counts = Counter((task.outcome or Outcome.FAILED, task.cause or "io") for task in failed)
-        self._completions.append(
-            Completion(
-                job.job_id,
-                job.kind,
-                outcomes,
-                slots=None if job.unknown_slots else _slots(job),
-                bytes_moved=sum(task.size_bytes for task in job.tasks if task.outcome is Outcome.OK),
-                seconds=self._clock() - job.submitted_s,
-                errors=tuple(dict.fromkeys(task.error for task in failed if task.error is not None)),
-                causes=tuple((outcome, cause, shards) for (outcome, cause), shards in counts.items()),
-            )
-        )
-
-
-def _kind_of(kind: WorkKind, io: ChunkIO) -> WorkKind:
-    """Return what is done with one chunk of a job of ``kind``."""
-    return WorkKind.PROMOTION if kind is WorkKind.LOAD and io.host_offset is not None else kind
+        self._completions.append(completion_of(job, self._clock() - job.submitted_s))
 
 
 def _waits_as(kind: WorkKind) -> str:
     """Where a job's bytes are counted while they wait."""
     return "background" if kind.in_background else "store" if kind.writes else "load"
-
-
-def _travel_together(task: Task, other: Task) -> bool:
-    alike = task.job is other.job and task.io.group == other.io.group and task.kind is other.kind
-    return alike and task.io.key[-4:] == other.io.key[-4:]  # the header names the group that the key names
-
-
-def _slots(job: Job) -> tuple[Outcome, ...]:
-    return tuple(task.slot or Outcome.FAILED for task in job.tasks if task.kind.fills_slot)
 
 
 def _is_behind(job: Job) -> bool:

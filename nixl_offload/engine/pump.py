@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nixl_offload.engine.batch import Batch
-from nixl_offload.engine.jobs import Ending, JobTable
+from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.records import Task
+from nixl_offload.engine.records import Ending, Task
 from nixl_offload.engine.states import Lane
 from nixl_offload.types import Outcome
 

@@ -6,7 +6,9 @@ immutable.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -108,3 +110,46 @@ class Job:
     unfinished: int = 0
     unknown_slots: int = 0
     """Host slots to fill of which nothing is known yet."""
+
+
+class Ending(NamedTuple):
+    """How a chunk ended, as the pump tells it."""
+
+    task: Task
+    outcome: Outcome
+    error: str | None = None
+    cause: str = ""
+    slot: Outcome | None = None
+    """Of the host slot that it filled, if it did."""
+
+
+def kind_of(kind: WorkKind, io: ChunkIO) -> WorkKind:
+    """Return what is done with one chunk of a job of ``kind``."""
+    return WorkKind.PROMOTION if kind is WorkKind.LOAD and io.host_offset is not None else kind
+
+
+def travel_together(task: Task, other: Task) -> bool:
+    """Whether two chunks may be of one batch: one job, group and kind, and keys that name one group in the header."""
+    alike = task.job is other.job and task.io.group == other.io.group and task.kind is other.kind
+    return alike and task.io.key[-4:] == other.io.key[-4:]
+
+
+def slots_of(job: Job) -> tuple[Outcome, ...]:
+    """Return what became of the host slots that a job fills."""
+    return tuple(task.slot or Outcome.FAILED for task in job.tasks if task.kind.fills_slot)
+
+
+def completion_of(job: Job, seconds: float) -> Completion:
+    """Return what to tell of a job whose chunks are all DONE."""
+    failed = [task for task in job.tasks if task.outcome is not Outcome.OK]
+    counts = Counter((task.outcome or Outcome.FAILED, task.cause or "io") for task in failed)
+    return Completion(
+        job.job_id,
+        job.kind,
+        tuple(task.outcome or Outcome.FAILED for task in job.tasks),
+        slots=None if job.unknown_slots else slots_of(job),
+        bytes_moved=sum(task.size_bytes for task in job.tasks if task.outcome is Outcome.OK),
+        seconds=seconds,
+        errors=tuple(dict.fromkeys(task.error for task in failed if task.error is not None)),
+        causes=tuple((outcome, cause, shards) for (outcome, cause), shards in counts.items()),
+    )

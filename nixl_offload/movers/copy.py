@@ -16,7 +16,7 @@ import numpy as np
 
 from nixl_offload.movers.base import UNLIMITED, Extents, MemoryKind, MoverLimits, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry
-from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
+from nixl_offload.movers.tracked import ExtentTransfer, TrackedMover
 from nixl_offload.types import PAGE_BYTES
 
 _TASK_BYTES = 8 << 20
@@ -24,9 +24,7 @@ _TASK_BYTES = 8 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _CopyTransfer(TrackedTransfer):
-    mem: Extents = field(kw_only=True)
-    fil: Extents = field(kw_only=True)
+class _CopyTransfer(ExtentTransfer):
     stop: threading.Event = field(default_factory=threading.Event)
     tasks: list[Future[None]] = field(default_factory=list)
 

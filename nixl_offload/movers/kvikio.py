@@ -30,7 +30,7 @@ from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
 from nixl_offload.movers.kvikio_library import KVIKIO_ERRORS, load_kvikio, words_of
 from nixl_offload.movers.launcher import Launcher
 from nixl_offload.movers.pinning import check_pinning
-from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
+from nixl_offload.movers.tracked import ExtentTransfer, TrackedMover
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,7 @@ class _OpenFile:
 
 
 @dataclass(slots=True, eq=False)
-class _KvikioTransfer(TrackedTransfer):
-    mem: Extents = field(kw_only=True)
-    fil: Extents = field(kw_only=True)
+class _KvikioTransfer(ExtentTransfer):
     pieces: list[tuple[int, Any]] = field(default_factory=list)
     """Length and KvikIO's future of each piece not known to be done; filled by the launching thread."""
     launch: Future[None] | None = None
@@ -229,9 +227,8 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
         """Hand all pieces to KvikIO's pool. Raises MoverError or what KvikIO raises; some may be on their way then."""
         handle = opened.result().handle
         start = handle.pread if transfer.op is Op.READ else handle.pwrite
-        address = transfer.memory.region.address
-        for (memory_offset, length), (offset, _) in zip(transfer.mem.tolist(), transfer.fil.tolist(), strict=True):
-            future = start(_CudaArray(address + memory_offset, length), length, offset, self._bounce_bytes)
+        for address, length, offset in transfer.rows():
+            future = start(_CudaArray(address, length), length, offset, self._bounce_bytes)
             transfer.pieces.append((length, future))
 
     def _advance(self, transfer: _KvikioTransfer) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from nixl_offload.errors import StoreError
 from nixl_offload.movers.base import UNLIMITED, Extents, FileId, MemoryKind, Mover, MoverLimits, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry
-from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
+from nixl_offload.movers.tracked import ExtentTransfer, TrackedMover
 from nixl_offload.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,7 @@ _AFTER_CLOSE_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _StoreTransfer(TrackedTransfer):
-    mem: Extents = field(kw_only=True)
-    fil: Extents = field(kw_only=True)
+class _StoreTransfer(ExtentTransfer):
     failure: str | None = None
     absent: bool = False
     """What the worker found out; it becomes ``error`` and ``missing`` when the transfer is polled."""
@@ -120,9 +118,9 @@ class StoreMover(TrackedMover[_StoreTransfer]):
             transfer.ended.set()
 
     def _move(self, transfer: _StoreTransfer) -> None:
-        address, name = transfer.memory.region.address, transfer.file.path
-        for (memory_offset, length), (offset, _) in zip(transfer.mem.tolist(), transfer.fil.tolist(), strict=True):
-            view = memoryview((ctypes.c_char * length).from_address(address + memory_offset)).cast("B")
+        name = transfer.file.path
+        for address, length, offset in transfer.rows():
+            view = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
             if transfer.op is Op.READ:
                 self._store.read_into(name, offset, view)
             else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -42,6 +43,20 @@ class TrackedTransfer(Transfer):
 
     memory: MemoryEntry = field(kw_only=True)
     file: FileEntry = field(kw_only=True)
+
+
+@dataclass(slots=True, eq=False)
+class ExtentTransfer(TrackedTransfer):
+    """One that keeps its extents, for threads that move them one by one."""
+
+    mem: Extents = field(kw_only=True)
+    fil: Extents = field(kw_only=True)
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """Address, length and offset in the file of each row."""
+        address = self.memory.region.address
+        for (memory_offset, length), (offset, _) in zip(self.mem.tolist(), self.fil.tolist(), strict=True):
+            yield address + memory_offset, length, offset
 
 
 TransferT = TypeVar("TransferT", bound=TrackedTransfer)

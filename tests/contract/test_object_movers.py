@@ -16,7 +16,8 @@ from nixl_offload.movers.select_object import make_mover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.testing.object_mover_suite import ObjectMoverSuite, RawObjects
+from nixl_offload.testing.object_mover_rig import RawObjects
+from nixl_offload.testing.object_mover_suite import ObjectMoverSuite
 from tests.s3.servers import RcloneServer
 
 from .object_rigs import PREFIX, RawBucket, RawDirectory, bare_mover, tier_of

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nixl_offload.engine.jobs import Ending, JobTable
-from nixl_offload.engine.records import ChunkIO, Job
+from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.records import ChunkIO, Ending, Job
 from nixl_offload.engine.states import ChunkState, Lane, WorkKind
 from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Key, Location, Outcome

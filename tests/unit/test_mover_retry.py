@@ -17,7 +17,7 @@ from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.testing.mover_suite import MIB, extents
-from nixl_offload.testing.object_mover_suite import ObjectRig
+from nixl_offload.testing.object_mover_rig import ObjectRig
 from tests.contract.object_rigs import RawDirectory
 from tests.unit.engine_rig import until
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nixl_offload.engine.jobs import Ending, JobTable
-from nixl_offload.engine.records import ChunkIO, Completion, Job
+from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.records import ChunkIO, Completion, Ending, Job
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY
 from nixl_offload.engine.transfer_statistics import MAX_SAMPLES, Act, Failure, TransferStatistics
