@@ -20,9 +20,9 @@ from typing import Final, TextIO, TypeAlias, TypeVar
 from nixl_offload.config import Config, S3Config, SharedDirConfig, SlabConfig
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError
 from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.inspect import Inspector, NamespaceInfo
+from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, require_directory
 from nixl_offload.tiers.shared.inspect import SharedInspector
-from nixl_offload.tiers.slab.inspect import SlabInspector, require_directory
+from nixl_offload.tiers.slab.inspect import SlabInspector
 
 T = TypeVar("T")
 SharedConfig = SharedDirConfig | S3Config

@@ -18,8 +18,10 @@ from nixl_offload.config.schema import (
     MemoryConfig,
     PolicyName,
     S3Config,
+    SharedConfig,
     SharedDirConfig,
     SlabConfig,
+    StoredConfig,
     TierConfig,
 )
 
@@ -31,8 +33,10 @@ __all__ = [
     "MemoryConfig",
     "PolicyName",
     "S3Config",
+    "SharedConfig",
     "SharedDirConfig",
     "SlabConfig",
+    "StoredConfig",
     "TierConfig",
     "blocks_per_chunk",
     "from_extra_config",

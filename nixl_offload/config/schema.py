@@ -5,7 +5,7 @@ Threading: frozen models, safe anywhere. Nothing here reads a file: see ``load``
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -72,9 +72,27 @@ class LookupOptions(_Model):
     """How many chunks to remember as present; about 400 bytes of host memory each."""
 
 
-class MemoryConfig(_Model):
+class _Tier(_Model):
+    """What is asked of a tier of any kind, so that nobody need know which it is."""
+
+    outlives_process: ClassVar[bool] = True
+    """Whether its chunks are there when the server has ended. If so a mover reaches them, through staging memory."""
+    is_shared: ClassVar[bool] = False
+    """Whether other servers store there, too. If so ``stores.select.open_store`` opens it."""
+    has_files: ClassVar[bool] = False
+    """Whether its chunks are in files, under ``path``."""
+
+    @property
+    def where(self) -> str:
+        """For people: the directory, or the bucket and prefix."""
+        raise NotImplementedError
+
+
+class MemoryConfig(_Tier):
     """Chunks in host memory."""
 
+    outlives_process: ClassVar[bool] = False
+    ttl_s: ClassVar[None] = None
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
     """Host memory for chunks, over all ranks and data-parallel engines of this machine. Allocated whole at start."""
@@ -89,10 +107,17 @@ class MemoryConfig(_Model):
     """How much may wait, pinned, for the next tier; what exceeds it may be evicted. If omitted, a quarter of
     ``capacity``."""
 
+    @property
+    def where(self) -> str:
+        """Say that it is no place that an operator could look into."""
+        return "host memory"
 
-class DirectoryConfig(_Model):
+
+class DirectoryConfig(_Tier):
     """What ``SlabConfig`` and ``SharedDirConfig`` have in common: a directory, and movers of its files."""
 
+    has_files: ClassVar[bool] = True
+    ttl_s: ClassVar[None] = None
     kind: Literal["slab", "shared_dir"]
     path: AbsolutePath
     """Created with mode 0700 when missing."""
@@ -110,6 +135,11 @@ class DirectoryConfig(_Model):
     host memory, which no other limit counts."""
     direct_io: bool = True
     """Bypass the page cache. ``false`` costs host memory and copies. Off anyway on filesystems without O_DIRECT."""
+
+    @property
+    def where(self) -> str:
+        """Return the directory."""
+        return self.path
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as the YAML would say it, without the options that its mover does not look at."""
@@ -133,6 +163,7 @@ class SlabConfig(DirectoryConfig):
 class SharedDirConfig(DirectoryConfig):
     """Chunks in a file per shard, on a filesystem that many servers share."""
 
+    is_shared: ClassVar[bool] = True
     kind: Literal["shared_dir"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
     """The size to which ``nixl-offload gc`` shrinks the directory, oldest chunks first. Servers do not enforce it: run
@@ -143,9 +174,10 @@ class SharedDirConfig(DirectoryConfig):
     """List the directory at start, in the background, so that first requests find their chunks at once."""
 
 
-class S3Config(_Model):
+class S3Config(_Tier):
     """Chunks as objects in a bucket. Credentials come from the AWS chain, never from this file."""
 
+    is_shared: ClassVar[bool] = True
     kind: Literal["s3"]
     bucket: BucketName
     """``nixl-offload bucket init`` creates it, and its rule for ``ttl``."""
@@ -187,7 +219,16 @@ class S3Config(_Model):
     warm_start: bool = False
     """List the namespace at start, in the background, so that first requests find their chunks at once."""
 
+    @property
+    def where(self) -> str:
+        """Return bucket and prefix as a URL."""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
+
+SharedConfig = SharedDirConfig | S3Config
+"""Tiers that other servers store in, too."""
+StoredConfig = SlabConfig | SharedConfig
+"""Tiers that outlive the process."""
 TierConfig = Annotated[MemoryConfig | SlabConfig | SharedDirConfig | S3Config, Field(discriminator="kind")]
 
 
@@ -227,6 +268,31 @@ class Config(_Model):
     once."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Passed to vLLM's ``kv_connector_extra_config``, such as ``offload_prompt_only: false``."""
+
+    @property
+    def memory(self) -> MemoryConfig | None:
+        """The memory tier, if there is one; it is the first then."""
+        return next((tier for tier in self.tiers if tier.kind == "memory"), None)
+
+    @property
+    def s3(self) -> S3Config | None:
+        """The tier in a bucket, if there is one."""
+        return next((tier for tier in self.tiers if tier.kind == "s3"), None)
+
+    @property
+    def directories(self) -> tuple[SlabConfig | SharedDirConfig, ...]:
+        """The tiers whose chunks are in files."""
+        return tuple(tier for tier in self.tiers if tier.kind in ("slab", "shared_dir"))
+
+    @property
+    def shared(self) -> tuple[SharedConfig, ...]:
+        """The tiers that other servers store in, too."""
+        return tuple(tier for tier in self.tiers if tier.kind in ("shared_dir", "s3"))
+
+    @property
+    def stored(self) -> tuple[StoredConfig, ...]:
+        """The tiers that outlive the process."""
+        return tuple(tier for tier in self.tiers if tier.kind != "memory")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as the YAML would say it, defaults filled in; ``parse_config`` of it gives an equal one."""

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from nixl_offload.config import Config, SlabConfig
+from nixl_offload.config import Config
 from nixl_offload.identity.weights_files import ModelFile
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def cache_directory_of(config: Config) -> Path | None:
     """Return where digests are remembered: with a slab, else in the user's cache; None where there is no such place."""
-    for tier in config.tiers:
-        if isinstance(tier, SlabConfig):
+    for tier in config.directories:
+        if not tier.is_shared:
             return Path(tier.path)
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):

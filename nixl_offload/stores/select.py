@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from nixl_offload.config.schema import S3Config, SharedDirConfig
+from nixl_offload.config.schema import S3Config, SharedConfig
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
@@ -19,13 +19,13 @@ Client = Literal["auto", "obstore", "boto3"]
 _INSTALL = "pip install nixl-offload[s3]"
 
 
-def open_store(tier: S3Config | SharedDirConfig, client: Client = "auto") -> Store:
+def open_store(tier: SharedConfig, client: Client = "auto") -> Store:
     """Return the store of a tier. The caller owns it and closes it. Reaches no server yet.
 
     ``client`` counts for S3: auto is obstore, where it is installed, else boto3 (decision 0009). Raises
     NotSupportedError when no client is installed, StoreError when a directory cannot be made.
     """
-    if isinstance(tier, SharedDirConfig):
+    if tier.kind == "shared_dir":
         return TreeStore(tier.path)
     if client == "boto3":
         return _boto3(tier)

@@ -12,9 +12,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
-from nixl_offload.errors import ConfigError, NotSupportedError
+from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 from nixl_offload.identity.namespace import manifest_digest, rank_digest
 from nixl_offload.stores.base import Store
 from nixl_offload.types import Key, key_group
@@ -294,3 +295,14 @@ def refuse_anothers_directory(path: str) -> None:
                     f"{path}: belongs to user {owner}, whose server could not open what root puts there; run the "
                     f"command as that user: sudo -u '#{owner}' nixl-offload ..."
                 )
+
+
+def require_directory(path: Path) -> None:
+    """Raise StoreError where there is no directory: nothing can be in it."""
+    if path.is_dir():
+        return
+    if path.exists():
+        raise StoreError(f"{path}: is no directory; say another path in the config", cause="unreachable")
+    cause = "missing" if path.parent.is_dir() else "unreachable"
+    first = " The first server makes it." if cause == "missing" else ""
+    raise StoreError(f"{path}: there is no such directory; is the filesystem mounted?{first}", cause=cause)

@@ -1,8 +1,9 @@
-"""The kinds of tiers, by what the config calls them: how the scheduler opens each, and how a rank opens its link to it.
+"""The kinds of tiers, by what the config calls them: how the scheduler opens each, how a rank opens its link to it, and
+how commands look into it.
 
 A new kind is a folder with a module ``kind``, a model in ``config.schema``, and a row here.
 
-Threading: called at start, by the scheduler and by each rank; neither needs torch.
+Threading: called at start, by the scheduler, by each rank, and by commands; none of it needs torch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from nixl_offload.config import TierConfig
+from nixl_offload.config import StoredConfig, TierConfig
 from nixl_offload.movers.base import Mover
 from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.inspect import Inspector
 from nixl_offload.tiers.link import Link
 from nixl_offload.tiers.memory import kind as memory
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
@@ -32,13 +34,15 @@ class TierKind(NamedTuple):
     open_tier: Callable[[Any, TierContext], AnyTier]
     open_link: Callable[[Any, Any, int, Mover], Link] | None
     """None: ranks reach it without a link."""
+    open_inspector: Callable[[Any], Inspector] | None
+    """None: it cannot be looked into from outside the server."""
 
 
 KINDS: Final = {
-    "memory": TierKind(memory.open_tier, None),
-    "slab": TierKind(slab.open_tier, slab.open_link),
-    "shared_dir": TierKind(shared_dir.open_tier, shared_dir.open_link),
-    "s3": TierKind(s3.open_tier, s3.open_link),
+    "memory": TierKind(memory.open_tier, None, None),
+    "slab": TierKind(slab.open_tier, slab.open_link, slab.open_inspector),
+    "shared_dir": TierKind(shared_dir.open_tier, shared_dir.open_link, shared_dir.open_inspector),
+    "s3": TierKind(s3.open_tier, s3.open_link, s3.open_inspector),
 }
 
 
@@ -56,3 +60,13 @@ def open_link(config: TierConfig, place: AnyPlace, rank: int, mover: Mover) -> L
     opened = KINDS[config.kind].open_link
     assert opened is not None, "memory has no link"
     return opened(config, place, rank, mover)
+
+
+def open_inspector(config: StoredConfig) -> Inspector:
+    """Return what looks into the tier from outside any server; the caller closes it. Makes no directory.
+
+    Raises StoreError, NotSupportedError.
+    """
+    opened = KINDS[config.kind].open_inspector
+    assert opened is not None, "memory has no inspector"
+    return opened(config)

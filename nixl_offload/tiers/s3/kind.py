@@ -1,4 +1,4 @@
-"""How a tier in a bucket is opened, by the scheduler and by a rank."""
+"""How a tier in a bucket is opened: by the scheduler, by a rank, and by commands."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from nixl_offload.movers.base import Mover
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.s3.link import ObjectLink
+from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
 
 
@@ -31,3 +32,8 @@ def open_tier(config: S3Config, context: TierContext) -> SharedTier:
 def open_link(config: S3Config, place: SharedPlace, rank: int, mover: Mover) -> ObjectLink:
     """Return a rank's link to the bucket. Reaches no server yet."""
     return ObjectLink(f"s3://{config.bucket}/{config.prefix}", place.namespace, rank, mover, time.monotonic)
+
+
+def open_inspector(config: S3Config) -> SharedInspector:
+    """Return what looks into the bucket. Reaches no server yet. Raises NotSupportedError: no client is installed."""
+    return SharedInspector(open_store(config), kind=config.kind, capacity_bytes=config.capacity_bytes)

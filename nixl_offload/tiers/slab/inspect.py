@@ -26,6 +26,7 @@ from nixl_offload.tiers.inspect import (
     ShardInfo,
     printable,
     refuse_anothers_directory,
+    require_directory,
 )
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab import other_namespaces
@@ -270,17 +271,6 @@ class SlabInspector(Inspector):
     def _first_age(self, namespace: NamespaceInfo, rows: Sequence[IndexRow]) -> float | None:
         ages = (self.created_s(self._chunk(namespace, row)) for row in rows)
         return next((age for age in ages if age is not None), None)
-
-
-def require_directory(path: Path) -> None:
-    """Raise StoreError where there is no directory: nothing can be in it."""
-    if path.is_dir():
-        return
-    if path.exists():
-        raise StoreError(f"{path}: is no directory; say another path in the config", cause="unreachable")
-    cause = "missing" if path.parent.is_dir() else "unreachable"
-    first = " The first server makes it." if cause == "missing" else ""
-    raise StoreError(f"{path}: there is no such directory; is the filesystem mounted?{first}", cause=cause)
 
 
 def _children(directory: Path) -> list[Path]:

@@ -1,4 +1,6 @@
-"""How a slab tier is opened: by the scheduler, which locks its directory, and by a rank, which opens its slab there."""
+"""How a slab tier is opened: by the scheduler, which locks its directory, by a rank, which opens its slab there, and by
+commands, which look into it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from nixl_offload.config import SlabConfig
 from nixl_offload.movers.base import Mover
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
+from nixl_offload.tiers.slab.inspect import SlabInspector
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
 
@@ -36,3 +39,8 @@ def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> 
     )
     slab.open()
     return SlabLink(slab, mover, time.monotonic)
+
+
+def open_inspector(config: SlabConfig) -> SlabInspector:
+    """Return what looks into the directory, which need not be there."""
+    return SlabInspector(config.path, capacity_bytes=config.capacity_bytes)
