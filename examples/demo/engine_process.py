@@ -30,6 +30,8 @@ class EngineHost:
         self._llm: Any = LLM(**options)
         self._in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
         self._abandoned = 0
+        if "kv_transfer_config" in options:
+            self.settle()  # a server has opened its tiers before it gets its first request; this engine only steps now
 
     def generate(
         self,

@@ -67,7 +67,8 @@ class Catalog:
         lookup answers PENDING for one store, and to one request, so that stuck storage cannot hold requests back.
         ``store_after``: a chunk is stored when it is offered for the N-th time.
         """
-        self._tiers = tuple(tiers)
+        self._tiers = list(tiers)
+        """Shared with the two parts below."""
         self._numbered = tuple(enumerate(self._tiers))
         self._world_size = world_size
         self._slot_bytes = slot_bytes
@@ -91,6 +92,11 @@ class Catalog:
         """Request -> when it was told first that a chunk is being written."""
         self._not_admitted = 0
         self._no_room = 0
+
+    def join(self, position: int, tier: Tier) -> None:
+        """From now on use ``tier`` at ``position``, where one stood that had nothing and took nothing."""
+        self._tiers[position] = tier
+        self._numbered = tuple(enumerate(self._tiers))
 
     @property
     def open_tickets(self) -> int:

@@ -80,8 +80,8 @@ class WriteThrough:
         slot_bytes: Callable[[Key], int],
         evicted: Callable[[int, Iterable[Key]], None],
     ) -> None:
-        """``evicted`` is told, by tier, what had to go for a move."""
-        self._tiers = tuple(tiers)
+        """``tiers`` may be replaced in place. ``evicted`` is told, by tier, what had to go for a move."""
+        self._tiers = tiers
         self._options = options
         self._slot_bytes = slot_bytes
         self._evicted = evicted

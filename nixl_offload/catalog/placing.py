@@ -29,7 +29,7 @@ class Placing:
         evicted: Callable[[int, Iterable[Key]], None],
     ) -> None:
         """``evicted`` is told, by tier, what had to go for a store."""
-        self._tiers = tuple(enumerate(tiers))
+        self._tiers = tiers
         self._slot_bytes = slot_bytes
         self._backlog_bytes = backlog_bytes
         self._stuck_after_s = stuck_after_s
@@ -56,7 +56,7 @@ class Placing:
         ``refused`` is the caller's for as long as nothing is given back: (tier, slot size) that need not be tried.
         """
         needed = self._slot_bytes(key)
-        for position, tier in self._tiers:
+        for position, tier in enumerate(self._tiers):
             # What is being given up cannot be stored anew yet, and what is landing may fail as its source did.
             if states[position] is not None or (position, needed) in refused:
                 continue

@@ -71,8 +71,8 @@ class ChainEngine:
         ``empty_groups``: KV groups of which this rank has no layer; no engine hears of their chunks, which are OK at
         once whatever is to be done with them. Without any other group there need be no engine.
         """
-        self._engines = tuple(engines)
-        self._live = tuple((tier, engine) for tier, engine in enumerate(engines) if engine is not None)
+        self._engines = list(engines)
+        self._live = self._find_live()
         self._memory = memory
         self._empty_groups = frozenset(empty_groups)
         self._clock = clock
@@ -87,6 +87,17 @@ class ChainEngine:
             clock=clock,
         )
         self._closed = False
+
+    @property
+    def open_tiers(self) -> frozenset[int]:
+        """The tiers that this rank can use."""
+        return frozenset(tier for tier, _ in self._live)
+
+    def join(self, tier: int, engine: TierEngine) -> None:
+        """From now on use ``engine`` for ``tier``, which had none; it is closed with the others."""
+        assert self._engines[tier] is None, "a tier is opened once"
+        self._engines[tier] = engine
+        self._live = self._find_live()
 
     def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
         """Queue a store, each chunk to the tier of its location. As ``Engine.submit_store``."""
@@ -185,6 +196,9 @@ class ChainEngine:
         self._give_up()
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _find_live(self) -> tuple[tuple[int, TierEngine], ...]:
+        return tuple((tier, engine) for tier, engine in enumerate(self._engines) if engine is not None)
 
     def _engine(self, tier: int) -> TierEngine:
         engine = self._engines[tier]

@@ -205,7 +205,7 @@ class JobTable:
                     why = why_not(queue[0])
                     if why is None:
                         return
-                    self._finish(queue[0], Outcome.FAILED, why, "out_of_use")
+                    self._finish(queue[0], Outcome.FAILED, why, "disabled")
                     self._progress.notify_all()
                 queue.popleft()
 

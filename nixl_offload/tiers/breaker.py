@@ -71,6 +71,11 @@ class Breaker:
         """Whether everything passes."""
         return self.state is BreakerState.CLOSED
 
+    @property
+    def until_s(self) -> float:
+        """While it is OPEN: when the next trial may begin."""
+        return self._until_s
+
     def allows(self, now_s: float) -> bool:
         """Say whether one may go now. When a pause is over the first to ask is the trial: True for it alone."""
         if self.state is BreakerState.CLOSED:

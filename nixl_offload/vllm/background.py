@@ -1,4 +1,4 @@
-"""Opens something on a thread of its own, so that no step waits for it.
+"""Opens something on a thread of its own, and tries again until it is open, so that no step waits for it.
 
 Threading: ``BackgroundOpening`` has one daemon thread; its methods may be called from any other.
 Ownership: whoever takes the result owns it. What nobody takes is closed, at ``close`` or when it comes after that.
@@ -6,53 +6,71 @@ Ownership: whoever takes the result owns it. What nobody takes is closed, at ``c
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from nixl_offload.errors import NixlOffloadError
 from nixl_offload.hardware.cores import unbound
+from nixl_offload.tiers.breaker import Breaker
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+FIRST_PAUSE_S = 10.0
+LONGEST_PAUSE_S = 300.0
+"""Pauses between two trials double from the first to the longest."""
+
 
 class BackgroundOpening(Generic[T]):
-    """Begins at once. ``make`` opens the thing, and ``discard`` closes it if nobody has taken it."""
+    """Begins at once. ``make`` opens the thing; as often as it raises it is called again, after a pause. ``discard``
+    closes the thing if nobody has taken it.
 
-    def __init__(self, make: Callable[[], T], discard: Callable[[T], None], *, name: str) -> None:
+    The first failure of each cause is logged as a warning that begins with ``what``, and so is, as information, the end
+    of the trouble.
+    """
+
+    def __init__(self, make: Callable[[], T], discard: Callable[[T], None], *, what: str, thread_name: str) -> None:
         self._make = make
         self._discard = discard
-        self._done = threading.Event()
+        self._what = what
+        self._tried = threading.Event()
+        self._closing = threading.Event()
         self._lock = threading.Lock()
         """Guards what follows."""
         self._opened: list[T] = []
         """What was opened and not taken yet: one thing, or nothing."""
         self._error: Exception | None = None
-        self._closed = False
         with unbound():
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
             self._thread.start()
 
     @property
-    def done(self) -> bool:
-        """Whether ``make`` has ended, by an exception or not."""
-        return self._done.is_set()
+    def error(self) -> Exception | None:
+        """Why it is not open yet, by the last trial. None: it is open, or the first trial has not ended."""
+        with self._lock:
+            return self._error
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is ``done``; False: not within ``timeout_s``."""
-        return self._done.wait(timeout_s)
+        """Wait until the first trial has ended, well or not; False: not within ``timeout_s``."""
+        return self._tried.wait(timeout_s)
 
     def take(self) -> T | None:
-        """Return what was opened, once; None: not yet, or it was taken. Raises what ``make`` raised, once."""
+        """Return what was opened, once; None: it is not open, or was taken."""
         with self._lock:
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
             return self._opened.pop() if self._opened else None
+
+    def stop(self) -> None:
+        """Begin no further trial. Waits for nothing."""
+        self._closing.set()
 
     def close(self, timeout_s: float) -> bool:
         """Give up, and close what nobody took. False: the thread did not end within ``timeout_s``. Idempotent."""
         with self._lock:
-            self._closed = True
+            self._closing.set()
             left, self._opened = self._opened, []
         self._thread.join(timeout_s)
         for each in left:
@@ -60,17 +78,33 @@ class BackgroundOpening(Generic[T]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        breaker = Breaker(
+            self._what, threshold=1, first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S, effect="not open"
+        )
+        while not self._closing.is_set() and not self._try(breaker):
+            while not breaker.allows(time.monotonic()):
+                if self._closing.wait(max(0.0, breaker.until_s - time.monotonic())):
+                    return
+
+    def _try(self, breaker: Breaker) -> bool:
         try:
             opened = self._make()
-        except BaseException as error:  # noqa: BLE001 - whoever takes the result is told, of a panic in a library, too
+        except BaseException as error:
+            if not isinstance(error, NixlOffloadError) and self.error is None:
+                logger.error("%s: unexpected", self._what, exc_info=error)
             with self._lock:
                 self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        else:
-            with self._lock:
-                is_late = self._closed
-                if not is_late:
-                    self._opened.append(opened)
-            if is_late:
-                self._discard(opened)
-        finally:
-            self._done.set()
+            cause = getattr(error, "cause", "") or type(error).__name__
+            breaker.failed(cause, str(error).rstrip("."), time.monotonic())
+            self._tried.set()
+            return False
+        breaker.succeeded(time.monotonic())
+        with self._lock:
+            is_late = self._closing.is_set()
+            if not is_late:
+                self._opened.append(opened)
+                self._error = None
+        if is_late:
+            self._discard(opened)
+        self._tried.set()
+        return True

@@ -67,7 +67,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         return self.manager
 
     def open(self, ranks: Sequence[RankGeometry]) -> None:
-        """Open the tiers. An engine without requests steps now, until the ranks have opened theirs: see ``idling``."""
+        """Open the tiers. An engine without requests steps now, while the ranks open theirs: see ``idling``."""
         self.offload_manager.open(ranks)
         self._idling.record_progress()
 
@@ -80,10 +80,8 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """As vLLM's, less what would take longer to load than to compute. None while the ranks open their tiers."""
+        """As vLLM's, less what would take longer to load than to compute."""
         self._idling.record_progress()
-        if self.offload_manager.holds_requests():
-            return None, False
         self._refuse_worthless_keys(request)  # a session may have been given an image since
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         group = first_lookup_group(self)
@@ -123,7 +121,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
             self.offload_manager.count_lookup(status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """As vLLM's, with our moves, and once with where the tiers are to be opened.
+        """As vLLM's, with our moves, and once with where each tier is to be opened.
 
         In a step without work leave the processor to those who are waited for.
         """
@@ -136,7 +134,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         assert isinstance(meta, OffloadingConnectorMetadata)
         if scheduler_output.total_num_scheduled_tokens or moves or places or meta.load_jobs or meta.store_jobs:
             self._idling.record_progress()
-        if not moves and places is None:
+        if not moves and not places:
             return meta
         return StepMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, moves, places)
 

@@ -66,11 +66,10 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         return self.rank_worker.geometry(self._allocated, backends)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Submit vLLM's jobs, then our moves; and open the tiers, when that is asked for."""
+        """Submit vLLM's jobs, then our moves; and open the tiers that the message names."""
         super().start_kv_transfers(metadata)
         if isinstance(metadata, StepMetadata):
-            if metadata.places is not None:
-                self.rank_worker.open(metadata.places)
+            self.rank_worker.open(metadata.places)
             for ticket in metadata.moves:
                 self.rank_worker.submit(ticket)
 

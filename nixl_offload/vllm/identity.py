@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_o
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
-from nixl_offload.config import Config, MemoryConfig
+from nixl_offload.config import Config
 from nixl_offload.identity.excused import EXCUSED
 from nixl_offload.identity.excused_environment import ALSO_COUNTED, EXCUSED_ENVIRONMENT
 from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, Setting, make_namespace
@@ -92,8 +92,7 @@ def reason_to_stay_off(vllm_config: VllmConfig, config: Config) -> str | None:
     if str(vllm_config.load_config.load_format) == "ipc_cache":
         return "the weights come from a cache on this host (--load-format ipc_cache), and nothing tells which they are"
     algorithm = str(cache.prefix_caching_hash_algo)
-    outlives = any(not isinstance(tier, MemoryConfig) for tier in config.tiers)
-    if outlives and algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+    if config.stored and algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
         return (
             f"prefix caching hashes with {algorithm} and PYTHONHASHSEED is not set, so block hashes differ in every "
             "process and nothing stored would ever be found again; set PYTHONHASHSEED, or use "

@@ -30,19 +30,20 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from nixl_offload.catalog import NOWHERE, Catalog, LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import Config
 from nixl_offload.engine import Work
-from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
-from nixl_offload.tiers.memory.tier import MemoryTier
-from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import SlabTier
+from nixl_offload.errors import ConfigError, NixlOffloadError
+from nixl_offload.identity.namespace import Namespace
+from nixl_offload.tiers.base import Tier
+from nixl_offload.tiers.kinds import AnyPlace, AnyTier
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
+from nixl_offload.vllm.closed_tier import ClosedTier
 from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics
-from nixl_offload.vllm.messages import LoadSample, Place, RankGeometry, RankStatus, TicketReport, TicketSpec
+from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.open_tiers import chain_options
-from nixl_offload.vllm.opening import TierOpening
+from nixl_offload.vllm.opening import TierOpening, name_of
 from nixl_offload.vllm.rank_opening import RankOpening
 from nixl_offload.vllm.server_load import ServerLoad
-from nixl_offload.vllm.tier_events import TIER_LABELS, TierEvents, TierLabel, allowed_tiers
+from nixl_offload.vllm.tier_events import TierEvents, allowed_tiers, label_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,6 +66,8 @@ WEIGHTS_WAIT_S = 1.5
 """A start waits so long at most to learn which weights a local model has."""
 SMALL_WEIGHTS_WAIT_S = 30.0
 """Likewise, for a model that is read in a second: it takes longer only where the machine is too busy."""
+TIERS_WAIT_S = 30.0
+"""Likewise, for the scheduler's half of the tiers to be open: only storage that hangs takes longer."""
 STORE_BACKLOG_STAGINGS = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
 
@@ -75,7 +78,9 @@ class Refused:
 
 
 class NixlOffloadManager(OffloadingManager):
-    """Answers vLLM from the catalog. Until all ranks have opened their tiers nothing is found and nothing is stored."""
+    """Answers vLLM from the catalog. A tier serves from when it is open here and on all ranks; until then nothing is
+    found there and nothing is stored there.
+    """
 
     def __init__(self, offloading: OffloadingConfig, config: Config, vllm_config: VllmConfig) -> None:
         """Remember what ``open`` will need; touches no storage."""
@@ -83,14 +88,17 @@ class NixlOffloadManager(OffloadingManager):
         self._config = config
         self._vllm_config = vllm_config
         self._opening: TierOpening | None = None
-        self._next_catalog: Catalog | None = None
-        """Over open tiers, until the ranks have opened theirs."""
+        self._is_off = False
+        """Nothing will ever be stored or loaded."""
         self._catalog: Catalog | None = None
-        """In service."""
-        self._tiers: list[MemoryTier | SlabTier | SharedTier] = []
-        self._labels: list[TierLabel] = []
-        self._reset_pending = False
-        """The cache was reset before the tiers were taken over."""
+        """None until the namespace is known."""
+        self._tiers: list[Tier] = [ClosedTier() for _ in config.tiers]
+        """By position, as in the catalog: what serves, or a ``ClosedTier``."""
+        self._opened: dict[int, AnyTier] = {}
+        """What is open here, by position."""
+        self._to_clear: set[int] = set()
+        """The cache was reset before these were open."""
+        self._labels = [label_of(tier) for tier in config.tiers]
         self._rank_opening = RankOpening(offloading.parallel.world_size)
         self._moves: list[MoveTicket] = []
         self._events = TierEvents(enabled=offloading.enable_kv_cache_events)
@@ -108,35 +116,69 @@ class NixlOffloadManager(OffloadingManager):
         """Open the tiers, once. ``ranks``: what every rank has told, in order.
 
         Where a local model's files must be read to know which weights they are, waits ``wait_s`` at most, and
-        ``small_wait_s`` for a small one; what takes longer goes on in the background, tiers included, and the manager
-        takes them over when the next request comes.
+        ``small_wait_s`` for a small one; then ``TIERS_WAIT_S`` at most for the tiers. What takes longer, or fails, goes
+        on in the background, and the tiers are taken over in a later step.
 
-        Raises TierError or ConfigError, for the operator, when a tier cannot be used: at start, and only there. Called
-        again (vLLM repeats the handshake when it wakes up) it leaves the tiers, and the lock they hold, as they are.
+        Raises ConfigError, for the operator, when a tier's options do not fit the model: at start, and only there.
+        Called again (vLLM repeats the handshake when it wakes up) it leaves the tiers, and the lock they hold, as they
+        are.
         """
         if self._opening is not None:
             return
         self._opening = opening = TierOpening(self._config, self._vllm_config, self._offloading, ranks)
-        if not opening.wait(wait_s, small_wait_s):
+        is_ready = opening.wait(wait_s, small_wait_s, TIERS_WAIT_S)
+        errors = opening.errors()
+        for error in errors.values():
+            if isinstance(error, ConfigError):
+                opening.close()
+                raise error
+        self._update_tiers(is_start=True)
+        if self._is_off or is_ready:
+            return
+        if self._catalog is None:
             logger.info("Offloading begins as soon as the model's files have been read, to know which weights they are")
-        self._take_over(at_start=True)
+            return
+        for position, tier in enumerate(self._config.tiers):
+            if position not in self._opened and position not in errors:
+                logger.warning(
+                    "%s: not open within %.0f s. Requests go on without it; it is used once it is open",
+                    name_of(tier),
+                    TIERS_WAIT_S,
+                )
 
-    def _take_over(self, *, at_start: bool = False) -> None:
-        """Take the tiers over once they are open. What is wrong with one ends nothing but a start."""
-        try:
-            opened = self._opening.take() if self._opening is not None else None
-        except Exception as error:
-            if at_start and isinstance(error, (TierError, ConfigError)):
-                raise
-            trace = None if isinstance(error, NixlOffloadError) else error
-            logger.error("Offloading is off until the engine restarts: %s", error, exc_info=trace)
+    def _update_tiers(self, *, is_start: bool = False) -> None:
+        """Take over what was opened since the last call, and have those serve that all ranks have opened, too.
+
+        Called in every step: costs nothing where nothing has changed. Requests wait for ranks at a start only, not amid
+        traffic.
+        """
+        if self._opening is None or self._is_off:
             return
-        if opened is None:
-            return
-        namespace, self._tiers = opened
+        if self._catalog is None:
+            try:
+                namespace = self._opening.namespace
+            except Exception as error:
+                self._is_off = True
+                trace = None if isinstance(error, NixlOffloadError) else error
+                logger.error("Offloading is off until the engine restarts: %s", error, exc_info=trace)
+                return
+            if namespace is None:
+                return
+            self._make_catalog(namespace)
+        now_s = time.monotonic()
+        for position, tier in self._opening.take().items():
+            if position in self._to_clear:
+                tier.clear()
+            self._opened[position] = tier
+            if is_start:
+                self._put(position, ClosedTier(tier))
+            self._rank_opening.add(position, tier.place, now_s)
+        for position in self._rank_opening.take_open():
+            self._put(position, self._opened[position])
+
+    def _make_catalog(self, namespace: Namespace) -> None:
         parallel = self._offloading.parallel
-        self._labels = [TIER_LABELS[type(tier)] for tier in self._tiers]
-        self._next_catalog = Catalog(
+        self._catalog = Catalog(
             self._tiers,
             world_size=parallel.world_size,
             slot_bytes=lambda key: namespace.slot_bytes(key_group(key)),
@@ -144,11 +186,9 @@ class NixlOffloadManager(OffloadingManager):
             chain=chain_options(self._config, parallel),
             store_after=self._config.store_after,
         )
-        if self._reset_pending:
-            self._next_catalog.clear()
         blocks = self._offloading.cache.blocks_per_chunk
         self._decider = LoadDecider(
-            self._next_catalog,
+            self._catalog,
             {
                 group.group_id: namespace.slot_bytes(group.group_id) / (group.tokens_per_block * blocks)
                 for group in self._offloading.groups
@@ -157,15 +197,19 @@ class NixlOffloadManager(OffloadingManager):
             ranks=parallel.world_size,
             skips_slow=self._config.slow_hits == "skip",
         )
-        self._rank_opening.begin(tuple(tier.place for tier in self._tiers))
-        self._begin_service()
 
-    def take_places(self) -> tuple[Place, ...] | None:
-        """Return where the ranks are to open the tiers, once; None: not yet, or they were told."""
+    def _put(self, position: int, tier: Tier) -> None:
+        """Have ``tier`` stand at ``position``, where one stands that has nothing and takes nothing."""
+        assert self._catalog is not None
+        self._tiers[position] = tier
+        self._catalog.join(position, tier)
+
+    def take_places(self) -> dict[int, AnyPlace]:
+        """Return where the ranks are to open tiers that were opened here since the last call."""
         return self._rank_opening.take_places()
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
-        """Take the word of ranks whose status has changed. Service begins when all of them have opened their tiers."""
+        """Take the word of ranks whose status has changed. A tier serves when all of them have opened it."""
         if not ranks:
             return
         self._rank_opening.update(ranks)
@@ -173,29 +217,17 @@ class NixlOffloadManager(OffloadingManager):
             self._metrics.stand({rank: status.tiers for rank, status in ranks.items()})
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
-        self._begin_service()
-
-    def holds_requests(self) -> bool:
-        """Whether a request had better wait for the ranks to open their tiers. Bounded: see ``rank_opening``."""
-        return self._rank_opening.holds_requests(time.monotonic())
-
-    def _begin_service(self) -> None:
-        """Serve from the catalog if all ranks have told that they can."""
-        if self._next_catalog is None or self._rank_opening.is_under_way:
-            return
-        catalog, self._next_catalog = self._next_catalog, None
-        if broken := self._rank_opening.broken_ranks:
-            which = ", ".join(map(str, broken))
-            logger.error("Offloading is off until the engine restarts: no tier could be opened on rank %s", which)
-            return
-        self._catalog = catalog
+        for position in self._rank_opening.failed():
+            tier = self._tiers[position]
+            if isinstance(tier, ClosedTier):
+                tier.give_up()
+        self._update_tiers()
 
     # What vLLM asks while it schedules.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Every request is offloaded chunk by chunk."""
-        if self._catalog is None:
-            self._take_over()
+        self._update_tiers()
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -209,6 +241,7 @@ class NixlOffloadManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is scheduled: tiers go and look for what its lookups did not find in memory, and moves begin."""
+        self._update_tiers()
         if self._catalog is None:
             return
         now_s = time.monotonic()
@@ -333,12 +366,13 @@ class NixlOffloadManager(OffloadingManager):
             self._complain_of_metrics()
 
     def has_pending_work(self) -> bool:
-        """Keep an idle engine stepping until the ranks are open, have reported every ticket, and nothing waits to be
-        moved.
+        """Keep an idle engine stepping while ranks open tiers, until they have reported every ticket, and nothing waits
+        to be moved.
         """
         if self._catalog is None:
-            return self._rank_opening.is_under_way
-        return self._catalog.open_tickets > 0 or self._catalog.has_moves
+            return False
+        is_busy = self._catalog.open_tickets > 0 or self._catalog.has_moves
+        return is_busy or self._rank_opening.is_under_way(time.monotonic())
 
     def is_waiting(self) -> bool:
         """Whether some rank opens its tiers or moves bytes, or somebody looks into a shared tier."""
@@ -369,13 +403,15 @@ class NixlOffloadManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Forget everything. Slots that a rank may still touch come back as their tickets settle."""
-        catalog = self._catalog or self._next_catalog
-        if catalog is None:
-            self._reset_pending = True
-        else:
-            catalog.clear()
-            self._events.clear()  # as with vLLM's own managers, its "all blocks cleared" says the rest
-            logger.info("Cleared by reset_prefix_cache: nothing that was stored before is served any more")
+        if self._catalog is not None:
+            self._catalog.clear()
+        for position, tier in enumerate(self._tiers):
+            if position not in self._opened:
+                self._to_clear.add(position)
+            elif tier is not self._opened[position]:
+                self._opened[position].clear()
+        self._events.clear()  # as with vLLM's own managers, its "all blocks cleared" says the rest
+        logger.info("Cleared by reset_prefix_cache: nothing that was stored before is served any more")
 
     def shutdown(self) -> None:
         """Close the tiers: indexes are written out, locks released, background work ends.
@@ -387,7 +423,7 @@ class NixlOffloadManager(OffloadingManager):
             self._opening.close()
         verifies = self._config.verify == "checksum"
         pending = self._catalog.in_flight_stores() if self._catalog is not None and verifies else ()
-        for position, tier in enumerate(self._tiers):
+        for position, tier in self._opened.items():
             tier.close([key for at, key in pending if at == position])
 
     def _complain_of_metrics(self) -> None:

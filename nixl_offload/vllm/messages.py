@@ -17,13 +17,8 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.engine import TierStatus, Work
-from nixl_offload.tiers.memory.tier import MemoryPlace
-from nixl_offload.tiers.shared.tier import SharedPlace
-from nixl_offload.tiers.slab.tier import SlabPlace
+from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Outcome, worst
-
-Place = MemoryPlace | SlabPlace | SharedPlace
-"""Where the ranks find what a tier keeps."""
 
 
 @dataclass
@@ -51,8 +46,8 @@ class StepMetadata(OffloadingConnectorMetadata):
     """vLLM's message to the ranks in a step, with ours beside its jobs."""
 
     moves: list[MoveTicket] = field(default_factory=list)
-    places: tuple[Place, ...] | None = None
-    """Sent once, before any job: open the config's tiers, which are here."""
+    places: dict[int, AnyPlace] = field(default_factory=dict)
+    """Tiers to open, by position in the config, and where they are. Each is sent once, before any job that needs it."""
 
 
 class LoadSample(NamedTuple):
@@ -83,12 +78,14 @@ class TicketReport:
 
 
 class RankStatus(NamedTuple):
-    """How one rank stands. It sends none before it has opened its tiers, or has failed to."""
+    """What one rank has open, by position in the config. It sends none before it has opened a tier or failed to."""
 
-    is_open: bool
-    """False: it could open none of its tiers, and every job fails there."""
+    open: frozenset[int]
+    """Every job for another tier fails."""
+    failed: frozenset[int] = frozenset()
+    """Tiers that it could not open. It tries again."""
     tiers: tuple[TierStatus, ...] = ()
-    """By position."""
+    """By position; empty where the rank has no layer to store."""
 
 
 @dataclass

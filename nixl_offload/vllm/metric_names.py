@@ -103,7 +103,7 @@ FAILURES: Final = _of(
     "Shards that were not stored, loaded or moved. corrupt: checksum, header_checksum, magic, version, namespace, "
     "key, length or blocks did not verify. dropped: queue_full (too many stores for storage), needed_back (vLLM "
     "wanted the blocks before storage had time), no_answer, no_time (a move waited 30 s) or closed (shutdown). "
-    "failed: out_of_use (the tier is not used now), full, readonly, missing, locked, permission, io, timeout "
+    "failed: disabled (see disabled_ranks), full, readonly, missing, locked, permission, io, timeout "
     "(load_timeout), needed_back, closed, or layout and unexpected (bugs).",
     "Why chunks_total shows failed, corrupt or dropped",
 )
@@ -116,12 +116,12 @@ QUEUED: Final = _of(
     "Reported with each step, so it stands still while the engine is idle.",
     "Storage does not keep up",
 )
-TROUBLE: Final = _of(
-    "ranks_out_of_use",
+DISABLED: Final = _of(
+    "disabled_ranks",
     "gauge",
     TIER,
     "ranks",
-    "Ranks that do not use a tier now because it is full, read-only, gone or does not answer. Their log says which.",
+    "Ranks on which a tier is disabled: full, read-only, gone, not open, or not answering. Their log says which.",
     "Alert above 0: nothing is stored there, and mostly nothing loaded",
 )
 INFO: Final = _of(
@@ -180,11 +180,11 @@ NOT_STORED: Final = _of(
     ("cause",),
     "chunks",
     "Chunks not stored: not_admitted (not yet computed store_after times) or no_room (every tier is full of chunks "
-    "in use, not used now, or too slow). They are offered again when computed again.",
+    "in use, disabled, or too slow). They are offered again when computed again.",
     "no_room rises: staging or storage is too slow",
 )
-DUE: Final = _of(
-    "due_chunks",
+PENDING: Final = _of(
+    "pending_chunks",
     "gauge",
     TIER,
     "chunks",
@@ -254,9 +254,9 @@ BREAKER: Final = _of(
     "gauge",
     ("purpose", "tier"),
     "0, 1 or 2",
-    "Breaker of a bucket or shared directory: 0 closed (in use), 1 half-open (on trial), 2 open (not used). purpose: "
+    "Breaker of a bucket or shared directory: 0 closed (in use), 1 half-open (on trial), 2 open (disabled). purpose: "
     "reach (it answers), load or store (that works).",
-    "2: the tier is not used for a while; it recovers by itself",
+    "2: the tier is disabled for a while; it recovers by itself",
 )
 OPENINGS: Final = _of(
     "breaker_openings",
@@ -275,7 +275,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     CHUNKS,
     FAILURES,
     QUEUED,
-    TROUBLE,
+    DISABLED,
     INFO,
     USED,
     CAPACITY,
@@ -283,7 +283,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     EVICTED,
     KNOWN,
     NOT_STORED,
-    DUE,
+    PENDING,
     UNSAVED,
     MOVED,
     NOT_MOVED,

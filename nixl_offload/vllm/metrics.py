@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 from nixl_offload.catalog import Counts, Settled
 from nixl_offload.catalog.estimate import Decision, Part
 from nixl_offload.engine import TierStatus, Work
-from nixl_offload.tiers.base import SharedStatistics, SlotStatistics, Tier, TierStatistics
+from nixl_offload.tiers.base import SharedStatistics, SlotStatistics, Tier
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import metric_names as names
@@ -111,7 +111,7 @@ class MetricsReporter:
             for at, operation in enumerate(("load", "store", "move")):
                 waiting_bytes = sum(status.waiting[at] for status in here)
                 self._show(names.QUEUED, waiting_bytes, (operation, kind))
-            self._show(names.TROUBLE, sum(bool(status.trouble) for status in here), (kind,))
+            self._show(names.DISABLED, sum(bool(status.trouble) for status in here), (kind,))
             equipped = Counter(
                 (kind, status.access.mover, "+".join(status.access.paths))
                 for status in here
@@ -130,7 +130,7 @@ class MetricsReporter:
         statistics = [tier.statistics() for tier in tiers]
         if not self._began:
             self._began = True
-            for metric, labels in self._first(statistics):
+            for metric, labels in self._first():
                 self._stats.increase_counter(metric.name, 0, labels)
         self._take_chain(counts)
         for (position, decision), value in decisions.items():
@@ -145,20 +145,13 @@ class MetricsReporter:
         stats, self._stats = self._stats, OffloadingConnectorStats()
         return stats
 
-    def _first(self, statistics: Sequence[TierStatistics]) -> Iterator[tuple[Metric, _Labels]]:
-        """What is told as 0 before anything has happened."""
-        for cause in ("not_admitted", "no_room"):
-            yield names.NOT_STORED, (cause,)
-        for position, (kind, of_tier) in enumerate(zip(self._kinds, statistics, strict=False)):
+    def _first(self) -> Iterator[tuple[Metric, _Labels]]:
+        """Return the counters that are told as 0 before anything has happened. ``_count`` sees to the others."""
+        for position, kind in enumerate(self._kinds):
             for operation, outcome in _TROUBLE:
                 yield names.CHUNKS, (operation, outcome.value, kind)
             if position:
                 yield names.MOVED, (kind,)
-            if of_tier.slots is not None:
-                yield names.EVICTED, (kind,)
-            if of_tier.shared is not None:
-                for metric in (names.PROBES, names.PROBE_ERRORS, names.LATE, names.OPENINGS):
-                    yield metric, (kind,)
 
     def _take_chain(self, counts: Counts) -> None:
         for (position, ended), value in counts.moves.items():
@@ -168,7 +161,7 @@ class MetricsReporter:
                 self._count(names.NOT_MOVED, value, (self._kinds[position], ended))
         if len(self._kinds) > 1:
             for kind, due in zip(self._kinds[1:], counts.due[1:], strict=True):
-                self._show(names.DUE, due, (kind,))
+                self._show(names.PENDING, due, (kind,))
             self._show(names.UNSAVED, counts.unsaved_bytes)
         self._count(names.NOT_STORED, counts.not_admitted, ("not_admitted",))
         self._count(names.NOT_STORED, counts.no_room, ("no_room",))
@@ -191,8 +184,10 @@ class MetricsReporter:
             self._show(names.BREAKER, _STATES[state], (purpose, *label))
 
     def _count(self, metric: Metric, total: float, labels: _Labels = ()) -> None:
-        added = total - self._told.get((metric.name, labels), 0)
-        if added > 0:
+        """Tell what was added since the last call; at the first one also that it is 0."""
+        told = self._told.get((metric.name, labels))
+        added = total - (told or 0)
+        if added > 0 or told is None:
             self._told[metric.name, labels] = total
             self._stats.increase_counter(metric.name, added, labels)
 

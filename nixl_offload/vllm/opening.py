@@ -1,22 +1,23 @@
 """Opens the scheduler's half of all tiers, once the digest of a local model's weights is known.
 
-Threading: a ``BackgroundOpening`` waits and opens; the scheduler's thread takes the result over.
-Nothing that it does can hold up a step or end the engine. Ownership: tiers belong to whoever takes them; those that
-nobody takes are closed here.
+Threading: one thread reads weights, then each tier has one that opens it; the scheduler's thread takes the results
+over. Nothing that they do can hold up a step or end the engine.
+Ownership: tiers belong to whoever takes them; those that nobody takes are closed here.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nixl_offload.config import Config
+from nixl_offload.config import Config, TierConfig
+from nixl_offload.hardware.cores import unbound
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
-from nixl_offload.tiers.memory.tier import MemoryTier
-from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import SlabTier
+from nixl_offload.tiers.kinds import AnyTier
 from nixl_offload.vllm.background import BackgroundOpening
 from nixl_offload.vllm.identity import ModelName, build_namespace, models_of, warn_about_weights
 from nixl_offload.vllm.open_tiers import open_tier
@@ -27,17 +28,19 @@ if TYPE_CHECKING:
 
     from nixl_offload.vllm.messages import RankGeometry
 
-OpenTier = MemoryTier | SlabTier | SharedTier
-OpenTiers = tuple[Namespace, list[OpenTier]]
-
 SMALL_BYTES = 1 << 30
 """Reading this much takes about a second, unless the machine is busy."""
 CLOSE_S = 1.0
 """How long a shutdown waits for tiers that are just being opened."""
 
 
+def name_of(tier: TierConfig) -> str:
+    """Return what messages call a tier: its kind, and where it is."""
+    return f"{tier.kind} tier {tier.where}"
+
+
 class TierOpening:
-    """Turns what the ranks have sent into open tiers, on a thread of its own. Begins at once."""
+    """Turns what the ranks have sent into a namespace and open tiers. Begins at once."""
 
     def __init__(
         self, config: Config, vllm_config: VllmConfig, offloading: OffloadingConfig, ranks: Sequence[RankGeometry]
@@ -46,55 +49,98 @@ class TierOpening:
         self._vllm_config = vllm_config
         self._offloading = offloading
         self._ranks = ranks
-        self._known = threading.Event()
-        """Set when the digests of the weights are known, or cannot be."""
+        self._is_prepared = threading.Event()
+        """The namespace is known, or cannot be, and the tiers are being opened."""
         self._lock = threading.Lock()
         """Guards what follows."""
         self._weights: dict[str, WeightsDigest] = {}
         """By file or directory; filled once, before anything is awaited."""
         self._closed = False
-        self._opening = BackgroundOpening(self._open, lambda opened: _close(opened[1]), name="nixl-offload-open")
+        self._namespace: Namespace | None = None
+        self._error: Exception | None = None
+        self._tiers: dict[int, BackgroundOpening[AnyTier]] = {}
+        """Those that nobody has taken, by position."""
+        with unbound():
+            self._thread = threading.Thread(target=self._run, name="nixl-offload-open", daemon=True)
+            self._thread.start()
 
-    def wait(self, weights_s: float, small_weights_s: float) -> bool:
-        """Wait so long at most for the weights to be known, then for the tiers to be open. False: not yet.
+    def wait(self, weights_s: float, small_weights_s: float, tiers_s: float) -> bool:
+        """Wait so long at most for the weights to be known, then for each tier to be tried once. False: not yet.
 
         ``small_weights_s``: likewise, for weights of ``SMALL_BYTES`` or less.
         """
-        if not self._known.wait(weights_s):
+        if not self._is_prepared.wait(weights_s):
             with self._lock:
                 size_bytes = sum(weights.progress()[1] for weights in self._weights.values())
-            if size_bytes > SMALL_BYTES or not self._known.wait(small_weights_s):
+            if size_bytes > SMALL_BYTES or not self._is_prepared.wait(small_weights_s):
                 return False
-        return self._opening.wait()
+        with self._lock:
+            tiers = list(self._tiers.values())
+        until_s = time.monotonic() + tiers_s
+        # One that hangs uses the time up; of those behind it, which need none, it is asked all the same.
+        tried = [tier.wait(max(0.0, until_s - time.monotonic())) for tier in tiers]
+        return all(tried)
 
-    def take(self) -> OpenTiers | None:
-        """Return the open tiers, once; None: not yet, or they were taken. Raises what kept them from opening, once."""
-        return self._opening.take()
+    @property
+    def namespace(self) -> Namespace | None:
+        """What the tiers are opened for; None: not known yet. Raises what keeps it from being known."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            return self._namespace
+
+    def errors(self) -> dict[int, Exception]:
+        """Return why tiers are not open that have been tried, by position."""
+        with self._lock:
+            tried = {position: tier.error for position, tier in self._tiers.items()}
+        return {position: error for position, error in tried.items() if error is not None}
+
+    def take(self) -> dict[int, AnyTier]:
+        """Return the tiers that were opened since the last call, by position."""
+        if not self._tiers:
+            return {}
+        with self._lock:
+            opened = {at: tier for at, opening in self._tiers.items() if (tier := opening.take()) is not None}
+            for position in opened:
+                del self._tiers[position]
+        return opened
 
     def close(self) -> None:
         """Give up, and close what nobody took. Waits ``CLOSE_S`` at most. Idempotent."""
         with self._lock:
             self._closed = True
+            tiers = list(self._tiers.values())
         for weights in self._weights.values():
             weights.close()
-        self._opening.close(CLOSE_S)
+        until_s = time.monotonic() + CLOSE_S
+        self._thread.join(CLOSE_S)
+        for tier in tiers:
+            tier.stop()
+        for tier in tiers:
+            tier.close(max(0.0, until_s - time.monotonic()))
 
-    def _open(self) -> OpenTiers:
+    def _run(self) -> None:
         try:
-            models = models_of(self._vllm_config)
-            digests = self._digests(models)
+            namespace = self._make_namespace()
+        except BaseException as error:  # noqa: BLE001 - whoever asks is told, of a panic in a library, too
+            with self._lock:
+                self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        else:
+            with self._lock:
+                self._namespace = namespace
+                for position, tier in enumerate(() if self._closed else self._config.tiers):
+                    make = functools.partial(open_tier, tier, position, namespace, self._offloading.parallel)
+                    self._tiers[position] = BackgroundOpening(
+                        make, _close, what=name_of(tier), thread_name=f"nixl-offload-open-{position}"
+                    )
         finally:
-            self._known.set()
+            self._is_prepared.set()
+
+    def _make_namespace(self) -> Namespace:
+        models = models_of(self._vllm_config)
+        digests = self._digests(models)
         warn_about_weights(models, self._weights)
-        namespace = build_namespace(self._vllm_config, self._offloading, self._config, self._ranks, digests)
-        tiers: list[OpenTier] = []
-        try:
-            for position, tier in enumerate(self._config.tiers):
-                tiers.append(open_tier(tier, position, namespace, self._offloading.parallel))
-        except BaseException:
-            _close(tiers)
-            raise
-        return namespace, tiers
+        return build_namespace(self._vllm_config, self._offloading, self._config, self._ranks, digests)
 
     def _digests(self, models: Mapping[str, ModelName]) -> dict[str, str]:
         cache = cache_directory_of(self._config)
@@ -108,6 +154,5 @@ class TierOpening:
         return {path: self._weights[model.files].result() for path, model in models.items() if model.files is not None}
 
 
-def _close(tiers: Sequence[OpenTier]) -> None:
-    for tier in tiers:
-        tier.close()
+def _close(tier: AnyTier) -> None:
+    tier.close()

@@ -1,7 +1,7 @@
 """Builds a rank's engine: a link and a mover for each tier, as the config asks and this machine allows.
 
-Threading: once per rank: ``reach_tiers`` on the worker's main thread at start, ``open_engine`` on a thread of its own,
-once the scheduler's half has sent where the tiers are.
+Threading: ``plan_tiers`` and ``open_host`` on the worker's main thread at start, ``open_tier_engine`` on a thread of
+each tier's own, once the scheduler's half has sent where the tier is.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ import torch
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.config import Config, MemoryConfig, S3Config, SharedDirConfig, SlabConfig, TierConfig
-from nixl_offload.engine import ChainEngine, Engine, TierEngine
+from nixl_offload.config import Config, TierConfig
+from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
@@ -26,18 +27,19 @@ from nixl_offload.engine.opened_mover import OpenedMover, engine_options, open_p
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.queued import DeviceGroups
 from nixl_offload.engine.streams import Device, device_of
-from nixl_offload.errors import NixlOffloadError
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.kinds import open_link
-from nixl_offload.tiers.memory.tier import MemoryPlace, rank_memory_bytes
+from nixl_offload.tiers.kinds import AnyPlace, open_link
+from nixl_offload.tiers.memory.tier import rank_memory_bytes
+from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab.file import make_private_directory
 from nixl_offload.tiers.slab.tier import SlabPlace
-from nixl_offload.vllm.messages import Place
 
 logger = logging.getLogger(__name__)
 
+_LIBRARIES = threading.Lock()
+"""Movers are opened, and memory is registered with them, one at a time: not every library takes two at once."""
 RELAY_SLOTS = 16
 RELAY_SHARE = 4
 """Chunks that travel between farther tiers rest in so many slots, at most a quarter of what staging takes."""
@@ -55,43 +57,28 @@ class RankMemory:
 
 
 @unbound()
-def reach_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[OpenedMover]:
-    """Reach shared tiers, compare ways between device memory and files, and have kernels compiled: at start, for it may
-    take seconds.
-
-    Raises NixlOffloadError when this rank cannot reach its storage at all. A server that is down is no such case.
+def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[TransferPlan | None]:
+    """Compare transfer paths between device memory and files, and have kernels compiled: at start, for it may take
+    seconds. Returns a plan for each tier; None: nothing was compared. Trouble is told when the tier is opened.
     """
-    found: list[OpenedMover] = []
     device = device_of(tensors[0])
-    # Compiles the Triton kernels, which takes seconds, before there is a job to wait for them.
-    slow = device.is_accelerator and DeviceGroups(tensors, pages_of(layout), device).sums_slowly
+    plans: list[TransferPlan | None] = [None] * len(config.tiers)
+    if not device.is_accelerator:
+        return plans
     try:
-        for tier in config.tiers:
-            if isinstance(tier, S3Config):
-                found.append(
-                    OpenedMover(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover)
-                )
-            elif isinstance(tier, SharedDirConfig):
+        # Compiles the Triton kernels, which takes seconds, before there is a job to wait for them.
+        slow = DeviceGroups(tensors, pages_of(layout), device).sums_slowly
+    except Exception:
+        logger.exception("Kernels cannot be used on %s", device.torch_device)
+        return plans
+    for position, tier in enumerate(config.tiers):
+        if tier.kind in ("slab", "shared_dir"):
+            try:
                 make_private_directory(Path(tier.path))
-                plan = plan_tier(tier, device, layout, sums_slowly=slow)
-                found.append(open_planned(tier, tier.path, device, plan))
-            elif isinstance(tier, SlabConfig) and device.is_accelerator:
-                found.append(OpenedMover(plan=_plan_for_slab(tier, device, layout, slow)))
-            else:
-                found.append(OpenedMover())
-    except BaseException:
-        for reach in found:
-            reach.close()
-        raise
-    return found
-
-
-def _plan_for_slab(tier: SlabConfig, device: Device, layout: KVLayout, slow: bool) -> TransferPlan | None:
-    """Trouble is told when the slab is opened: the directory may be there by then."""
-    with contextlib.suppress(NixlOffloadError, OSError):
-        make_private_directory(Path(tier.path))
-        return plan_tier(tier, device, layout, sums_slowly=slow)
-    return None
+                plans[position] = plan_tier(tier, device, layout, sums_slowly=slow)
+            except Exception as error:  # noqa: BLE001 - the tier is opened without a plan, or says what is wrong
+                logger.debug("Nothing was compared in %s: %s", tier.path, error)
+    return plans
 
 
 def open_host(
@@ -102,10 +89,9 @@ def open_host(
     Raises TierError when the machine does not have so much.
     """
     device = device_of(tensors[0])
-    nearest, farther = config.tiers[0], sum(not isinstance(tier, MemoryConfig) for tier in config.tiers)
-    memory_bytes = 0
-    if isinstance(nearest, MemoryConfig):
-        memory_bytes = rank_memory_bytes(nearest.capacity_bytes, parallel.world_size, parallel.data_parallel_size)
+    farther, memory_bytes = len(config.stored), 0
+    if config.memory is not None:
+        memory_bytes = rank_memory_bytes(config.memory.capacity_bytes, parallel.world_size, parallel.data_parallel_size)
     if not memory_bytes and farther < 2:
         return None
     largest = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
@@ -120,95 +106,66 @@ def open_host(
     )
 
 
-def engine_of_nothing(layout: KVLayout) -> ChainEngine | None:
-    """Return the engine of a rank that has no layer of any offloaded group: it needs no memory, reaches no storage, and
-    is done with its part of everything at once. None: this rank has some layer.
-    """
-    empty = layout.empty_groups
-    return ChainEngine((), empty_groups=empty) if len(empty) == len(layout.groups) else None
-
-
 @unbound()
-def open_engine(
-    config: Config, memory: RankMemory, places: Sequence[Place], rank: int, reaches: Sequence[OpenedMover]
-) -> ChainEngine:
-    """Open this rank's way to each tier and start their engines, which own what is open of ``reaches`` from then on.
-    ``memory`` must outlive them. A tier that cannot be opened here is left out: what is asked of it fails.
-
-    Raises what the first tier raised when this rank can reach none of its storage.
-    """
-    nearest = next((at for at, tier in enumerate(config.tiers) if isinstance(tier, MemoryConfig)), None)
-    sharers = len(config.tiers) - (nearest is not None)
-    engines: list[TierEngine | None] = []
-    trouble: list[Exception] = []
-    with contextlib.ExitStack() as undo:
-        for position, (tier, place, reach) in enumerate(zip(config.tiers, places, reaches, strict=True)):
-            try:
-                engine = _open_tier(config, position, tier, place, memory, rank, reach, sharers)
-            except Exception as error:  # noqa: BLE001 - the other tiers work without it
-                trouble.append(error)
-                engines.append(None)
-                reach.close()
-                continue
-            undo.callback(engine.close, 0.0)
-            engines.append(engine)
-        if not any(engines):
-            raise trouble[0]
-        for what in trouble:
-            trace = None if isinstance(what, NixlOffloadError) else what
-            logger.error("A tier is out of use on rank %d until the engine restarts: %s", rank, what, exc_info=trace)
-        chain = ChainEngine(engines, memory.host, memory=nearest, empty_groups=memory.layout.empty_groups)
-        undo.pop_all()
-    return chain
-
-
-def _open_tier(
-    config: Config,
-    position: int,
-    tier: TierConfig,
-    place: Place,
-    memory: RankMemory,
-    rank: int,
-    reach: OpenedMover,
-    sharers: int,
+def open_tier_engine(
+    config: Config, position: int, place: AnyPlace, memory: RankMemory, rank: int, plan: TransferPlan | None
 ) -> TierEngine:
-    """``sharers``: how many engines divide the staging memory."""
-    if isinstance(place, MemoryPlace):
-        assert memory.host is not None
-        return MemoryEngine(
-            tensors=memory.tensors,
-            layout=memory.layout,
-            host=memory.host,
-            rank_namespace=place.rank_namespaces[rank],
-            tier=position,
-            verify=config.verify,
-        )
+    """Open this rank's link to a tier, its mover, and the engine that owns both. ``memory`` must outlive it.
+
+    Raises whatever keeps it from being opened. May take as long as storage hangs.
+    """
+    tier = config.tiers[position]
     device = device_of(memory.tensors[0])
-    with contextlib.ExitStack() as undo:
-        if isinstance(tier, SlabConfig) and isinstance(place, SlabPlace):
-            make_private_directory(Path(place.directory))
-            reach = open_planned(tier, place.directory, device, reach.plan)
-            undo.callback(reach.close)
-        assert reach.mover is not None
-        link = open_link(tier, place, rank, reach.mover)
+    if device.torch_device.type == "cuda":
+        torch.cuda.set_device(device.torch_device)  # a new thread's is the first GPU
+    # As vLLM's own calls do: what is made here is written to in inference mode, and the KV caches were made in it.
+    with torch.inference_mode(), contextlib.ExitStack() as undo:
+        if not tier.outlives_process:
+            assert memory.host is not None
+            return MemoryEngine(
+                tensors=memory.tensors,
+                layout=memory.layout,
+                host=memory.host,
+                rank_namespace=place.rank_namespaces[rank],
+                tier=position,
+                verify=config.verify,
+            )
+        opened = _open_mover(tier, place, device, plan)
+        undo.callback(opened.close)
+        assert opened.mover is not None
+        link = open_link(tier, place, rank, opened.mover)
         undo.callback(link.close)
-        options = engine_options(reach, link.mover, device, memory.layout)
-        options = options.share(
-            config.staging_bytes, spared_bytes(device, memory.claimed_share), sharers, memory.layout
+        options = engine_options(opened, link.mover, device, memory.layout).share(
+            config.staging_bytes, spared_bytes(device, memory.claimed_share), len(config.stored), memory.layout
         )
-        engine = Engine(
-            tensors=memory.tensors,
-            layout=memory.layout,
-            link=link,
-            tier=position,
-            rank_namespace=place.rank_namespaces[rank],
-            staging_bytes=options.staging_bytes,
-            verify=config.verify,
-            load_timeout_s=config.load_timeout_s,
-            direct_min_extent_bytes=options.direct_min_extent_bytes,
-            host=memory.host,
-            device=device,
-            staging=options.staging,
-        )
+        with _LIBRARIES:
+            engine = Engine(
+                tensors=memory.tensors,
+                layout=memory.layout,
+                link=link,
+                tier=position,
+                rank_namespace=place.rank_namespaces[rank],
+                staging_bytes=options.staging_bytes,
+                verify=config.verify,
+                load_timeout_s=config.load_timeout_s,
+                direct_min_extent_bytes=options.direct_min_extent_bytes,
+                host=memory.host,
+                device=device,
+                staging=options.staging,
+            )
         undo.pop_all()
     return engine
+
+
+def _open_mover(tier: TierConfig, place: AnyPlace, device: Device, plan: TransferPlan | None) -> OpenedMover:
+    if tier.kind in ("slab", "shared_dir"):
+        directory = place.directory if isinstance(place, SlabPlace) else tier.path
+        try:
+            make_private_directory(Path(directory))  # before the lock: a directory may hang
+        except OSError as error:
+            raise tier_error(error, f"cannot use {directory}") from error
+        with _LIBRARIES:
+            return open_planned(tier, directory, device, plan)
+    assert tier.kind == "s3", "memory has no mover"
+    with _LIBRARIES:
+        return OpenedMover(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover)

@@ -1,4 +1,4 @@
-"""What the scheduler's half knows of the ranks that open their tiers, between the handshake and the first job.
+"""What the scheduler's half knows of the ranks that open their halves of the tiers.
 
 Threading: the scheduler's thread. Reads no clock: time is passed in.
 """
@@ -7,53 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nixl_offload.vllm.messages import Place, RankStatus
-
-RANKS_WAIT_S = 5.0
-"""Requests wait so long at most, from the first that came, for the ranks to open their tiers."""
+from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.vllm.closed_tier import RANKS_WAIT_S
+from nixl_offload.vllm.messages import RankStatus
 
 
 class RankOpening:
-    """Says once where the tiers are, and waits for the word of every rank."""
+    """Says once where each tier is, and remembers what every rank has told of it. Tiers are positions in the config."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._has_begun = False
-        self._places: tuple[Place, ...] | None = None
-        """Until the ranks are told."""
+        self._untold: dict[int, AnyPlace] = {}
+        self._added_s: dict[int, float] = {}
+        """Since when the ranks are to open a tier; for those that are not open on all of them."""
         self._ranks: dict[int, RankStatus] = {}
-        self._held_since_s: float | None = None
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the ranks are to open tiers, and some rank has not told how that ended."""
-        return self._has_begun and len(self._ranks) < self._world_size
+    def add(self, position: int, place: AnyPlace, now_s: float) -> None:
+        """A tier is open here; the ranks are to open theirs."""
+        self._untold[position] = place
+        self._added_s[position] = now_s
 
-    @property
-    def broken_ranks(self) -> list[int]:
-        """The ranks that could open none of their tiers."""
-        return sorted(rank for rank, status in self._ranks.items() if not status.is_open)
-
-    def begin(self, places: tuple[Place, ...]) -> None:
-        """The tiers are open here; the ranks are to open theirs."""
-        self._has_begun = True
-        self._places = places
-
-    def take_places(self) -> tuple[Place, ...] | None:
-        """Return where the tiers are, once; None: not yet, or the ranks were told."""
-        places, self._places = self._places, None
+    def take_places(self) -> dict[int, AnyPlace]:
+        """Return where the tiers are that were added since the last call."""
+        places, self._untold = self._untold, {}
         return places
 
     def update(self, ranks: Mapping[int, RankStatus]) -> None:
-        """Take the word of ranks whose status has changed; a rank with nothing to open may be early."""
+        """Take the word of ranks whose status has changed."""
         self._ranks.update(ranks)
 
-    def holds_requests(self, now_s: float) -> bool:
-        """Whether a request had better wait, which takes a moment: else the first one after a start would find nothing
-        of what is stored. ``RANKS_WAIT_S`` bounds it.
-        """
-        if not self.is_under_way or self.broken_ranks:
-            return False
-        if self._held_since_s is None:
-            self._held_since_s = now_s
-        return now_s - self._held_since_s < RANKS_WAIT_S
+    def take_open(self) -> list[int]:
+        """Return the tiers that every rank has opened, each once."""
+        if len(self._ranks) < self._world_size:
+            return []
+        is_open = [at for at in self._added_s if all(at in status.open for status in self._ranks.values())]
+        for position in is_open:
+            del self._added_s[position]
+        return is_open
+
+    def failed(self) -> set[int]:
+        """Return the tiers that some rank could not open, as far as it has tried."""
+        return {at for at in self._added_s if any(at in status.failed for status in self._ranks.values())}
+
+    def is_under_way(self, now_s: float) -> bool:
+        """Whether some rank is just opening a tier. Nobody waits for one that has taken ``RANKS_WAIT_S``: it hangs."""
+        failed = self.failed()
+        return any(at not in failed and now_s - added_s < RANKS_WAIT_S for at, added_s in self._added_s.items())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nixl_offload.config import Config, MemoryConfig
+from nixl_offload.config import Config
 from nixl_offload.units import format_duration
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def sentence_about_stopping(vllm_config: VllmConfig, config: Config) -> str | No
     It will by default. It does not matter where memory is the only tier.
     """
     patience_s, drain_s = vllm_config.shutdown_timeout, config.drain_timeout_s
-    if patience_s > drain_s or all(isinstance(tier, MemoryConfig) for tier in config.tiers):
+    if patience_s > drain_s or not config.stored:
         return None
     when = f"{patience_s} s after" if patience_s else "as soon as"
     return (

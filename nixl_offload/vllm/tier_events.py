@@ -13,9 +13,7 @@ from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKe
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import Change
-from nixl_offload.tiers.memory.tier import MemoryTier
-from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import SlabTier
+from nixl_offload.config import TierConfig
 
 
 class TierLabel(NamedTuple):
@@ -28,12 +26,17 @@ class TierLabel(NamedTuple):
     """Whether every chunk that goes is told of. vLLM remembers until then what a chunk was made of."""
 
 
-TIER_LABELS: Final = {
-    MemoryTier: TierLabel(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST, True),
-    SlabTier: TierLabel(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK, True),
-    # vLLM has no word for a bucket or a shared filesystem yet.
-    SharedTier: TierLabel(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False),
-}
+_MEMORY: Final = TierLabel(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST, True)
+_LOCAL: Final = TierLabel(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK, True)
+_SHARED: Final = TierLabel(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False)
+"""vLLM has no word for a bucket or a shared filesystem yet."""
+
+
+def label_of(tier: TierConfig) -> TierLabel:
+    """Return what vLLM calls a tier."""
+    if tier.is_shared:
+        return _SHARED
+    return _LOCAL if tier.outlives_process else _MEMORY
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A rank's half behind vLLM's ``OffloadingWorker``: tickets in, an outcome for each of their chunks out.
 
-Threading: called by the worker's main thread. The tiers open on a thread of their own, and the engine's pump threads
+Threading: called by the worker's main thread. Each tier opens on a thread of its own, and the engine's pump threads
 are behind it. Submitting never raises and never blocks on I/O: a job that cannot be done is a job that failed, and a
 failed load is a recompute.
 """
@@ -8,10 +8,11 @@ failed load is a recompute.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,20 +28,20 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.layout import split_job
 from nixl_offload.config import Config
-from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, Work, WorkKind
+from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, TierEngine, Work, WorkKind
+from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.opened_mover import OpenedMover
 from nixl_offload.engine.pump import LEAKED
-from nixl_offload.errors import LayoutError, NixlOffloadError
+from nixl_offload.errors import LayoutError
+from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Outcome, key_group
 from nixl_offload.vllm.background import BackgroundOpening
 from nixl_offload.vllm.kv_caches import canonical_layout
-from nixl_offload.vllm.messages import LoadSample, Place, RankGeometry, RankStatus, TicketSpec
-from nixl_offload.vllm.rank_engine import RankMemory, engine_of_nothing, open_engine, open_host, reach_tiers
+from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketSpec
+from nixl_offload.vllm.opening import name_of
+from nixl_offload.vllm.rank_engine import RankMemory, open_host, open_tier_engine, plan_tiers
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CLOSE_OPENING_S = 2.0
 """How long a shutdown waits for storage that is just being opened."""
@@ -56,7 +57,7 @@ class FinishedJob:
 
 
 class NixlOffloadingWorker(OffloadingWorker):
-    """vLLM's worker contract over our engine. Until ``open`` has done its work, and if it fails, every job fails.
+    """vLLM's worker contract over our engine. Jobs of a tier that is not open on this rank fail.
 
     A pipeline stage may have no layer of a KV cache group, or of any: then it is done with its part of a job at once.
     """
@@ -70,13 +71,14 @@ class NixlOffloadingWorker(OffloadingWorker):
         *,
         off: bool = False,
     ) -> None:
-        """Open what needs no word of the scheduler's half: the host memory that the config asks for, and the movers of
-        shared tiers. ``claimed_share``: of the device's memory, what vLLM keeps for itself. ``off``: nothing will be
-        stored or loaded, so open nothing.
+        """Take the host memory that the config asks for, and compare transfer paths on a device.
+
+        ``claimed_share``: of the device's memory, what vLLM keeps for itself. ``off``: nothing will be stored or
+        loaded, so take nothing.
 
         This may take seconds, and the start waits for it: CUDA graphs are captured next, and no other thread may
         allocate device memory during that. Raises TierError when there is not so much host memory: at start, and only
-        there. Storage that cannot be reached turns offloading off.
+        there.
         """
         self._config = config
         self._rank = offloading.parallel.rank
@@ -84,52 +86,56 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._group_at = {group: at for at, group in enumerate(self._group_ids)}
         self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
         self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
-        self._engine = engine_of_nothing(self.layout)
-        self._opening: BackgroundOpening[ChainEngine] | None = None
+        empty = self.layout.empty_groups
+        self._has_layers = len(empty) < len(self.layout.groups)
+        """Whether any; else this rank needs no memory, reaches no storage, and is done with its part at once."""
         self._host: HostSlab | None = None
-        self._reaches: list[OpenedMover] = []
-        self._broken = off
+        self._plans: list[TransferPlan | None] = []
+        if self._has_layers and not off:
+            self._host = open_host(config, offloading.parallel, self.layout, self._tensors)
+            self._plans = plan_tiers(config, self._tensors, self.layout)
+        self._engine = ChainEngine(
+            [None] * len(config.tiers) if self._has_layers else (),
+            self._host,
+            memory=None if config.memory is None else 0,
+            empty_groups=empty,
+        )
+        self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
+        """By tier: until the engine has it."""
+        self._asked_for: set[int] = set()
+        """The tiers that are open here, or being opened."""
+        self._claimed_share = claimed_share
         self._jobs: dict[int, tuple[StoreTicket | LoadTicket, tuple[ChunkIO, ...]]] = {}
         self._refused: list[Completion] = []
         self._refused_tickets: dict[int, int] = {}
-        """Ticket of landings or moves that were refused -> how many chunks."""
+        """Ticket of promotions that were refused -> how many chunks."""
         self._status: RankStatus | None = None
         """As it was told last."""
-        self._claimed_share = claimed_share
-        if self._engine is None and not off:
-            self._host = open_host(config, offloading.parallel, self.layout, self._tensors)
-            self._reaches = self._unless_broken(lambda: reach_tiers(config, self._tensors, self.layout)) or []
+        self._is_shut_down = off
 
     def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
         """Return what this rank tells the scheduler's half. ``digest``: from ``rank_identity``."""
         slot_bytes = tuple(self.layout.slot_bytes(group) for group in range(len(self._group_ids)))
         return RankGeometry(self._rank, slot_bytes, digest, tuple(sorted(attention_backends)))
 
-    def open(self, places: Sequence[Place]) -> None:
-        """Begin to open the tiers, which are at ``places``, in the background. ``take_status`` reports the end.
+    def open(self, places: Mapping[int, AnyPlace]) -> None:
+        """Begin to open tiers in the background; those that fail are tried again. ``take_status`` tells which are open.
 
-        Only the first call does anything.
+        ``places``: by position in the config. A tier that was asked for already is left as it is.
         """
-        if self._engine is not None or self._opening is not None or self._broken:
+        if not self._has_layers or self._is_shut_down:
             return
-        reaches, self._reaches = self._reaches, []
         memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share)
-
-        def make() -> ChainEngine:
-            try:
-                device = self._tensors[0].device
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)  # a new thread's is the first GPU
-                # As vLLM's own calls do: what is made here is written to in inference mode, and the KV caches were
-                # made in it.
-                with torch.inference_mode():
-                    return open_engine(self._config, memory, places, self._rank, reaches)
-            except BaseException:
-                for reach in reaches:
-                    reach.close()
-                raise
-
-        self._opening = BackgroundOpening(make, lambda engine: engine.close(0.0), name="nixl-offload-open-rank")
+        for position, place in places.items():
+            if position in self._asked_for:
+                continue
+            self._asked_for.add(position)
+            self._openings[position] = BackgroundOpening(
+                partial(open_tier_engine, self._config, position, place, memory, self._rank, self._plans[position]),
+                _discard,
+                what=f"{name_of(self._config.tiers[position])} on rank {self._rank}",
+                thread_name=f"nixl-offload-open-rank-{position}",
+            )
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Queue a store. Always True: failure is an outcome, not an exception."""
@@ -158,27 +164,24 @@ class NixlOffloadingWorker(OffloadingWorker):
         ``job_id`` and ``blocks``: vLLM's job and its KV blocks; a move has neither. A store or load ends in
         ``take_finished``, a move in ``take_tickets``, and so does what a load leaves in memory.
         """
-        engine = self._open_engine()
+        self._take_opened()
         if isinstance(ticket, MoveTicket):
-            if engine is None:
-                self._refused_tickets[ticket.ticket] = len(ticket.keys)
-            else:
-                engine.submit_moves(ticket.ticket, self._moves(ticket))
+            self._engine.submit_moves(ticket.ticket, self._moves(ticket))
             return
         assert blocks is not None
-        why = "" if engine is not None else "storage is not open on this rank"
         try:
             chunks = self._chunks(ticket, blocks)
         except LayoutError as error:
             logger.error("Job %d refused: %s", job_id, error)
-            chunks, why = self._whole_job(ticket, blocks), str(error)
+            chunks = self._whole_job(ticket, blocks)
+            self._jobs[job_id] = ticket, chunks
+            self._refuse(job_id, ticket, len(chunks), str(error))
+            return
         self._jobs[job_id] = ticket, chunks
-        if engine is None or why:
-            self._refuse(job_id, ticket, len(chunks), why)
-        elif isinstance(ticket, StoreTicket):
-            engine.submit_store(job_id, chunks)
+        if isinstance(ticket, StoreTicket):
+            self._engine.submit_store(job_id, chunks)
         else:
-            engine.submit_load(job_id, chunks, expedited=expedited, landing_ticket=ticket.landing_ticket)
+            self._engine.submit_load(job_id, chunks, expedited=expedited, landing_ticket=ticket.landing_ticket)
 
     def samples(self, job: FinishedJob) -> Iterable[LoadSample]:
         """Return what a finished load says of the speed of its tiers."""
@@ -197,36 +200,33 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Return how landings and moves ended since the last call: ticket -> failures by position."""
         ended = {ticket: dict.fromkeys(range(count), Outcome.FAILED) for ticket, count in self._refused_tickets.items()}
         self._refused_tickets = {}
-        if self._engine is not None:
-            for result in self._engine.settled():
-                ended[result.job_id] = failures_of(result.outcomes)
+        for result in self._engine.settled():
+            ended[result.job_id] = failures_of(result.outcomes)
         return ended
 
     def take_work(self) -> Work | None:
         """Return what was moved and what failed since the last call; None: nothing."""
-        return self._engine.take_work() if self._engine is not None else None
+        return self._engine.take_work()
 
     def take_status(self) -> dict[int, RankStatus]:
-        """Return how this rank stands, under its number; empty while that is as it was at the last call."""
-        engine = self._open_engine()
-        if engine is None and not self._broken:
-            return {}
-        status = RankStatus(False) if engine is None else RankStatus(True, engine.statuses())
-        if status == self._status:
+        """Return which tiers this rank has open, under its number; empty while that is as it was at the last call."""
+        self._take_opened()
+        failed = frozenset(position for position, opening in self._openings.items() if opening.error is not None)
+        every = frozenset(range(len(self._config.tiers)))
+        status = RankStatus(self._engine.open_tiers if self._has_layers else every, failed, self._engine.statuses())
+        if status == self._status or not (status.open or status.failed):
             return {}
         self._status = status
         return {self._rank: status}
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until the source blocks of stores may be reused and loads have finished."""
-        if self._engine is not None:
-            self._engine.wait(job_ids)
+        self._engine.wait(job_ids)
 
     def take_finished(self) -> list[FinishedJob]:
         """Return vLLM's jobs that ended since the last call, each exactly once."""
         results, self._refused = self._refused, []
-        if self._engine is not None:
-            results = results + self._engine.finished()
+        results = results + self._engine.finished()
         return [FinishedJob(*self._jobs.pop(result.job_id), result) for result in results]
 
     def get_finished(self) -> list[TransferResult]:
@@ -243,25 +243,25 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """Drain within a deadline and release everything."""
-        has_opened = self._opening is None or self._opening.close(CLOSE_OPENING_S)
-        if self._engine is not None:
-            self._engine.close(self._config.drain_timeout_s)
-            self._engine = None
-        self._broken = True
-        if self._host is not None and has_opened and not LEAKED:
+        self._is_shut_down = True
+        until_s = time.monotonic() + CLOSE_OPENING_S
+        for opening in self._openings.values():
+            opening.stop()
+        ended = [opening.close(max(0.0, until_s - time.monotonic())) for opening in self._openings.values()]
+        self._openings = {}
+        self._engine.close(self._config.drain_timeout_s)
+        if self._host is not None and all(ended) and not LEAKED:
             self._host.close()
         elif self._host is not None:
             LEAKED.append(self._host)  # a copy that did not end may be at it, and would be waited for
-        for reach in self._reaches:
-            reach.close()
-        self._reaches = []
 
-    def _open_engine(self) -> ChainEngine | None:
-        """Return the engine, which is taken over here once it is open; None: it is not, or could not be opened."""
-        if self._opening is not None and self._opening.done:
-            opening, self._opening = self._opening, None
-            self._engine = self._unless_broken(opening.take)
-        return self._engine
+    def _take_opened(self) -> None:
+        """Give the engine what was opened since the last call."""
+        for position, opening in list(self._openings.items()):
+            engine = opening.take()
+            if engine is not None:
+                self._engine.join(position, engine)
+                del self._openings[position]
 
     def _moves(self, ticket: MoveTicket) -> list[MoveIO]:
         return [
@@ -306,16 +306,9 @@ class NixlOffloadingWorker(OffloadingWorker):
             Completion(job_id, WorkKind.STORE if is_store else WorkKind.LOAD, (Outcome.FAILED,) * chunks, errors=(why,))
         )
 
-    def _unless_broken(self, make: Callable[[], T]) -> T | None:
-        """Return what ``make`` makes. Whatever it raises turns offloading off on this rank, and nothing else."""
-        try:
-            return make()
-        except NixlOffloadError as error:
-            logger.error("Offloading is off on rank %d until the engine restarts: %s", self._rank, error)
-        except Exception:
-            logger.exception("Offloading is off on rank %d until the engine restarts", self._rank)
-        self._broken = True
-        return None
+
+def _discard(engine: TierEngine) -> None:
+    engine.close(0.0)
 
 
 def failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:

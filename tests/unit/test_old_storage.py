@@ -133,9 +133,9 @@ def loaded(
 ) -> list[bytes]:
     """Open the half of a rank, load every chunk in one job, and return the payloads."""
     from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-    from nixl_offload.engine import ChunkIO
+    from nixl_offload.engine import ChainEngine, ChunkIO
     from nixl_offload.types import Key, Outcome
-    from nixl_offload.vllm.rank_engine import RankMemory, open_engine, reach_tiers
+    from nixl_offload.vllm.rank_engine import RankMemory, open_tier_engine
 
     blocks = len(chunks) * BLOCKS_PER_CHUNK
     layers = [layer for group in model.layers for layer in group[rank]]
@@ -148,7 +148,7 @@ def loaded(
     ids = [np.arange(BLOCKS_PER_CHUNK, dtype=np.int32) + at * BLOCKS_PER_CHUNK for at in range(len(chunks))]
     config = parse_config({"staging": "4MiB", "tiers": [tier]})
     memory = RankMemory(tensors, layout, None, 1.0)
-    engine = open_engine(config, memory, [place], rank, reach_tiers(config, tensors, layout))
+    engine = ChainEngine([open_tier_engine(config, 0, place, memory, rank, None)], empty_groups=layout.empty_groups)
     try:
         job = [
             ChunkIO(Key(bytes.fromhex(chunk.key)), location, chunk.group, block_ids, 0)

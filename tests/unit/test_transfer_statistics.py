@@ -83,7 +83,7 @@ def test_causes_of_what_was_never_begun(table: JobTable, clock: Clock) -> None:
     table.complete(Ending(task, Outcome.OK) for task in taken)
     assert causes(table) == {
         1: [("dropped", "queue_full", 2)],
-        2: [("failed", "out_of_use", 1)],
+        2: [("failed", "disabled", 1)],
         3: [("dropped", "no_time", 1)],
         4: [("failed", "timeout", 1)],
     }

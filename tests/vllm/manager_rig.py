@@ -128,7 +128,8 @@ def ranks(count: int = 1) -> list[RankGeometry]:
 def ranks_open(manager: NixlOffloadManager, count: int = 1) -> None:
     """Say for so many ranks that they have opened their tiers."""
     manager.take_places()
-    manager.take_ranks({rank: RankStatus(True) for rank in range(count)})
+    every = frozenset(range(8))
+    manager.take_ranks({rank: RankStatus(every) for rank in range(count)})
 
 
 def key(number: int) -> OffloadKey:

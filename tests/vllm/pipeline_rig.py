@@ -282,14 +282,18 @@ def _done(output: Any) -> Future[Any]:
 
 
 class PlayedEngine:
-    """vLLM's engine core over ``PlayedRank``s."""
+    """vLLM's engine core over ``PlayedRank``s. ``is_open``: its tiers are, as a server's before its first request."""
 
-    def __init__(self, vllm_config: VllmConfig, stages: Sequence[str], layout: str = "LBHNC") -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, stages: Sequence[str], layout: str = "LBHNC", *, is_open: bool = True
+    ) -> None:
         executor = type("StagedExecutor", (PlayedExecutor,), {"stages": stages, "layout": layout})
         self.core = engine_core.EngineCore(vllm_config, executor, log_stats=False)
         assert isinstance(self.core.model_executor, PlayedExecutor)
         self.ranks = self.core.model_executor.ranks
         self._numbers = iter(range(1 << 30))
+        if is_open:
+            self.settle()
 
     @property
     def manager(self) -> Any:

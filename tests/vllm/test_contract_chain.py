@@ -151,12 +151,12 @@ def test_our_moves_travel_with_vllms_jobs() -> None:
     worker.worker = rank
     blocks = base.GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
     jobs = {3: common.TransferJob("request", blocks, blocks)}
-    meta = StepMetadata(jobs, {}, set(), ["a move"], ("a place",))  # type: ignore[list-item, arg-type]
+    meta = StepMetadata(jobs, {}, set(), ["a move"], {0: "a place"})  # type: ignore[list-item, arg-type]
     assert isinstance(meta, common.OffloadingConnectorMetadata)
     worker.start_kv_transfers(meta)
     worker.start_kv_transfers(common.OffloadingConnectorMetadata({}, {}))
     worker.start_kv_transfers(StepMetadata({}, {}, set(), ["another"]))  # type: ignore[list-item]
-    assert submitted == [3, ("a place",), "a move", "another"]
+    assert submitted == [3, {0: "a place"}, "a move", {}, "another"]
 
 
 class Matching:
@@ -322,7 +322,7 @@ def test_moves_go_out_with_the_step_in_which_they_began(matching: Callable[[int]
     meta = asked.scheduler.build_connector_meta(empty())
     assert isinstance(meta, StepMetadata)
     assert [list(move.keys) for move in meta.moves] == [asked.keys[:4]]
-    assert meta.places is None, "the ranks were told before"
+    assert not meta.places, "the ranks were told before"
     assert asked.scheduler.has_pending_push_work()
     assert not isinstance(asked.scheduler.build_connector_meta(empty()), StepMetadata)
     asked.manager.settle({meta.moves[0].ticket: TicketReport()})

@@ -89,6 +89,25 @@ def test_a_read_only_disk(workshop: Workshop, reference: Reference, small_filesy
     _survives_a_restart(workshop, reference, files)
 
 
+def test_a_start_on_a_read_only_disk(
+    workshop: Workshop, reference: Reference, small_filesystem: SmallFilesystem
+) -> None:
+    """The engine starts without the tier and says so once; when the disk can be written the tier joins."""
+    files = TierFiles(small_filesystem.path / "kv")
+    small_filesystem.make_read_only()
+    with workshop.start_engine(connector=file_tier(files.base, capacity=CAPACITY), **ENGINE_OPTIONS) as engine:
+        fresh = Fresh(engine, reference, seed=304)
+        assert fresh.stored_bytes() == 0
+        (line,) = warnings(engine, "not open (readonly)")
+        assert str(files.base) in line
+        small_filesystem.make_writable()
+        until(fresh.stored_bytes, "the tier has joined")
+        reference.check_healed(engine, PROMPTS)
+        assert len(warnings(engine, "not open (")) == 1
+        engine.stop()
+    _survives_a_restart(workshop, reference, files)
+
+
 def _survives_a_restart(workshop: Workshop, reference: Reference, files: TierFiles) -> None:
     assert files.real_bytes() <= parse_size(CAPACITY)
     with workshop.start_engine(connector=file_tier(files.base, capacity=CAPACITY), **ENGINE_OPTIONS) as engine:

@@ -1,10 +1,11 @@
 """A start does not wait for a large local model to be read: the tiers open in a later step, and until then every
-lookup is a miss. What goes wrong on the way turns offloading off and ends nothing.
+lookup is a miss. What goes wrong on the way ends nothing: a tier that cannot be opened is tried again.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
+from nixl_offload.errors import ConfigError
 from nixl_offload.identity.weights import WeightsDigest
-from nixl_offload.vllm import opening
+from nixl_offload.vllm import background, opening
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import TicketReport, TicketSpec
 from tests.vllm import manager_rig
@@ -67,7 +69,7 @@ def ask(manager: NixlOffloadManager) -> None:
 def opened(manager: NixlOffloadManager) -> None:
     """Wait until the tiers are open, or have failed to."""
     assert manager._opening is not None
-    assert manager._opening.wait(DEADLINE_S, 0.0)
+    assert manager._opening.wait(DEADLINE_S, 0.0, DEADLINE_S)
 
 
 def stored(manager: NixlOffloadManager, *numbers: int) -> tuple[bytes, ...]:
@@ -149,19 +151,66 @@ def test_weights_that_cannot_be_read_turn_offloading_off(
     manager.shutdown()
 
 
-def test_a_tier_that_fails_later_turns_offloading_off(
-    model: Path, tmp_path: Path, gate: threading.Event, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("late", [False, True], ids=["at start", "later"])
+def test_a_tier_that_cannot_be_opened_is_left_out_and_tried_again(
+    model: Path,
+    tmp_path: Path,
+    gate: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    late: bool,
 ) -> None:
-    """At start it ends the engine, with a sentence for whoever starts it; nobody is there to read it any more."""
-    manager = manager_of(model, tmp_path / "kv")
-    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
     (tmp_path / "kv").write_text("a file where the directory should be")
+    manager = manager_of(model, tmp_path / "kv")
+    if not late:
+        gate.set()
+    manager.open(manager_rig.ranks(), wait_s=0.0 if late else DEADLINE_S, small_wait_s=0.0)
     gate.set()
     opened(manager)
     ask(manager)
-    ask(manager)
     assert stored(manager, 1) == ()
-    assert caplog.text.count("Offloading is off until the engine restarts") == 1
+    assert caplog.text.count("not open (") == 1
+    assert str(tmp_path / "kv") in caplog.text
+    (tmp_path / "kv").unlink()
+    deadline = time.monotonic() + DEADLINE_S
+    while not stored(manager, 1):
+        assert time.monotonic() < deadline
+        ask(manager)
+    manager.shutdown()
+
+
+def test_a_reset_before_a_late_tier_is_open_holds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in a directory that comes back is not served after a reset."""
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
+    key, request = manager_rig.key(1), manager_rig.request()
+    first = manager_of(model, tmp_path / "kv")
+    first.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+    manager_rig.ranks_open(first)
+    output = first.prepare_store([key], request)
+    assert output is not None
+    assert isinstance(output.store_spec, TicketSpec)
+    first.settle({output.store_spec.ticket.ticket: TicketReport(1, {})})
+    second = manager_of(model, tmp_path / "kv")
+    second.open(manager_rig.ranks(), wait_s=DEADLINE_S)  # the first one holds the lock
+    second.reset_cache()
+    first.shutdown()
+    deadline = time.monotonic() + DEADLINE_S
+    while not stored(second, 2):
+        assert time.monotonic() < deadline
+        ask(second)
+    assert second.lookup(key, request) is LookupResult.MISS
+    second.shutdown()
+
+
+def test_a_capacity_that_does_not_fit_the_model_ends_the_start(model: Path) -> None:
+    """It is the config that is wrong, and nothing would ever mend it."""
+    vllm_config: Any = manager_rig.vllm_config()
+    vllm_config.model_config.model = str(model)
+    config = manager_rig.config_of(manager_rig.memory_tier(1))
+    manager = NixlOffloadManager(manager_rig.offloading_config(), config, vllm_config)
+    with pytest.raises(ConfigError, match="too small for this model"):
+        manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
     manager.shutdown()
 
 

@@ -115,11 +115,11 @@ def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]
 
     rig.store(1, 2, 3)
     assert told("used_bytes", "memory") == 3 * SLOT
-    assert told("due_chunks", "shared_dir") == 3
+    assert told("pending_chunks", "shared_dir") == 3
     assert told("unsaved_bytes") == SLOT, "a quarter of memory"
     assert told("chunks", "store", "ok", "memory") == 3
     [move] = rig.step()
-    assert told("due_chunks", "shared_dir") == 0
+    assert told("pending_chunks", "shared_dir") == 0
     rig.report(move.ticket, {2: Outcome.FAILED})
     assert told("moved_chunks", "shared_dir") == 2
     assert told("unmoved_chunks", "shared_dir", "failed") == 1
@@ -167,7 +167,7 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     looks.set_state(LookupStatistics(0, CHUNK_TOKENS, CHUNK_TOKENS))
     rig.manager.tokens_to_load(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
     rig.manager.count_lookup(looks)
-    rig.manager.take_ranks({0: RankStatus(True, (STATUS,))})
+    rig.manager.take_ranks({0: RankStatus(frozenset({0}), tiers=(STATUS,))})
     rig.manager.take_work(WORK)
     rig.offer(*range(10, 16))
     rig.offer(*range(10, 16))
@@ -184,15 +184,18 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
 
 
 def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
-    """Two ranks: bytes, samples and failures are summed in the message, what waits and what is out of use by rank; a
+    """Two ranks: bytes, samples and failures are summed in the message, what waits and what is disabled by rank; a
     rank that says nothing new stands as it did; equipment that is no longer used is told as 0.
     """
     rig, exporter = open_rig(config_of(memory_tier(8), rig_tree_tier(tmp_path / "tree")), world_size=2), Exporter()
-    direct = TierAccess("posix", ("direct",))
+    direct, both = TierAccess("posix", ("direct",)), frozenset({0, 1})
 
     def tell(one: TierStatus | None, two: TierStatus | None) -> None:
         reports = [
-            WorkerReport(work=WORK, ranks={} if status is None else {rank: RankStatus(True, (TierStatus(), status))})
+            WorkerReport(
+                work=WORK,
+                ranks={} if status is None else {rank: RankStatus(both, tiers=(TierStatus(), status))},
+            )
             for rank, status in enumerate((one, two))
         ]
         merged = reports[0].aggregate(reports[1])
@@ -212,10 +215,10 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
     assert value("shard_failures", "load", "corrupt", "checksum", "memory") == 4
     assert [value("queued_bytes", kind, "shared_dir") for kind in ("load", "store", "move")] == [2, 4, 6]
     assert value("queued_bytes", "load", "memory") == 0
-    assert value("ranks_out_of_use", "shared_dir") == 1
+    assert value("disabled_ranks", "shared_dir") == 1
     assert value("tier_info", "shared_dir", "posix", "host") == value("tier_info", "shared_dir", "posix", "direct") == 1
     tell(STATUS._replace(trouble="", access=direct), None)
-    assert value("ranks_out_of_use", "shared_dir") == 0
+    assert value("disabled_ranks", "shared_dir") == 0
     assert value("queued_bytes", "load", "shared_dir") == 2, "the second rank stands as it did"
     assert value("tier_info", "shared_dir", "posix", "host") == 0
     assert value("tier_info", "shared_dir", "posix", "direct") == 2
@@ -257,7 +260,7 @@ def test_a_shared_tier_is_visible_in_metrics(workshop: Workshop) -> None:
     assert second.labelled(PREFIX + "transfer_bytes", "tier")["shared_dir"] == answer.loaded_bytes
     assert second.labelled(PREFIX + "tier_info", "way") == {"host": 1}
     assert second.labelled(PREFIX + "queued_bytes", "operation") == {"load": 0, "store": 0, "move": 0}
-    assert metrics[PREFIX + "ranks_out_of_use"] == 0
+    assert metrics[PREFIX + "disabled_ranks"] == 0
     assert set(second.labelled(PREFIX + "known_chunks", "tier")) == {"shared_dir"}
 
 
@@ -276,7 +279,7 @@ def test_a_chain_is_visible_in_metrics(workshop: Workshop) -> None:
             return engine.labelled(PREFIX + name, "tier")
 
         until(lambda: by_tier("moved_chunks") == {"shared_dir": 3 * CHUNKS}, "all chunks are counted as moved to files")
-        assert by_tier("due_chunks") == {"shared_dir": 0}
+        assert by_tier("pending_chunks") == {"shared_dir": 0}
         assert engine.metrics()[PREFIX + "unsaved_bytes"] == 0
         evicted, used_bytes = by_tier("evicted_chunks"), by_tier("used_bytes")
         assert set(evicted) == set(used_bytes) == {"memory"}

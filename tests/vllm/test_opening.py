@@ -22,14 +22,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import LookupResult
 
 from examples.demo.model import ModelShape, write_model
-from nixl_offload.vllm import rank_opening
+from nixl_offload.errors import TierError
+from nixl_offload.vllm import background, closed_tier, rank_opening
+from nixl_offload.vllm import manager as manager_module
+from nixl_offload.vllm import opening as opening_module
 from nixl_offload.vllm import worker as worker_module
-from nixl_offload.vllm.manager import NixlOffloadManager
+from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
 from tests.vllm import manager_rig
 from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_config_of
 from tests.vllm.test_contract_chain import Matching
 
+OPEN, FAILED = RankStatus(frozenset({0})), RankStatus(frozenset(), frozenset({0}))
 HIT = (4 * manager_rig.CHUNK_TOKENS, True)
 
 
@@ -65,12 +69,11 @@ def test_the_first_request_after_a_start_waits_for_the_ranks_and_hits(restarted:
     assert asked.ask() == (None, False)
     told = step(asked)
     assert isinstance(told, StepMetadata)
-    assert told.places is not None
-    assert len(told.places) == 1
+    assert list(told.places) == [0]
     assert not isinstance(step(asked), StepMetadata), "told once"
     assert asked.ask() == (None, False)
     assert asked.manager.is_waiting()
-    hear(asked, RankStatus(True))
+    hear(asked, OPEN)
     assert asked.ask() == HIT
     assert not asked.scheduler.has_pending_push_work()
 
@@ -79,40 +82,68 @@ def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeyp
     """Then it is computed, and nothing of it is stored; those that come later hit."""
     asked = restarted()
     assert asked.ask() == (None, False)
-    monkeypatch.setattr(rank_opening, "RANKS_WAIT_S", 0.0)
+    monkeypatch.setattr(closed_tier, "RANKS_WAIT_S", 0.0)
     assert asked.ask() == (0, False)
     output = asked.manager.prepare_store(asked.keys[4:], manager_rig.request())
     assert output is not None
     assert output.keys_to_store == []
     step(asked)
-    hear(asked, RankStatus(True))
+    hear(asked, OPEN)
     assert asked.ask() == HIT
 
 
-def test_a_rank_that_cannot_open_turns_offloading_off(
-    restarted: Callable[[], Matching], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whether it says so before it is told where the tiers are, or after."""
+def test_what_cannot_hit_does_not_wait(restarted: Callable[[], Matching]) -> None:
+    """While ranks open: a request of which nothing is stored, one whose keys are worth nothing, and one whose prompt is
+    shorter than a chunk.
+    """
     asked = restarted()
-    for _ in range(2):
-        hear(asked, RankStatus(False))
-        assert asked.ask() == (0, False)
-        step(asked)
-    assert asked.manager.lookup(asked.keys[0], manager_rig.request()) is LookupResult.MISS
+    state = asked.scheduler._req_status["request"].req_context
+    assert asked.manager.lookup(manager_rig.key(99), state) is LookupResult.MISS
+    assert asked.manager.lookup(asked.keys[0], state) is LookupResult.RETRY
+    state.set_state(Refused())
+    assert asked.ask() == (0, False)
+    asked.request.num_tokens = asked.request.num_prompt_tokens = manager_rig.CHUNK_TOKENS - 1
+    assert asked.ask() == (0, False)
+
+
+def test_a_rank_that_hangs_does_not_slow_steps_for_ever(
+    restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = restarted()
+    step(asked)
+    assert asked.manager.is_waiting()
+    monkeypatch.setattr(rank_opening, "RANKS_WAIT_S", 0.0)
+    assert not asked.manager.is_waiting()
     assert not asked.scheduler.has_pending_push_work()
-    assert caplog.text.count("no tier could be opened on rank 0") == 1
+    hear(asked, OPEN)
+    assert asked.ask() == HIT, "it may come late all the same"
+
+
+def test_a_tier_that_a_rank_cannot_open_holds_nothing_up_and_joins_later(restarted: Callable[[], Matching]) -> None:
+    asked = restarted()
+    step(asked)
+    hear(asked, FAILED)
+    assert asked.ask() == (0, False)
+    assert not asked.manager.is_waiting()
+    assert not asked.scheduler.has_pending_push_work()
+    hear(asked, OPEN)
+    assert asked.ask() == HIT
 
 
 def test_all_ranks_must_be_open(tmp_path: Path) -> None:
     config = manager_rig.config_of(manager_rig.slab_tier(tmp_path))
     manager = NixlOffloadManager(manager_rig.offloading_config(2), config, manager_rig.vllm_config(2))
-    manager.take_ranks({1: RankStatus(True)})  # of a stage without layers: it has nothing to open
+    manager.take_ranks({1: OPEN})  # of a stage without layers: it has nothing to open
     manager.open(manager_rig.ranks(2))
-    assert manager.holds_requests()
     assert manager.has_pending_work()
-    manager.take_ranks({0: RankStatus(True)})
-    assert not manager.holds_requests()
+    output = manager.prepare_store(manager_rig.keys(1), manager_rig.request())
+    assert output is not None
+    assert output.keys_to_store == []
+    manager.take_ranks({0: OPEN})
     assert not manager.has_pending_work()
+    output = manager.prepare_store(manager_rig.keys(1), manager_rig.request())
+    assert output is not None
+    assert output.keys_to_store == manager_rig.keys(1)
     manager.shutdown()
 
 
@@ -120,7 +151,7 @@ def test_a_reset_while_ranks_open_forgets_what_was_stored(restarted: Callable[[]
     asked = restarted()
     asked.manager.reset_cache()
     step(asked)
-    hear(asked, RankStatus(True))
+    hear(asked, OPEN)
     assert asked.ask() == (0, False)
 
 
@@ -134,12 +165,14 @@ class SlowEngine(PlayedEngine):
 
     longest_step_s = 0.0
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *further: dict[str, Any]) -> None:
         shape = ModelShape(layers=12, hidden=64, heads=2, kv_heads=1, intermediate=64, vocab=512, max_tokens=2048)
         model = write_model(directory / "model", shape)
         tier = {"kind": "slab", "path": str(directory / "slab"), "capacity": "64MiB"}
         stages = ("FFF", "FF")
-        super().__init__(vllm_config_of(model, stages, {"staging": "8MiB", "tiers": [tier]}), stages)
+        super().__init__(
+            vllm_config_of(model, stages, {"staging": "8MiB", "tiers": [tier, *further]}), stages, is_open=False
+        )
         step = self.core.step_fn
 
         def measured() -> Any:
@@ -155,13 +188,13 @@ class SlowEngine(PlayedEngine):
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is not set, no rank gets its tiers open."""
-    gate, open_engine = threading.Event(), worker_module.open_engine
+    gate, open_tier_engine = threading.Event(), worker_module.open_tier_engine
 
     def opening(*arguments: Any) -> Any:
         assert gate.wait(DEADLINE_S)
-        return open_engine(*arguments)
+        return open_tier_engine(*arguments)
 
-    monkeypatch.setattr(worker_module, "open_engine", opening)
+    monkeypatch.setattr(worker_module, "open_tier_engine", opening)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with played():
         yield gate
@@ -171,6 +204,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_a_slow_opening_holds_no_step_and_costs_no_hit(tmp_path: Path, gate: threading.Event) -> None:
     gate.set()
     first = SlowEngine(tmp_path)
+    first.settle()
     assert first.generate(PROMPTS) == [0, 0]
     first.close()
     gate.clear()
@@ -186,7 +220,8 @@ def test_an_opening_that_hangs_costs_hits_and_no_more(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests are answered, the engine comes to rest and shuts down, and its slab can be opened anew."""
-    monkeypatch.setattr(rank_opening, "RANKS_WAIT_S", 0.2)
+    for module in (rank_opening, closed_tier):
+        monkeypatch.setattr(module, "RANKS_WAIT_S", 0.2)
     monkeypatch.setattr(worker_module, "CLOSE_OPENING_S", 0.1)
     engine = SlowEngine(tmp_path)
     for _ in range(2):
@@ -201,3 +236,72 @@ def test_an_opening_that_hangs_costs_hits_and_no_more(
     assert again.generate(PROMPTS) == [0, 0]
     assert all(again.moved("store"))
     again.close()
+
+
+@pytest.mark.parametrize("who", ["scheduler", "rank"])
+def test_a_tier_that_cannot_be_opened_at_start_joins_a_running_engine(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
+) -> None:
+    """The engine starts, computes, says so once, and hits as soon as the directory, or the rank's driver, works."""
+    gate.set()
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(background, "LONGEST_PAUSE_S", 0.05)
+    works = threading.Event()
+    if who == "scheduler":
+        (tmp_path / "slab").write_text("a file where the directory should be")
+    else:
+        open_tier_engine = worker_module.open_tier_engine
+
+        def opening(config: Any, position: int, place: Any, memory: Any, rank: int, *arguments: Any) -> Any:
+            if rank == 1 and not works.is_set():
+                raise TierError("no such driver", cause="io")
+            return open_tier_engine(config, position, place, memory, rank, *arguments)
+
+        monkeypatch.setattr(worker_module, "open_tier_engine", opening)
+    engine = SlowEngine(tmp_path)
+    for _ in range(2):
+        assert engine.generate(PROMPTS) == [0, 0]
+        engine.reset_prefix_cache()
+    assert engine.moved("store") == [0, 0]
+    if who == "scheduler":
+        (tmp_path / "slab").unlink()
+    works.set()
+    deadline = time.monotonic() + DEADLINE_S
+    while not all(engine.moved("store")):
+        assert time.monotonic() < deadline
+        engine.generate(PROMPTS)
+        engine.reset_prefix_cache()
+    assert engine.generate(PROMPTS) == FULL_TOKENS
+    assert engine.wrong() == []
+    assert engine.longest_step_s < 1.0
+    engine.close()
+    about_the_slab = [record for record in caplog.records if "not open (" in record.getMessage()]
+    assert [record.levelname for record in about_the_slab] == ["WARNING"]
+    assert str(tmp_path / "slab") in about_the_slab[0].getMessage()
+
+
+def test_a_tier_that_hangs_while_it_is_opened_delays_no_other(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the start for longer than ``TIERS_WAIT_S``."""
+    gate.set()
+    hung, open_tier = threading.Event(), opening_module.open_tier
+
+    def opening(tier: Any, *arguments: Any) -> Any:
+        if tier.kind == "shared_dir":
+            hung.wait(DEADLINE_S)
+        return open_tier(tier, *arguments)
+
+    monkeypatch.setattr(opening_module, "open_tier", opening)
+    monkeypatch.setattr(manager_module, "TIERS_WAIT_S", 0.2)
+    monkeypatch.setattr(opening_module, "CLOSE_S", 0.1)
+    engine = SlowEngine(tmp_path, {"kind": "shared_dir", "path": str(tmp_path / "shared"), "capacity": "64MiB"})
+    engine.settle()
+    assert engine.generate(PROMPTS) == [0, 0]
+    engine.reset_prefix_cache()
+    assert engine.generate(PROMPTS) == FULL_TOKENS
+    engine.close()
+    hung.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("nixl-offload-open"):
+            thread.join(DEADLINE_S)

@@ -29,16 +29,16 @@ from vllm.v1.kv_offload.config import (
 
 from nixl_offload.catalog import NOWHERE, LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import parse_config
-from nixl_offload.engine import ChainEngine
+from nixl_offload.engine import TierEngine
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.opened_mover import OpenedMover
 from nixl_offload.engine.streams import Device
-from nixl_offload.errors import LayoutError
+from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
-from nixl_offload.vllm import rank_engine
+from nixl_offload.vllm import background, rank_engine
 from nixl_offload.vllm import worker as worker_module
-from nixl_offload.vllm.messages import Place, RankStatus, TicketSpec
+from nixl_offload.vllm.messages import RankStatus, TicketSpec
 from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker
 from tests.unit.device_rig import ThreadedStreams, emulated
 
@@ -54,7 +54,8 @@ Log = pytest.LogCaptureFixture
 class Rig:
     """One rank with three layers of KV and a slab of 64 slots."""
 
-    def __init__(self, directory: Path, *, is_open: bool = True) -> None:
+    def __init__(self, directory: Path, *further: dict[str, Any], is_open: bool = True) -> None:
+        """``further``: tiers behind the slab."""
         self.tensors = [torch.zeros((BLOCKS, PAGE), dtype=torch.int8) for _ in range(LAYERS)]
         parallel = OffloadingParallelConfig(
             rank=0,
@@ -79,7 +80,7 @@ class Rig:
             parallel=parallel,
         )
         config = parse_config(
-            {"staging": "8MiB", "tiers": [{"kind": "slab", "path": str(directory), "capacity": "64MiB"}]}
+            {"staging": "8MiB", "tiers": [{"kind": "slab", "path": str(directory), "capacity": "64MiB"}, *further]}
         )
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(tensor, PAGE) for tensor in self.tensors],
@@ -94,11 +95,11 @@ class Rig:
             extent_bytes=4 * self.slot_bytes,
         )
         if is_open:
-            assert self.open(self.place).is_open
+            assert self.open(self.place).open
 
-    def open(self, *places: Place) -> RankStatus:
+    def open(self, *places: AnyPlace) -> RankStatus:
         """Open the tiers and wait for what the rank says of it."""
-        self.worker.open(places)
+        self.worker.open(dict(enumerate(places)))
         return self.status()
 
     def status(self) -> RankStatus:
@@ -281,42 +282,46 @@ def test_a_rank_that_cannot_open_its_storage_answers_every_job(tmp_path: Path, c
     (tmp_path / "file").write_bytes(b"")
     rig = Rig(tmp_path, is_open=False)
     place = dataclasses.replace(rig.place, directory=str(tmp_path / "file" / "below"))
-    assert rig.open(place) == RankStatus(False)
+    told = rig.open(place)
+    assert (told.open, told.failed) == (frozenset(), {0})
     assert rig.worker.take_status() == {}, "told twice"
     for number in range(3):
         rig.worker.submit_load(number, rig.to_load(0), gpu([0, 1, 2, 3], 0))
     outcomes = {outcome for item in rig.results(3) for outcome in item.result.outcomes}
     assert outcomes == {Outcome.FAILED}
     rig.worker.wait({0, 1, 2})
-    assert caplog.text.count("Offloading is off on rank 0") == 1
+    assert caplog.text.count("on rank 0: not open") == 1
+    assert str(tmp_path / "file" / "below") in caplog.text
     rig.worker.shutdown()
 
 
 class SlowStart:
-    """Has ``rank_engine.open_engine`` wait, as a driver that takes its time, until the test says so."""
+    """Has ``open_tier_engine`` wait, as a driver that takes its time, until the test says so; then raise ``errors``,
+    one in each trial, before it opens anything.
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        self.opened: list[ChainEngine] = []
-        open_engine = rank_engine.open_engine
+        self.opened: list[TierEngine] = []
+        left = list(errors)
 
-        def opening(*arguments: Any) -> ChainEngine:
+        def opening(*arguments: Any) -> TierEngine:
             self.begun.set()
             assert self.go_on.wait(DEADLINE_S)
-            if error is not None:
-                raise error
-            self.opened.append(open_engine(*arguments))
+            if left:
+                raise left.pop(0)
+            self.opened.append(rank_engine.open_tier_engine(*arguments))
             return self.opened[-1]
 
-        monkeypatch.setattr(worker_module, "open_engine", opening)
+        monkeypatch.setattr(worker_module, "open_tier_engine", opening)
 
 
 def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that comes before it is over fails at once, as does a move; afterwards all is as ever."""
     slow = SlowStart(monkeypatch)
     rig = Rig(tmp_path, is_open=False)
-    rig.worker.open((rig.place,))
-    rig.worker.open((rig.place,))
+    rig.worker.open({0: rig.place})
+    rig.worker.open({0: rig.place})
     assert slow.begun.wait(DEADLINE_S)
     began_s = time.monotonic()
     rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), rig.to_store(0))
@@ -329,7 +334,7 @@ def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Mon
     assert rig.worker.take_status() == {}
     assert time.monotonic() - began_s < 1.0
     slow.go_on.set()
-    assert rig.status().is_open
+    assert rig.status().open
     rig.store([0, 1, 2, 3], 0)
     rig.worker.shutdown()
     assert len(slow.opened) == 1
@@ -347,16 +352,34 @@ def test_a_job_that_comes_before_the_tiers_are_to_be_opened_fails(tmp_path: Path
     rig.worker.shutdown()
 
 
-def test_an_opening_that_fails_turns_offloading_off(
+def test_a_tier_that_cannot_be_opened_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
-    """Whatever a library raises."""
-    slow = SlowStart(monkeypatch, RuntimeError("CUDA out of memory"))
+    """Whatever a library raises. Said once for each cause, and once when it is over."""
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
+    full = TierError("no space on /kv", cause="full")
+    slow = SlowStart(monkeypatch, RuntimeError("CUDA out of memory"), full, full)
+    slow.go_on.set()
+    caplog.set_level("INFO")
+    rig = Rig(tmp_path, is_open=False)
+    rig.open(rig.place)
+    while not rig.worker._engine.open_tiers:
+        rig.worker.take_status()
+        time.sleep(0.001)
+    rig.store([0, 1, 2, 3], 0)
+    assert caplog.text.count("CUDA out of memory. Requests go on") == 1
+    assert caplog.text.count("no space on /kv") == 1
+    assert caplog.text.count("in use again") == 1
+    rig.worker.shutdown()
+
+
+def test_a_shutdown_ends_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowStart(monkeypatch, *[RuntimeError("out of memory")] * 2)
     slow.go_on.set()
     rig = Rig(tmp_path, is_open=False)
-    assert rig.open(rig.place) == RankStatus(False)
-    assert "CUDA out of memory" in caplog.text
+    rig.open(rig.place)
     rig.worker.shutdown()
+    assert not any(each.name.startswith("nixl-offload-open-rank") for each in threading.enumerate())
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the deadline", "after it"])
@@ -368,9 +391,9 @@ def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(worker_module, "LEAKED", kept)
     rig = Rig(tmp_path, is_open=False)
     rig.worker._host = host = HostSlab(memory_bytes=1 << 20, relay_slots=0, slot_bytes=4096)
-    rig.worker.open((rig.place,))
+    rig.worker.open({0: rig.place})
     assert slow.begun.wait(DEADLINE_S)
-    opening = next(each for each in threading.enumerate() if each.name == "nixl-offload-open-rank")
+    opening = next(each for each in threading.enumerate() if each.name == "nixl-offload-open-rank-0")
     if not late:
         threading.Timer(0.1, slow.go_on.set).start()
     rig.worker.shutdown()
@@ -466,21 +489,18 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a library raises what is not ours, as torch does when no page-locked memory is left."""
-    open_tier = rank_engine._open_tier
 
     def opened(config: Any, position: int, *arguments: Any) -> Any:
         if position == 1:
             raise RuntimeError("CUDA out of memory")
-        return open_tier(config, position, *arguments)
+        return rank_engine.open_tier_engine(config, position, *arguments)
 
-    monkeypatch.setattr(rank_engine, "_open_tier", opened)
-    rig = Rig(tmp_path, is_open=False)
-    second = {"kind": "s3", "bucket": "nowhere"}
-    first = {"kind": "slab", "path": str(tmp_path), "capacity": "64MiB"}
-    rig.worker._config = parse_config({"staging": "8MiB", "tiers": [first, second]})
-    rig.worker._reaches = [OpenedMover(), OpenedMover()]
+    monkeypatch.setattr(worker_module, "open_tier_engine", opened)
+    rig = Rig(tmp_path, {"kind": "s3", "bucket": "nowhere"}, is_open=False)
     told = rig.open(rig.place, rig.place)
-    assert told.is_open
+    while not (told.open and told.failed):
+        told = rig.status()
+    assert (told.open, told.failed) == ({0}, {1})
     assert [tier.trouble for tier in told.tiers] == ["", "unavailable"]
     rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), rig.to_store(0))
     (item,) = rig.results()

@@ -207,7 +207,7 @@ def test_numbers_by_tier_are_those_of_the_traffic(served: Served) -> None:
     for tier in ("slab", "s3"):
         assert labelled(text, "transfer_bytes_total", operation="move_in", tier=tier) == CHUNKS * size
         assert labelled(text, "chunks_total", operation="move", outcome="ok", tier=tier) == CHUNKS
-        assert labelled(text, "queued_bytes", tier=tier) == labelled(text, "due_chunks", tier=tier) == 0
+        assert labelled(text, "queued_bytes", tier=tier) == labelled(text, "pending_chunks", tier=tier) == 0
     loaded = labelled(text, "transfer_bytes_total", operation="load", tier="slab")
     assert loaded > 0
     assert loaded + labelled(text, "transfer_bytes_total", operation="load", tier="memory") == PROMPT_CHUNKS * size
@@ -220,7 +220,7 @@ def test_numbers_by_tier_are_those_of_the_traffic(served: Served) -> None:
     assert observed == 1
     assert 0 < labelled(text, "transfer_seconds_sum", operation="load", tier="slab") < 30
     assert labelled(text, "probe_seconds_count", tier="s3") == labelled(text, "probes_total", tier="s3") > 0
-    assert labelled(text, "ranks_out_of_use") == 0
+    assert labelled(text, "disabled_ranks") == 0
     assert labelled(text, "shard_failures_total") == 0
     for tier, capacity_bytes in {"memory": 8 << 20, "slab": 256 << 20}.items():
         used = labelled(text, "used_bytes", tier=tier)

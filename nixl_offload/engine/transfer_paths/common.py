@@ -163,7 +163,7 @@ class Context:
             if number == 0 or not link.shares_file:
                 goes = may_go()
             if not goes:
-                chunk.end(Outcome.FAILED, f"storage is out of use: {link.trouble}", "out_of_use")
+                chunk.end(Outcome.FAILED, f"storage is out of use: {link.trouble}", "disabled")
         return bool(batch.alive)
 
     def open_targets(self, batch: Batch, plan: GroupPlan) -> Generator[None, None, list[BatchChunk]]:
