@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports
 
-.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench bench-s3 bench-documents bench-copies gpu-kit gpu-check env clean
+.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench test-vllm-upstream bench-s3 bench-documents bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -53,6 +53,9 @@ test-gpu: ## A CUDA device; skipped without one
 # One folder of tests, without coverage (ARGS=--cov for it).
 $(TESTS): test-%: $(STAMP)
 	@$(PYTEST) $(PARALLEL) tests/$* $(ARGS)
+
+test-vllm-upstream: $(STAMP) ## vLLM's own tests of its offloading scheduler over our half; downloads 45 MB once
+	@$(BIN)/python tests/upstream/run.py $(ARGS)
 
 lint: $(LINTS) ## Lint, types and import floors only
 

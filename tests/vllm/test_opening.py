@@ -165,14 +165,13 @@ class SlowEngine(PlayedEngine):
 
     longest_step_s = 0.0
 
-    def __init__(self, directory: Path, *further: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, *nearer: dict[str, Any]) -> None:
         shape = ModelShape(layers=12, hidden=64, heads=2, kv_heads=1, intermediate=64, vocab=512, max_tokens=2048)
         model = write_model(directory / "model", shape)
-        tier = {"kind": "slab", "path": str(directory / "slab"), "capacity": "64MiB"}
+        tiers = [*nearer, {"kind": "slab", "path": str(directory / "slab"), "capacity": "64MiB"}]
         stages = ("FFF", "FF")
-        super().__init__(
-            vllm_config_of(model, stages, {"staging": "8MiB", "tiers": [tier, *further]}), stages, is_open=False
-        )
+        config = vllm_config_of(model, stages, {"staging": "8MiB", "tiers": tiers})
+        super().__init__(config, stages, is_open=False)
         step = self.core.step_fn
 
         def measured() -> Any:
@@ -288,14 +287,14 @@ def test_a_tier_that_hangs_while_it_is_opened_delays_no_other(
     hung, open_tier = threading.Event(), opening_module.open_tier
 
     def opening(tier: Any, *arguments: Any) -> Any:
-        if tier.kind == "shared_dir":
+        if tier.kind == "slab":
             hung.wait(DEADLINE_S)
         return open_tier(tier, *arguments)
 
     monkeypatch.setattr(opening_module, "open_tier", opening)
     monkeypatch.setattr(manager_module, "TIERS_WAIT_S", 0.2)
     monkeypatch.setattr(opening_module, "CLOSE_S", 0.1)
-    engine = SlowEngine(tmp_path, {"kind": "shared_dir", "path": str(tmp_path / "shared"), "capacity": "64MiB"})
+    engine = SlowEngine(tmp_path, {"kind": "memory", "capacity": "64MiB"})
     engine.settle()
     assert engine.generate(PROMPTS) == [0, 0]
     engine.reset_prefix_cache()

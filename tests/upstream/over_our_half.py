@@ -1,0 +1,59 @@
+"""A pytest plugin for vLLM's own tests: the connector that they make has our scheduler's half, over their mocked manager.
+
+Threading: one test's thread. Loaded by ``run.py`` in vLLM's source tree, which brings a package ``tests`` of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
+
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+
+
+class MockedManager:
+    """Answers what our half asks beyond vLLM's contract as a manager would that has nothing to add; hands on the rest."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None: ...
+    def count_lookup(self, req_context: Any) -> None: ...
+    def take_ranks(self, ranks: Any) -> None: ...
+    def take_work(self, work: Any) -> None: ...
+
+    def tokens_to_load(self, keys: Any, context: Any, first_token: int, tokens: int, *rest: Any) -> int:
+        return tokens
+
+    def is_waiting(self) -> bool:
+        return False
+
+    def take_moves(self) -> list[Any]:
+        return []
+
+    def take_places(self) -> dict[int, Any]:
+        return {}
+
+    def take_removed(self) -> list[Any]:
+        return []
+
+    def is_known(self, key: Any) -> bool:
+        return False
+
+    def settle(self, reports: Any, loads: Any = ()) -> set[Any]:
+        return set()
+
+
+class OurHalf(NixlOffloadScheduler):
+    """Ours, over whatever manager the test's spec makes."""
+
+    @property
+    def offload_manager(self) -> Any:
+        return MockedManager(self.manager)
+
+
+offloading_connector.OffloadingConnectorScheduler = OurHalf
