@@ -18,8 +18,8 @@ RANKS_WAIT_S = 5.0
 class ClosedTier:
     """Has nothing and takes nothing: implements ``tiers.base.Tier``.
 
-    ``opened``: what will stand here as soon as the ranks have opened theirs. What it has is worth a moment's wait, and
-    lookups say RETRY for that; what it has not is a MISS at once. None: nobody waits.
+    ``opened``: the tier that serves here as soon as the ranks have opened theirs. What it has is worth a moment's
+    wait, and lookups say RETRY for that; what it has not is a MISS at once. None: nobody waits.
     """
 
     def __init__(self, opened: Tier | None = None) -> None:
@@ -44,7 +44,7 @@ class ClosedTier:
     @property
     def place(self) -> Place:
         """Nobody is sent here."""
-        raise AssertionError("a closed tier has no place")
+        raise AssertionError("nobody is sent to a closed tier")
 
     @property
     def is_looking(self) -> bool:

@@ -67,7 +67,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         return self.manager
 
     def open(self, ranks: Sequence[RankGeometry]) -> None:
-        """Open the tiers. An engine without requests steps now, while the ranks open theirs: see ``idling``."""
+        """Open the tiers. An engine without requests steps now, while the ranks open theirs."""
         self.offload_manager.open(ranks)
         self._idling.record_progress()
 
@@ -158,7 +158,7 @@ class NixlOffloadScheduler(OffloadingConnectorScheduler):
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        """As vLLM's, as long as something comes of it: see ``idling``. Requests hold the engine by themselves."""
+        """As vLLM's, as long as storage makes progress. Requests keep the engine stepping by themselves."""
         return self._idling.is_patient and super().has_pending_push_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:

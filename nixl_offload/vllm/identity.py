@@ -129,7 +129,7 @@ def _is_untouched(snapshot: str) -> bool:
 
 
 def models_of(vllm_config: VllmConfig) -> dict[str, ModelName]:
-    """Return the models whose KV is stored, by where they stand in the configuration: the draft's, too.
+    """Return the models whose KV is stored, by their path in the configuration: the draft's, too.
 
     A tokenizer of its own is among them: some models compute with it.
     """

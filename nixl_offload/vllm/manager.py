@@ -199,7 +199,7 @@ class NixlOffloadManager(OffloadingManager):
         )
 
     def _put(self, position: int, tier: Tier) -> None:
-        """Have ``tier`` stand at ``position``, where one stands that has nothing and takes nothing."""
+        """Replace the closed tier at ``position`` by ``tier``."""
         assert self._catalog is not None
         self._tiers[position] = tier
         self._catalog.join(position, tier)
@@ -214,7 +214,7 @@ class NixlOffloadManager(OffloadingManager):
             return
         self._rank_opening.update(ranks)
         try:
-            self._metrics.stand({rank: status.tiers for rank, status in ranks.items()})
+            self._metrics.update_ranks({rank: status.tiers for rank, status in ranks.items()})
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
         for position in self._rank_opening.failed():

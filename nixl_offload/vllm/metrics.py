@@ -103,8 +103,8 @@ class MetricsReporter:
             labels = (failure.operation, failure.outcome, failure.cause, self._kinds[failure.tier])
             self._stats.increase_counter(names.FAILURES.name, shards, labels)
 
-    def stand(self, statuses: Mapping[int, tuple[TierStatus, ...]]) -> None:
-        """Take the ranks' word on how their tiers stand; a rank that says nothing stands as it did."""
+    def update_ranks(self, statuses: Mapping[int, tuple[TierStatus, ...]]) -> None:
+        """Take what ranks tell of their tiers, by rank and position; of other ranks nothing has changed."""
         self._statuses.update(statuses)
         for position, kind in enumerate(self._kinds):
             here = [of_rank[position] for of_rank in self._statuses.values() if position < len(of_rank)]

@@ -1,4 +1,4 @@
-"""A pytest plugin for vLLM's own tests: the connector that they make has our scheduler's half, over their mocked manager.
+"""A pytest plugin for vLLM's own tests: the connector that they make has our scheduler's half, over a mocked manager.
 
 Threading: one test's thread. Loaded by ``run.py`` in vLLM's source tree, which brings a package ``tests`` of its own.
 """
@@ -13,7 +13,7 @@ from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 
 
 class MockedManager:
-    """Answers what our half asks beyond vLLM's contract as a manager would that has nothing to add; hands on the rest."""
+    """Answers what our half asks beyond vLLM's contract as if there were nothing to add; hands on the rest."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

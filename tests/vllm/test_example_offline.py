@@ -55,7 +55,7 @@ def test_the_second_answer_of_the_offline_example_is_served_from_files(zygote: Z
         config.write_text(_CONFIG.format(path=scratch / "kv"))
         environment = {
             **os.environ,
-            **quick_environment(scratch=scratch, in_process=True),
+            **quick_environment(scratch=scratch, in_process=False),
             **ONE_CORE,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_USE_AOT_COMPILE": "0",  # nothing is to be compiled at all, see quick_environment
@@ -64,7 +64,7 @@ def test_the_second_answer_of_the_offline_example_is_served_from_files(zygote: Z
         }
         log = scratch / "log"
         with log.open("wb") as log_file:
-            process = zygote.fork(log_file, environment, spawns=False)
+            process = zygote.fork(log_file, environment, spawns=True)
         with process.stdin, process.stdout:
             said = process.stdout.read().decode()
             code = process.wait(timeout=60)
