@@ -91,7 +91,7 @@ class BackgroundOpening(Generic[T]):
             opened = self._make()
         except BaseException as error:
             if not isinstance(error, NixlOffloadError) and self.error is None:
-                logger.error("%s: unexpected", self._what, exc_info=error)
+                logger.error("%s: an unexpected error keeps it from being opened", self._what, exc_info=error)
             with self._lock:
                 self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
             cause = getattr(error, "cause", "") or type(error).__name__

@@ -52,7 +52,7 @@ class Steps:
     def step(self, tokens: int = 0) -> list[float]:
         """Schedule a step; return the pauses that this took."""
         self.pauses = []
-        output: Any = SimpleNamespace(total_num_scheduled_tokens=tokens)
+        output: Any = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens={})
         self.scheduler.build_connector_meta(output)
         return self.pauses
 

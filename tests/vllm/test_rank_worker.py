@@ -189,7 +189,7 @@ def test_a_slab_is_closed_when_its_engine_cannot_start(tmp_path: Path, monkeypat
     assert not open_files(tmp_path)
     monkeypatch.setattr("nixl_offload.engine.engine.JobTable", fail)
     rig = Rig(tmp_path, is_open=False)
-    assert not rig.open(rig.place).is_open
+    assert rig.open(rig.place).failed == {0}
     assert not open_files(tmp_path)
     rig.worker.shutdown()
 
