@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from nixl_offload.catalog.catalog import Catalog, Counts
 from nixl_offload.catalog.changes import Change
-from nixl_offload.catalog.moves import ChainOptions
-from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, MoveTicket, Settled, StoreTicket
+from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, Settled, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog.write_through import ChainOptions
 from nixl_offload.tiers.base import Tier
 
 __all__ = [
@@ -21,8 +21,8 @@ __all__ = [
     "Counts",
     "Kind",
     "LoadTicket",
-    "MoveTicket",
     "Settled",
     "StoreTicket",
     "Tier",
+    "WriteThroughTicket",
 ]

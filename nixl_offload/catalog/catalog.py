@@ -13,9 +13,18 @@ from itertools import count
 
 from nixl_offload.catalog.admission import Admission
 from nixl_offload.catalog.changes import Change, Changes
-from nixl_offload.catalog.moves import ChainOptions, Move, WriteThrough
 from nixl_offload.catalog.placing import Placing
-from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, MoveTicket, OpenTicket, Settled, StoreTicket
+from nixl_offload.catalog.tickets import (
+    NOBODY,
+    NOWHERE,
+    Kind,
+    LoadTicket,
+    OpenTicket,
+    Settled,
+    StoreTicket,
+    WriteThroughTicket,
+)
+from nixl_offload.catalog.write_through import ChainOptions, WriteThrough, WriteThroughQueue
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
@@ -30,20 +39,20 @@ class Counts:
 
     storing_bytes: tuple[int, ...]
     """Being stored from KV blocks, by tier."""
-    moving_bytes: tuple[int, ...]
-    """On their way from tier to tier, by target."""
+    write_through_bytes: tuple[int, ...]
+    """Being written through, by target."""
     unsaved_bytes: int
     """Pinned in memory for farther tiers."""
-    due: tuple[int, ...]
-    """Chunks that wait to be moved, by target."""
-    moves: Mapping[tuple[int, str], int]
+    pending_writes: tuple[int, ...]
+    """Chunks that wait to be written through, by target."""
+    write_throughs: Mapping[tuple[int, str], int]
     """Chunks by target and what became of them: ``ok``, ``failed``, ``corrupt``, ``dropped`` or ``tainted``; ``gone``:
-    evicted or reset before they were moved; ``refused``: their tier took nothing for too long; ``overflow``: too many
+    evicted or reset before their turn; ``refused``: their tier took nothing for too long; ``overflow``: too many
     waited."""
     not_admitted: int
     """Offers of chunks that were not asked for often enough yet."""
     no_room: int
-    """Offers of chunks that no tier took: full, out of use, or too slow."""
+    """Offers of chunks that no tier took: full, disabled, or too slow."""
 
 
 class Catalog:
@@ -83,7 +92,7 @@ class Catalog:
             stuck_after_s=pending_limit_s,
             evicted=self._removed,
         )
-        self._through = WriteThrough(self._tiers, self._chain, slot_bytes=slot_bytes, evicted=self._removed)
+        self._write_throughs = WriteThroughQueue(self._tiers, self._chain, slot_bytes=slot_bytes, evicted=self._removed)
         self._tickets: dict[int, OpenTicket] = {}
         self._numbers = count(1)
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self._tiers)
@@ -109,9 +118,9 @@ class Catalog:
         return sum(self._placing.bytes_by_tier)
 
     @property
-    def has_moves(self) -> bool:
-        """Whether ``begin_moves`` has something to begin, or to drop once its patience is over. Never so for good."""
-        return self._through.has_due
+    def has_pending_writes(self) -> bool:
+        """Whether ``begin_write_throughs`` has something to begin, or to drop once it has waited too long."""
+        return self._write_throughs.has_pending
 
     # What is there
 
@@ -176,7 +185,7 @@ class Catalog:
         A chunk goes to the nearest tier that takes it. Returns None when there is nothing to store. Never an error: no
         room means fewer keys.
         Chunks that are known count as used: vLLM offers what its own cache still had, and tells of it in no other way.
-        So a prompt's beginning is not evicted to make room for its end. Where a farther tier lacks them they are due.
+        So a prompt's beginning is not evicted to make room for its end. Farther tiers that lack them get them written.
         """
         keys = tuple(keys)
         self.touch(keys)
@@ -190,7 +199,7 @@ class Catalog:
             copies = states.count(_READY)
             if copies:
                 if copies < len(states):
-                    self._through.offer(key, states, now_s)
+                    self._write_throughs.offer(key, states, now_s)
                 continue
             if key in self._placing:
                 continue
@@ -218,29 +227,30 @@ class Catalog:
         wanted = tuple(keys)
         locations = tuple(self._pin(key, allowed) for key in wanted)
         ticket = self._open("load", wanted, locations, now_s)
-        landings = self._land(wanted, locations)
-        kept = [(key, landing) for key, landing in zip(wanted, landings, strict=True) if landing is not None]
-        if not kept:
+        slots = self._promotion_slots(wanted, locations)
+        promoted = [(key, slot) for key, slot in zip(wanted, slots, strict=True) if slot is not None]
+        if not promoted:
             return LoadTicket(ticket, wanted, locations)
-        landing_ticket = self._open("landing", [key for key, _ in kept], [landing for _, landing in kept], now_s)
-        return LoadTicket(ticket, wanted, locations, landing_ticket, landings)
+        promotion = self._open("promotion", [key for key, _ in promoted], [slot for _, slot in promoted], now_s)
+        return LoadTicket(ticket, wanted, locations, promotion, slots)
 
-    def begin_moves(self, now_s: float) -> list[MoveTicket]:
-        """Begin what is due in farther tiers: its source pinned, its target reserved. To be called in every step."""
-        grants = []
-        for moves in self._through.begin(now_s):
-            keys = tuple(move.chunk.key for move in moves)
-            sources, targets = tuple(move.source for move in moves), tuple(move.target for move in moves)
-            grants.append(MoveTicket(self._open("move", keys, targets, now_s, moves), keys, sources, targets))
-        return grants
+    def begin_write_throughs(self, now_s: float) -> list[WriteThroughTicket]:
+        """Begin pending writes to farther tiers: sources pinned, targets reserved. To be called in every step."""
+        tickets = []
+        for writes in self._write_throughs.begin(now_s):
+            keys = tuple(write.chunk.key for write in writes)
+            sources, targets = tuple(write.source for write in writes), tuple(write.target for write in writes)
+            number = self._open("write_through", keys, targets, now_s, writes)
+            tickets.append(WriteThroughTicket(number, keys, sources, targets))
+        return tickets
 
     # What has ended
 
     def report(self, ticket: int, ranks: int, failures: Mapping[int, Outcome], now_s: float) -> Settled | None:
         """Take what ``ranks`` ranks say of a ticket: ``failures`` maps positions in its keys to outcomes.
 
-        Returns how it ended once the last rank has spoken, else None. Unknown tickets are ignored. Of a move, CORRUPT
-        says that the source is damaged; any other failure is the target's.
+        Returns how it ended once the last rank has spoken, else None. Unknown tickets are ignored. Of a
+        write-through, CORRUPT says that the source is damaged; any other failure is the target's.
         """
         record = self._tickets.get(ticket)
         if record is None or not record.take(ranks, failures):
@@ -264,7 +274,7 @@ class Catalog:
 
         What goes is not listed by ``take_changes``: there may be millions, and whoever clears knows.
         """
-        self._through.clear()
+        self._write_throughs.clear()
         for tier in self._tiers:
             tier.clear()
         self._admission.clear()
@@ -277,7 +287,7 @@ class Catalog:
         return self._changes.take()
 
     def in_flight_stores(self) -> list[tuple[int, Key]]:
-        """Return (tier, key) of all that is being written, moves included: at the end a rank may finish it untold."""
+        """Return (tier, key) of all that is being written. At the end a rank may finish it without being heard."""
         return [
             (location.tier, key)
             for record in self._tickets.values()
@@ -288,13 +298,13 @@ class Catalog:
 
     def counts(self) -> Counts:
         """Return the figures as they are now."""
-        through = self._through
+        writes = self._write_throughs
         return Counts(
             storing_bytes=self._placing.bytes_by_tier,
-            moving_bytes=through.moving_bytes,
-            unsaved_bytes=through.unsaved_bytes,
-            due=through.due,
-            moves=dict(through.told),
+            write_through_bytes=writes.bytes_under_way,
+            unsaved_bytes=writes.unsaved_bytes,
+            pending_writes=writes.pending,
+            write_throughs=dict(writes.outcomes),
             not_admitted=self._not_admitted,
             no_room=self._no_room,
         )
@@ -318,10 +328,10 @@ class Catalog:
         keys: Sequence[Key],
         locations: Sequence[Location],
         now_s: float,
-        moves: Sequence[Move] = (),
+        writes: Sequence[WriteThrough] = (),
     ) -> int:
         number = next(self._numbers)
-        self._tickets[number] = OpenTicket(kind, tuple(keys), tuple(locations), self._world_size, moves=tuple(moves))
+        self._tickets[number] = OpenTicket(kind, tuple(keys), tuple(locations), self._world_size, writes=tuple(writes))
         if kind != "load":
             for key, location in zip(keys, locations, strict=True):
                 self._writing_since[location.tier][key] = now_s
@@ -335,21 +345,21 @@ class Catalog:
         tier.touch(key)
         return tier.pin(key)
 
-    def _land(self, keys: Sequence[Key], locations: Sequence[Location]) -> tuple[Location | None, ...]:
+    def _promotion_slots(self, keys: Sequence[Key], locations: Sequence[Location]) -> tuple[Location | None, ...]:
         """Reserve room in memory for what comes from farther, once all of ``keys`` are pinned."""
         memory = self._chain.memory
         if memory is None or not self._chain.promote:
             return (None,) * len(keys)
         tier = self._tiers[memory]
         evicted: list[Key] = []
-        landings: list[Location | None] = []
+        slots: list[Location | None] = []
         for key, location in zip(keys, locations, strict=True):
             if location.tier <= memory or tier.state(key) is not None:
-                landings.append(None)
+                slots.append(None)
             else:
-                landings.append(tier.reserve(key, self._slot_bytes(key), evicted))
+                slots.append(tier.reserve(key, self._slot_bytes(key), evicted))
         self._removed(memory, evicted)
-        return tuple(landings)
+        return tuple(slots)
 
     # These go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk without those
     # before it is of no use.
@@ -376,19 +386,19 @@ class Catalog:
                 ready.append((location.tier, key))
             if record.kind == "store":
                 self._placing.ended(key, location, now_s)
-            elif record.kind == "move":
+            elif record.kind == "write_through":
                 how = outcome.value if outcome is not None else "ok" if is_ready else "gone"
-                self._settle_move(record.moves[position], how, now_s)
+                self._settle_write_through(record.writes[position], how, now_s)
         for tier_position, key in reversed(ready):
             self._changes.tell(tier_position, (key,), removed=False)
-            if record.kind != "move" and len(self._tiers) > 1:
+            if record.kind != "write_through" and len(self._tiers) > 1:
                 # What a bucket has served, and memory kept, goes on to the files between them as well.
-                self._through.offer(key, [tier.state(key) for tier in self._tiers], now_s)
+                self._write_throughs.offer(key, [tier.state(key) for tier in self._tiers], now_s)
 
-    def _settle_move(self, move: Move, how: str, now_s: float) -> None:
-        position, key = move.source.tier, move.chunk.key
+    def _settle_write_through(self, write: WriteThrough, how: str, now_s: float) -> None:
+        position, key = write.source.tier, write.chunk.key
         source = self._tiers[position]
         source.unpin(key)
         if how == Outcome.CORRUPT.value:
             self._removed(position, source.loaded([key], {key: Outcome.CORRUPT}, now_s))
-        self._through.ended(move, how, now_s)
+        self._write_throughs.settled(write, how, now_s)

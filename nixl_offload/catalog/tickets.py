@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nixl_offload.catalog.moves import Move
+from nixl_offload.catalog.write_through import WriteThrough
 from nixl_offload.types import Key, Location, LookupContext, Outcome, worst
 
 NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
@@ -19,9 +19,9 @@ NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
 
 NOBODY = LookupContext("")
 
-Kind = Literal["store", "load", "landing", "move"]
-"""store: KV blocks to a tier. load: a tier to KV blocks. landing: what a load from a farther tier leaves in memory.
-move: a tier to a farther one."""
+Kind = Literal["store", "load", "promotion", "write_through"]
+"""store: KV blocks to a tier. load: a tier to KV blocks. promotion: what a load from a farther tier leaves in memory.
+write_through: a tier to a farther one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class LoadTicket:
     ticket: int
     keys: tuple[Key, ...]
     locations: tuple[Location, ...]
-    landing_ticket: int = 0
-    """Of those chunks that have a landing, in their order; 0: none has."""
-    landings: tuple[Location | None, ...] = ()
+    promotion_ticket: int = 0
+    """Of those chunks that have a promotion slot, in their order; 0: none has."""
+    promotion_slots: tuple[Location | None, ...] = ()
     """By position in ``keys``; empty when none has one."""
 
 
 @dataclass(frozen=True, slots=True)
-class MoveTicket:
+class WriteThroughTicket:
     """Chunks that go from tier to tier: ``keys[i]`` from ``sources[i]`` to ``targets[i]``, all of one tier."""
 
     ticket: int
@@ -68,8 +68,8 @@ class OpenTicket:
     ranks_left: int
     failures: dict[int, Outcome] = field(default_factory=dict)
     """By position: the worst that any rank has said."""
-    moves: tuple[Move, ...] = ()
-    """Of a move, by position."""
+    writes: tuple[WriteThrough, ...] = ()
+    """Of a write-through, by position."""
 
     def take(self, ranks: int, failures: Mapping[int, Outcome]) -> bool:
         """Take the word of ``ranks`` ranks. True: it was the last."""

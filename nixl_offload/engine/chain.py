@@ -105,18 +105,18 @@ class ChainEngine:
             self._engine(tier).submit_store(job_id, part)
 
     def submit_load(
-        self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False, landing_ticket: int = 0
+        self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False, promotion_ticket: int = 0
     ) -> None:
-        """Queue a load, each chunk from the tier of its location. ``landing_ticket``: under which ``settled`` tells of
-        the chunks that have a ``host_offset``, in their order; 0: there are none.
+        """Queue a load, each chunk from the tier of its location. ``promotion_ticket``: under which ``settled`` tells
+        of the chunks that have a ``host_offset``, in their order; 0: there are none.
         """
         if job_id in self._jobs:
             self._refuse_twice(job_id)
             sizes = [chunk.location.slot_bytes for chunk in chunks if chunk.host_offset is not None]
-            if landing_ticket:
-                self._settle_all(landing_ticket, sizes, Outcome.DROPPED)
+            if promotion_ticket:
+                self._settle_all(promotion_ticket, sizes, Outcome.DROPPED)
             return
-        chunks = self._expect_promotions(job_id, chunks, landing_ticket)
+        chunks = self._expect_promotions(job_id, chunks, promotion_ticket)
         for tier, part in self._deal(job_id, chunks, kind=WorkKind.LOAD):
             self._engine(tier).submit_load(job_id, part, expedited=expedited)
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import NOWHERE, Catalog, LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.catalog import NOWHERE, Catalog, LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import Config
 from nixl_offload.engine import Work
 from nixl_offload.errors import ConfigError, NixlOffloadError
@@ -100,7 +100,7 @@ class NixlOffloadManager(OffloadingManager):
         """The cache was reset before these were open."""
         self._labels = [label_of(tier) for tier in config.tiers]
         self._rank_opening = RankOpening(offloading.parallel.world_size)
-        self._moves: list[MoveTicket] = []
+        self._moves: list[WriteThroughTicket] = []
         self._events = TierEvents(enabled=offloading.enable_kv_cache_events)
         self._decider: LoadDecider | None = None
         self._metrics = MetricsReporter([tier.kind for tier in config.tiers])
@@ -235,8 +235,8 @@ class NixlOffloadManager(OffloadingManager):
         if self._catalog is None or req_context.get_state(Refused) is not None:
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
-        asker = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
-        answer = self._catalog.lookup(Key(key), time.monotonic(), asker, self._allowed(req_context))
+        context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
+        answer = self._catalog.lookup(Key(key), time.monotonic(), context, self._allowed(req_context))
         return _VLLM_HIT if answer is _HIT else _ANSWERS[answer]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -246,9 +246,9 @@ class NixlOffloadManager(OffloadingManager):
             return
         now_s = time.monotonic()
         self._catalog.flush(now_s)
-        self._moves += self._catalog.begin_moves(now_s)
+        self._moves += self._catalog.begin_write_throughs(now_s)
 
-    def take_moves(self) -> list[MoveTicket]:
+    def take_moves(self) -> list[WriteThroughTicket]:
         """Return the moves to tell the ranks of."""
         moves, self._moves = self._moves, []
         return moves
@@ -371,7 +371,7 @@ class NixlOffloadManager(OffloadingManager):
         """
         if self._catalog is None:
             return False
-        is_busy = self._catalog.open_tickets > 0 or self._catalog.has_moves
+        is_busy = self._catalog.open_tickets > 0 or self._catalog.has_pending_writes
         return is_busy or self._rank_opening.is_under_way(time.monotonic())
 
     def is_waiting(self) -> bool:

@@ -50,6 +50,9 @@ _TROUBLE: Final = (
     ("load", Outcome.CORRUPT),
 )
 
+_OPERATIONS: Final = {"store": "store", "load": "load", "promotion": "landing", "write_through": "move"}
+"""What the metrics call the kinds of tickets."""
+
 _Labels = tuple[str, ...]
 
 
@@ -69,7 +72,7 @@ class MetricsReporter:
     def settled(self, settled: Settled) -> None:
         """Count the chunks of a ticket."""
         counted = Counter(
-            (settled.kind, settled.failed.get(key, Outcome.OK).value, self._kinds[tier])
+            (_OPERATIONS[settled.kind], settled.failed.get(key, Outcome.OK).value, self._kinds[tier])
             for key, tier in zip(settled.keys, settled.tiers, strict=True)
             if tier >= 0
         )
@@ -154,13 +157,13 @@ class MetricsReporter:
                 yield names.MOVED, (kind,)
 
     def _take_chain(self, counts: Counts) -> None:
-        for (position, ended), value in counts.moves.items():
+        for (position, ended), value in counts.write_throughs.items():
             if ended == Outcome.OK.value:
                 self._count(names.MOVED, value, (self._kinds[position],))
             else:
                 self._count(names.NOT_MOVED, value, (self._kinds[position], ended))
         if len(self._kinds) > 1:
-            for kind, due in zip(self._kinds[1:], counts.due[1:], strict=True):
+            for kind, due in zip(self._kinds[1:], counts.pending_writes[1:], strict=True):
                 self._show(names.PENDING, due, (kind,))
             self._show(names.UNSAVED, counts.unsaved_bytes)
         self._count(names.NOT_STORED, counts.not_admitted, ("not_admitted",))

@@ -36,12 +36,12 @@ def chain_options(config: Config, parallel: OffloadingParallelConfig) -> ChainOp
     """Return what the config says of how chunks travel from tier to tier, in bytes per rank."""
     memory = config.memory
     if memory is None:
-        return ChainOptions(move_backlog_bytes=config.staging_bytes)
+        return ChainOptions(write_through_backlog_bytes=config.staging_bytes)
     unsaved_bytes = memory.capacity_bytes // 4 if memory.unsaved_limit_bytes is None else memory.unsaved_limit_bytes
     return ChainOptions(
         promote=memory.promote,
         pin_unsaved=memory.unsaved == "pin",
         unsaved_limit_bytes=rank_memory_bytes(unsaved_bytes, parallel.world_size, parallel.data_parallel_size),
-        move_backlog_bytes=config.staging_bytes,
+        write_through_backlog_bytes=config.staging_bytes,
         memory=0,
     )

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.chunk.layout import split_job
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, TierEngine, Work, WorkKind
@@ -108,7 +108,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._jobs: dict[int, tuple[StoreTicket | LoadTicket, tuple[ChunkIO, ...]]] = {}
         self._refused: list[Completion] = []
         self._refused_tickets: dict[int, int] = {}
-        """Ticket of promotions that were refused -> how many chunks."""
+        """Ticket of promotions or write-throughs that were refused -> how many chunks."""
         self._status: RankStatus | None = None
         """As it was told last."""
         self._is_shut_down = off
@@ -153,7 +153,7 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def submit(
         self,
-        ticket: StoreTicket | LoadTicket | MoveTicket,
+        ticket: StoreTicket | LoadTicket | WriteThroughTicket,
         job_id: int = 0,
         blocks: GPULoadStoreSpec | None = None,
         *,
@@ -165,7 +165,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         ``take_finished``, a move in ``take_tickets``, and so does what a load leaves in memory.
         """
         self._take_opened()
-        if isinstance(ticket, MoveTicket):
+        if isinstance(ticket, WriteThroughTicket):
             self._engine.submit_moves(ticket.ticket, self._moves(ticket))
             return
         assert blocks is not None
@@ -181,7 +181,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         if isinstance(ticket, StoreTicket):
             self._engine.submit_store(job_id, chunks)
         else:
-            self._engine.submit_load(job_id, chunks, expedited=expedited, landing_ticket=ticket.landing_ticket)
+            self._engine.submit_load(job_id, chunks, expedited=expedited, promotion_ticket=ticket.promotion_ticket)
 
     def samples(self, job: FinishedJob) -> Iterable[LoadSample]:
         """Return what a finished load says of the speed of its tiers."""
@@ -197,7 +197,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         ]
 
     def take_tickets(self) -> dict[int, dict[int, Outcome]]:
-        """Return how landings and moves ended since the last call: ticket -> failures by position."""
+        """Return how promotions and write-throughs ended since the last call: ticket -> failures by position."""
         ended = {ticket: dict.fromkeys(range(count), Outcome.FAILED) for ticket, count in self._refused_tickets.items()}
         self._refused_tickets = {}
         for result in self._engine.settled():
@@ -263,7 +263,7 @@ class NixlOffloadingWorker(OffloadingWorker):
                 self._engine.join(position, engine)
                 del self._openings[position]
 
-    def _moves(self, ticket: MoveTicket) -> list[MoveIO]:
+    def _moves(self, ticket: WriteThroughTicket) -> list[MoveIO]:
         return [
             MoveIO(key, self._group_at.get(key_group(key), -1), source, target)
             for key, source, target in zip(ticket.keys, ticket.sources, ticket.targets, strict=True)
@@ -279,8 +279,8 @@ class NixlOffloadingWorker(OffloadingWorker):
             blocks_per_chunk=self.layout.blocks_per_chunk,
             require_full_tail=isinstance(ticket, StoreTicket),
         )
-        landings = ticket.landings if isinstance(ticket, LoadTicket) else ()
-        landings = landings or (None,) * len(ticket.keys)
+        slots = ticket.promotion_slots if isinstance(ticket, LoadTicket) else ()
+        slots = slots or (None,) * len(ticket.keys)
         return tuple(
             ChunkIO(
                 ticket.keys[part.key_index],
@@ -288,7 +288,7 @@ class NixlOffloadingWorker(OffloadingWorker):
                 part.group,
                 part.block_ids,
                 part.first_block,
-                None if (landing := landings[part.key_index]) is None else landing.offset,
+                None if (slot := slots[part.key_index]) is None else slot.offset,
             )
             for part in parts
         )
@@ -300,8 +300,8 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def _refuse(self, job_id: int, ticket: StoreTicket | LoadTicket, chunks: int, why: str) -> None:
         is_store = isinstance(ticket, StoreTicket)
-        if isinstance(ticket, LoadTicket) and ticket.landing_ticket:
-            self._refused_tickets[ticket.landing_ticket] = sum(landing is not None for landing in ticket.landings)
+        if isinstance(ticket, LoadTicket) and ticket.promotion_ticket:
+            self._refused_tickets[ticket.promotion_ticket] = sum(slot is not None for slot in ticket.promotion_slots)
         self._refused.append(
             Completion(job_id, WorkKind.STORE if is_store else WorkKind.LOAD, (Outcome.FAILED,) * chunks, errors=(why,))
         )

@@ -91,7 +91,7 @@ def test_a_load_that_is_given_up_lands_when_its_read_ends(make: Make, tmp_path: 
     rig = make(mover)
     rig.put(FILE, 0)
     before = rig.blocks(range(NUM_BLOCKS))
-    rig.chain.submit_load(1, [rig.chunk(0, FILE, blocks_of(0), host=0)], landing_ticket=1)
+    rig.chain.submit_load(1, [rig.chunk(0, FILE, blocks_of(0), host=0)], promotion_ticket=1)
     rig.until(lambda: Op.READ in mover.submitted)
     rig.clock.ahead_s += LOAD_TIMEOUT_S + 1
     assert rig.collect(1).outcomes == (FAILED,)
@@ -222,7 +222,7 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
     rig.chain.submit_moves(1, hung)
     rig.chain.submit_moves(2, relayed)
     rig.chain.submit_store(3, [rig.chunk(number, BUCKET, blocks_of(number)) for number in range(4)])
-    rig.chain.submit_load(4, [rig.chunk(9, BUCKET, blocks_of(9), host=9)], landing_ticket=4)
+    rig.chain.submit_load(4, [rig.chunk(9, BUCKET, blocks_of(9), host=9)], promotion_ticket=4)
     rig.until(lambda: in_flight(rig, BUCKET) == (4, link_paths.MAX_BACKGROUND))
     for turn in range(5):
         job, ticket = 100 + 2 * turn, 100 + 2 * turn
@@ -390,8 +390,8 @@ def test_close_while_a_tier_hangs_settles_everything(make: Make) -> None:
     rig.chain.submit_moves(1, [rig.move(number, MEMORY, BUCKET) for number in range(12)])
     rig.chain.submit_moves(2, [rig.move(number, FILE, BUCKET) for number in range(4)])
     rig.chain.submit_moves(3, [rig.move(0, MEMORY, FILE)])
-    rig.chain.submit_load(4, [rig.chunk(13, BUCKET, blocks_of(0), host=13)], landing_ticket=4)
-    rig.chain.submit_load(5, [rig.chunk(14, FILE, blocks_of(0), host=14)], landing_ticket=5)
+    rig.chain.submit_load(4, [rig.chunk(13, BUCKET, blocks_of(0), host=13)], promotion_ticket=4)
+    rig.chain.submit_load(5, [rig.chunk(14, FILE, blocks_of(0), host=14)], promotion_ticket=5)
     rig.until(lambda: bucket.submitted.count(Op.READ) == 1)
     rig.until(lambda: in_flight(rig, BUCKET) == (0, link_paths.MAX_BACKGROUND))
     rig.settle(3)
@@ -435,7 +435,7 @@ def test_a_pump_that_hangs_in_a_system_call_holds_nobody_up(make: Make) -> None:
         rig.chain.submit_moves(1, [rig.move(0, MEMORY, FILE)])
         time.sleep(0.05)
         rig.chain.submit_moves(2, [rig.move(1, MEMORY, FILE), rig.move(5, FILE, MEMORY)])
-        rig.chain.submit_load(3, [rig.chunk(5, FILE, blocks_of(0), host=7)], landing_ticket=3)
+        rig.chain.submit_load(3, [rig.chunk(5, FILE, blocks_of(0), host=7)], promotion_ticket=3)
         rig.chain.submit_store(4, [rig.chunk(8, FILE, blocks_of(0)), rig.chunk(8, BUCKET, blocks_of(0))])
         rig.chain.wait([4])
         assert rig.moves(5, [rig.move(6, BUCKET, MEMORY)]) == (OK,)
@@ -464,7 +464,7 @@ def test_the_death_of_a_pump_settles_its_tickets_and_no_others(make: Make) -> No
         rig.fill_host(number)
     rig.chain.submit_moves(1, [rig.move(0, MEMORY, FILE), rig.move(1, FILE, MEMORY), rig.move(2, FILE, BUCKET)])
     rig.chain.submit_load(
-        2, [rig.chunk(3, FILE, blocks_of(0), host=9), rig.chunk(3, BUCKET, [4, 5, 6, 7])], landing_ticket=2
+        2, [rig.chunk(3, FILE, blocks_of(0), host=9), rig.chunk(3, BUCKET, [4, 5, 6, 7])], promotion_ticket=2
     )
     rig.until(lambda: len(mover.submitted) == 4)
     mover.error = KeyboardInterrupt()
@@ -532,7 +532,7 @@ def test_no_slot_is_told_free_under_a_transfer_whatever_fails(make: Make, seed: 
                 ChunkIO(rig.key(n), rig.at(tier, n), 0, np.arange(4, dtype=np.int32), 0, slot * rig.slot_bytes)
                 for slot, n in pairs
             ]
-            rig.chain.submit_load(turn, chunks, landing_ticket=turn)
+            rig.chain.submit_load(turn, chunks, promotion_ticket=turn)
         elif kind == 1:
             moves = [MoveIO(rig.key(n), 0, rig.at(tier, n), rig.at(MEMORY, slot)) for slot, n in pairs]
             rig.chain.submit_moves(turn, moves)

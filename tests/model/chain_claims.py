@@ -29,15 +29,15 @@ def check_everything(engine: Engine, seen: Counter[str]) -> None:
         engine.shared._presence.check()
     assert engine.catalog.open_tickets == len(engine.tickets)
     check_bounds(engine, seen)
-    if not engine.tickets and not engine.catalog.has_moves:
+    if not engine.tickets and not engine.catalog.has_pending_writes:
         check_nothing_is_held(engine)
 
 
 def check_nothing_is_held(engine: Engine) -> None:
-    """Nothing is under way and nothing is due."""
+    """Nothing is under way and nothing waits."""
     assert engine.catalog.backlog_bytes == 0
     assert engine.catalog.counts().unsaved_bytes == 0
-    assert not any(engine.catalog.counts().due)
+    assert not any(engine.catalog.counts().pending_writes)
     for tier in engine.slots.values():
         for occupancy in tier.occupancy().values():
             assert occupancy.writing == occupancy.pinned == occupancy.evicting == 0, "a pin or a place is left"
@@ -68,7 +68,7 @@ def check_slab(engine: Engine, position: int, tier: SlotTier) -> None:
 
 def check_bounds(engine: Engine, seen: Counter[str]) -> None:
     """Pins are those of open tickets and of unsaved chunks; these, and what is on its way, stay within their bounds."""
-    storing, moving = Counter[int](), Counter[int]()
+    storing, writing_through = Counter[int](), Counter[int]()
     pinned = Counter[tuple[int, Key]]()
     for ticket in engine.tickets.values():
         for key, source, target in zip(ticket.keys, ticket.sources, ticket.targets, strict=True):
@@ -76,12 +76,12 @@ def check_bounds(engine: Engine, seen: Counter[str]) -> None:
                 pinned[source.tier, key] += 1
             if target is not None and ticket.kind == "store":
                 storing[target.tier] += target.slot_bytes
-            if target is not None and ticket.kind == "move":
-                moving[target.tier] += target.slot_bytes
+            if target is not None and ticket.kind == "write_through":
+                writing_through[target.tier] += target.slot_bytes
     chain = engine.setup.chain
     # One chunk that is larger than the bound may pass.
     assert all(size <= max(engine.setup.store_backlog_bytes, SLOT_MAX) for size in storing.values())
-    assert all(size <= max(chain.move_backlog_bytes, SLOT_MAX) for size in moving.values())
+    assert all(size <= max(chain.write_through_backlog_bytes, SLOT_MAX) for size in writing_through.values())
     unsaved_bytes = 0
     for position, tier in engine.slots.items():
         for key, node in tier._index._nodes.items():
@@ -127,7 +127,7 @@ def check_settled(engine: Engine, ticket: Ticket, position: int) -> None:
     key, source, target = ticket.keys[position], ticket.sources[position], ticket.targets[position]
     outcome = ticket.failed.get(position, Outcome.OK)
     if source is not None and outcome in (
-        {Outcome.CORRUPT} if ticket.kind == "move" else {Outcome.FAILED, Outcome.CORRUPT}
+        {Outcome.CORRUPT} if ticket.kind == "write_through" else {Outcome.FAILED, Outcome.CORRUPT}
     ):
         assert engine.tiers[source.tier].state(key) is not State.READY, "what is damaged or gone would be read again"
     if target is None:

@@ -70,7 +70,7 @@ class Job:
     outcomes: list[Outcome] | None = None
     """As the rank will report them; None: not done."""
     load: Job | None = None
-    """Of a landing: the load that reads it."""
+    """Of a promotion: the load that reads it."""
 
 
 class Engine:

@@ -74,8 +74,8 @@ class ChainRig:
         """Look a prompt up as vLLM does: on after anything but a miss."""
         answers: list[Lookup] = []
         for position, key in enumerate(keys):
-            asker = LookupContext(request, first_end + 16 * position)
-            answers.append(self.engine.catalog.lookup(key, self.world.now_s, asker, allowed=allowed))
+            context = LookupContext(request, first_end + 16 * position)
+            answers.append(self.engine.catalog.lookup(key, self.world.now_s, context, allowed=allowed))
             if answers[-1] is Lookup.HIT:
                 nearest = self.engine.nearest(key, allowed)
                 assert nearest is not None
@@ -90,14 +90,14 @@ class ChainRig:
         nearest = [engine.nearest(key, allowed) for key in keys]
         grant = engine.catalog.prepare_load(keys, self.world.now_s, allowed=allowed)
         assert grant.keys == tuple(keys)
-        landings = grant.landings or (None,) * len(keys)
-        landed = [position for position, landing in enumerate(landings) if landing is not None]
-        assert bool(grant.landing_ticket) == bool(landed)
-        for tier, location, landing in zip(nearest, grant.locations, landings, strict=True):
+        slots = grant.promotion_slots or (None,) * len(keys)
+        promoted = [position for position, slot in enumerate(slots) if slot is not None]
+        assert bool(grant.promotion_ticket) == bool(promoted)
+        for tier, location, slot in zip(nearest, grant.locations, slots, strict=True):
             assert location.tier == (-1 if tier is None else tier), "not the nearest that has it"
-            if landing is not None:
+            if slot is not None:
                 assert engine.setup.chain.promote
-                assert landing.tier == engine.setup.chain.memory == 0
+                assert slot.tier == engine.setup.chain.memory == 0
                 assert location.tier > 0
         sources = [None if location.tier < 0 else location for location in grant.locations]
         self._open_ticket("load", grant.ticket, grant.keys, sources, [None] * len(keys))
@@ -105,35 +105,35 @@ class ChainRig:
         for job in loads:
             for copy, location in zip(job.copies, grant.locations, strict=True):
                 copy.source = location  # NOWHERE too: a rank answers it
-        if landed:
-            places = [landings[position] for position in landed]
-            landed_keys = [keys[position] for position in landed]
-            self._open_ticket("landing", grant.landing_ticket, landed_keys, [None] * len(landed), places)
+        if promoted:
+            places = [slots[position] for position in promoted]
+            promoted_keys = [keys[position] for position in promoted]
+            self._open_ticket("promotion", grant.promotion_ticket, promoted_keys, [None] * len(promoted), places)
             for load, job in zip(loads, engine.jobs[-RANKS:], strict=True):
-                job.load, job.copies = load, [load.copies[position] for position in landed]
+                job.load, job.copies = load, [load.copies[position] for position in promoted]
                 for place, copy in zip(places, job.copies, strict=True):
                     copy.target = place
         return grant.locations
 
-    def begin_moves(self) -> None:
-        """Begin what is due."""
+    def begin_write_throughs(self) -> None:
+        """Begin pending writes."""
         engine = self.engine
-        had_moves = engine.catalog.has_moves
+        had_pending = engine.catalog.has_pending_writes
         before = {position: engine.ready(position) for position in engine.slots}
-        grants = engine.catalog.begin_moves(self.world.now_s)
-        assert had_moves or not grants, "an idle engine would not have been stepped for it"
+        grants = engine.catalog.begin_write_throughs(self.world.now_s)
+        assert had_pending or not grants, "an idle engine would not have been stepped for it"
         for grant in grants:
             for key, source, target in zip(grant.keys, grant.sources, grant.targets, strict=True):
                 assert source.tier < target.tier
                 assert key not in before.get(target.tier, {}), "it is there"
                 assert all(key not in ready for tier, ready in before.items() if tier < source.tier), "a detour"
-                self.seen[f"move {source.tier}{target.tier}"] += 1
-            self._open_ticket("move", grant.ticket, grant.keys, grant.sources, grant.targets)
+                self.seen[f"write_through {source.tier}{target.tier}"] += 1
+            self._open_ticket("write_through", grant.ticket, grant.keys, grant.sources, grant.targets)
 
     # What ranks do.
 
     def unfinished(self) -> list[Job]:
-        """Return the jobs that a rank may end next: a landing ends no sooner than its load."""
+        """Return the jobs that a rank may end next: a promotion ends no sooner than its load."""
         jobs = [job for job in self.engine.jobs if job.outcomes is None]
         return [job for job in jobs if job.load is None or job.load.outcomes is not None]
 
@@ -157,7 +157,7 @@ class ChainRig:
             if copy.source is not None and copy.source.tier < 0:
                 outcome = Outcome.FAILED
             elif job.kind == "load" and fate is not Outcome.OK:
-                # Its landing may come in later, or not at all.
+                # Its promotion may come in later, or not at all.
                 copy.given_up = True
                 outcome = Outcome.FAILED if fate is Outcome.TAINTED else fate
             elif fate is Outcome.OK:
@@ -210,7 +210,7 @@ class ChainRig:
         """Moves, too, though not all that were waiting."""
         for _ in range(4):
             self.finish_all()
-            self.begin_moves()
+            self.begin_write_throughs()
 
     # What operators do.
 
@@ -235,7 +235,7 @@ class ChainRig:
         for ticket in engine.tickets.values():
             ticket.is_cleared = True
         assert all(engine.nearest(key) is None for key in used)
-        assert not engine.catalog.has_moves
+        assert not engine.catalog.has_pending_writes
         assert engine.catalog.counts().unsaved_bytes == 0
         self.write_journal()
         self.seen["reset"] += 1
@@ -282,11 +282,11 @@ class ChainRig:
         """Whatever is broken: all that is under way ends, nothing waits for ever, and nothing is left behind."""
         for _ in range(MOST_STEPS):
             self.finish_all()
-            self.begin_moves()
+            self.begin_write_throughs()
             self.step_ends()
             self.world.now_s += 5.0
             check_changes(self.engine, self.seen)
-            if not self.engine.tickets and not self.engine.catalog.has_moves:
+            if not self.engine.tickets and not self.engine.catalog.has_pending_writes:
                 break
         else:
             raise AssertionError(f"never at rest: {self.engine.catalog.counts()}")

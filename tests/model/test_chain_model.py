@@ -1,9 +1,9 @@
-"""The catalog over a chain of real tiers, against a plain model of the world: stores, loads, moves, landings, failures,
-evictions, resets, outages and restarts, with every rank's acknowledgements in any order.
+"""The catalog over a chain of real tiers, against a plain model of the world: stores, loads, write-throughs,
+promotions, failures, evictions, resets, outages and restarts, with every rank's acknowledgements in any order.
 
 Proves, after every step: what is READY in a slab is whole on every rank, and what a load reads is the chunk that was
 asked for; no place belongs to two, and a tainted one to nobody again; no tier holds more than it may; what waits for a
-farther tier, pinned, and what moves there stay within their bounds; the changes told are those that happened; once
+farther tier, pinned, and what is written there stay within their bounds; the changes told are those that happened; once
 nothing is under way no pin and no reservation is left, and nothing waits for ever.
 
 ``CHAIN_MODEL_EXAMPLES=5000`` looks longer, each time elsewhere.
@@ -43,7 +43,7 @@ ACTIONS = [
     *["offer"] * 5,
     *["request"] * 4,
     *["load_what_may_be_gone"] * 2,
-    *["begin_moves"] * 4,
+    *["begin_write_throughs"] * 4,
     *["work"] * 4,
     *["finish"] * 4,
     *["acknowledge"] * 3,
@@ -53,7 +53,7 @@ ACTIONS = [
 EVENTS = [
     *["time 0", "time 0.5", "time 3", "time 31", "time 700"],
     *["file fails", "bucket fails", "all works", "all works", "file lost"],
-    *["file rots", "file rots", "twin written", "twin written", "late writes", "moves keep up", "rest"],
+    *["file rots", "file rots", "twin written", "twin written", "late writes", "writes keep up", "rest"],
     *["others put", "others delete", "others cut", "others flip"],
     *["reset", "restart", "restart", "kill"],
 ]
@@ -83,7 +83,7 @@ class ChainMachine(RuleBasedStateMachine):
         promote=st.sampled_from([True, True, True, False]),
         pin_unsaved=st.sampled_from([True, True, True, False]),
         unsaved_limit=st.sampled_from([5 * SLOT_MAX, 2 * SLOT_MAX, 0]),
-        move_backlog=st.sampled_from([3 * SLOT_MAX, 1 << 30, 1]),
+        write_through_backlog=st.sampled_from([3 * SLOT_MAX, 1 << 30, 1]),
         store_backlog=st.sampled_from([1 << 30, 3 * SLOT_MAX]),
         store_after=st.sampled_from([1, 1, 1, 2]),
         stored=st.integers(0, 8).map(lambda times: 3 * times),
@@ -95,7 +95,7 @@ class ChainMachine(RuleBasedStateMachine):
         promote: bool,
         pin_unsaved: bool,
         unsaved_limit: int,
-        move_backlog: int,
+        write_through_backlog: int,
         store_backlog: int,
         store_after: int,
         stored: int,
@@ -105,7 +105,7 @@ class ChainMachine(RuleBasedStateMachine):
             promote=promote,
             pin_unsaved=pin_unsaved,
             unsaved_limit_bytes=unsaved_limit,
-            move_backlog_bytes=move_backlog,
+            write_through_backlog_bytes=write_through_backlog,
             memory=0 if kinds[0] == "memory" else None,
         )
         self.rig = rig = ChainRig(self.path / "kv", Setup(kinds, policy, chain, store_backlog, store_after))
@@ -170,8 +170,8 @@ class ChainMachine(RuleBasedStateMachine):
     def load_what_may_be_gone(self, rig: ChainRig, draw: st.DrawFn) -> None:
         rig.load(self.chain_of(draw(backs), draw(lengths)), None)
 
-    def begin_moves(self, rig: ChainRig, draw: st.DrawFn) -> None:
-        rig.begin_moves()
+    def begin_write_throughs(self, rig: ChainRig, draw: st.DrawFn) -> None:
+        rig.begin_write_throughs()
 
     def work(self, rig: ChainRig, draw: st.DrawFn) -> None:
         if jobs := rig.unfinished():
@@ -219,7 +219,7 @@ class ChainMachine(RuleBasedStateMachine):
             for writer in world.late_writers:
                 world.write_late(writer)
                 SEEN["late write"] += 1
-        elif what == "moves keep up":
+        elif what == "writes keep up":
             rig.keep_up()
         elif what == "rest":
             rig.come_to_rest()
@@ -242,8 +242,16 @@ class ChainMachine(RuleBasedStateMachine):
 
 
 EVERYWHERE = (
-    *("move 01", "move 02", "move 12", "move failed", "move tainted", "landing ok", "landing failed"),
-    *("store tainted", "late write", "load corrupt", "move corrupt", "steps with unsaved chunks pinned"),
+    *(
+        "write_through 01",
+        "write_through 02",
+        "write_through 12",
+        "write_through failed",
+        "write_through tainted",
+        "promotion ok",
+        "promotion failed",
+    ),
+    *("store tainted", "late write", "load corrupt", "write_through corrupt", "steps with unsaved chunks pinned"),
     *("evicted or dropped", "reset", "restart", "kill", "found after a restart", "written after the end"),
 )
 """What has to have happened, or the runs prove little."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from nixl_offload.catalog import Catalog, ChainOptions, MoveTicket, Settled, StoreTicket
+from nixl_offload.catalog import Catalog, ChainOptions, Settled, StoreTicket, WriteThroughTicket
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
@@ -44,7 +44,7 @@ class Chain:
         unsaved_slots: int = 1000,
         pin_unsaved: bool = True,
         promote: bool = True,
-        move_backlog_slots: int = 1000,
+        write_through_backlog_slots: int = 1000,
         store_backlog_slots: int = 1000,
         store_after: int = 1,
     ) -> None:
@@ -68,7 +68,7 @@ class Chain:
                 promote=promote,
                 pin_unsaved=pin_unsaved,
                 unsaved_limit_bytes=unsaved_slots * SLOT,
-                move_backlog_bytes=move_backlog_slots * SLOT,
+                write_through_backlog_bytes=write_through_backlog_slots * SLOT,
                 memory=MEMORY,
             ),
             store_after=store_after,
@@ -115,16 +115,18 @@ class Chain:
         assert grant.keys == tuple(keys(*numbers))
         return self.report(grant.ticket)
 
-    def load(self, *numbers: int, failed: Mapping[int, Outcome] | None = None, landed: Outcome = Outcome.OK) -> None:
-        """Load ``numbers``, and let all their landings end in the same way."""
+    def load(self, *numbers: int, failed: Mapping[int, Outcome] | None = None, promoted: Outcome = Outcome.OK) -> None:
+        """Load ``numbers``, and let all their promotions end in the same way."""
         grant = self.catalog.prepare_load(keys(*numbers), self.now_s)
         self.report(grant.ticket, failed)
-        if grant.landing_ticket:
-            count = sum(landing is not None for landing in grant.landings)
-            self.report(grant.landing_ticket, dict.fromkeys(range(count), landed) if landed is not Outcome.OK else {})
+        if grant.promotion_ticket:
+            count = sum(slot is not None for slot in grant.promotion_slots)
+            self.report(
+                grant.promotion_ticket, dict.fromkeys(range(count), promoted) if promoted is not Outcome.OK else {}
+            )
 
-    def begin(self) -> list[MoveTicket]:
-        grants = self.catalog.begin_moves(self.now_s)
+    def begin(self) -> list[WriteThroughTicket]:
+        grants = self.catalog.begin_write_throughs(self.now_s)
         self.open.update((grant.ticket, len(grant.keys)) for grant in grants)
         return grants
 
@@ -135,17 +137,19 @@ class Chain:
         assert settled is not None
         return settled
 
-    def move(self, outcome: Outcome = Outcome.OK, to: Collection[int] = (FILE, BUCKET)) -> list[tuple[Key, int, int]]:
-        """Begin what is due and let it end so; return key, source and target of each move to the tiers ``to``."""
-        moves = []
+    def write_through(
+        self, outcome: Outcome = Outcome.OK, to: Collection[int] = (FILE, BUCKET)
+    ) -> list[tuple[Key, int, int]]:
+        """Begin pending writes and let them end so; return key, source and target of each write to the tiers ``to``."""
+        writes = []
         for grant in self.begin():
             if grant.targets[0].tier not in to:
                 continue
-            moves += list(
+            writes += list(
                 zip(grant.keys, [s.tier for s in grant.sources], [t.tier for t in grant.targets], strict=True)
             )
             self.report(grant.ticket, {} if outcome is Outcome.OK else dict.fromkeys(range(len(grant.keys)), outcome))
-        return moves
+        return writes
 
     # What is asked
 
@@ -164,8 +168,8 @@ class Chain:
         return held + sum(tier._presence.held for tier in self.tiers if isinstance(tier, SharedTier))
 
     def told(self, target: int) -> dict[str, int]:
-        """Return what has become of moves to a tier."""
-        return {how: count for (tier, how), count in self.catalog.counts().moves.items() if tier == target}
+        """Return what has become of writes to a tier."""
+        return {how: count for (tier, how), count in self.catalog.counts().write_throughs.items() if tier == target}
 
     def come_to_rest(self, others: Iterable[int] = ()) -> None:
         """Report all that is open, let time pass, and check that nothing is left of it."""
@@ -173,15 +177,15 @@ class Chain:
             self.catalog.report(ticket, self.world_size, {}, self.now_s)
         for _ in range(20):
             self.now_s += 31.0
-            self.move()
-        assert not self.catalog.has_moves, "an idle engine would step for ever"
+            self.write_through()
+        assert not self.catalog.has_pending_writes, "an idle engine would step for ever"
         assert self.catalog.open_tickets == 0
         assert self.held() == 0, "a pin or a reservation was not taken back"
         counts = self.catalog.counts()
         assert counts.unsaved_bytes == 0
-        assert not any(counts.moving_bytes)
+        assert not any(counts.write_through_bytes)
         assert not any(counts.storing_bytes)
-        assert not self.catalog._through._chunks
+        assert not self.catalog._write_throughs._chunks
         for index in self.indexes:
             index.check()
 

@@ -221,7 +221,7 @@ class ChainRig:
         return self.collect(job_id).outcomes
 
     def load(self, job_id: int, chunks: Sequence[ChunkIO], ticket: int = 0) -> tuple[Outcome, ...]:
-        self.chain.submit_load(job_id, chunks, landing_ticket=ticket)
+        self.chain.submit_load(job_id, chunks, promotion_ticket=ticket)
         return self.collect(job_id).outcomes
 
     def moves(self, ticket: int, moves: Sequence[MoveIO]) -> tuple[Outcome, ...]:

@@ -248,8 +248,8 @@ def test_a_job_that_is_submitted_twice_runs_once(make: Make) -> None:
     rig = make()
     rig.put(FILE, 0)
     chunks = [rig.chunk(0, FILE, blocks_of(0), host=0)]
-    rig.chain.submit_load(1, chunks, landing_ticket=7)
-    rig.chain.submit_load(1, chunks, landing_ticket=8)
+    rig.chain.submit_load(1, chunks, promotion_ticket=7)
+    rig.chain.submit_load(1, chunks, promotion_ticket=8)
     rig.chain.submit_store(1, chunks)
     assert rig.collect(1).outcomes == (OK,)
     assert rig.settle(7).outcomes == (OK,)

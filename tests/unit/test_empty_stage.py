@@ -93,7 +93,7 @@ def test_a_rank_without_any_layer_needs_no_engine() -> None:
     key, place = Key(bytes(32) + bytes(4)), Location(1, 0, 8192)
     chunks = [ChunkIO(key, place, group, ids, 0, host_offset=8192 * group) for group in range(2)]
     chain.submit_store(1, chunks)
-    chain.submit_load(2, chunks, landing_ticket=5)
+    chain.submit_load(2, chunks, promotion_ticket=5)
     chain.submit_moves(6, [MoveIO(key, 1, place, Location(0, 0, 8192))])
     assert [(result.job_id, result.outcomes) for result in chain.finished()] == [(1, (OK, OK)), (2, (OK, OK))]
     assert sorted((result.job_id, result.outcomes) for result in chain.settled()) == [(5, (OK, OK)), (6, (OK,))]

@@ -115,9 +115,11 @@ def locations_of(tier: dict[str, Any], namespace: Namespace, chunks: Sequence[Ch
     try:
         found = []
         for number, chunk in enumerate(chunks):
-            key, asker = Key(bytes.fromhex(chunk.key)), LookupContext(f"request {number}")
-            until(lambda key=key, asker=asker: opened.lookup(key, asker, now_s()) is not Lookup.RETRY, opened.flush)
-            assert opened.lookup(key, asker, now_s()) is Lookup.HIT, chunk
+            key, context = Key(bytes.fromhex(chunk.key)), LookupContext(f"request {number}")
+            until(
+                lambda key=key, context=context: opened.lookup(key, context, now_s()) is not Lookup.RETRY, opened.flush
+            )
+            assert opened.lookup(key, context, now_s()) is Lookup.HIT, chunk
             found.append(opened.pin(key))
             opened.unpin(key)
         absent = Key(bytes(32) + bytes(4))

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.manager import NixlOffloadManager
@@ -183,7 +183,7 @@ class Rig:
         assert isinstance(ticket, LoadTicket)
         return ticket
 
-    def step(self) -> list[MoveTicket]:
+    def step(self) -> list[WriteThroughTicket]:
         """End a step of the scheduler; return the moves that go out with it."""
         self.manager.on_schedule_end(ScheduleEndContext([], []))
         return self.manager.take_moves()

@@ -116,7 +116,7 @@ def test_a_failed_load_is_told_of_its_tier_and_another_serves(
     assert tier not in tiers_of(rig.load(2, context=request("third")))
 
 
-def test_a_landing_is_told_when_it_is_there(tmp_path: Path, open_rig: Open) -> None:
+def test_a_promotion_is_told_when_it_is_there(tmp_path: Path, open_rig: Open) -> None:
     """What a farther tier served is loadable from memory once the ranks have said so, and not when it fails."""
     config = config_of(memory_tier(4), slab_tier(tmp_path))
     first = open_rig(config)
@@ -126,11 +126,11 @@ def test_a_landing_is_told_when_it_is_there(tmp_path: Path, open_rig: Open) -> N
     rig = open_rig(config)
     spec = rig.load(1, 2)
     assert tiers_of(spec) == [SLAB, SLAB]
-    assert [landing.tier for landing in spec.landings if landing] == [MEMORY, MEMORY]
+    assert [slot.tier for slot in spec.promotion_slots if slot] == [MEMORY, MEMORY]
     rig.report(spec.ticket)
-    assert rig.manager.has_pending_work(), "the landing is still open"
+    assert rig.manager.has_pending_work(), "the promotion is still open"
     assert rig.events() == []
-    rig.report(spec.landing_ticket, {0: Outcome.DROPPED})
+    rig.report(spec.promotion_ticket, {0: Outcome.DROPPED})
     assert rig.events() == [("CPU", "LOCAL", False, [2])]
     assert tiers_of(rig.load(1, 2)) == [SLAB, MEMORY]
 
@@ -173,10 +173,10 @@ def test_the_source_stays_when_the_load_keeps_a_copy(tmp_path: Path, open_rig: O
     first.close()
     rig = open_rig(config)
     spec = rig.load(1)
-    assert spec.landing_ticket
+    assert spec.promotion_ticket
     assert rig.manager.get_load_source(key(1), request()) is CacheHitSource.DISK
     rig.report(spec.ticket)
-    rig.report(spec.landing_ticket)
+    rig.report(spec.promotion_ticket)
     assert rig.manager.get_load_source(key(1), request()) is CacheHitSource.HOST
 
 
@@ -286,7 +286,7 @@ def test_a_shutdown_leaves_hints_of_what_can_be_verified(
     if answer is HIT:
         spec = after.load(2)
         assert after.report(spec.ticket, {0: Outcome.CORRUPT}) == {key(2)}
-        after.report(spec.landing_ticket, {0: Outcome.CORRUPT})
+        after.report(spec.promotion_ticket, {0: Outcome.CORRUPT})
         assert after.manager.lookup(key(2), request()) is MISS
 
 

@@ -1,6 +1,6 @@
-"""Write-through and landings: what goes from tier to tier, and what is pinned meanwhile, over the tiers' real books.
+"""Write-through and promotion: what goes from tier to tier, and what is pinned meanwhile, over the tiers' real books.
 
-Proves: a chunk in memory is kept until a farther tier has it, within a limit; what cannot be moved is dropped and
+Proves: a chunk in memory is kept until a farther tier has it, within a limit; what cannot be written is dropped and
 counted, and an idle engine is not kept awake for it; no pin and no reservation is left behind, whatever happens in
 whatever order.
 """
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Change
-from nixl_offload.catalog import moves as moves_module
+from nixl_offload.catalog import Change, write_through
 from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.memory.tier import MemoryTier
@@ -49,25 +48,25 @@ def test_a_store_goes_on_from_memory_to_every_farther_tier(make: MakeChain) -> N
     chain = make(bucket=True)
     settled = chain.store(1, 2)
     assert (settled.kind, set(settled.tiers)) == ("store", {MEMORY})
-    assert chain.catalog.has_moves
-    moved = chain.move()
-    assert sorted(moved) == [(key(n), MEMORY, target) for n in (1, 2) for target in (FILE, BUCKET)]
+    assert chain.catalog.has_pending_writes
+    written = chain.write_through()
+    assert sorted(written) == [(key(n), MEMORY, target) for n in (1, 2) for target in (FILE, BUCKET)]
     assert chain.holders(1) == chain.holders(2) == [MEMORY, FILE, BUCKET]
-    assert not chain.catalog.has_moves
+    assert not chain.catalog.has_pending_writes
     assert chain.begin() == []
     assert chain.catalog.take_changes() == [
         Change(tier, tuple(keys(1, 2)), removed=False) for tier in (MEMORY, FILE, BUCKET)
     ]
-    assert chain.catalog.counts().moves == {(FILE, "ok"): 2, (BUCKET, "ok"): 2}
+    assert chain.catalog.counts().write_throughs == {(FILE, "ok"): 2, (BUCKET, "ok"): 2}
 
 
-def test_moves_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) -> None:
+def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) -> None:
     """A bucket is searched as if a chunk's being there told that those before it are."""
-    chain = make(memory_slots=64, move_backlog_slots=16)
+    chain = make(memory_slots=64, write_through_backlog_slots=16)
     for first in (10, 20, 30):
         chain.store(*range(first, first + 10))
     begun = []
-    while chain.catalog.has_moves:
+    while chain.catalog.has_pending_writes:
         grants = chain.begin()
         assert sum(len(grant.keys) for grant in grants) <= 16, "no more in flight than the limit"
         assert len(grants) >= 4, "in several tickets, or it would go by fits and starts"
@@ -83,20 +82,20 @@ def test_what_is_nowhere_else_keeps_its_place_in_memory(make: MakeChain) -> None
     assert chain.catalog.counts().unsaved_bytes == 2 * SLOT
     chain.store(3)
     assert chain.holders(3) == [FILE], "memory is full of pins: the next tier takes it"
-    chain.move()
+    chain.write_through()
     assert chain.pinned(MEMORY) == 0
     chain.store(4)
     assert chain.holders(4) == [MEMORY]
     assert sorted(chain.holders(1) + chain.holders(2)) == [MEMORY, FILE, FILE], "one of them made room"
 
 
-def test_beyond_the_limit_chunks_are_not_pinned_and_a_due_without_source_is_dropped(make: MakeChain) -> None:
+def test_beyond_the_limit_chunks_are_not_pinned_and_a_pending_write_without_source_is_dropped(make: MakeChain) -> None:
     chain = make(memory_slots=2, unsaved_slots=1)
     chain.store(1, 2)
     assert chain.pinned(MEMORY) == 1
     chain.store(3)
     assert chain.holders(2) == [], "not pinned, so it was evicted"
-    assert [moved[0] for moved in chain.move()] == keys(1, 3)
+    assert [written[0] for written in chain.write_through()] == keys(1, 3)
     assert chain.told(FILE) == {"ok": 2, "gone": 1}
 
 
@@ -104,15 +103,15 @@ def test_a_limit_of_nothing_pins_nothing(make: MakeChain) -> None:
     chain = make(unsaved_slots=0)
     chain.store(1)
     assert chain.pinned(MEMORY) == 0
-    assert chain.move() == [(key(1), MEMORY, FILE)]
+    assert chain.write_through() == [(key(1), MEMORY, FILE)]
 
 
-def test_without_pins_memory_evicts_until_a_move_begins(make: MakeChain) -> None:
+def test_without_pins_memory_evicts_until_a_write_begins(make: MakeChain) -> None:
     chain = make(memory_slots=2, pin_unsaved=False)
     chain.store(1, 2)
     assert chain.pinned(MEMORY) == 0
     chain.begin()
-    assert chain.pinned(MEMORY) == 2, "the sources of moves are pinned all the same"
+    assert chain.pinned(MEMORY) == 2, "the sources of writes are pinned all the same"
     grant = chain.reserve(3)
     assert grant is not None
     assert grant.locations[0].tier == FILE
@@ -121,7 +120,7 @@ def test_without_pins_memory_evicts_until_a_move_begins(make: MakeChain) -> None
 def test_what_memory_has_given_up_goes_on_from_the_next_tier(make: MakeChain) -> None:
     chain = make(memory_slots=1, bucket=True, pin_unsaved=False)
     chain.store(1)
-    assert chain.move(to=[FILE]) == [(key(1), MEMORY, FILE)]
+    assert chain.write_through(to=[FILE]) == [(key(1), MEMORY, FILE)]
     chain.come_to_rest()
     chain.catalog.clear()
     chain.store(2)
@@ -131,7 +130,7 @@ def test_what_memory_has_given_up_goes_on_from_the_next_tier(make: MakeChain) ->
     chain.store(3)
     assert chain.holders(2) == [FILE]
     chain.reserve(2)
-    assert (key(2), FILE, BUCKET) in chain.move(), "offered again, so due again, from where it is now"
+    assert (key(2), FILE, BUCKET) in chain.write_through(), "offered again, so pending again, from where it is now"
 
 
 def test_a_saved_chunk_lends_its_pin_to_one_that_is_nowhere_else(make: MakeChain) -> None:
@@ -139,8 +138,8 @@ def test_a_saved_chunk_lends_its_pin_to_one_that_is_nowhere_else(make: MakeChain
     chain = make(memory_slots=4, unsaved_slots=2, bucket=True)
     _break(chain)
     chain.store(1, 2)
-    assert chain.move() == [(key(n), MEMORY, FILE) for n in (1, 2)]
-    assert chain.catalog.counts().unsaved_bytes == 2 * SLOT, "still due in the bucket"
+    assert chain.write_through() == [(key(n), MEMORY, FILE) for n in (1, 2)]
+    assert chain.catalog.counts().unsaved_bytes == 2 * SLOT, "still pending for the bucket"
     chain.store(3, 4)
     assert chain.catalog.counts().unsaved_bytes == 2 * SLOT
     chain.store(5, 6)
@@ -152,8 +151,8 @@ def test_a_saved_chunk_that_is_offered_again_takes_no_pin_away(make: MakeChain) 
     chain = make(unsaved_slots=1, bucket=True)
     _break(chain)
     chain.store(1)
-    while chain.catalog.has_moves:
-        chain.move(Outcome.OK, to=[FILE])
+    while chain.catalog.has_pending_writes:
+        chain.write_through(Outcome.OK, to=[FILE])
         chain.now_s += 31.0
     chain.reserve(1)
     assert chain.catalog.counts().unsaved_bytes == SLOT, "pinned, while nobody else wants to be"
@@ -177,33 +176,33 @@ def test_nothing_is_fetched_from_a_farther_tier_to_be_stored_in_a_nearer_one(mak
     assert chain.told(FILE) == {"failed": 1, "gone": 1}
 
 
-def test_a_chunk_that_fell_through_is_due_behind_its_tier_only(make: MakeChain) -> None:
+def test_a_chunk_that_fell_through_goes_on_behind_its_tier_only(make: MakeChain) -> None:
     chain = make(memory_slots=1, bucket=True)
     chain.store(1, 2)
     assert chain.holders(2) == [FILE]
-    assert (key(2), FILE, BUCKET) in chain.move()
+    assert (key(2), FILE, BUCKET) in chain.write_through()
     assert chain.holders(2) == [FILE, BUCKET]
 
 
-def test_a_known_chunk_is_due_where_it_is_lacking(make: MakeChain) -> None:
+def test_a_known_chunk_is_written_where_it_is_lacking(make: MakeChain) -> None:
     chain = make(file_slots=1)
     chain.store(1, 2)
-    chain.move()
+    chain.write_through()
     assert chain.told(FILE) == {"ok": 1}, "while one is on its way the slab has no room for the other"
     assert chain.reserve(1, 2) is None, "nothing to store"
-    assert chain.move() == [(key(2), MEMORY, FILE)], "which the slab has room for by giving up the first"
+    assert chain.write_through() == [(key(2), MEMORY, FILE)], "which the slab has room for by giving up the first"
     assert chain.holders(1) == [MEMORY]
     assert Change(FILE, (key(1),), removed=True) in chain.catalog.take_changes()
 
 
-def test_what_arrives_by_another_way_is_not_moved(make: MakeChain) -> None:
+def test_what_arrives_by_another_way_is_not_written(make: MakeChain) -> None:
     chain = make()
     chain.store(1)
     file = chain.tiers[FILE]
     assert file.reserve(key(1), SLOT, []) is not None
     file.commit(key(1))
     assert chain.begin() == []
-    assert not chain.catalog.has_moves
+    assert not chain.catalog.has_pending_writes
     assert chain.pinned(MEMORY) == 0
     assert chain.told(FILE) == {}
 
@@ -228,7 +227,7 @@ def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) 
     _break(chain)
     chain.store(*range(6))
     started_s = chain.now_s
-    while chain.catalog.has_moves:
+    while chain.catalog.has_pending_writes:
         assert chain.now_s < started_s + 60.0
         chain.catalog.flush(chain.now_s)
         for grant in chain.begin():
@@ -244,17 +243,17 @@ def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) 
 
 def test_what_waited_in_vain_is_dropped_bit_by_bit(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tens of thousands of chunks lose their last chance in the same instant, and one step must not pay for all."""
-    monkeypatch.setattr(moves_module, "MAX_GIVEN_UP", 3)
+    monkeypatch.setattr(write_through, "MAX_DROPPED", 3)
     chain = make(bucket=True)
     bucket = _break(chain)
     monkeypatch.setattr(bucket, "reserve", lambda key, slot_bytes, evicted: None)
     chain.store(*range(8))
-    while chain.catalog.counts().due[FILE]:
-        chain.move()
+    while chain.catalog.counts().pending_writes[FILE]:
+        chain.write_through()
     chain.now_s += 30.0
     dropped = []
-    while chain.catalog.has_moves:
-        assert chain.move() == []
+    while chain.catalog.has_pending_writes:
+        assert chain.write_through() == []
         dropped.append(chain.told(BUCKET)["refused"])
     assert dropped == [3, 6, 8]
     assert chain.pinned(MEMORY) == 0
@@ -264,16 +263,16 @@ def test_a_tier_that_comes_back_gets_what_waits(make: MakeChain) -> None:
     chain = make(bucket=True)
     _break(chain)
     chain.store(1, 2)
-    assert [moved[2] for moved in chain.move()] == [FILE, FILE]
-    assert chain.catalog.has_moves
+    assert [written[2] for written in chain.write_through()] == [FILE, FILE]
+    assert chain.catalog.has_pending_writes
     chain.now_s += 2.0
     chain.catalog.flush(chain.now_s)
-    assert chain.move() == [(key(1), MEMORY, BUCKET)], "the trial"
-    assert chain.move() == [(key(2), MEMORY, BUCKET)]
+    assert chain.write_through() == [(key(1), MEMORY, BUCKET)], "the trial"
+    assert chain.write_through() == [(key(2), MEMORY, BUCKET)]
 
 
 def test_a_tier_that_hangs_is_given_up_and_holds_up_no_other(make: MakeChain) -> None:
-    chain = make(memory_slots=64, bucket=True, move_backlog_slots=4)
+    chain = make(memory_slots=64, bucket=True, write_through_backlog_slots=4)
     chain.store(*range(20))
     stuck = []
     for _ in range(70):
@@ -286,7 +285,7 @@ def test_a_tier_that_hangs_is_given_up_and_holds_up_no_other(make: MakeChain) ->
     assert chain.told(FILE) == {"ok": 20}
     assert sum(len(grant.keys) for grant in stuck) == 4, "no more in flight than the limit"
     assert chain.told(BUCKET) == {"refused": 16}
-    assert not chain.catalog.has_moves
+    assert not chain.catalog.has_pending_writes
     assert chain.pinned(MEMORY) == 4, "what is on its way"
     for grant in stuck:
         chain.report(grant.ticket, {0: Outcome.FAILED})
@@ -298,56 +297,56 @@ def test_a_chunk_that_is_being_given_up_there_is_waited_for(make: MakeChain) -> 
     assert file.reserve(key(1), SLOT, []) is not None
     file.commit(key(1))
     load = chain.catalog.prepare_load(keys(1), chain.now_s)
-    chain.report(load.landing_ticket, {0: Outcome.DROPPED})
+    chain.report(load.promotion_ticket, {0: Outcome.DROPPED})
     file.clear()
     assert file.state(key(1)) is State.EVICTING
     chain.store(1)
     assert chain.begin() == []
-    assert chain.catalog.has_moves
+    assert chain.catalog.has_pending_writes
     chain.report(load.ticket, {0: Outcome.FAILED})
-    assert chain.move() == [(key(1), MEMORY, FILE)]
+    assert chain.write_through() == [(key(1), MEMORY, FILE)]
 
 
-def test_so_many_chunks_are_due_at_most(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves_module, "MAX_DUE", 3)
+def test_so_many_writes_are_pending_at_most(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_through, "MAX_PENDING", 3)
     chain = make()
     chain.store(*range(5))
-    assert chain.catalog.counts().due == (0, 3)
+    assert chain.catalog.counts().pending_writes == (0, 3)
     assert chain.told(FILE) == {"overflow": 2}
     assert chain.pinned(MEMORY) == 3
-    assert [moved[0] for moved in chain.move()] == keys(2, 3, 4), "the oldest went"
+    assert [written[0] for written in chain.write_through()] == keys(2, 3, 4), "the oldest went"
 
 
-def test_so_many_moves_begin_in_one_step_at_most(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves_module, "MAX_BEGUN", 3)
+def test_so_many_writes_begin_in_one_step_at_most(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_through, "MAX_BEGUN", 3)
     chain = make()
     chain.store(*range(8))
-    assert [len(chain.move()) for _ in range(4)] == [3, 3, 2, 0]
+    assert [len(chain.write_through()) for _ in range(4)] == [3, 3, 2, 0]
 
 
 def test_a_chunk_larger_than_the_backlog_goes_alone(make: MakeChain) -> None:
-    chain = make(move_backlog_slots=0)
+    chain = make(write_through_backlog_slots=0)
     chain.store(1, 2)
     (grant,) = chain.begin()
     assert chain.begin() == []
     chain.report(grant.ticket)
-    assert chain.move() == [(key(2), MEMORY, FILE)]
+    assert chain.write_through() == [(key(2), MEMORY, FILE)]
 
 
-# Moves that fail
+# Write-throughs that fail
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.DROPPED, Outcome.TAINTED])
-def test_a_move_that_failed_is_counted_and_made_again_when_it_is_offered(make: MakeChain, outcome: Outcome) -> None:
+def test_a_write_that_failed_is_counted_and_made_again_when_it_is_offered(make: MakeChain, outcome: Outcome) -> None:
     chain = make()
     chain.store(1)
-    chain.move(outcome)
+    chain.write_through(outcome)
     assert chain.holders(1) == [MEMORY]
     assert chain.told(FILE) == {outcome.value: 1}
-    assert not chain.catalog.has_moves, "not tried for ever"
+    assert not chain.catalog.has_pending_writes, "not tried for ever"
     assert chain.pinned(MEMORY) == 0
     chain.reserve(1)
-    assert chain.move() == [(key(1), MEMORY, FILE)]
+    assert chain.write_through() == [(key(1), MEMORY, FILE)]
 
 
 def test_a_tainted_place_is_never_used_again(make: MakeChain) -> None:
@@ -358,32 +357,32 @@ def test_a_tainted_place_is_never_used_again(make: MakeChain) -> None:
     chain.report(grant.ticket, {0: Outcome.TAINTED})
     for number in range(2, 8):
         chain.store(number)
-        for move in chain.begin():
-            assert tainted not in move.targets
-            chain.report(move.ticket)
+        for ticket in chain.begin():
+            assert tainted not in ticket.targets
+            chain.report(ticket.ticket)
 
 
 def test_a_damaged_source_is_dropped(make: MakeChain) -> None:
     chain = make(memory_slots=1, bucket=True, pin_unsaved=False)
     chain.store(1)
-    chain.move(to=[FILE])
+    chain.write_through(to=[FILE])
     chain.come_to_rest()
     chain.tiers[BUCKET].clear()
     chain.tiers[MEMORY].clear()
     chain.reserve(1)
-    assert chain.move(Outcome.CORRUPT) == [(key(1), FILE, BUCKET)]
+    assert chain.write_through(Outcome.CORRUPT) == [(key(1), FILE, BUCKET)]
     assert chain.holders(1) == []
     assert chain.catalog.take_changes()[-1] == Change(FILE, (key(1),), removed=True)
 
 
-def test_one_rank_that_failed_fails_the_move(make: MakeChain) -> None:
+def test_one_rank_that_failed_fails_the_write(make: MakeChain) -> None:
     chain = make(world_size=2)
     chain.store(1, 2)
     (grant,) = chain.begin()
     assert chain.catalog.report(grant.ticket, 1, {0: Outcome.TAINTED, 7: Outcome.FAILED}, chain.now_s) is None
     settled = chain.catalog.report(grant.ticket, 1, {0: Outcome.FAILED, 1: Outcome.OK}, chain.now_s)
     assert settled is not None
-    assert (settled.kind, set(settled.tiers)) == ("move", {FILE})
+    assert (settled.kind, set(settled.tiers)) == ("write_through", {FILE})
     assert settled.failed == {key(1): Outcome.TAINTED}, "the worst of all"
     assert chain.holders(2) == [MEMORY, FILE]
 
@@ -391,12 +390,12 @@ def test_one_rank_that_failed_fails_the_move(make: MakeChain) -> None:
 # Resets and failed loads, while something is on its way
 
 
-def test_a_reset_forgets_what_is_due_and_what_is_on_its_way(make: MakeChain) -> None:
-    chain = make(move_backlog_slots=1)
+def test_a_reset_forgets_what_is_pending_and_what_is_on_its_way(make: MakeChain) -> None:
+    chain = make(write_through_backlog_slots=1)
     chain.store(1, 2)
     (grant,) = chain.begin()
     chain.catalog.clear()
-    assert not chain.catalog.has_moves
+    assert not chain.catalog.has_pending_writes
     assert chain.catalog.in_flight_stores() == [], "nothing that a next engine should look for"
     assert chain.catalog.counts().unsaved_bytes == 0
     assert chain.held() == 2, "source and target, as long as a rank touches them"
@@ -407,10 +406,10 @@ def test_a_reset_forgets_what_is_due_and_what_is_on_its_way(make: MakeChain) -> 
     assert chain.catalog.take_changes() == []
 
 
-def test_a_move_from_before_a_reset_takes_no_later_pin_back(make: MakeChain) -> None:
+def test_a_write_from_before_a_reset_takes_no_later_pin_back(make: MakeChain) -> None:
     chain = make(bucket=True, file_slots=8)
     chain.store(1)
-    chain.move(to=[FILE])
+    chain.write_through(to=[FILE])
     (old,) = (ticket for ticket in chain.open)
     chain.tiers[MEMORY].clear()
     chain.report(old, {0: Outcome.FAILED})
@@ -421,14 +420,14 @@ def test_a_move_from_before_a_reset_takes_no_later_pin_back(make: MakeChain) -> 
     chain.store(1)
     assert chain.catalog.counts().unsaved_bytes == SLOT
     chain.report(grant.ticket)
-    assert chain.catalog.counts().unsaved_bytes == SLOT, "the new one waits for its own moves"
+    assert chain.catalog.counts().unsaved_bytes == SLOT, "the new one waits for its own writes"
     assert chain.pinned(MEMORY) == 1
-    chain.move()
+    chain.write_through()
     assert chain.pinned(MEMORY) == 0
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_chunk_that_a_load_finds_damaged_while_it_is_due(make: MakeChain, begun: bool) -> None:
+def test_a_chunk_that_a_load_finds_damaged_while_its_write_is_pending(make: MakeChain, begun: bool) -> None:
     chain = make()
     chain.store(1)
     grants = chain.begin() if begun else []
@@ -442,12 +441,12 @@ def test_a_chunk_that_a_load_finds_damaged_while_it_is_due(make: MakeChain, begu
     assert chain.told(FILE) == ({"corrupt": 1} if begun else {"gone": 1})
 
 
-# Landings
+# Promotions
 
 
 def _in_file_alone(chain: Chain, *numbers: int) -> None:
     chain.store(*numbers)
-    chain.move()
+    chain.write_through()
     chain.tiers[MEMORY].clear()
     chain.catalog.take_changes()
 
@@ -457,70 +456,70 @@ def test_what_a_farther_tier_serves_is_kept_in_memory(make: MakeChain) -> None:
     _in_file_alone(chain, 1, 2)
     grant = chain.catalog.prepare_load(keys(1, 9, 2), chain.now_s)
     assert [location.tier for location in grant.locations] == [FILE, -1, FILE]
-    assert [landing and landing.tier for landing in grant.landings] == [MEMORY, None, MEMORY]
+    assert [slot and slot.tier for slot in grant.promotion_slots] == [MEMORY, None, MEMORY]
     assert chain.catalog.lookup(key(1), chain.now_s) is Lookup.HIT
     assert chain.catalog.where(key(1)) == FILE
     assert chain.catalog.in_flight_stores() == [(MEMORY, key(1)), (MEMORY, key(2))]
     assert chain.report(grant.ticket, {1: Outcome.FAILED}).tiers == (FILE, -1, FILE)
     assert chain.catalog.where(key(1)) == FILE, "told of later, and separately"
-    settled = chain.report(grant.landing_ticket, {1: Outcome.FAILED})
-    assert (settled.kind, settled.keys, set(settled.tiers)) == ("landing", tuple(keys(1, 2)), {MEMORY})
+    settled = chain.report(grant.promotion_ticket, {1: Outcome.FAILED})
+    assert (settled.kind, settled.keys, set(settled.tiers)) == ("promotion", tuple(keys(1, 2)), {MEMORY})
     assert chain.catalog.where(key(1)) == MEMORY
     assert chain.catalog.where(key(2)) == FILE
     assert chain.catalog.take_changes() == [Change(MEMORY, (key(1),), removed=False)]
-    assert not chain.catalog.has_moves
+    assert not chain.catalog.has_pending_writes
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED, Outcome.TAINTED])
-def test_a_landing_that_failed_leaves_the_farther_copy(make: MakeChain, outcome: Outcome) -> None:
+def test_a_promotion_that_failed_leaves_the_farther_copy(make: MakeChain, outcome: Outcome) -> None:
     chain = make(memory_slots=1)
     _in_file_alone(chain, 1)
-    chain.load(1, landed=outcome)
+    chain.load(1, promoted=outcome)
     assert chain.holders(1) == [FILE]
     memory = chain.tiers[MEMORY]
     assert isinstance(memory, MemoryTier)
     assert memory.retired_bytes == (SLOT if outcome is Outcome.TAINTED else 0)
     again = chain.catalog.prepare_load(keys(1), chain.now_s)
-    assert (again.landing_ticket == 0) == (outcome is Outcome.TAINTED), "the only slot is gone for good"
+    assert (again.promotion_ticket == 0) == (outcome is Outcome.TAINTED), "the only slot is gone for good"
     chain.report(again.ticket)
-    if again.landing_ticket:
-        chain.report(again.landing_ticket)
+    if again.promotion_ticket:
+        chain.report(again.promotion_ticket)
 
 
-def test_nothing_lands_where_promotion_is_off(make: MakeChain) -> None:
+def test_nothing_is_kept_where_promotion_is_off(make: MakeChain) -> None:
     chain = make(promote=False)
     _in_file_alone(chain, 1)
     grant = chain.catalog.prepare_load(keys(1), chain.now_s)
-    assert (grant.landing_ticket, grant.landings) == (0, ())
+    assert (grant.promotion_ticket, grant.promotion_slots) == (0, ())
     chain.report(grant.ticket)
 
 
-def test_a_landing_pushes_nothing_out_that_the_same_load_reads(make: MakeChain) -> None:
+def test_a_promotion_pushes_nothing_out_that_the_same_load_reads(make: MakeChain) -> None:
     chain = make(memory_slots=2)
     _in_file_alone(chain, 1, 2)
     chain.store(8, 9)
-    chain.move()
+    chain.write_through()
     grant = chain.catalog.prepare_load(keys(1, 2, 8), chain.now_s)
     assert [location.tier for location in grant.locations] == [FILE, FILE, MEMORY]
-    assert [landing is not None for landing in grant.landings] == [True, False, False], "as far as there is room"
+    assert [slot is not None for slot in grant.promotion_slots] == [True, False, False], "as far as there is room"
     assert chain.holders(9) == [FILE]
     assert Change(MEMORY, (key(9),), removed=True) in chain.catalog.take_changes()
     chain.report(grant.ticket)
-    chain.report(grant.landing_ticket)
+    chain.report(grant.promotion_ticket)
 
 
-def test_a_chunk_offered_while_it_lands_is_not_stored_twice(make: MakeChain) -> None:
+def test_a_chunk_offered_while_it_is_promoted_is_not_stored_twice(make: MakeChain) -> None:
     chain = make()
     _in_file_alone(chain, 1)
     grant = chain.catalog.prepare_load(keys(1), chain.now_s)
     assert chain.reserve(1) is None
     chain.report(grant.ticket)
-    chain.report(grant.landing_ticket)
+    chain.report(grant.promotion_ticket)
     assert chain.holders(1) == [MEMORY, FILE]
 
 
-def test_a_chunk_whose_load_failed_is_stored_anew_though_its_landing_is_still_open(make: MakeChain) -> None:
-    """The landing is told of when nothing moves there any more, which may be after the chunk was computed again."""
+def test_a_chunk_whose_load_failed_is_stored_anew_though_its_promotion_is_still_open(make: MakeChain) -> None:
+    """It is told of when nothing is read to its slot any more, which may be after the chunk was computed again."""
     chain = make()
     _in_file_alone(chain, 1)
     grant = chain.catalog.prepare_load(keys(1), chain.now_s)
@@ -528,17 +527,17 @@ def test_a_chunk_whose_load_failed_is_stored_anew_though_its_landing_is_still_op
     assert chain.holders(1) == []
     chain.store(1)
     assert chain.holders(1) == [FILE]
-    chain.report(grant.landing_ticket, {0: Outcome.TAINTED})
+    chain.report(grant.promotion_ticket, {0: Outcome.TAINTED})
     assert chain.catalog.lookup(key(1), chain.now_s) is Lookup.HIT
 
 
-def test_a_reset_while_something_lands(make: MakeChain) -> None:
+def test_a_reset_while_something_is_promoted(make: MakeChain) -> None:
     chain = make()
     _in_file_alone(chain, 1)
     grant = chain.catalog.prepare_load(keys(1), chain.now_s)
     chain.catalog.clear()
     chain.report(grant.ticket)
-    chain.report(grant.landing_ticket)
+    chain.report(grant.promotion_ticket)
     assert chain.holders(1) == []
     assert chain.catalog.take_changes() == []
 
@@ -549,7 +548,7 @@ def test_a_reset_while_something_lands(make: MakeChain) -> None:
 def test_a_request_that_may_not_load_from_a_tier_gets_nothing_of_it(make: MakeChain) -> None:
     chain = make()
     chain.store(1, 2)
-    chain.move()
+    chain.write_through()
     chain.tiers[MEMORY].clear()
     chain.load(1)
     ask = chain.catalog.lookup
@@ -563,16 +562,16 @@ def test_a_request_that_may_not_load_from_a_tier_gets_nothing_of_it(make: MakeCh
     grant = chain.catalog.prepare_load(keys(1, 2), chain.now_s, {FILE})
     assert [location.tier for location in grant.locations] == [FILE, FILE]
     chain.report(grant.ticket)
-    chain.report(grant.landing_ticket)
+    chain.report(grant.promotion_ticket)
 
 
 def test_a_chunk_that_one_tier_lost_is_served_by_the_next(make: MakeChain) -> None:
     chain = make(bucket=True)
     chain.store(1)
-    chain.move()
+    chain.write_through()
     chain.load(1, failed={0: Outcome.CORRUPT})
     assert chain.catalog.where(key(1)) == FILE
-    chain.load(1, failed={0: Outcome.FAILED}, landed=Outcome.FAILED)
+    chain.load(1, failed={0: Outcome.FAILED}, promoted=Outcome.FAILED)
     assert chain.catalog.where(key(1)) == BUCKET
     assert chain.catalog.lookup(key(1), chain.now_s) is Lookup.HIT
 
@@ -595,7 +594,7 @@ def test_a_tier_that_is_out_of_use_serves_only_what_no_other_has(make: MakeChain
     grant = chain.catalog.prepare_load(keys(1, 2), chain.now_s)
     assert [location.tier for location in grant.locations] == [2, 1]
     chain.report(grant.ticket)
-    chain.report(grant.landing_ticket, {0: Outcome.FAILED, 1: Outcome.FAILED})
+    chain.report(grant.promotion_ticket, {0: Outcome.FAILED, 1: Outcome.FAILED})
     chain.reserve(3)
     assert chain.begin() == [], "nor does anything go on from it"
     assert chain.told(2) == {"ok": 1, "failed": 2, "gone": 1}
@@ -605,13 +604,13 @@ def test_nobody_looks_in_a_bucket_for_what_is_being_stored(make: MakeChain) -> N
     chain = make(bucket=True)
     grant = chain.reserve(1)
     assert grant is not None
-    asker = LookupContext("a", 16)
-    assert chain.catalog.lookup(key(1), chain.now_s, asker) is Lookup.PENDING
+    context = LookupContext("a", 16)
+    assert chain.catalog.lookup(key(1), chain.now_s, context) is Lookup.PENDING
     bucket = chain.tiers[BUCKET]
     assert isinstance(bucket, SharedTier)
     assert not bucket._lookups.requests
     chain.now_s += 3.0
-    assert chain.catalog.lookup(key(1), chain.now_s, asker) is Lookup.RETRY, "waited long enough: it may be there"
+    assert chain.catalog.lookup(key(1), chain.now_s, context) is Lookup.RETRY, "waited long enough: it may be there"
     chain.catalog.forget_request("a")
 
 
@@ -669,7 +668,7 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
         unsaved_slots=chance.choice([0, 1, 3, 100]),
         pin_unsaved=chance.random() < 0.8,
         promote=chance.random() < 0.8,
-        move_backlog_slots=chance.choice([1, 4, 100]),
+        write_through_backlog_slots=chance.choice([1, 4, 100]),
         store_backlog_slots=chance.choice([2, 100]),
         store_after=chance.choice([1, 1, 2]),
     )
@@ -683,8 +682,8 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
         elif what < 0.4:
             grant = chain.catalog.prepare_load(keys(*some), chain.now_s)
             chain.open[grant.ticket] = len(some)
-            if grant.landing_ticket:
-                chain.open[grant.landing_ticket] = sum(landing is not None for landing in grant.landings)
+            if grant.promotion_ticket:
+                chain.open[grant.promotion_ticket] = sum(slot is not None for slot in grant.promotion_slots)
         elif what < 0.55:
             chain.begin()
         elif what < 0.9 and chain.open:

@@ -52,7 +52,7 @@ class Direct:
         assert isinstance(engine, Engine)
         self.engine = engine
         self.results: dict[int, Completion] = {}
-        self.landings: dict[int, tuple[Outcome, ...]] = {}
+        self.promotions: dict[int, tuple[Outcome, ...]] = {}
         """What was told of host slots, by job."""
 
     def poll(self) -> None:
@@ -61,22 +61,22 @@ class Direct:
                 assert result.job_id not in self.results
                 self.results[result.job_id] = result
             if result.slots:
-                assert result.job_id not in self.landings
-                self.landings[result.job_id] = result.slots
+                assert result.job_id not in self.promotions
+                self.promotions[result.job_id] = result.slots
 
-    def ended(self, job_id: int, *, lands: bool = True) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
-        """Outcomes and landings of a job once both are told."""
+    def ended(self, job_id: int, *, promotes: bool = True) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
+        """Outcomes and promotions of a job once both are told."""
 
         def over() -> bool:
             self.poll()
-            return job_id in self.results and (not lands or job_id in self.landings)
+            return job_id in self.results and (not promotes or job_id in self.promotions)
 
         until(over)
-        return self.results[job_id].outcomes, self.landings.get(job_id)
+        return self.results[job_id].outcomes, self.promotions.get(job_id)
 
     def store(self, job_id: int, chunks: list[ChunkIO]) -> tuple[Outcome, ...]:
         self.engine.submit_background(job_id, chunks, WorkKind.WRITE_THROUGH)
-        return self.ended(job_id, lands=False)[0]
+        return self.ended(job_id, promotes=False)[0]
 
     def fetch(self, job_id: int, chunks: list[ChunkIO]) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
         self.engine.submit_background(job_id, chunks, WorkKind.FETCH)
@@ -179,7 +179,7 @@ def test_a_host_slot_that_holds_another_chunk_is_not_stored(make: Make) -> None:
 
 
 def test_numbers_that_do_not_fit_touch_nothing(make: Make) -> None:
-    """Outside the slab, off the page, a group or location that is not there: FAILED, and told of as landings too."""
+    """Outside the slab, off the page, a group or location that is not there: FAILED, and told of as promotions too."""
     rig = make()
     direct = Direct(rig)
     rig.put(FILE, 0)
@@ -220,11 +220,11 @@ def test_a_mover_that_cannot_have_the_host_memory_serves_all_else(make: Make) ->
     assert direct.fetch(1, [rig.chunk(0, FILE, host=0)]) == ((FAILED,), (FAILED,))
     assert direct.store(2, [rig.chunk(1, FILE, host=1)]) == (FAILED,)
     direct.engine.submit_load(3, [rig.chunk(0, FILE, [1, 2, 3, 4])])
-    assert direct.ended(3, lands=False)[0] == (OK,)
+    assert direct.ended(3, promotes=False)[0] == (OK,)
     assert direct.load(4, [rig.chunk(0, FILE, [5, 6, 7, 8], host=0)]) == ((OK,), (FAILED,)), "served, and not kept"
 
 
-def test_landings_are_those_chunks_that_have_a_slot_in_their_order(make: Make) -> None:
+def test_promotions_are_those_chunks_that_have_a_slot_in_their_order(make: Make) -> None:
     rig = make()
     direct = Direct(rig)
     for number in (0, 1, 3):
@@ -237,10 +237,10 @@ def test_landings_are_those_chunks_that_have_a_slot_in_their_order(make: Make) -
     ]
     assert direct.load(1, chunks) == ((OK, CORRUPT, OK, OK), (CORRUPT, OK))
     direct.engine.submit_load(2, chunks[:1])
-    direct.ended(2, lands=False)
+    direct.ended(2, promotes=False)
     time.sleep(0.02)
     direct.poll()
-    assert list(direct.landings) == [1]
+    assert list(direct.promotions) == [1]
 
 
 def test_no_staging_is_needed_for_host_slots(make: Make) -> None:
@@ -256,29 +256,29 @@ def test_no_staging_is_needed_for_host_slots(make: Make) -> None:
     assert direct.fetch(3, [rig.chunk(0, FILE, host=3)]) == ((OK,), (OK,))
     direct.engine.submit_store(5, [rig.chunk(4, FILE, [1, 2, 3, 4])])
     mover.release()
-    assert direct.ended(1, lands=False)[0] == (OK,) * 3
-    assert direct.ended(5, lands=False)[0] == (OK,)
+    assert direct.ended(1, promotes=False)[0] == (OK,) * 3
+    assert direct.ended(5, promotes=False)[0] == (OK,)
 
 
-def test_moves_are_not_bound_by_the_store_queue(make: Make) -> None:
+def test_write_throughs_are_not_bound_by_the_store_queue(make: Make) -> None:
     """Eight times what stores may wait: none is dropped, and stores have the whole queue to themselves."""
     mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.STUCK, op=Op.WRITE, every=True)])
     rig = make(mover, staging_slots=2)
     direct = Direct(rig)
     for number in range(16):
         rig.fill_host(number)
-    moves = [rig.chunk(number % 16, FILE, host=number % 16) for number in range(64)]
-    direct.engine.submit_background(1, moves, WorkKind.WRITE_THROUGH)
+    chunks = [rig.chunk(number % 16, FILE, host=number % 16) for number in range(64)]
+    direct.engine.submit_background(1, chunks, WorkKind.WRITE_THROUGH)
     direct.engine.submit_store(2, [rig.chunk(20, FILE, [1, 2, 3, 4])] * 8)
     until(lambda: mover.submitted)
     mover.release()
-    assert direct.ended(2, lands=False)[0] == (OK,) * 8
-    assert direct.ended(1, lands=False)[0] == (OK,) * 64
+    assert direct.ended(2, promotes=False)[0] == (OK,) * 8
+    assert direct.ended(1, promotes=False)[0] == (OK,) * 64
 
 
 @pytest.mark.parametrize("kind", ["tree", "objects"])
 def test_files_and_objects_of_their_own(tmp_path: Path, kind: str) -> None:
-    """Stored whole, fetched whole; a shard that is gone or cut short is no landing, though the mover does not tell."""
+    """Stored whole, fetched whole; one that is gone or cut short is no promotion, though the mover does not tell."""
     mover: Mover = ObjectFiles(tmp_path / "o") if kind == "objects" else CopyMover()
     link = objects() if kind == "objects" else tree(tmp_path / "t")
     root = tmp_path / ("o" if kind == "objects" else "t")
