@@ -17,7 +17,7 @@ from nixl_offload.engine.records import ChunkIO, Ending, Task
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
 from nixl_offload.engine.streams import Fence
 from nixl_offload.movers.base import Mover, Transfer, TransferState
-from nixl_offload.tiers.link import Target
+from nixl_offload.tiers.base import Target
 from nixl_offload.types import Outcome
 
 Steps = Generator[None, None, None]

@@ -26,7 +26,7 @@ from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.engine.transfer_paths.link_paths import LinkPaths
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
-from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.base import Link
 
 logger = logging.getLogger(__name__)
 

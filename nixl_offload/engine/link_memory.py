@@ -22,7 +22,7 @@ from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer
-from nixl_offload.tiers.link import Link, Target
+from nixl_offload.tiers.base import Link, Target
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from typing import Any, Final, NamedTuple
 
 from nixl_offload.config import StoredConfig, TierConfig
 from nixl_offload.movers.base import Mover
-from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.base import Link, TierContext
 from nixl_offload.tiers.inspect import Inspector
-from nixl_offload.tiers.link import Link
 from nixl_offload.tiers.memory import kind as memory
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.s3 import kind as s3

@@ -12,7 +12,7 @@ import numpy as np
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.testing.faulty_mover import FaultyMover
-from nixl_offload.tiers.link import Link
+from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.s3.link import ObjectLink
 from nixl_offload.tiers.shared_dir.link import TreeLink
 

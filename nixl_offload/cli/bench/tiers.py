@@ -30,8 +30,8 @@ from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
+from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.inspect import BENCH_SCRATCH
-from nixl_offload.tiers.link import Link
 from nixl_offload.tiers.s3.link import ObjectLink
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from nixl_offload.tiers.shared_dir.link import TreeLink

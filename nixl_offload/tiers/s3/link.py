@@ -10,8 +10,8 @@ from typing import Final
 
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
+from nixl_offload.tiers.base import Link, Target, at_once
 from nixl_offload.tiers.breaker import Breaker
-from nixl_offload.tiers.link import Link, Target, at_once
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Location
 

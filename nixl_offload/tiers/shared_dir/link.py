@@ -13,8 +13,8 @@ from typing import Final, TypeVar
 
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
+from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.breaker import Breaker
-from nixl_offload.tiers.link import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared_dir.calls import Call, CallThreads
 from nixl_offload.tiers.shared_dir.files import Draft, OpenedShard, TreeFiles

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
+from nixl_offload.tiers.base import NOTHING_STORED, Link, Target, at_once
 from nixl_offload.tiers.breaker import Breaker
-from nixl_offload.tiers.link import NOTHING_STORED, Link, Target, at_once
 from nixl_offload.types import Key, Location
 
 PAUSE_S = 60.0
