@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from nixl_offload.config.old_spelling import KIND_OF_LAYOUT
+from nixl_offload.config.old_configs import KIND_OF_LAYOUT
 from nixl_offload.config.schema import (
     FIELDS_IN_FRONT,
     MOVERS_WITH,

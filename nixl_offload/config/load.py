@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from nixl_offload.config.document import Path, parse_yaml
-from nixl_offload.config.old_spelling import rewrite_tiers
+from nixl_offload.config.old_configs import replace_retired_movers, rewrite_kinds
 from nixl_offload.config.problems import find_problems, render
-from nixl_offload.config.retired import replace_retired_movers
 from nixl_offload.config.rules import Problem, show_value
 from nixl_offload.config.schema import Config
 from nixl_offload.errors import ConfigError
@@ -111,7 +110,7 @@ def _check(data: object, source: str, lines: Mapping[Path, int]) -> Config:
     config: Config | None = None
     error: ValidationError | None = None
     try:
-        config = Config.model_validate(rewrite_tiers(data))
+        config = Config.model_validate(rewrite_kinds(data))
     except ValidationError as exc:
         error = exc
     problems: list[Problem] = find_problems(data, error)

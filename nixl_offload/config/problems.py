@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nixl_offload.config.document import Path, render_path
-from nixl_offload.config.old_spelling import KIND_OF_LAYOUT, rewrite_tiers, spelled_as
+from nixl_offload.config.old_configs import KIND_OF_LAYOUT, old_spelling, rewrite_kinds
 from nixl_offload.config.rules import Problem, broken_rules, show_value
 from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config, literals, nested_model
 from nixl_offload.units import format_duration, format_size
@@ -26,7 +26,7 @@ def find_problems(raw: Mapping[str, Any], error: ValidationError | None) -> list
 
     ``raw`` is what the user wrote; ``error`` tells of it in today's spelling.
     """
-    today = rewrite_tiers(raw)
+    today = rewrite_kinds(raw)
     problems = broken_rules(today)
     told = {problem.path for problem in problems}
     for details in error.errors() if error else ():
@@ -136,7 +136,7 @@ def _of_other_kinds(path: Path, raw: Mapping[str, Any], written: Mapping[str, An
     if not kinds:
         return ""
     kind = raw["tiers"][position]["kind"]
-    old = spelled_as(written["tiers"][position])
+    old = old_spelling(written["tiers"][position])
     return f"belongs to kind: {' or '.join(kinds)}, not to kind: {kind}{f', which is what {old} means' if old else ''}"
 
 

@@ -1,5 +1,5 @@
-"""What only a look at the whole file can refuse: credentials, what this release does not build, the order of tiers,
-options that would be ignored.
+"""What only a look at the whole file can refuse: credentials, the order of tiers, options that would be
+ignored.
 
 Threading: pure functions over the data as the YAML gave it, whatever that is. Values of fields that look like
 credentials are never repeated.
@@ -10,18 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from nixl_offload import __version__
 from nixl_offload.config.document import Path
 from nixl_offload.config.schema import (
-    AVAILABLE,
     FIELDS_IN_FRONT,
     MOVERS_WITH,
     OWNED_EXTRA_KEYS,
     TIER_KINDS,
-    TIER_MODELS,
     TIER_ORDER,
     DirectoryConfig,
     literals,
@@ -35,7 +32,6 @@ _CREDENTIAL: Final = re.compile(
 )
 _USERINFO: Final = re.compile(r"(?<=://)\S*@|[^\s'\"/]*@")
 _MAX_SHOWN_CHARS: Final = 80
-_RELEASE: Final = ".".join(__version__.split(".")[:2])
 
 
 class Problem(NamedTuple):
@@ -47,7 +43,7 @@ class Problem(NamedTuple):
 
 def broken_rules(raw: Mapping[str, Any]) -> list[Problem]:
     """Return what the rules of this module say against ``raw``."""
-    rules = (_credentials(raw, ()), _unavailable(raw), _tier_order(raw), _ignored(raw), _passthrough(raw))
+    rules = (_credentials(raw, ()), _tier_order(raw), _ignored(raw), _passthrough(raw))
     return list(itertools.chain.from_iterable(rules))
 
 
@@ -77,21 +73,6 @@ def _tiers(raw: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     tiers = raw.get("tiers")
     if isinstance(tiers, list | tuple):
         yield from ((position, tier) for position, tier in enumerate(tiers) if isinstance(tier, Mapping))
-
-
-def _unavailable(raw: Mapping[str, Any]) -> Iterator[Problem]:
-    for position, tier in _tiers(raw):
-        kind = tier.get("kind")
-        if not isinstance(kind, str) or kind not in AVAILABLE:
-            continue
-        for field, built in AVAILABLE[kind].items():
-            value = tier.get(field)
-            if isinstance(value, str) and value in literals(TIER_MODELS[kind], field) and value not in built:
-                yield Problem(("tiers", position, field), _not_available(value, built))
-
-
-def _not_available(value: str, built: Iterable[str]) -> str:
-    return f"{value!r} is not available in nixl-offload {_RELEASE}; available: {', '.join(built)}"
 
 
 def _tier_order(raw: Mapping[str, Any]) -> Iterator[Problem]:

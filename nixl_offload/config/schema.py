@@ -1,4 +1,4 @@
-"""The schema of the config file: every field, its default, its cost; and the table of what this release builds.
+"""The schema of the config file: every field, its default, its cost.
 
 Threading: frozen models, safe anywhere. Nothing here reads a file: see ``load``.
 """
@@ -25,14 +25,6 @@ TIER_ORDER: Final = (("memory",), ("slab", "shared_dir"), ("s3",))
 """Nearest the GPU first. A config has any non-empty subset in this order, at most one of each group."""
 
 TIER_KINDS: Final = tuple(kind for group in TIER_ORDER for kind in group)
-
-AVAILABLE: Final[dict[str, dict[str, tuple[str, ...]]]] = {
-    "memory": {},
-    "slab": {"mover": ("auto", "gds_mt", "posix", "kvikio")},
-    "shared_dir": {"mover": ("auto", "gds_mt", "posix", "kvikio")},
-    "s3": {"mover": ("auto", "obj", "obstore")},
-}
-"""Per kind of tier, the values that this release builds of fields that know more. The only such table."""
 
 FIELDS_IN_FRONT: Final = ("promote", "unsaved", "unsaved_limit")
 """What a memory tier says of its dealings with a tier behind it; without meaning, and refused, where there is none."""

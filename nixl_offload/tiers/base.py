@@ -214,7 +214,7 @@ class Link(ABC):
         """Whether to load now; likewise."""
 
     @property
-    def in_doubt(self) -> bool:
+    def suspect(self) -> bool:
         """Whether loads failed of late, so that what is in flight may never be answered. Pure and quick."""
         return False
 

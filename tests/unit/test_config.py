@@ -21,10 +21,9 @@ from nixl_offload.config import (
     kv_transfer_config,
     load_config,
     merge_extra_config,
+    old_configs,
     parse_config,
-    retired,
 )
-from nixl_offload.config.schema import AVAILABLE
 from nixl_offload.errors import ConfigError
 from nixl_offload.units import format_duration, format_size, parse_duration, parse_size
 
@@ -512,12 +511,6 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_not_built_yet_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AVAILABLE["slab"], "mover", ("auto", "posix"))
-    message = refusal({"tiers": [{**SLAB_TIER, "mover": "kvikio"}]})
-    assert message == ("inline: tiers[0].mover: 'kvikio' is not available in nixl-offload 0.1; available: auto, posix")
-
-
 @pytest.mark.parametrize(
     ("tier", "old", "new"), [(SLAB_TIER, "gds", "gds_mt"), (OLD_TREE, "gds", "gds_mt"), (S3_TIER, "boto3", "obstore")]
 )
@@ -525,7 +518,7 @@ def test_a_retired_mover_is_replaced_and_told_once(
     tier: dict[str, Any], old: str, new: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Configs of earlier releases still load."""
-    monkeypatch.setattr(retired, "_told", set())
+    monkeypatch.setattr(old_configs, "_warned", set())
     config = parse_config({"tiers": [{**tier, "mover": old}]})
     assert config == parse_config({"tiers": [{**tier, "mover": new}]})
     parse_config({"tiers": [{**tier, "mover": old}]})

@@ -79,7 +79,7 @@ class LinkPaths:
     def why_not(self, task: Task) -> str | None:
         """Say why a load shall not wait: nobody knows when a suspect tier answers what takes up its room."""
         link = self._context.link_memory.link
-        if not link.in_doubt or self._plan(task) is None:
+        if not link.suspect or self._plan(task) is None:
             return None
         return f"storage is out of use: {link.trouble}"
 

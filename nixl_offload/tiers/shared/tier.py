@@ -67,7 +67,7 @@ class SharedCounts:
     discarded: int = 0
     refreshed: int = 0
     openings: int = 0
-    """How often the tier was given up for a while."""
+    """How often the tier was disabled for a while."""
     known: int = 0
     """Chunks believed present now."""
     listed: int = 0
@@ -77,7 +77,7 @@ class SharedCounts:
 class SharedTier:
     """Implements ``catalog.Tier``. What it says of a chunk is a belief: a load verifies, and corrects it.
 
-    There are three reasons to leave the storage alone for a while, each with a breaker of its own: it does not answer
+    Three breakers may disable it for a while, each for a reason of its own: the storage does not answer
     questions; it answers, but loads fail; it answers, but stores fail.
     """
 
@@ -182,7 +182,7 @@ class SharedTier:
         return self._presence.state(key)
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
-        """Say whether ``key`` can be loaded; MISS for everything while the storage is left alone."""
+        """Say whether ``key`` can be loaded; MISS for everything while the tier is disabled."""
         self._now_s = now_s
         if not self._taken_in:
             self._take_in()  # a step may be long, and an answer that is there must not come too late
@@ -239,7 +239,7 @@ class SharedTier:
     # Storing
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
-        """Make ``key`` WRITING. None while the storage is left alone. Evicts nothing: see ``nixl-offload gc``."""
+        """Make ``key`` WRITING. None while the tier is disabled. Evicts nothing: ``nixl-offload gc`` deletes."""
         if not self._reach.closed or not (self._stores.closed or self._stores.allows(self._now_s)):
             return None
         if not self._presence.reserve(key):
@@ -382,7 +382,7 @@ class SharedTier:
 
     @property
     def trouble(self) -> str:
-        """Why the storage is left alone, in a word; ``none`` while all is well."""
+        """Why the tier is disabled, in a word; ``none`` while all is well."""
         return self._reach.cause or self._loads.cause or self._stores.cause or "none"
 
     # What comes back from the prober

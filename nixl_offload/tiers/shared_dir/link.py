@@ -112,7 +112,7 @@ class TreeLink(Link):
         return self._pending < MAX_PENDING and self._loads.allows(self._clock())
 
     @property
-    def in_doubt(self) -> bool:
+    def suspect(self) -> bool:
         return not self._loads.closed
 
     def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
