@@ -38,11 +38,13 @@ from nixl_offload.stores.s3 import (
     CREDENTIALS_RETRY_S,
     LIST_PAGE,
     NO_CREDENTIALS,
+    BrokenBodyError,
     MissingBucketGuard,
     S3Address,
     answer_error,
     closed_error,
     hush_botocore,
+    read_object,
     readable_ca_bundle,
     refresh_by_copy,
     short_error,
@@ -142,10 +144,6 @@ def bucket_region(tier: S3Config) -> str | None:
     return "us-east-1" if found is None else "eu-west-1" if found == "EU" else str(found)
 
 
-class _BrokenBodyError(StoreError):
-    """An answer began well and broke off."""
-
-
 class Boto3Store(Store):
     """An S3 bucket behind one boto3 client, made at the first call that needs it.
 
@@ -181,18 +179,7 @@ class Boto3Store(Store):
         return None
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        memory = memory.cast("B")
-        if not memory.nbytes:
-            found = self.head(name)
-            if found is None:
-                raise StoreError(f"{self.where}: GET {name}: no such object", cause="missing")
-            if found.size_bytes < offset:
-                raise short_error(self.where, name, offset, 0, found.size_bytes - offset)
-            return
-        try:
-            self._read_into(name, offset, memory)
-        except _BrokenBodyError:
-            self._read_into(name, offset, memory)  # boto3 tries again what does not begin, not what breaks off.
+        read_object(self, name, offset, memory, self._read_into)
 
     def write(self, name: str, memory: memoryview) -> None:
         # boto3 takes no memoryview; a file-like around one would go out in pieces of 16 KiB.
@@ -253,7 +240,7 @@ class Boto3Store(Store):
         except Exception as error:  # A foreign library's edge: StoreError alone gets out.
             failure = translated(error, doing, self._address)
             if failure.cause == "unreachable":
-                failure = _BrokenBodyError(str(failure), cause=failure.cause)
+                failure = BrokenBodyError(str(failure), cause=failure.cause)
             raise failure from error
         finally:
             answer["Body"].close()
@@ -279,7 +266,7 @@ class Boto3Store(Store):
 
     def _go_on(self, got_bytes: int, name: str, deadline_s: float) -> None:
         if not got_bytes:
-            raise _BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+            raise BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
         if time.monotonic() > deadline_s:
             raise StoreError(f"{self.where}: GET {name}: the body comes too slowly", cause="timeout")
 

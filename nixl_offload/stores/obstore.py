@@ -30,12 +30,14 @@ from nixl_offload.stores.s3 import (
     CREDENTIALS_RETRY_S,
     LIST_PAGE,
     NO_CREDENTIALS,
+    BrokenBodyError,
     MissingBucketGuard,
     S3Address,
     answer_error,
     closed_error,
     hush_botocore,
     no_bucket,
+    read_object,
     readable_ca_bundle,
     refresh_by_copy,
     short_error,
@@ -53,10 +55,6 @@ _CREDENTIALS_URL: Final = re.compile(r"Error performing [A-Z]+ https?://(169\.25
 _NOT_PARTIAL: Final = "source: NotPartial"
 _CREDENTIALS_TTL: Final = timedelta(minutes=8)
 """botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
-
-
-class _BrokenBodyError(StoreError):
-    """An answer began well and broke off."""
 
 
 class ObstoreStore(Store):
@@ -93,19 +91,7 @@ class ObstoreStore(Store):
         return self._info(found)
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        memory = memory.cast("B")
-        if not memory.nbytes:
-            found = self.head(name)
-            if found is None:
-                raise StoreError(f"{self.where}: GET {name}: no such object", cause="missing")
-            if found.size_bytes < offset:
-                raise short_error(self.where, name, offset, 0, found.size_bytes - offset)
-            return
-        try:
-            self._call(f"GET {name}", self._read_into, name, offset, memory)
-        except _BrokenBodyError:
-            # obstore takes a body up where it broke, but by a range, which not every server has.
-            self._call(f"GET {name}", self._read_into, name, offset, memory)
+        read_object(self, name, offset, memory, partial(self._call, f"GET {name}", self._read_into))
         self._bucket.seen()
 
     def write(self, name: str, memory: memoryview) -> None:
@@ -191,7 +177,7 @@ class ObstoreStore(Store):
             filled += view.nbytes
         # Read to its end, where it ends, as a connection is used again only then.
         if filled < memory.nbytes:
-            raise _BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+            raise BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
 
     def _pages(self, doing: str, directory: str, after: str) -> Iterator[Sequence[Any]]:
         """Yield pages of what is in ``directory`` behind ``after``, each a request of its own."""
@@ -262,7 +248,7 @@ class ObstoreStore(Store):
             hint = "; set ca_bundle if the server has its own certificate authority" if "ertificate" in text else ""
             return StoreError(f"{begin}cannot connect{why}{hint}", cause="unreachable")
         if kind is not None:
-            broken = StoreError if "RetryError" in text else _BrokenBodyError
+            broken = StoreError if "RetryError" in text else BrokenBodyError
             return broken(f"{begin}the connection broke{why}", cause="unreachable")
         if "redirect" in text:
             return StoreError(f"{begin}redirected; the bucket may be in another region: set region", cause="io")

@@ -152,6 +152,32 @@ def no_bucket(doing: str, address: S3Address) -> StoreError:
     return StoreError(text, cause="io")
 
 
+class BrokenBodyError(StoreError):
+    """An answer began well and broke off."""
+
+
+def read_object(
+    store: Store, name: str, offset: int, memory: memoryview, read: Callable[[str, int, memoryview], None]
+) -> None:
+    """Do as ``Store.read_into``. ``read`` asks for a range that is not empty; once more where its answer broke off.
+
+    Clients try again what does not begin. A body that breaks off they leave, or take up by a range, which not every
+    server has.
+    """
+    memory = memory.cast("B")
+    if not memory.nbytes:
+        found = store.head(name)
+        if found is None:
+            raise StoreError(f"{store.where}: GET {name}: no such object", cause="missing")
+        if found.size_bytes < offset:
+            raise short_error(store.where, name, offset, 0, found.size_bytes - offset)
+        return
+    try:
+        read(name, offset, memory)
+    except BrokenBodyError:
+        read(name, offset, memory)
+
+
 def refresh_by_copy(store: Store, name: str, size_bytes: int, copy: Callable[[], object]) -> bool:
     """Do as ``Store.refresh``. ``copy`` has the server copy the object onto itself, and raises StoreError.
 
