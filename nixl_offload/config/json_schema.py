@@ -21,7 +21,6 @@ from nixl_offload.config.schema import (
     OWNED_EXTRA_KEYS,
     TIER_KINDS,
     TIER_MODELS,
-    TIER_ORDER,
     Config,
 )
 from nixl_offload.units import DURATION_PATTERN, SIZE_PATTERN, format_duration, format_size
@@ -46,7 +45,8 @@ def json_schema() -> _Schema:
         **_order_of_tiers(kinds["memory"]),
     }
     schema["properties"]["vllm"] |= {"properties": dict.fromkeys(OWNED_EXTRA_KEYS, False)}
-    schema["$defs"] = {**kinds, "file": _old_spelling(kinds), **models}
+    named = {f"of_{kind}": _is_of_kind(kind) for kind in TIER_KINDS}
+    schema["$defs"] = {**kinds, "file": _old_spelling(kinds), **named, **models}
     return schema
 
 
@@ -79,24 +79,37 @@ def _as_written(node: Any) -> Any:
 
 
 def _order_of_tiers(memory_tier: _Schema) -> _Schema:
-    """The order of ``TIER_ORDER``, one of each group; nothing that deals with the next tier where there is none."""
-    memory, files, bucket = (
-        {"properties": {"kind": {"enum": kinds}}} for kinds in (["memory"], ["slab", "shared_dir", "file"], ["s3"])
-    )
-    not_memory, not_bucket = (
-        {"properties": {"kind": {"not": each["properties"]["kind"]}}} for each in (memory, bucket)
-    )
-    alone = {"if": memory, "then": _absent(memory_tier, FIELDS_IN_FRONT)}
-    return {
-        "maxItems": len(TIER_ORDER),
-        # Not beside `items`, which would then count from the fourth tier on.
-        "allOf": [
-            {"prefixItems": [{}, not_memory, bucket]},
-            {"if": {"minItems": 2}, "then": {"prefixItems": [not_bucket]}, "else": {"items": alone}},
-            {"if": {"minItems": 3}, "then": {"prefixItems": [memory, files, bucket]}},
-            {"contains": files, "minContains": 0, "maxContains": 1},
-        ],
-    }
+    """Behind each tier only kinds that come later in ``TIER_KINDS``; nothing that deals with the next tier where there
+    is none.
+    """
+    of_kind = [{"$ref": f"#/$defs/of_{kind}"} for kind in TIER_KINDS]
+    # In `allOf`, as `prefixItems` beside `items` would make that count from the next tier on.
+    rules: list[_Schema] = [
+        {"if": {"maxItems": 1}, "then": {"items": {"if": of_kind[0], "then": _absent(memory_tier, FIELDS_IN_FRONT)}}}
+    ]
+    for position in range(len(TIER_KINDS) - 1):
+        before: list[_Schema] = [{}] * position
+        for at, this in enumerate(of_kind):
+            earlier = {"not": {"anyOf": of_kind[: at + 1]}}
+            rules.append(
+                {
+                    "if": {"prefixItems": [*before, this], "minItems": position + 1},
+                    "then": {"prefixItems": [*before, {}, earlier]},
+                }
+            )
+    return {"maxItems": len(TIER_KINDS), "allOf": rules}
+
+
+def _is_of_kind(kind: str) -> _Schema:
+    """A tier of this kind, in today's spelling or the old one."""
+    today = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
+    layouts = [layout for layout, new in KIND_OF_LAYOUT.items() if new == kind]
+    if not layouts:
+        return today
+    (layout,) = layouts
+    required = ["kind"] if layout == "slab" else ["kind", "layout"]
+    old = {"properties": {"kind": {"const": "file"}, "layout": {"const": layout}}, "required": required}
+    return {"anyOf": [today, old]}
 
 
 def _old_spelling(kinds: Mapping[str, _Schema]) -> _Schema:

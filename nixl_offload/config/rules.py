@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -19,7 +20,6 @@ from nixl_offload.config.schema import (
     MOVERS_WITH,
     OWNED_EXTRA_KEYS,
     TIER_KINDS,
-    TIER_ORDER,
     DirectoryConfig,
     literals,
 )
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
 
 def broken_rules(raw: Mapping[str, Any]) -> list[Problem]:
     """Return what the rules of this module say against ``raw``."""
-    rules = (_credentials(raw, ()), _tier_order(raw), _ignored(raw), _passthrough(raw))
+    rules = (_credentials(raw, ()), _tier_order(raw), _directories_apart(raw), _ignored(raw), _passthrough(raw))
     return list(itertools.chain.from_iterable(rules))
 
 
@@ -77,16 +77,28 @@ def _tiers(raw: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _tier_order(raw: Mapping[str, Any]) -> Iterator[Problem]:
     kinds = [(position, tier["kind"]) for position, tier in _tiers(raw) if tier.get("kind") in TIER_KINDS]
-    ranks = {kind: rank for rank, group in enumerate(TIER_ORDER) for kind in group}
-    groups = ", ".join(" or ".join(group) for group in TIER_ORDER)
-    order = f"allowed: any of {groups}, in this order (nearest the GPU first), each at most once"
+    order = f"allowed: any of {', '.join(TIER_KINDS)}, in this order (nearest the GPU first), each at most once"
     for (_, before), (position, kind) in itertools.pairwise(kinds):
         if kind in [other for at, other in kinds if at < position]:
             yield Problem(("tiers", position), f"{kind!r} is given twice; {order}")
-        elif ranks[kind] < ranks[before]:
+        elif TIER_KINDS.index(kind) < TIER_KINDS.index(before):
             yield Problem(("tiers", position), f"{kind!r} comes after {before!r}; {order}")
-        elif ranks[kind] == ranks[before]:
-            yield Problem(("tiers", position), f"{kind!r} stands beside {before!r}, and only one of them may; {order}")
+
+
+def _directories_apart(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """A slab counts all that lies under its directory as its own, and each tier lists what is in its directory."""
+    paths = [
+        (position, posixpath.normpath(tier["path"]))
+        for position, tier in _tiers(raw)
+        if tier.get("kind") in ("slab", "shared_dir") and isinstance(tier.get("path"), str)
+    ]
+    for (_, before), (position, path) in itertools.pairwise(paths):
+        if posixpath.isabs(before) and posixpath.isabs(path) and posixpath.commonpath([before, path]) in (before, path):
+            yield Problem(
+                ("tiers", position, "path"),
+                f"{show_value(path)} and the directory of another tier, {show_value(before)}, are the same or one in "
+                "the other; allowed: directories side by side",
+            )
 
 
 def _ignored(raw: Mapping[str, Any]) -> Iterator[Problem]:

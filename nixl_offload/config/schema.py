@@ -21,10 +21,8 @@ from nixl_offload.config.fields import (
     TenantName,
 )
 
-TIER_ORDER: Final = (("memory",), ("slab", "shared_dir"), ("s3",))
-"""Nearest the GPU first. A config has any non-empty subset in this order, at most one of each group."""
-
-TIER_KINDS: Final = tuple(kind for group in TIER_ORDER for kind in group)
+TIER_KINDS: Final = ("memory", "slab", "shared_dir", "s3")
+"""Nearest the GPU first. A config has any non-empty subset in this order, each at most once."""
 
 FIELDS_IN_FRONT: Final = ("promote", "unsaved", "unsaved_limit")
 """What a memory tier says of its dealings with a tier behind it; without meaning, and refused, where there is none."""
@@ -256,8 +254,7 @@ class Config(_Model):
     """Store and load although prefix caching is off in vLLM. Set it only if you turned it off yourself: where vLLM did
     (MLA on a CPU, non-causal attention), answers would be wrong."""
     tiers: tuple[TierConfig, ...] = Field(min_length=1, strict=False)
-    """Nearest the GPU first: ``memory``, then ``slab`` or ``shared_dir``, then ``s3``; one or more, each at most
-    once."""
+    """Nearest the GPU first: ``memory``, ``slab``, ``shared_dir``, ``s3``; one or more, each at most once."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Passed to vLLM's ``kv_connector_extra_config``, such as ``offload_prompt_only: false``."""
 

@@ -25,8 +25,9 @@ SCHEMA = json_schema()
 VALIDATOR = Draft202012Validator(SCHEMA)
 MEMORY: dict[str, Any] = {"kind": "memory", "capacity": "32GiB"}
 SLAB: dict[str, Any] = {"kind": "slab", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
-SHARED_DIR: dict[str, Any] = {**SLAB, "kind": "shared_dir"}
+SHARED_DIR: dict[str, Any] = {**SLAB, "kind": "shared_dir", "path": "/mnt/shared/kv"}
 OLD: dict[str, Any] = {**SLAB, "kind": "file"}
+OLD_TREE: dict[str, Any] = {**SHARED_DIR, "kind": "file", "layout": "tree"}
 S3: dict[str, Any] = {"kind": "s3", "bucket": "kv-cache"}
 
 
@@ -111,7 +112,7 @@ def _tiers_of(base: dict[str, Any], **choices: list[Any]) -> Iterator[list[dict[
 
 
 def _chains() -> Iterator[list[dict[str, Any]]]:
-    of_kind = {"memory": MEMORY, "slab": SLAB, "shared_dir": SHARED_DIR, "old": OLD, "s3": S3}
+    of_kind = {"memory": MEMORY, "slab": SLAB, "shared_dir": SHARED_DIR, "old": OLD, "old tree": OLD_TREE, "s3": S3}
     for length in range(5):
         for kinds in itertools.product(of_kind, repeat=length):
             yield [of_kind[kind] for kind in kinds]
