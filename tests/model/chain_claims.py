@@ -25,8 +25,8 @@ def check_everything(engine: Engine, seen: Counter[str]) -> None:
     check_changes(engine, seen)
     for position, tier in engine.slots.items():
         check_slab(engine, position, tier)
-    if engine.shared is not None:
-        engine.shared._presence.check()
+    for shared in engine.shared:
+        shared._presence.check()
     assert engine.catalog.open_tickets == len(engine.tickets)
     check_bounds(engine, seen)
     if not engine.tickets and not engine.catalog.has_pending_writes:
@@ -41,8 +41,8 @@ def check_nothing_is_held(engine: Engine) -> None:
     for tier in engine.slots.values():
         for occupancy in tier.occupancy().values():
             assert occupancy.writing == occupancy.pinned == occupancy.evicting == 0, "a pin or a place is left"
-    if engine.shared is not None:
-        assert engine.shared._presence.held == 0, "a pin or a reservation is left"
+    for shared in engine.shared:
+        assert shared._presence.held == 0, "a pin or a reservation is left"
 
 
 def check_slab(engine: Engine, position: int, tier: SlotTier) -> None:
@@ -137,8 +137,8 @@ def check_settled(engine: Engine, ticket: Ticket, position: int) -> None:
         assert state is State.READY
         if target.tier in engine.slots:
             assert engine.ready(target.tier)[key] == target
-        elif not engine.world.is_stored(key):
-            names = engine.world.names(key)
+        elif not engine.world.is_stored(key, target.tier):
+            names = [(target.tier, name) for name in engine.world.names(key)]
             assert engine.world.meddled.intersection(names), "READY before every rank had stored it"
     elif target.tier in engine.slots:
         assert state is None

@@ -37,7 +37,7 @@ class Setup:
     """What does not change over restarts."""
 
     kinds: tuple[str, ...]
-    """Of the tiers, in order: memory, file, shared."""
+    """Of the tiers, in order: memory, slab, shared, shared."""
     policy: str
     chain: ChainOptions
     store_backlog_bytes: int
@@ -83,7 +83,7 @@ class Engine:
         self.tiers = [self._open(position, kind) for position, kind in enumerate(setup.kinds)]
         self.slots = {position: tier for position, tier in enumerate(self.tiers) if isinstance(tier, SlotTier)}
         self.file = next((tier for tier in self.tiers if isinstance(tier, SlabTier)), None)
-        self.shared = next((tier for tier in self.tiers if isinstance(tier, SharedTier)), None)
+        self.shared = [tier for tier in self.tiers if isinstance(tier, SharedTier)]
         for position, tier in self.slots.items():
             world.begin_slab(position, tier.place.rank_bytes)
         self.catalog = Catalog(
@@ -118,8 +118,8 @@ class Engine:
 
     def wait_for_threads(self) -> None:
         """Let the prober finish what it was asked to do, and the healer what it looks at."""
-        if self.shared is not None:
-            prober = self.shared._prober
+        for shared in self.shared:
+            prober = shared._prober
             while True:
                 with prober._changed:
                     is_busy = prober._probes or prober._tasks or prober._tasks_running
@@ -152,7 +152,7 @@ class Engine:
             return tier
         return SharedTier(
             position,
-            ObjectStore(world.bucket, world.wall),
+            ObjectStore(world.buckets[position], world.wall),
             NAMESPACE,
             lookup=options(timeout="30s", max_keys=1000),
             ttl_s=None,

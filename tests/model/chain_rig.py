@@ -294,7 +294,7 @@ class ChainRig:
 
     def recover(self) -> None:
         """Storage works again: what is stored gets everywhere and is served from everywhere."""
-        self.world.file_works = self.world.bucket.reachable = True
+        self.world.file_works = self.world.reachable = True
         self.world.now_s += 100_000.0
         for _ in range(5):
             self.step_ends()
@@ -345,7 +345,7 @@ class ChainRig:
             if target is not None:
                 check_place(engine, key, target)
                 if target.tier not in engine.slots:
-                    self.world.sure.discard(key)
+                    self.world.sure.discard((target.tier, key))
         for rank in range(RANKS):
             copies = [
                 Copy(key, source, target, bytearray(slot_bytes(key)))
@@ -363,15 +363,18 @@ class ChainRig:
         key, source, target = ticket.keys[position], ticket.sources[position], ticket.targets[position]
         outcome = ticket.failed.get(position, Outcome.OK)
         if source is not None and outcome is not Outcome.OK:
-            self.world.sure.discard(key)
+            self.world.sure.discard((source.tier, key))
         if target is None:
             return
         if outcome is Outcome.TAINTED and target.tier in self.engine.slots:
             self.engine.tainted.append(target)
         if self.world.kinds[target.tier] == "slab":
             self.world.doubtful = {doubt for doubt in self.world.doubtful if doubt[0] != key}
-        elif outcome is Outcome.OK and not ticket.is_cleared and self.world.is_stored(key):
-            self.world.sure.add(key)
+        elif outcome is Outcome.OK and not ticket.is_cleared and self._is_stored(key, target):
+            self.world.sure.add((target.tier, key))
+
+    def _is_stored(self, key: Key, target: Location) -> bool:
+        return target.tier in self.world.buckets and self.world.is_stored(key, target.tier)
 
     def _pending(self) -> dict[tuple[int, Key], Location]:
         """Return what is being written under open tickets, and where."""

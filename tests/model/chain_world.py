@@ -1,4 +1,4 @@
-"""What lies outside of the catalog: ranks that copy chunks between slabs and a bucket, badly at times, and their bytes.
+"""What lies outside of the catalog: ranks that copy chunks between slabs and buckets, badly at times, and their bytes.
 
 A world says what is true: which bytes lie where on which rank, and for what reasons they may be wrong. It decides
 nothing and knows no catalog. Threading: one thread, except that ``ObjectStore`` may be asked from any.
@@ -137,13 +137,14 @@ class LateWriter:
 
 
 class World:
-    """Bytes of every rank and of the bucket. ``kinds`` tells the tiers in order: memory, file, shared."""
+    """Bytes of every rank and of buckets. ``kinds`` tells the tiers in order: memory, slab, shared, shared."""
 
     def __init__(self, kinds: Sequence[str], namespace: str) -> None:
         self.kinds = tuple(kinds)
         self.namespace = namespace
         self.now_s = 1000.0
-        self.bucket = Bucket()
+        self.buckets = {position: Bucket() for position, kind in enumerate(kinds) if kind == "shared"}
+        """By position of the tier."""
         self.slabs: list[dict[int, bytearray]] = [{} for _ in range(RANKS)]
         """Per rank, by position of the tier."""
         self.file_works = True
@@ -153,11 +154,11 @@ class World:
         """Units of file slabs written, on any rank, since the journal was last written out."""
         self.doubtful: set[tuple[Key, int]] = set()
         """Chunks at offsets of the file tier that were found after a restart and may not be whole there."""
-        self.sure: set[Key] = set()
-        """Chunks of which every shard was in the bucket when a store ended well, and nobody had a reason to delete."""
-        self.meddled: set[str] = set()
-        """Objects that others cut or deleted since a rank last wrote them."""
-        self._store = ObjectStore(self.bucket, self.wall)
+        self.sure: set[tuple[int, Key]] = set()
+        """Tiers and chunks whose every shard was there when a store ended well, and nobody had a reason to delete."""
+        self.meddled: set[tuple[int, str]] = set()
+        """Objects, by tier, that others cut or deleted since a rank last wrote them."""
+        self._stores = {position: ObjectStore(bucket, self.wall) for position, bucket in self.buckets.items()}
 
     def now(self) -> float:
         """Return the time, as callers of the catalog pass it in."""
@@ -176,9 +177,19 @@ class World:
         end = place.offset + place.slot_bytes
         return all(self.slabs[rank][place.tier][place.offset : end] == image_of(key, rank) for rank in range(RANKS))
 
-    def is_stored(self, key: Key) -> bool:
-        """Whether every rank's shard of ``key`` is in the bucket as it should be."""
-        found = [self.bucket.objects.get(name) for name in self.names(key)]
+    @property
+    def reachable(self) -> bool:
+        """Whether every bucket answers."""
+        return all(bucket.reachable for bucket in self.buckets.values())
+
+    @reachable.setter
+    def reachable(self, answers: bool) -> None:
+        for bucket in self.buckets.values():
+            bucket.reachable = answers
+
+    def is_stored(self, key: Key, tier: int) -> bool:
+        """Whether every rank's shard of ``key`` is in the bucket of ``tier`` as it should be."""
+        found = [self.buckets[tier].objects.get(name) for name in self.names(key)]
         return all(item is not None and item[0] == image_of(key, rank) for rank, item in enumerate(found))
 
     def is_dirty(self, place: Location) -> bool:
@@ -203,7 +214,7 @@ class World:
             copy.buffer[half] = image_of(copy.key, rank)[half]
         elif self.kinds[source.tier] == "shared":
             if copy.moved == 1:
-                self._store.read_into(self.names(copy.key)[rank], 0, memoryview(copy.buffer))
+                self._stores[source.tier].read_into(self.names(copy.key)[rank], 0, memoryview(copy.buffer))
         else:
             start = source.offset
             copy.buffer[half] = self.slabs[rank][source.tier][start + half.start : start + half.stop]
@@ -222,8 +233,9 @@ class World:
             while copy.moved < 2:
                 self.advance(rank, copy)
         except StoreError as error:
-            if error.cause == "missing":
-                assert copy.key not in self.sure or copy.given_up, f"{copy} read in vain: nobody had deleted it"
+            if error.cause == "missing" and copy.source is not None:
+                was_there = (copy.source.tier, copy.key) in self.sure
+                assert not was_there or copy.given_up, f"{copy} read in vain: nobody had deleted it"
             return self._excused(rank, copy) if error.cause == "short" else Outcome.FAILED
         if copy.buffer != image_of(copy.key, rank):
             return self._excused(rank, copy)
@@ -251,12 +263,13 @@ class World:
                     slab[:] = b"\xdb" * len(slab)
 
     def _put(self, rank: int, copy: Copy) -> Outcome:
-        name = self.names(copy.key)[rank]
+        assert copy.target is not None
+        tier, name = copy.target.tier, self.names(copy.key)[rank]
         try:
-            self._store.write(name, memoryview(copy.buffer))
+            self._stores[tier].write(name, memoryview(copy.buffer))
         except StoreError:
             return Outcome.FAILED
-        self.meddled.discard(name)
+        self.meddled.discard((tier, name))
         return Outcome.OK
 
     def _excused(self, rank: int, copy: Copy) -> Outcome:
@@ -266,7 +279,7 @@ class World:
         kind = self.kinds[source.tier]
         known = copy.given_up
         known = known or (kind == "slab" and (copy.key, source.offset) in self.doubtful)
-        known = known or (kind == "shared" and self.names(copy.key)[rank] in self.meddled)
+        known = known or (kind == "shared" and (source.tier, self.names(copy.key)[rank]) in self.meddled)
         assert known, f"rank {rank} read something else than {copy.key.hex()} from {source}"
         return Outcome.CORRUPT
 
@@ -286,27 +299,27 @@ class World:
         self._write(rank, Location(place.tier, start, 1), bytes([flipped]), slice(0, 1))
         self.doubtful.add((key, place.offset))
 
-    def others_put(self, key: Key) -> None:
+    def others_put(self, key: Key, tier: int) -> None:
         """Another server stores a chunk."""
         for rank, name in enumerate(self.names(key)):
-            self.bucket.objects[name] = image_of(key, rank), self.wall()
-            self.meddled.discard(name)
+            self.buckets[tier].objects[name] = image_of(key, rank), self.wall()
+            self.meddled.discard((tier, name))
 
-    def others_delete(self, key: Key, rank: int) -> None:
+    def others_delete(self, key: Key, tier: int, rank: int) -> None:
         """Somebody deletes a shard."""
-        self.meddle(key, rank)
-        self.bucket.objects.pop(self.names(key)[rank], None)
+        self.meddle(key, tier, rank)
+        self.buckets[tier].objects.pop(self.names(key)[rank], None)
 
-    def others_spoil(self, key: Key, rank: int, *, cut: bool) -> None:
+    def others_spoil(self, key: Key, tier: int, rank: int, *, cut: bool) -> None:
         """A shard is cut short, or its bytes change where they are."""
-        name = self.names(key)[rank]
-        if name in self.bucket.objects:
-            self.meddle(key, rank)
-            content, modified_s = self.bucket.objects[name]
+        name, objects = self.names(key)[rank], self.buckets[tier].objects
+        if name in objects:
+            self.meddle(key, tier, rank)
+            content, modified_s = objects[name]
             spoilt = content[: len(content) // 2] if cut else content[:-1] + bytes([content[-1] ^ 1])
-            self.bucket.objects[name] = spoilt, modified_s
+            objects[name] = spoilt, modified_s
 
-    def meddle(self, key: Key, rank: int) -> None:
+    def meddle(self, key: Key, tier: int, rank: int) -> None:
         """Note that this shard is not what a rank made it."""
-        self.meddled.add(self.names(key)[rank])
-        self.sure.discard(key)
+        self.meddled.add((tier, self.names(key)[rank]))
+        self.sure.discard((tier, key))

@@ -37,7 +37,17 @@ KEYS = [key_of(number, number % 2) for number in range(300)]
 """Of one endless prompt: see ``ChainMachine.chain_of``."""
 SEEN: Counter[str] = Counter()
 FULL_CHAIN = ("memory", "slab", "shared")
-CHAINS = [*[FULL_CHAIN] * 8, ("memory", "slab"), ("memory", "shared"), ("slab", "shared"), ("memory",), ("slab",)]
+LONGEST = (*FULL_CHAIN, "shared")
+"""A slab, a shared directory and a bucket: the last two are the same to the catalog."""
+CHAINS = [
+    *[FULL_CHAIN] * 5,
+    *[LONGEST] * 4,
+    ("memory", "slab"),
+    ("memory", "shared"),
+    ("slab", "shared"),
+    ("memory",),
+    ("slab",),
+]
 
 ACTIONS = [
     *["offer"] * 5,
@@ -202,10 +212,10 @@ class ChainMachine(RuleBasedStateMachine):
             world.now_s += float(what[5:])
         elif what == "file fails":
             world.file_works = False
-        elif what == "bucket fails":
-            world.bucket.reachable = False
+        elif what == "bucket fails" and world.buckets:
+            world.buckets[draw(st.sampled_from(sorted(world.buckets)))].reachable = False
         elif what == "all works":
-            world.file_works = world.bucket.reachable = True
+            world.file_works = world.reachable = True
         elif what == "file lost":
             if rig.engine.file is not None:
                 rig.engine.file._lost.set()  # as when another engine has taken a directory that had vanished
@@ -231,14 +241,17 @@ class ChainMachine(RuleBasedStateMachine):
             self.others_meddle(rig, draw, what)
 
     def others_meddle(self, rig: ChainRig, draw: st.DrawFn, what: str) -> None:
+        if not rig.world.buckets:
+            return
         (key,) = self.chain_of(draw(backs), 1)
+        tier = draw(st.sampled_from(sorted(rig.world.buckets)))
         rank = draw(st.integers(0, RANKS - 1))
         if what == "others put":
-            rig.world.others_put(key)
+            rig.world.others_put(key, tier)
         elif what == "others delete":
-            rig.world.others_delete(key, rank)
+            rig.world.others_delete(key, tier, rank)
         else:
-            rig.world.others_spoil(key, rank, cut=what == "others cut")
+            rig.world.others_spoil(key, tier, rank, cut=what == "others cut")
 
 
 EVERYWHERE = (
@@ -246,6 +259,7 @@ EVERYWHERE = (
         "write_through 01",
         "write_through 02",
         "write_through 12",
+        "write_through 23",
         "write_through failed",
         "write_through tainted",
         "promotion ok",

@@ -559,6 +559,15 @@ def test_order_of_tiers(kinds: list[str], expected: str) -> None:
     assert refusal({"tiers": [OF_KIND[kind] for kind in kinds]}).startswith(f"inline: {expected}")
 
 
+@pytest.mark.parametrize("shared", ["/mnt/nvme/kv", "/mnt/nvme/kv/", "/mnt/nvme/kv/shared", "/mnt/nvme", "/"])
+def test_directories_of_two_tiers_lie_side_by_side(shared: str) -> None:
+    """A slab's capacity bounds all that lies under its directory."""
+    message = refusal({"tiers": [SLAB_TIER, {**SHARED_DIR_TIER, "path": shared}]})
+    assert message.startswith("inline: tiers[1].path: ")
+    assert message.endswith("are the same or one in the other; allowed: directories side by side")
+    parse_config({"tiers": [SLAB_TIER, {**SHARED_DIR_TIER, "path": "/mnt/nvme/kv-shared"}]})
+
+
 @pytest.mark.parametrize(
     "kinds",
     [

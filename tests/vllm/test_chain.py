@@ -7,6 +7,7 @@ the others; a request's hints are followed; what waits to be written when the en
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.vllm.harness import (
     chain_config,
     close,
     prompts,
+    tree_tier,
 )
 
 PROMPTS = prompts(6, steps=2, seed=801)
@@ -251,3 +253,24 @@ def test_files_pass_on_to_a_bucket(workshop: Workshop, server: RcloneServer) -> 
 def _hits(engine: Engine, asked: list[list[int]]) -> int:
     assert engine.reset_prefix_cache()
     return sum(answer.external_hit_tokens for answer in engine.generate(asked))
+
+
+def test_a_slab_in_front_of_a_shared_directory(workshop: Workshop) -> None:
+    """What a slab holds goes on to the shared directory, and a server that has lost its drive is served from there."""
+    asked = prompts(2, steps=2, seed=803)
+    drive, shared = workshop.scratch / "drive", workshop.scratch / "shared"
+    config = chain_config(files(drive), tree_tier(shared))
+    with workshop.start_engine(TINY, config) as engine:
+        right = engine.generate(asked)
+        stored = len(asked) * CHUNKS
+        until(lambda: engine.settle() and arrived(engine).get("shared_dir") == stored, "all is written through")
+        answers, came = from_where(engine, asked)
+        all_loaded(answers, right)
+        assert came == {"disk": len(asked) * FULL_TOKENS}
+        engine.stop()
+    shutil.rmtree(drive)
+    with workshop.start_engine(TINY, config) as engine:
+        answers, came = from_where(engine, asked)
+        all_loaded(answers, right)
+        assert came == {"external_unspecified": len(asked) * FULL_TOKENS}
+        engine.stop()
