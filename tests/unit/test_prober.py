@@ -13,16 +13,8 @@ from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.background_tasks import Discard
 from nixl_offload.tiers.shared.chain_search import AskAll, ChainSearch
 from nixl_offload.tiers.shared.naming import StoredShard
-from nixl_offload.tiers.shared.prober import (
-    MAX_TASKS,
-    Event,
-    ProbeAnswer,
-    Prober,
-    ProbeResult,
-    SearchEnd,
-    TaskEnd,
-    TrialEnd,
-)
+from nixl_offload.tiers.shared.prober import MAX_TASKS, Prober
+from nixl_offload.tiers.shared.prober_events import Event, ProbeAnswer, ProbeResult, SearchEnd, TaskEnd, TrialEnd
 from nixl_offload.types import Key
 from tests.unit.shared_rig import SLOT, WAIT_S, Gate, MemoryStore, keys_of, refuse
 

@@ -89,7 +89,7 @@ class Presence:
         until_s = self._absent.get(key)
         return until_s is not None and until_s - self._absent_for_s >= then_s
 
-    def look_due(self, key: Key, now_s: float, every_s: float) -> bool:
+    def needs_refresh(self, key: Key, now_s: float, every_s: float) -> bool:
         """Whether a READY ``key`` has not been looked after for ``every_s``; counts as looked after from now on."""
         if self._index.state(key) is not State.READY:
             return False

@@ -19,13 +19,16 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.base import SharedStatistics, TierContext, TierStatistics
-from nixl_offload.tiers.breaker import Breaker, BreakerState
+from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.shared.background_tasks import Discard, Recheck, Refresh, WriteManifest
+from nixl_offload.tiers.shared.health import StorageHealth
 from nixl_offload.tiers.shared.listing import Listing
 from nixl_offload.tiers.shared.lookup_queue import LookupQueue, SearchKind
-from nixl_offload.tiers.shared.naming import StoredShard, manifest_name, shards_of, witness_of
+from nixl_offload.tiers.shared.maintenance import Maintenance
+from nixl_offload.tiers.shared.naming import manifest_name, shards_of, witness_of
 from nixl_offload.tiers.shared.presence import Presence
-from nixl_offload.tiers.shared.prober import ProbeAnswer, ProbeCounts, Prober, ProbeResult, SearchEnd, TaskEnd, TrialEnd
+from nixl_offload.tiers.shared.prober import Prober
+from nixl_offload.tiers.shared.prober_events import ProbeAnswer, ProbeCounts, ProbeResult, SearchEnd, TaskEnd, TrialEnd
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
 logger = logging.getLogger(__name__)
@@ -33,13 +36,9 @@ logger = logging.getLogger(__name__)
 EVENTS_PER_FLUSH = 8192
 LISTED_PER_FLUSH = 256
 """A few milliseconds of the scheduler's step."""
-REFRESH_BATCH = 64
-MAX_REFRESHES = 16_384
 RESET_MARGIN_S = 300.0
 """After a reset, what others stored within so long after it does not count either: clocks differ, and a fleet is not
 reset in one instant."""
-MANIFEST_RETRY_S = 60.0
-_STORAGE_FAILED = frozenset({Outcome.FAILED, Outcome.TAINTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,9 @@ class SharedCounts:
 
 
 class SharedTier:
-    """Implements ``catalog.Tier``. What it says of a chunk is a belief: a load verifies, and corrects it.
+    """Implements ``tiers.base.Tier``. What it says of a chunk is a belief: a load verifies, and corrects it.
 
-    Three breakers may disable it for a while, each for a reason of its own: the storage does not answer
-    questions; it answers, but loads fail; it answers, but stores fail.
+    ``health`` says when it is disabled, ``maintenance`` what is done to the store when nobody waits.
     """
 
     def __init__(
@@ -117,19 +115,9 @@ class SharedTier:
             present_for_s=lookup.present_for_s, absent_for_s=lookup.absent_for_s, max_keys=lookup.max_keys
         )
         self._lookups = LookupQueue(lookup.timeout_s)
-        self._reach = Breaker(name)
-        self._loads = Breaker(f"{name}, loading")
-        self._stores = Breaker(f"{name}, storing")
-        self._load_trial: str | None = None
-        """The request that tries whether loads work again."""
-        self._discarding: set[Key] = set()
-        """Being deleted: stored anew only afterwards, else the deletion might hit the new one."""
+        self._health = StorageHealth(name)
         self._unanswered: set[Key] = set()
         """Asked about, and no answer for longer than a request may wait: nobody else waits for it."""
-        self._due: list[Key] = []
-        """To be looked at, and refreshed where they are old."""
-        self._manifest_s: float | None = self._now_s
-        """When to write the manifest; None: it is there, or somebody is at it."""
         self._counts = SharedCounts()
         self._prober = Prober(
             store,
@@ -139,7 +127,12 @@ class SharedTier:
             clock=clock,
             wall=wall,
         )
-        self._manifest = WriteManifest(manifest_name(namespace.name), namespace.manifest(), wall)
+        manifest = WriteManifest(manifest_name(namespace.name), namespace.manifest(), wall)
+        self._manifest_name = manifest.name
+        self._shards_of = partial(shards_of, namespace)
+        self._maintenance = Maintenance(
+            self._prober, manifest, shards_of=self._shards_of, ttl_s=ttl_s, wall=wall, now_s=self._now_s
+        )
         self._listing: Listing | None = None
         if warm_start:
             self._listing = Listing(store, namespace, name=name, max_keys=lookup.max_keys)
@@ -177,7 +170,7 @@ class SharedTier:
 
     def state(self, key: Key) -> State | None:
         """Return the state of ``key`` in this tier, None when nothing is known or it is known to be absent."""
-        if key in self._discarding:
+        if key in self._maintenance.discarding:
             return State.EVICTING
         return self._presence.state(key)
 
@@ -186,18 +179,16 @@ class SharedTier:
         self._now_s = now_s
         if not self._taken_in:
             self._take_in()  # a step may be long, and an answer that is there must not come too late
-        if not self._reach.closed:
+        if not self._health.answers:
             return Lookup.MISS
         state, fresh = self._presence.look(key, now_s)
         if fresh:
-            return Lookup.HIT if self._loads.closed or self._tries_loading(context, now_s) else Lookup.MISS
+            return Lookup.HIT if self._health.may_load(context, now_s) else Lookup.MISS
         if state is State.WRITING:
             return Lookup.PENDING
-        if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._discarding:
+        if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._maintenance.discarding:
             return Lookup.MISS
-        if key in self._unanswered:
-            return Lookup.MISS
-        if not self._loads.closed and not self._tries_loading(context, now_s):
+        if key in self._unanswered or not self._health.may_load(context, now_s):
             return Lookup.MISS
         return self._lookups.ask(key, context, now_s)
 
@@ -212,37 +203,35 @@ class SharedTier:
         self._unanswered = {question.key for question in overdue}
         for question in overdue:
             if question.is_new:
-                self._unanswered_since(question.asked_s, "timeout", f"no answer within {self._options.timeout_s:g} s")
-        if not self._reach.closed:
+                why = f"no answer within {self._options.timeout_s:g} s"
+                self._health.unanswered(question.asked_s, "timeout", why, now_s)
+        if not self._health.answers:
             self._lookups.drop_all()
             self._prober.cancel_all()
-            self._due.clear()
-            if self._reach.allows(now_s):
-                self._prober.trial(self._manifest.name)
+            self._maintenance.clear()
+            if self._health.may_try(now_s):
+                self._prober.trial(self._manifest_name)
             return
         for search in self._lookups.begin_searches(now_s):
             self._prober.search(search.number, search.keys, search.plan)
-        self._begin_tasks(now_s)
+        self._maintenance.begin(now_s)
 
     def forget_request(self, request_id: str) -> None:
         """No more lookups will come for this request."""
         for number in self._lookups.forget(request_id):
             self._prober.cancel(number)
-        if self._load_trial == request_id:
-            self._load_trial = None  # if it found nothing to load, the next may try at once
+        self._health.forget_request(request_id)
 
     @property
     def in_use(self) -> bool:
         """Whether the storage answers and loads work, by all that is known."""
-        return self._reach.closed and self._loads.closed
+        return self._health.in_use
 
     # Storing
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING. None while the tier is disabled. Evicts nothing: ``nixl-offload gc`` deletes."""
-        if not self._reach.closed or not (self._stores.closed or self._stores.allows(self._now_s)):
-            return None
-        if not self._presence.reserve(key):
+        if not self._health.may_store(self._now_s) or not self._presence.reserve(key):
             return None
         return Location(self._position, 0, slot_bytes)
 
@@ -271,10 +260,7 @@ class SharedTier:
         whole all the same: then another server has stored it.
         """
         self._now_s = now_s
-        if len(failed) < len(keys):
-            self._stores.succeeded(now_s)
-        elif not _STORAGE_FAILED.isdisjoint(failed.values()):
-            self._stores.failed("stores", f"none of {len(keys)} chunks could be stored", now_s)
+        self._health.stored(keys, failed, now_s)
         self._discard([key for key in failed if self.state(key) is None and len(self._shards_of(key)) > 1])
 
     # Loading
@@ -291,9 +277,13 @@ class SharedTier:
     def touch(self, key: Key) -> None:
         """Mark as recently used; unknown keys are ignored. Now and then a chunk in use is refreshed."""
         self._presence.touch(key)
-        ttl_s, due = self._ttl_s, self._due
-        if ttl_s is not None and len(due) < MAX_REFRESHES and self._presence.look_due(key, self._now_s, ttl_s / 4):
-            due.append(key)
+        ttl_s, maintenance = self._ttl_s, self._maintenance
+        if (
+            ttl_s is not None
+            and maintenance.takes_refreshes
+            and self._presence.needs_refresh(key, self._now_s, ttl_s / 4)
+        ):
+            maintenance.refresh(key)
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """A load is over: what did not arrive counts as absent, so that it is computed and stored anew.
@@ -303,11 +293,9 @@ class SharedTier:
         self._now_s = now_s
         bad = [key for key in reversed(keys) if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED]
         self._counts.failed_loads += len(bad)
-        if len(failed) < len(keys) or Outcome.CORRUPT in failed.values():
-            self._loads.succeeded(now_s)
-            self._load_trial = None
-        elif not _STORAGE_FAILED.isdisjoint(failed.values()):
-            self._recheck(next(key for key in keys if failed[key] in _STORAGE_FAILED))
+        doubtful = self._health.loaded(keys, failed, now_s)
+        if doubtful is not None and self._health.answers:
+            self._prober.do(Recheck(doubtful, self._shards_of(doubtful)))
         dropped = [key for key in bad if self._presence.missed(key, now_s)]
         corrupt = [key for key in bad if failed[key] is Outcome.CORRUPT and self._presence.state(key) is None]
         self._discard(corrupt, even_whole=True)
@@ -327,7 +315,7 @@ class SharedTier:
         if self._listing is not None:
             self._listing.stop()
             self._listing = None
-        self._due.clear()
+        self._maintenance.clear()
 
     def close(self, pending: Iterable[Key] = (), *, timeout_s: float = 1.0) -> None:
         """End what runs in the background, waiting ``timeout_s`` at most for each part, and close the store.
@@ -351,7 +339,8 @@ class SharedTier:
         counts = self._counts
         counts.probes = self._prober.counts()
         counts.late = self._lookups.late
-        counts.openings = self._reach.openings + self._loads.openings + self._stores.openings
+        counts.openings = self._health.openings
+        counts.discarded = self._maintenance.discarded
         counts.known = len(self._presence)
         if self._listing is not None:
             counts.listed = self._listing.chunks
@@ -378,12 +367,12 @@ class SharedTier:
 
     def breakers(self) -> dict[str, BreakerState]:
         """Return the state of each breaker by what it watches: ``reach``, ``load`` or ``store``."""
-        return {"reach": self._reach.state, "load": self._loads.state, "store": self._stores.state}
+        return self._health.breakers()
 
     @property
     def trouble(self) -> str:
         """Why the tier is disabled, in a word; ``none`` while all is well."""
-        return self._reach.cause or self._loads.cause or self._stores.cause or "none"
+        return self._health.trouble
 
     # What comes back from the prober
 
@@ -395,7 +384,7 @@ class SharedTier:
             elif isinstance(event, SearchEnd):
                 self._on_search_end(event)
             elif isinstance(event, TrialEnd):
-                self._on_trial_end(event)
+                self._health.tried(event.cause, event.message, self._now_s)
             else:
                 self._on_task_end(event)
         for search in self._lookups.give_up(self._now_s):
@@ -405,13 +394,12 @@ class SharedTier:
 
     def _on_sight(self, answer: ProbeAnswer) -> None:
         if answer.found is ProbeResult.ERROR:
-            self._unanswered_since(answer.asked_s, answer.cause, answer.message)
+            self._health.unanswered(answer.asked_s, answer.cause, answer.message, self._now_s)
             return
-        if self._reach.closed:
-            self._reach.succeeded(self._now_s)
+        self._health.answered(self._now_s)
         key = answer.key
         if answer.found is ProbeResult.PRESENT and not self._prober.expired(answer.modified_s):
-            if not self._presence.missed_since(key, answer.asked_s) and key not in self._discarding:
+            if not self._presence.missed_since(key, answer.asked_s) and key not in self._maintenance.discarding:
                 self._presence.seen(key, self._now_s, self._expires_s(answer.modified_s))
         elif not self._presence.seen_since(key, answer.asked_s):  # else it was stored after the question went out
             self._presence.missed(key, self._now_s)
@@ -433,7 +421,7 @@ class SharedTier:
             key = keys[position]
             if presence.state(key) is State.READY and presence.fresh(key, now_s):
                 continue
-            if self._lookups.infer and not presence.is_absent(key, now_s) and key not in self._discarding:
+            if self._lookups.infer and not presence.is_absent(key, now_s) and key not in self._maintenance.discarding:
                 presence.seen(key, now_s)
                 self._counts.inferred += 1
         for position in range(boundary, len(keys)):
@@ -441,21 +429,12 @@ class SharedTier:
             if presence.state(key) is State.READY and not presence.fresh(key, now_s):
                 presence.drop(key)  # so that it is stored anew when it is computed
 
-    def _on_trial_end(self, end: TrialEnd) -> None:
-        if self._reach.closed:
-            return
-        if end.cause:
-            self._reach.failed(end.cause, end.message, self._now_s)
-        else:
-            self._reach.succeeded(self._now_s)
-
     def _on_task_end(self, end: TaskEnd) -> None:
         task = end.task
         if end.cause:
             logger.debug("%s: %s: %s", self._name, type(task).__name__.lower(), end.message)
         if isinstance(task, Discard):
-            self._discarding.difference_update(task.keys)
-            self._counts.discarded += task.deleted
+            self._maintenance.discard_ended(task)
         elif isinstance(task, Refresh):
             for key, modified_s in task.modified_s.items():
                 if self._presence.state(key) is State.READY and not self._prober.expired(modified_s):
@@ -465,36 +444,11 @@ class SharedTier:
                     self._presence.missed(key, self._now_s)
             self._counts.refreshed += task.refreshed
         elif isinstance(task, Recheck):
-            self._on_recheck(task, end)
+            self._health.rechecked(end.cause, end.message, task.whole, self._now_s)
         elif isinstance(task, WriteManifest) and end.cause:
-            self._manifest_s = self._now_s + MANIFEST_RETRY_S
-
-    def _on_recheck(self, task: Recheck, end: TaskEnd) -> None:
-        if end.cause:
-            if self._reach.closed:
-                self._unreachable(end.cause, end.message)
-        elif task.whole:
-            self._loads.failed("loads", "chunks that are there could not be read", self._now_s)
-        else:
-            # Deleted by somebody: nothing is wrong with the storage, and a trial has not failed.
-            self._loads.succeeded(self._now_s)
-        self._load_trial = None
+            self._maintenance.manifest_failed(self._now_s)
 
     # Inside
-
-    def _unanswered_since(self, asked_s: float, cause: str, message: str) -> None:
-        """A question was not answered. One from before the storage was last found well again says nothing."""
-        if self._reach.closed and asked_s >= self._reach.closed_s:
-            self._unreachable(cause, message)
-
-    def _unreachable(self, cause: str, message: str) -> None:
-        self._reach.failed(cause, message, self._now_s)
-
-    def _tries_loading(self, context: LookupContext, now_s: float) -> bool:
-        handed_on = self._load_trial is None and self._loads.state is BreakerState.HALF_OPEN
-        if self._load_trial != context.request_id and (handed_on or self._loads.allows(now_s)):
-            self._load_trial = context.request_id
-        return self._load_trial == context.request_id
 
     def _expires_s(self, modified_s: float) -> float:
         """When what was modified then, by the store's clock, ceases to count, on the scheduler's clock."""
@@ -502,31 +456,9 @@ class SharedTier:
             return float("inf")
         return self._now_s + self._ttl_s - max(0.0, self._wall() - modified_s)
 
-    def _shards_of(self, key: Key) -> tuple[StoredShard, ...]:
-        """All shards of a chunk, the one that stands for it first. Called on other threads too."""
-        return shards_of(self._namespace, key)
-
     def _discard(self, keys: Sequence[Key], *, even_whole: bool = False) -> None:
-        keys = tuple(key for key in keys if key not in self._discarding)
-        if not keys or not self._reach.closed:
-            return
-        if self._prober.do(Discard(keys, tuple(map(self._shards_of, keys)), even_whole)):
-            self._discarding.update(keys)
-
-    def _recheck(self, key: Key) -> None:
-        if self._reach.closed:
-            self._prober.do(Recheck(key, self._shards_of(key)))
-
-    def _begin_tasks(self, now_s: float) -> None:
-        if self._manifest_s is not None and now_s >= self._manifest_s and self._prober.do(self._manifest):
-            self._manifest_s = None
-        if not self._due or self._ttl_s is None:
-            return
-        due, self._due = self._due, []
-        for start in range(0, len(due), REFRESH_BATCH):
-            keys = tuple(due[start : start + REFRESH_BATCH])
-            if not self._prober.do(Refresh(keys, self._shards_of, self._ttl_s / 2, now_s, self._wall)):
-                break
+        if self._health.answers:
+            self._maintenance.discard(keys, even_whole=even_whole)
 
     def _take_listed(self, listing: Listing) -> None:
         listed = listing.take(LISTED_PER_FLUSH)

@@ -1,0 +1,125 @@
+"""Whether a shared tier's storage works: what became of questions, loads and stores, and what may be tried now.
+
+Threading: the scheduler's thread alone. No I/O, no clock: time is passed in (monotonic seconds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from nixl_offload.tiers.breaker import Breaker, BreakerState
+from nixl_offload.types import Key, LookupContext, Outcome
+
+STORAGE_FAILED: Final = frozenset({Outcome.FAILED, Outcome.TAINTED})
+
+
+class StorageHealth:
+    """Three breakers, for the tier may fail in three ways: the storage does not answer questions; it answers, but loads
+    fail; it answers, but stores fail. The first disables everything, the others loads and stores alone.
+    """
+
+    def __init__(self, name: str) -> None:
+        """``name`` opens each log line, such as "S3 tier s3://bucket/prefix"."""
+        self._answers = Breaker(name)
+        self._loads = Breaker(f"{name}, loading")
+        self._stores = Breaker(f"{name}, storing")
+        self._load_trial: str | None = None
+        """The request that tries whether loads work again."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether the storage answers questions, by all that is known."""
+        return self._answers.closed
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it answers and loads work, by all that is known."""
+        return self._answers.closed and self._loads.closed
+
+    @property
+    def trouble(self) -> str:
+        """Why the tier is disabled, in a word; ``none`` while all is well."""
+        return self._answers.cause or self._loads.cause or self._stores.cause or "none"
+
+    @property
+    def openings(self) -> int:
+        """How often a breaker has opened."""
+        return self._answers.openings + self._loads.openings + self._stores.openings
+
+    def breakers(self) -> dict[str, BreakerState]:
+        """Return the state of each breaker by what it watches: ``reach``, ``load`` or ``store``."""
+        return {"reach": self._answers.state, "load": self._loads.state, "store": self._stores.state}
+
+    # What may be tried
+
+    def may_try(self, now_s: float) -> bool:
+        """Whether one question may go out although the storage does not answer. Tell of it by ``tried``."""
+        return self._answers.allows(now_s)
+
+    def may_load(self, context: LookupContext, now_s: float) -> bool:
+        """Whether this request may load; while loads fail, one request at a time may, for a trial."""
+        if self._loads.closed:
+            return True
+        was_freed = self._load_trial is None and self._loads.state is BreakerState.HALF_OPEN
+        if self._load_trial != context.request_id and (was_freed or self._loads.allows(now_s)):
+            self._load_trial = context.request_id
+        return self._load_trial == context.request_id
+
+    def may_store(self, now_s: float) -> bool:
+        """Whether to store now; while stores fail, one at a time may, for a trial."""
+        return self._answers.closed and (self._stores.closed or self._stores.allows(now_s))
+
+    def forget_request(self, request_id: str) -> None:
+        """It loads nothing any more: if it was the trial and has found nothing to load, the next may try at once."""
+        if self._load_trial == request_id:
+            self._load_trial = None
+
+    # What became of it
+
+    def answered(self, now_s: float) -> None:
+        """A question was answered."""
+        if self._answers.closed:
+            self._answers.succeeded(now_s)
+
+    def unanswered(self, asked_s: float, cause: str, message: str, now_s: float) -> None:
+        """A question was not answered. One from before the storage last recovered says nothing."""
+        if self._answers.closed and asked_s >= self._answers.closed_s:
+            self._answers.failed(cause, message, now_s)
+
+    def tried(self, cause: str, message: str, now_s: float) -> None:
+        """The question that ``may_try`` let through is back; ``cause`` is empty when it was answered."""
+        if self._answers.closed:
+            return
+        if cause:
+            self._answers.failed(cause, message, now_s)
+        else:
+            self._answers.succeeded(now_s)
+
+    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
+        """A store is over."""
+        if len(failed) < len(keys):
+            self._stores.succeeded(now_s)
+        elif not STORAGE_FAILED.isdisjoint(failed.values()):
+            self._stores.failed("stores", f"none of {len(keys)} chunks could be stored", now_s)
+
+    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> Key | None:
+        """A load is over. Returns a chunk to look for where nothing came: is it there? Tell by ``rechecked``."""
+        if len(failed) < len(keys) or Outcome.CORRUPT in failed.values():
+            self._loads.succeeded(now_s)
+            self._load_trial = None
+        elif not STORAGE_FAILED.isdisjoint(failed.values()):
+            return next(key for key in keys if failed[key] in STORAGE_FAILED)
+        return None
+
+    def rechecked(self, cause: str, message: str, is_whole: bool, now_s: float) -> None:
+        """Somebody looked for a chunk that could not be loaded. ``cause``: why that was not answered, if so."""
+        if cause:
+            if self._answers.closed:
+                self._answers.failed(cause, message, now_s)
+        elif is_whole:
+            self._loads.failed("loads", "chunks that are there could not be read", now_s)
+        else:
+            # Deleted by somebody: nothing is wrong with the storage, and a trial has not failed.
+            self._loads.succeeded(now_s)
+        self._load_trial = None
