@@ -32,7 +32,7 @@ class Location(NamedTuple):
     """Position of the tier in the config's ``tiers`` list."""
     offset: int
     """Byte offset of the slot in each rank's slab; a multiple of ``PAGE_BYTES``. 0 where a shard is a thing of its own
-    (an object, a file), which is named by key and rank: see ``tiers.naming``."""
+    (an object, a file), which is named by key and rank: see ``tiers.shared.naming``."""
     slot_bytes: int
     """Size of the slot, header page included; names the size class."""
 

@@ -6,8 +6,9 @@ Threading: called by the scheduler's thread alone. No I/O, no thread, no clock: 
 
 from __future__ import annotations
 
-from nixl_offload.catalog.catalog import Catalog, Counts
+from nixl_offload.catalog.catalog import Catalog
 from nixl_offload.catalog.changes import Change
+from nixl_offload.catalog.counts import Counts
 from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, Settled, StoreTicket, WriteThroughTicket
 from nixl_offload.catalog.write_through import ChainOptions
 from nixl_offload.tiers.base import Tier

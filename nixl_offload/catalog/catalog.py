@@ -8,11 +8,11 @@ is settled, so nothing can be written over while a rank may still touch it, rese
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 from nixl_offload.catalog.admission import Admission
 from nixl_offload.catalog.changes import Change, Changes
+from nixl_offload.catalog.counts import Counts
 from nixl_offload.catalog.placing import Placing
 from nixl_offload.catalog.tickets import (
     NOBODY,
@@ -31,28 +31,6 @@ from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 _HIT, _PENDING, _RETRY = Lookup.HIT, Lookup.PENDING, Lookup.RETRY
 _READY = State.READY
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What a catalog holds and has done; for metrics. Bytes are per rank."""
-
-    storing_bytes: tuple[int, ...]
-    """Being stored from KV blocks, by tier."""
-    write_through_bytes: tuple[int, ...]
-    """Being written through, by target."""
-    unsaved_bytes: int
-    """Pinned in memory for farther tiers."""
-    pending_writes: tuple[int, ...]
-    """Chunks that wait to be written through, by target."""
-    write_throughs: Mapping[tuple[int, str], int]
-    """Chunks by target and what became of them: ``ok``, ``failed``, ``corrupt``, ``dropped`` or ``tainted``; ``gone``:
-    evicted or reset before their turn; ``refused``: their tier took nothing for too long; ``overflow``: too many
-    waited."""
-    not_admitted: int
-    """Offers of chunks that were not asked for often enough yet."""
-    no_room: int
-    """Offers of chunks that no tier took: full, disabled, or too slow."""
 
 
 class Catalog:

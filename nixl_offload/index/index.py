@@ -223,7 +223,7 @@ class Index:
         if node is None:
             return None
         key: Key = self._keys[node]
-        freed = self._move(node, Event.EVICT)
+        freed = self._transition(node, Event.EVICT)
         assert freed is not None, "the table says that evict frees"
         return key, freed
 
@@ -349,9 +349,9 @@ class Index:
         if node is None:
             next_phase(Phase.ABSENT, event)
             return None
-        return self._move(node, event)
+        return self._transition(node, event)
 
-    def _move(self, node: int, event: Event) -> Location | None:
+    def _transition(self, node: int, event: Event) -> Location | None:
         """Make one transition of the table, with all that follows from it. Returns the location if that frees it."""
         before = self._phases[node]
         after = next_phase(before, event)

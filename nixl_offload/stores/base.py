@@ -2,7 +2,7 @@
 
 Threading: every method blocks, and may be called from any thread, several at once.
 Memory: a size that storage states is never what is allocated; callers bring the memory, and the sizes that they expect.
-Names are relative to the store's own prefix or directory and are built by ``tiers.naming`` from digests, never from
+Names are relative to the store's own prefix or directory. ``tiers.shared.naming`` builds them from digests, never from
 unchecked input. Credentials come from the AWS chain and never appear in ``where``, a repr, a log line or an error.
 """
 

@@ -24,7 +24,7 @@ _LOOK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock takes it for microseconds: an engine that starts just then tries again for so long."""
 _LOOK_PAUSE_S = 0.01
 _BRIEF_PATIENCE_S = 30.0
-"""Who holds a lock briefly says so in it: a command that mends something, for which no engine must fail to start."""
+"""Who holds a lock briefly says so in it: a command that repairs something, for which no engine must fail to start."""
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 

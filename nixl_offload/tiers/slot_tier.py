@@ -37,7 +37,7 @@ class NoJournal:
 
 
 class SlotTier:
-    """Implements ``catalog.Tier`` over an index and slots. Methods return at once, never raise for reasons of storage.
+    """Implements ``tiers.base.Tier`` over an index and slots. No method waits for storage or raises because of it.
 
     A call that the index's table does not have, such as ``commit`` of a chunk that is not being written, raises
     IndexStateError and changes nothing.

@@ -46,7 +46,7 @@ class SharedPlace:
     """Where the ranks find their shards; travels to them with each job."""
 
     namespace: str
-    """First part of every name: see ``tiers.naming``."""
+    """First part of every name: see ``tiers.shared.naming``."""
     rank_namespaces: tuple[bytes, ...]
     """Per rank, the 32 bytes its shard headers carry."""
 

@@ -62,7 +62,7 @@ class OpenedShard:
 
 
 class TreeFiles:
-    """Files below ``root``, named by ``tiers.naming``. Everything raises TierError."""
+    """Files below ``root``, named by ``tiers.shared.naming``. Everything raises TierError."""
 
     def __init__(self, root: str, *, direct_io: bool) -> None:
         self.root = root.rstrip("/") or "/"

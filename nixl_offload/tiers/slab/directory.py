@@ -302,7 +302,7 @@ class _Budget:
 
 
 def _unused(root: Path, own_locks: set[Path]) -> bool:
-    """Say whether no other engine holds ``root``, the directory in which a foreign namespace lies."""
+    """Say whether no other engine holds ``root``, the directory of another namespace."""
     if root / "lock" in own_locks:
         return True
     lock = DirectoryLock(root / "lock")

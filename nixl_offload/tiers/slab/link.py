@@ -23,7 +23,7 @@ CHECK_EVERY_S = 1.0
 
 
 class Slab(Protocol):
-    """What the engine needs of ``tiers.slab_file.SlabFile``."""
+    """What the engine needs of ``tiers.slab.file.SlabFile``."""
 
     @property
     def path(self) -> PathLike[str]:
