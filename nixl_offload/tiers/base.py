@@ -109,10 +109,10 @@ class Tier(Protocol):
         """Return what the tier holds and has done. Costs nothing per chunk."""
         ...
 
-    def close(self, pending: Iterable[Key] = ()) -> None:
+    def close(self, in_flight: Iterable[Key] = ()) -> None:
         """Let go of everything, waiting for storage a few seconds at most. Idempotent.
 
-        ``pending``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
+        ``in_flight``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
         finished after their last report.
         """
         ...

@@ -88,8 +88,8 @@ class MemoryTier(SlotTier):
         )
         return cls(position, place, Index(policy=config.policy), allocator)
 
-    def close(self, pending: Iterable[Key] = ()) -> None:
-        """Nothing is left behind; ``pending`` is for tiers that outlive the engine."""
+    def close(self, in_flight: Iterable[Key] = ()) -> None:
+        """Nothing is left behind; ``in_flight`` is for tiers that outlive the engine."""
 
     def _gives_way(self, key: Key) -> bool:
         # A pin may be for a chunk that exists nowhere else yet, which a farther tier is still to have.

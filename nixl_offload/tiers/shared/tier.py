@@ -317,10 +317,10 @@ class SharedTier:
             self._listing = None
         self._maintenance.clear()
 
-    def close(self, pending: Iterable[Key] = (), *, timeout_s: float = 1.0) -> None:
+    def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = 1.0) -> None:
         """End what runs in the background, waiting ``timeout_s`` at most for each part, and close the store.
 
-        ``pending`` needs nothing: what is whole in the store is found there.
+        ``in_flight`` needs nothing: what is whole in the store is found there.
         """
         if self._listing is not None:
             self._listing.stop()

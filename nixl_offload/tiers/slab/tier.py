@@ -181,14 +181,14 @@ class SlabTier(SlotTier):
             healer.start()
             self._healer = healer
 
-    def close(self, pending: Iterable[Key] = (), *, timeout_s: float = 5.0) -> None:
+    def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = 5.0) -> None:
         """Write the journal out and release the lock. Idempotent.
 
-        ``pending``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
+        ``in_flight``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
         finished after their last report. The next engine takes them for stored, and finds out when it loads one: what
         was not written whole fails its header or checksums, as after a crash.
         """
-        for key in pending:
+        for key in in_flight:
             if self.state(key) is State.WRITING:
                 self._durable.put(key, self._index.location(key))
         if self._healer is not None:
