@@ -32,8 +32,8 @@ themselves never touch the bucket's configuration; this command alone needs the 
 (s3:GetLifecycleConfiguration, s3:PutLifecycleConfiguration, s3:GetBucketVersioning, s3:ListBucket, and s3:CreateBucket
 where it is missing).
 
-Exit code 0: the bucket is as it should be, or only shown. 1: the storage failed or refused, or nobody said yes. 2:
-CONFIG or the options are wrong. 130: interrupted.
+Exit code 0: the bucket is as it should be, or only shown. 1: the storage failed or refused, the server has no lifecycle
+rules (the bucket is made all the same), or nobody said yes. 2: CONFIG or the options are wrong. 130: interrupted.
 """
 
 
@@ -60,15 +60,26 @@ def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
     try:
         from nixl_offload.stores.lifecycle import apply_lifecycle, plan_lifecycle
     except ImportError as exc:
-        raise NotSupportedError(f"bucket init needs boto3 ({exc}); pip install nixl-offload[s3]") from exc
+        raise NotSupportedError(f"bucket init needs boto3 ({exc}); pip install boto3") from exc
     plan = plan_lifecycle(tier)
     if not arguments.json:
         _print_plan(plan, out)
     wanted = bool(plan.changes)
     if wanted and (arguments.yes or (not arguments.json and _asked(out))):
-        apply_lifecycle(plan)
-        if plan_lifecycle(tier).changes:
-            raise StoreError(f"{plan.where}: the server accepted the changes, but does not show them", cause="server")
+        try:
+            apply_lifecycle(plan)
+            left = plan_lifecycle(tier).changes
+        except NotSupportedError as exc:
+            made = "the bucket was made, but " if plan.create_bucket else ""
+            raise NotSupportedError(
+                f"{plan.where}: {made}this server has no lifecycle rules, so nothing there expires by itself; run "
+                f"nixl-offload gc {arguments.file} --tier s3 --delete by a timer"
+            ) from exc
+        if left:
+            raise StoreError(
+                f"{plan.where}: the server accepted the changes, but does not show them: {'; '.join(left)}",
+                cause="server",
+            )
         applied = True
     else:
         applied = False

@@ -35,7 +35,7 @@ which engine has it open; how full the tier is. Servers go on meanwhile; nothing
     nixl-offload ls kv.yaml
     nixl-offload ls kv.yaml --tier s3 --tenant blue
     nixl-offload ls kv.yaml --namespace 0f3a... --keys     # chunk by chunk: key, group, rank, size, age, place
-    nixl-offload ls kv.yaml --keys --json                  # a line of JSON per chunk
+    nixl-offload ls kv.yaml --keys --json                  # a line of JSON per chunk, or per tier that failed
 
 A memory tier lives in the server's processes and cannot be looked at from outside. Nothing stores how often a chunk was
 hit; the server counts hits by tier in its metrics (vllm:nixl_offload_hit_decisions_total). A slab's namespace is
@@ -92,8 +92,12 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         for number, tier in enumerate(tiers):
             if arguments.keys:
                 count = visit(tier, lambda inspector: _list_keys(arguments, inspector, out))
-                failed += isinstance(count, TierFailure)
-                found += 0 if isinstance(count, TierFailure) else count
+                if isinstance(count, TierFailure):
+                    failed += 1
+                    if arguments.json:
+                        print(json.dumps({"tier": count.kind, "where": count.where, "error": count.words}), file=out)
+                else:
+                    found += count
                 continue
             listing = visit(tier, lambda inspector: _list(arguments, inspector))
             if isinstance(listing, TierFailure):

@@ -1,7 +1,8 @@
 """The command ``nixl-offload``: parses arguments, calls one command, turns our errors into exit codes.
 
 Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted, by
-SIGINT or SIGTERM alike: a service manager's stop leaves no more behind than Ctrl-C.
+SIGINT or SIGTERM alike: a service manager's stop leaves no more behind than Ctrl-C. A failure is a line on stderr; with
+``--json`` it is ``{"error": ...}`` on stdout too, unless the command printed its own JSON before.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import Any, Final, NoReturn, TextIO, cast
 
 from nixl_offload import __version__
 from nixl_offload.cli import bucket, completion, ls, schema, show, stat
@@ -29,6 +31,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 _OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
+_LISTINGS: Final = ("ls", "show", "schema", "completion")
+"""Their reader may stop early (``| head``). Of other commands the exit code is a verdict, which is not known yet."""
 
 _DESCRIPTION = """\
 Keeps vLLM's KV cache in host memory, on local files, in a bucket or in a shared directory, so that a prompt once seen
@@ -41,7 +45,7 @@ is loaded instead of computed again. Start with a config file, say kv.yaml:
 then
 
     nixl-offload show kv.yaml            # is the file right? prints it with all defaults, and what to pass to vLLM
-    nixl-offload check kv.yaml           # does each tier work on this machine? what is wrong, and what mends it
+    nixl-offload check kv.yaml           # does each tier work on this machine? what is wrong, and how to fix it
     vllm serve MODEL --shutdown-timeout 10 \\
         --kv-transfer-config "$(nixl-offload show --kv-transfer-config kv.yaml)"
 
@@ -64,28 +68,64 @@ With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Usage errors leave by SystemExit(2), as argparse does."""
     _open_closed_streams()
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    parser.set_defaults(json=False)
+    _Parser.json = "--json" in words
+    arguments = parser.parse_args(words)
+    output = _Output(sys.stdout)
+    code = 0 if arguments.command in _LISTINGS else EXIT_FAILED
     try:
         with _terminated_is_interrupted():
-            code: int = arguments.run(arguments, sys.stdout)
+            code = arguments.run(arguments, cast(TextIO, output))
             sys.stdout.flush()
-    except ConfigError as exc:
-        return _complain(str(exc), EXIT_USAGE, sys.stderr)
-    except NixlOffloadError as exc:
-        return _complain(str(exc), EXIT_FAILED, sys.stderr)
-    except KeyboardInterrupt:
-        return _complain("interrupted", EXIT_INTERRUPTED, sys.stderr)
-    except BrokenPipeError:
-        # The reader has gone (`| head`).
+    except BrokenPipeError:  # The reader has gone.
         _discard_stdout()
-        return EXIT_FAILED
     except OSError as exc:
         # Storage's own errors are translated where they happen; what is left is `> file` on a full disk.
         if exc.filename is not None or exc.errno not in _OUTPUT_REFUSED:
             raise
         _discard_stdout()
-        return _complain(f"the output cannot be written: {os.strerror(exc.errno)}", EXIT_FAILED, sys.stderr)
+        code = _complain(f"the output cannot be written: {os.strerror(exc.errno)}", EXIT_FAILED)
+    except (NixlOffloadError, KeyboardInterrupt) as exc:
+        message = str(exc) or "interrupted"
+        if arguments.json and not output.begun:
+            with contextlib.suppress(OSError):
+                print_error(message, sys.stdout)
+        codes = {ConfigError: EXIT_USAGE, KeyboardInterrupt: EXIT_INTERRUPTED}
+        code = _complain(message, codes.get(type(exc), EXIT_FAILED))
     return code
+
+
+def print_error(message: str, out: TextIO) -> None:
+    """Print the error object of ``--json``."""
+    print(json.dumps({"error": message}), file=out, flush=True)
+
+
+class _Output:
+    """Standard output that knows whether something was printed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.begun = False
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self.begun = True
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says on stdout, too, what is wrong with the arguments, where ``json`` is asked for."""
+
+    json = False
+
+    def error(self, message: str) -> NoReturn:
+        if self.json:
+            print_error(message, sys.stdout)
+        super().error(message)
 
 
 def _open_closed_streams() -> None:
@@ -113,11 +153,11 @@ def _terminated_is_interrupted() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="nixl-offload", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     show.add_parser(commands)
     check.add_parser(commands)
     bucket.add_parser(commands)
@@ -132,8 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _complain(message: str, code: int, stream: TextIO) -> int:
-    print(f"nixl-offload: {message}", file=stream)
+def _complain(message: str, code: int) -> int:
+    print(f"nixl-offload: {message}", file=sys.stderr)
     return code
 
 

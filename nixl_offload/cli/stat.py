@@ -65,9 +65,11 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     config = load_config(arguments.file)
     with opened(arguments, config) as tiers:
         results = [visit(tier, lambda inspector: _find(inspector, arguments)) for tier in tiers]
-        failed = any(isinstance(result, TierFailure) for result in results)
+        failures = [result.words for result in results if isinstance(result, TierFailure)]
         found = [shard for result in results if not isinstance(result, TierFailure) for shard in result]
-        if not found and failed:
+        if not found and failures:
+            if arguments.json:
+                print(json.dumps({"error": "; ".join(failures)}), file=out)
             return 1
         if not found:
             wheres = ", ".join(tier.where for tier in tiers if isinstance(tier, Inspector))
@@ -78,13 +80,13 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         shards = [_decode(item, arguments) for item in found]
     missing = _missing(found) if arguments.verify else []
     if arguments.json:
-        print(json.dumps({"shards": shards, "missing": missing}, indent=2), file=out)
+        print(json.dumps({"shards": shards, "missing": missing, "failures": failures}, indent=2), file=out)
     else:
         for shard in shards:
             _print(shard, out)
         for each in missing:
             print(f"WRONG  {each['where']}, {each['namespace']}: rank {each['rank']}: missing", file=out)
-    return 1 if failed or missing or any(shard["wrong"] for shard in shards) else 0
+    return 1 if failures or missing or any(shard["wrong"] for shard in shards) else 0
 
 
 def _find(inspector: Inspector, arguments: argparse.Namespace) -> list[FoundShard]:

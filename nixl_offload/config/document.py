@@ -32,7 +32,13 @@ def render_path(path: Path) -> str:
 
 def parse_yaml(text: str, source: str) -> Document:
     """Parse ``text``; ``source`` names it in errors. Raises ConfigError with line and column."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as exc:
+        line = text.count("\n", 0, exc.position) + 1
+        raise ConfigError(
+            f"{source}:{line}: not valid YAML: the character U+{exc.character:04X} is not allowed in YAML; remove it"
+        ) from exc
     try:
         node = loader.get_single_node()
         if node is None:

@@ -16,7 +16,7 @@ from botocore.exceptions import ClientError
 
 from nixl_offload.cli.main import main
 
-from .servers import MotoServer
+from .servers import MotoServer, RcloneServer
 
 THEIRS = {
     "ID": "theirs",
@@ -161,6 +161,28 @@ def test_a_server_that_is_down_is_one_line_and_exit_code_1(
     error = capsys.readouterr().err
     assert error.startswith(f"nixl-offload: s3://{bucket}/prod at http://127.0.0.1:9: ")
     assert error.count("\n") == 1
+
+
+def test_a_server_without_lifecycle_rules_gets_its_bucket_and_says_what_is_missing(
+    rclone: RcloneServer,
+    tmp_path: Path,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in rclone.environment.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "kv.yaml"
+    path.write_text(yaml.safe_dump({"tiers": [{**rclone.tier("prod"), "bucket": bucket, "ttl": "36h"}]}))
+    assert main(["bucket", "init", str(path), "--yes"]) == 1
+    with closing(rclone.client()) as client:
+        assert bucket in {each["Name"] for each in client.list_buckets()["Buckets"]}
+    error = capsys.readouterr().err
+    assert "the bucket was made, but this server has no lifecycle rules" in error
+    assert f"nixl-offload gc {path} --tier s3 --delete" in error
+    # The second run has nothing to make, and the same to say.
+    assert main(["bucket", "init", str(path), "--yes", "--json"]) == 1
+    assert "knows nothing of it" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_a_config_without_a_bucket_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,9 +161,9 @@ def test_nobody_passes_a_namespace_off_as_another_tenants(
     """The manifest in RED's namespace says that it is blue's, or nothing that makes sense."""
     tree.store.write(manifest_name(RED.name), memoryview(content))
     red = tree.chunk(RED, 0, 90 * HOUR_S)
-    assert tree.gc("--tenant", "blue", "--older-than", "1h", "--delete") == 0
+    assert tree.gc("--tenant", "blue", "--older-than", "1h", "--delete") == 1
     assert set(red) < tree.files()
-    capsys.readouterr()
+    assert capsys.readouterr().err == "nixl-offload: nothing is there of tenant blue\n"
     assert tree.gc("--json") == 0
     (entry,) = outcome(capsys)["namespaces"]
     assert (entry["tenant"], entry["model"]) == (None, None)
@@ -449,6 +449,14 @@ def test_a_namespace_that_is_not_there_is_told_and_no_failure(
     """Misspelt, or deleted already by the timer that ran before."""
     assert main(["gc", str(slab.file), "--namespace", "0" * 32, "--delete"]) == 0
     assert f"nothing is there of namespace {'0' * 32}" in capsys.readouterr().err
+
+
+def test_a_tenant_that_is_not_there_is_a_failure(slab: StoredSlab, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is misspelt, and its chunks would stay for ever; one whose namespaces are too young to go is there."""
+    assert main(["gc", str(slab.file), "--tenant", "bleu", "--delete"]) == 1
+    assert capsys.readouterr().err == "nixl-offload: nothing is there of tenant bleu\n"
+    assert main(["gc", str(slab.file), "--tenant", "blue", "--older-than", "30d", "--delete"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")

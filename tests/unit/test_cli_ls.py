@@ -255,6 +255,11 @@ def test_a_tier_that_fails_hides_no_other(slab: StoredSlab, cli: Cli, tmp_path: 
     assert cli("ls", slab.file, "--json") == 1
     good, failed = cli.json["tiers"]
     assert (good["namespaces"][0]["chunks"], failed["kind"], "failure" in failed) == (6, "s3", True)
+    assert cli("ls", slab.file, "--keys", "--json") == 1
+    assert (cli.lines[0]["tier"], cli.lines[-1]["tier"]) == ("slab", "s3")
+    assert cli.lines[-1]["error"].startswith("s3://kv-cache")
+    assert cli("stat", slab.file, "0" * 8, "--json") == 1
+    assert cli.json["error"].startswith("s3://kv-cache")
     (tmp_path / "none").write_text("a file")
     slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": f"{tmp_path}/none", "capacity": "1MiB"}]}))
     assert cli("ls", slab.file) == 1

@@ -147,8 +147,37 @@ def test_an_interruption_is_exit_code_130(
 
 def test_a_reader_that_goes_away_is_no_traceback(file: Path) -> None:
     command = f"{shlex.quote(sys.executable)} -m nixl_offload.cli.main show {shlex.quote(str(file))} | true"
+    command += "; echo ${PIPESTATUS[0]}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+@pytest.mark.parametrize("command", ["show", "check", "ls", "verify", "gc", "warm", "bench", "stat", "bucket init"])
+def test_a_failure_is_an_error_object_with_json(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A config that cannot be read, an option that there is not, an interruption: stderr says it as without --json."""
+    key = ["5f3a"] if command == "stat" else []
+    assert main([*command.split(), "/nonexistent/kv.yaml", *key, "--json"]) == 2
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"error": "/nonexistent/kv.yaml: cannot be read: No such file or directory"}
+    assert told.err == f"nixl-offload: {json.loads(told.out)['error']}\n"
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "--json", "--nonsense", "kv.yaml", *key])
+    assert caught.value.code == 2
+    assert json.loads(capsys.readouterr().out) == {"error": "unrecognized arguments: --nonsense"}
+
+
+def test_an_interruption_is_an_error_object_too(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nixl_offload.cli.show.load_config", lambda path: _interrupt())
+    assert main(["show", "--json", "kv.yaml"]) == 130
+    assert json.loads(capsys.readouterr().out) == {"error": "interrupted"}
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(

@@ -623,6 +623,8 @@ def test_credentials_in_the_passthrough_are_refused_too() -> None:
         ("a: 2024-13-45\n", "kv.yaml: not valid YAML: month must be in 1..12"),
         ("a: 1\n---\nb: 2\n", "kv.yaml:2:1: not valid YAML: "),
         ("[" * 5000, "kv.yaml: nested too deeply"),
+        ("a: 1\nb: \x1b[1m\n", "kv.yaml:2: not valid YAML: the character U+001B is not allowed in YAML; remove it"),
+        ("a: 1\n\0", "kv.yaml:2: not valid YAML: the character U+0000 is not allowed"),
     ],
 )
 def test_yaml_that_says_something_else_than_a_reader_sees(tmp_path: Path, text: str, expected: str) -> None:

@@ -49,7 +49,8 @@ them with their last use, and removes those chosen while no engine has the direc
     nixl-offload gc kv.yaml --older-than 30d --delete    # not opened by an engine for so long
     nixl-offload gc kv.yaml --namespace 0f3a... --delete
 
-Exit code 0: done, a look included. 1: the storage failed, or not all could be deleted; run again. 2: CONFIG or the
+Exit code 0: done, a look included. 1: the storage failed, or not all could be deleted: run again; or nothing is there
+of the tenant asked for (a namespace that is not there is no failure: it may be deleted already). 2: CONFIG or the
 options are wrong. 130: interrupted; what is deleted is deleted, run again to go on.
 """
 

@@ -277,7 +277,7 @@ def collect(
         for failure in collection.failures:
             print(f"nixl-offload: {failure}", file=sys.stderr)
     if not collection.failures:
-        return 0
+        return 1 if arguments.tenant is not None and not collection.namespaces else 0
     end = "gave up after several failures in a row" if collection.gave_up else "the rest went on"
     failed = collection.failed_objects
     count = f"up to {plural(failed, 'object')} not deleted; " if failed else ""

@@ -49,7 +49,9 @@ def remove_namespaces(arguments: argparse.Namespace, inspector: Inspector, out: 
         for info in inspector.namespaces()
     ]
     chosen = [each for each in found if each.chosen]
-    if (arguments.namespace is not None or arguments.tenant is not None) and not chosen:
+    selects = arguments.namespace is not None or arguments.tenant is not None
+    missing = selects and not any(_is_named(each.info, arguments) for each in found)
+    if missing:
         tell_of_nothing(arguments)
     if not arguments.json:
         _print_findings(inspector, found, arguments, out)
@@ -66,14 +68,19 @@ def remove_namespaces(arguments: argparse.Namespace, inspector: Inspector, out: 
     failures = [each.failure for each in found if each.failure]
     for failure in failures:
         print(f"nixl-offload: {failure}; run again", file=sys.stderr)
-    return 1 if failures else 0
+    return 1 if failures or (missing and arguments.tenant is not None) else 0
+
+
+def _is_named(info: NamespaceInfo, arguments: argparse.Namespace) -> bool:
+    return arguments.namespace in (None, info.name) and arguments.tenant in (None, info.tenant)
 
 
 def _is_chosen(info: NamespaceInfo, arguments: argparse.Namespace) -> bool:
     if info.used_s is None or info.manifest is None:
         return False  # what no manifest identifies as ours is never removed
-    named = arguments.namespace in (None, info.name) and arguments.tenant in (None, info.tenant)
-    return named and (arguments.older_than is None or info.used_s < time.time() - arguments.older_than)
+    return _is_named(info, arguments) and (
+        arguments.older_than is None or info.used_s < time.time() - arguments.older_than
+    )
 
 
 def _print_findings(inspector: Inspector, found: list[_Listed], arguments: argparse.Namespace, out: TextIO) -> None:
