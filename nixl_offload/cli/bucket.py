@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from nixl_offload.cli.common import Commands, add_command
-from nixl_offload.config import S3Config, load_config
+from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def add_parser(commands: Commands) -> None:
 
 def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError, NotSupportedError."""
-    tier = next((tier for tier in load_config(arguments.file).tiers if isinstance(tier, S3Config)), None)
+    tier = load_config(arguments.file).s3
     if tier is None:
         raise ConfigError(f"{arguments.file}: tiers: none of them has kind: s3, so there is no bucket")
     try:

@@ -14,19 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final, TextIO, TypeAlias, TypeVar
 
-from nixl_offload.config import Config, S3Config, SharedDirConfig, SlabConfig
+from nixl_offload.config import Config, StoredConfig
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError
-from nixl_offload.stores.select import open_store
-from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, require_directory
-from nixl_offload.tiers.shared.inspect import SharedInspector
-from nixl_offload.tiers.slab.inspect import SlabInspector
+from nixl_offload.tiers.inspect import Inspector, NamespaceInfo
+from nixl_offload.tiers.kinds import open_inspector
 
 T = TypeVar("T")
-SharedConfig = SharedDirConfig | S3Config
-StoredConfig = SlabConfig | SharedConfig
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 STORED_KINDS: Final = ("slab", "shared_dir", "s3")
@@ -91,7 +86,7 @@ def tell_of_nothing(arguments: argparse.Namespace) -> None:
 
 def stored_tiers(config: Config, file: str, kind: str | None = None) -> list[StoredConfig]:
     """Return the tiers that outlive a server: all of them, or those of ``kind``. Raises ConfigError: there is none."""
-    stored = [tier for tier in config.tiers if isinstance(tier, StoredConfig)]
+    stored = config.stored
     found = [tier for tier in stored if kind in (None, tier.kind)]
     if found:
         return found
@@ -100,18 +95,6 @@ def stored_tiers(config: Config, file: str, kind: str | None = None) -> list[Sto
     raise ConfigError(
         f"--tier: {kind!r} is not among the tiers of {file}; allowed: {', '.join(t.kind for t in stored)}"
     )
-
-
-def open_inspector(tier: StoredConfig) -> Inspector:
-    """Return what looks into the tier; the caller closes it. A directory that is not there is not made.
-
-    Raises StoreError, NotSupportedError.
-    """
-    if isinstance(tier, SlabConfig):
-        return SlabInspector(tier.path, capacity_bytes=tier.capacity_bytes)
-    if isinstance(tier, SharedDirConfig):
-        require_directory(Path(tier.path))
-    return SharedInspector(open_store(tier), kind=tier.kind, capacity_bytes=tier.capacity_bytes)
 
 
 @dataclass(frozen=True, slots=True)

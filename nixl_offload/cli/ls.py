@@ -24,7 +24,7 @@ from nixl_offload.cli.common import (
     visit,
 )
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
-from nixl_offload.config import MemoryConfig, load_config
+from nixl_offload.config import load_config
 from nixl_offload.tiers.inspect import BENCH_SCRATCH, ChunkInfo, Inspector, NamespaceInfo, NamespaceSize, printable
 from nixl_offload.types import key_group
 
@@ -81,10 +81,9 @@ class TierListing:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. A tier that fails is told, and the others go on. Raises ConfigError."""
     config = load_config(arguments.file)
-    memory = [tier for tier in config.tiers if isinstance(tier, MemoryConfig)]
-    plain: list[dict[str, Any]] = [
-        {"kind": "memory", "capacity_bytes": tier.capacity_bytes, "told": MEMORY_TOLD} for tier in memory
-    ]
+    memory, plain = config.memory, list[dict[str, Any]]()
+    if memory is not None:
+        plain.append({"kind": "memory", "capacity_bytes": memory.capacity_bytes, "told": MEMORY_TOLD})
     found = failed = 0
     with opened(arguments, config) as tiers:
         if memory and not (arguments.json or arguments.keys) and arguments.tier is None:

@@ -156,7 +156,7 @@ def test_an_interruption_leaves_nothing(rig: Rig, kind: str, monkeypatch: pytest
 
     monkeypatch.setattr(Engine, "submit_load", interrupting)
     code, report, error = rig.bench()
-    assert (code, report, error) == (130, {}, "nixl-offload: interrupted\n")
+    assert (code, report, error) == (130, {"error": "interrupted"}, "nixl-offload: interrupted\n")
     assert bool(seen[0]) is (kind == "shared_dir"), "a scratch slab has no name while it is used"
     assert rig.left() == []
 

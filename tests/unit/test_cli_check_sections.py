@@ -35,7 +35,7 @@ def by_name(section: Section) -> dict[str, Finding]:
 
 
 def environment_of(*tiers: dict[str, Any], gpu: bool = False, **fields: Any) -> EnvironmentContext:
-    return EnvironmentContext(config_of(*tiers).tiers, Fact("GPU driver", gpu, "as given"), **fields)
+    return EnvironmentContext(config_of(*tiers), Fact("GPU driver", gpu, "as given"), **fields)
 
 
 class TestLibraries:

@@ -14,7 +14,7 @@ from nixl_offload.cli.bench.report import BenchReport, TierFigures
 from nixl_offload.cli.common import Commands, add_command
 from nixl_offload.cli.model_shape import LLAMA_3_1_8B, ModelShape, model_shape, read_model_shape
 from nixl_offload.cli.terminal import Progress, about_size, size_argument
-from nixl_offload.config import Config, MemoryConfig, S3Config, TierConfig, load_config
+from nixl_offload.config import Config, TierConfig, load_config
 from nixl_offload.config.schema import TIER_KINDS
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
@@ -106,10 +106,10 @@ def _measure(
     from nixl_offload.cli.bench.drive import TierBench
     from nixl_offload.cli.bench.tiers import open_tier
 
-    figures = TierFigures(tier.kind, _where(tier))
+    figures = TierFigures(tier.kind, tier.where)
     try:
         with open_tier(config, tier, cache, arguments.size) as opened:
-            figures.where, figures.mover, figures.way = opened.where, opened.mover, opened.way
+            figures.where, figures.mover, figures.path = opened.where, opened.mover, opened.path
             figures.size_bytes = opened.chunks * cache.slot_bytes
             bench = TierBench(opened, cache, lambda text: progress(f"{tier.kind}: {text}"))
             figures.measured.append(bench.store(arguments.seconds))
@@ -119,12 +119,6 @@ def _measure(
     except OSError as error:
         figures.trouble = f"{figures.where}: {error.strerror or error}"
     return figures
-
-
-def _where(tier: TierConfig) -> str:
-    if isinstance(tier, MemoryConfig):
-        return "host memory"
-    return f"s3://{tier.bucket}/{tier.prefix}".rstrip("/") if isinstance(tier, S3Config) else tier.path
 
 
 def _shape(arguments: argparse.Namespace) -> ModelShape:

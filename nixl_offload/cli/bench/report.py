@@ -26,7 +26,7 @@ class TierFigures:
     kind: str
     where: str
     mover: str = ""
-    way: str = ""
+    path: str = ""
     size_bytes: int = 0
     measured: list[Measured] = field(default_factory=list)
     trouble: str = ""
@@ -115,7 +115,7 @@ class BenchReport:
                     "kind": tier.kind,
                     "where": tier.where,
                     "mover": tier.mover,
-                    "way": tier.way,
+                    "path": tier.path,
                     "size_bytes": tier.size_bytes,
                     "trouble": tier.trouble or None,
                     **{each.operation: _plain(each) for each in tier.measured},
@@ -154,7 +154,7 @@ def _row(tier: TierFigures, each: Measured) -> tuple[str, ...]:
     return (
         tier.kind,
         tier.mover,
-        {"host": "host copy", "device": "device copy"}.get(tier.way, tier.way),
+        {"host": "host copy", "device": "device copy"}.get(tier.path, tier.path),
         each.operation,
         f"{each.bytes_s / 1e6:,.0f}",
         f"{each.chunks_s:,.1f}",

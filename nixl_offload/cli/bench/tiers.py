@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 from nixl_offload.cli.bench.memory import KVCache
 from nixl_offload.cli.terminal import plural
-from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, S3Config, SharedDirConfig, SlabConfig, TierConfig
+from nixl_offload.config import Config, MemoryConfig, SharedConfig, SlabConfig, StoredConfig, TierConfig
 from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.autotune.scratch import new_scratch_path, remove_leftovers
 from nixl_offload.engine.host import HostSlab
@@ -32,9 +32,9 @@ from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.inspect import BENCH_SCRATCH
-from nixl_offload.tiers.s3.link import ObjectLink
+from nixl_offload.tiers.kinds import open_link
 from nixl_offload.tiers.shared.naming import parse_shard_name
-from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.tiers.shared.tier import SharedPlace
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 
@@ -65,8 +65,8 @@ class OpenTier:
     position: int
     where: str
     mover: str
-    way: str
-    """How chunks travel between KV blocks and mover."""
+    path: str
+    """The transfer path: ``direct``, ``device`` or ``host``."""
     in_flight: int
     chunks: int
     """Places, each as large as the largest chunk."""
@@ -81,9 +81,9 @@ def open_tier(config: Config, tier: TierConfig, cache: KVCache, size_bytes: int)
     Raises TierError, StoreError, MoverError: why it cannot be measured.
     """
     position = config.tiers.index(tier)
-    if isinstance(tier, MemoryConfig):
+    if tier.kind == "memory":
         yield from _memory(config, position, tier, cache, size_bytes)
-    elif isinstance(tier, SlabConfig):
+    elif tier.kind == "slab":
         yield from _slab(config, position, tier, cache, size_bytes)
     else:
         yield from _shared(config, position, tier, cache, size_bytes)
@@ -123,62 +123,42 @@ def _memory(config: Config, position: int, tier: MemoryConfig, cache: KVCache, s
 
 def _slab(config: Config, position: int, tier: SlabConfig, cache: KVCache, size_bytes: int) -> Iterator[OpenTier]:
     """A scratch slab beside the real ones: an engine may have those open, and what they hold is served."""
-    directory = _directory(tier)
-    space = os.statvfs(directory)
-    if space.f_blocks:
-        size_bytes = min(size_bytes, space.f_bavail * space.f_frsize // _SPACE_SHARE)
-    chunks = _chunks(min(size_bytes, tier.capacity_bytes // _SPACE_SHARE), cache, directory)
-    remove_leftovers(directory)
+    chunks = _chunks(_affordable_bytes(tier, size_bytes), cache, tier.path)
+    remove_leftovers(tier.path)
     # As movers are compared: no engine that starts counts a file of this name, and one that was left is removed.
-    path = Path(new_scratch_path(directory))
+    path = Path(new_scratch_path(tier.path))
     slab = SlabFile(path, chunks * cache.slot_bytes, cache.slot_bytes, direct_io=tier.direct_io)
     with contextlib.ExitStack() as undo:
         undo.callback(path.unlink, missing_ok=True)
         slab.open()
         undo.callback(slab.close)
         slab.ensure(0, slab.rank_bytes)
-        reach = _reach(tier, directory, cache)
-        undo.callback(reach.close)
-        assert reach.mover is not None
-        link = SlabLink(_Nameless(slab), reach.mover, time.monotonic)
-        engine = _engine(config, position, link, cache, reach)
+        opened = _open_mover(tier, cache)
+        undo.callback(opened.close)
+        assert opened.mover is not None
+        link = SlabLink(_Nameless(slab), opened.mover, time.monotonic)
+        engine = _engine(config, position, link, cache, opened)
         undo.callback(engine.close, _CLOSE_S)
         path.unlink(missing_ok=True)
-        yield _opened(engine, position, directory, config, cache, reach, chunks, overwrites=True)
+        yield _opened(engine, position, tier.path, config, cache, opened, chunks, overwrites=True)
 
 
-def _shared(
-    config: Config, position: int, tier: SharedDirConfig | S3Config, cache: KVCache, size_bytes: int
-) -> Iterator[OpenTier]:
+def _shared(config: Config, position: int, tier: SharedConfig, cache: KVCache, size_bytes: int) -> Iterator[OpenTier]:
     """A scratch namespace, which no server asks for."""
-    if isinstance(tier, SharedDirConfig):
-        space = os.statvfs(_directory(tier))
-        if space.f_blocks:
-            size_bytes = min(size_bytes, space.f_bavail * space.f_frsize // _SPACE_SHARE)
-    if tier.capacity_bytes is not None:
-        size_bytes = min(size_bytes, tier.capacity_bytes // _SPACE_SHARE)
-    namespace = SCRATCH + secrets.token_hex(8)
+    size_bytes = _affordable_bytes(tier, size_bytes)
+    place = SharedPlace(SCRATCH + secrets.token_hex(8), ())
     with contextlib.ExitStack() as undo:
         store = open_store(tier)
         undo.callback(store.close)
         chunks = _chunks(size_bytes, cache, store.where)
         _remove_stale(store)
-        if isinstance(tier, SharedDirConfig):
-            reach = _reach(tier, tier.path, cache)
-        else:
-            reach = OpenedMover(open_object_mover(tier, cache.device.kind, functools.partial(open_store, tier)).mover)
-        undo.callback(_remove, store, namespace)
-        undo.callback(reach.close)
-        mover, clock = reach.mover, time.monotonic
-        assert mover is not None
-        link: Link
-        if isinstance(tier, SharedDirConfig):
-            link = TreeLink(tier.path, namespace, 0, mover, direct_io=tier.direct_io, clock=clock)
-        else:
-            link = ObjectLink(f"s3://{tier.bucket}/{tier.prefix}", namespace, 0, mover, clock)
-        engine = _engine(config, position, link, cache, reach)
+        opened = _open_mover(tier, cache)
+        undo.callback(_remove, store, place.namespace)
+        undo.callback(opened.close)
+        assert opened.mover is not None
+        engine = _engine(config, position, open_link(tier, place, 0, opened.mover), cache, opened)
         undo.callback(engine.close, _CLOSE_S)
-        yield _opened(engine, position, store.where, config, cache, reach, chunks, overwrites=False)
+        yield _opened(engine, position, store.where, config, cache, opened, chunks, overwrites=False)
 
 
 def _opened(
@@ -187,20 +167,20 @@ def _opened(
     where: str,
     config: Config,
     cache: KVCache,
-    reach: OpenedMover,
+    opened: OpenedMover,
     chunks: int,
     *,
     overwrites: bool,
 ) -> OpenTier:
-    assert reach.mover is not None
-    way = "host" if reach.plan is None else reach.plan.path
+    assert opened.mover is not None
+    path = "host" if opened.plan is None else opened.plan.path
     in_flight = min(in_flight_of(config, cache.slot_bytes), cache.chunks, chunks)
-    return OpenTier(engine, position, where, reach.mover.name, way, in_flight, chunks, overwrites)
+    return OpenTier(engine, position, where, opened.mover.name, path, in_flight, chunks, overwrites)
 
 
-def _engine(config: Config, position: int, link: Link, cache: KVCache, reach: OpenedMover) -> Engine:
+def _engine(config: Config, position: int, link: Link, cache: KVCache, opened: OpenedMover) -> Engine:
     """As ``vllm.rank_engine`` makes it."""
-    options = engine_options(reach, link.mover, cache.device, cache.layout)
+    options = engine_options(opened, link.mover, cache.device, cache.layout)
     return Engine(
         tensors=cache.tensors,
         layout=cache.layout,
@@ -216,12 +196,29 @@ def _engine(config: Config, position: int, link: Link, cache: KVCache, reach: Op
     )
 
 
-def _reach(tier: DirectoryConfig, directory: str, cache: KVCache) -> OpenedMover:
-    return open_planned(tier, directory, cache.device, plan_tier(tier, cache.device, cache.layout))
+def _open_mover(tier: StoredConfig, cache: KVCache) -> OpenedMover:
+    """As a rank does it. Raises MoverUnavailableError."""
+    if tier.kind == "s3":
+        return OpenedMover(open_object_mover(tier, cache.device.kind, functools.partial(open_store, tier)).mover)
+    return open_planned(tier, tier.path, cache.device, plan_tier(tier, cache.device, cache.layout))
 
 
 def _staging_bytes(config: Config) -> int:
-    return config.staging_bytes // max(1, sum(not isinstance(tier, MemoryConfig) for tier in config.tiers))
+    return config.staging_bytes // max(1, len(config.stored))
+
+
+def _affordable_bytes(tier: StoredConfig, size_bytes: int) -> int:
+    """Return at most half of the capacity and of what is free. Raises TierError: the directory is not there."""
+    if tier.capacity_bytes is not None:
+        size_bytes = min(size_bytes, tier.capacity_bytes // _SPACE_SHARE)
+    if tier.has_files:
+        if not os.path.isdir(tier.where):
+            words = f"{tier.where}: there is no such directory; make it, or mount its filesystem"
+            raise TierError(words, cause="missing")
+        space = os.statvfs(tier.where)
+        if space.f_blocks:
+            size_bytes = min(size_bytes, space.f_bavail * space.f_frsize // _SPACE_SHARE)
+    return size_bytes
 
 
 def _chunks(size_bytes: int, cache: KVCache, where: str) -> int:
@@ -233,12 +230,6 @@ def _chunks(size_bytes: int, cache: KVCache, where: str) -> int:
             cause="full",
         )
     return chunks
-
-
-def _directory(tier: DirectoryConfig) -> str:
-    if not os.path.isdir(tier.path):
-        raise TierError(f"{tier.path}: there is no such directory; make it, or mount its filesystem", cause="missing")
-    return tier.path
 
 
 def _remove(store: Store, namespace: str) -> None:
@@ -269,7 +260,7 @@ def _remove_stale(store: Store) -> None:
 
 
 class _Nameless:
-    """A slab that is open and has lost its name: ``links.slab.Slab`` without the looks at the path."""
+    """A slab that is open and has lost its name: ``tiers.slab.link.Slab`` without the looks at the path."""
 
     def __init__(self, slab: SlabFile) -> None:
         self.path = slab.path

@@ -238,8 +238,8 @@ def _server(words: list[str], other: list[str] | None, transfer: dict[str, Any])
 
 
 def _s3_tier(tier: dict[str, Any]) -> S3Config:
-    (found,) = parse_config({"tiers": [tier]}).tiers
-    assert isinstance(found, S3Config)
+    found = parse_config({"tiers": [tier]}).s3
+    assert found is not None
     return found
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final, TextIO
 
-from nixl_offload.config import Config, DirectoryConfig, MemoryConfig, SlabConfig, load_config
+from nixl_offload.config import Config, SlabConfig, load_config
 from nixl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -143,13 +143,13 @@ def _look(
     has_capacity, io = arguments.path is None, not arguments.no_io
     piece_bytes = _PIECE_BYTES if shape is None else shape.chunk_bytes(config.chunk_tokens)
     progress("looking at libraries and plugins", why_long="NIXL imports torch")
-    environment = machine.EnvironmentContext(config.tiers, gpu, machine.cuda_of_torch())
+    environment = machine.EnvironmentContext(config, gpu, machine.cuda_of_torch())
     sections = [machine.environment_section(environment, child)]
     for tier in config.tiers:
-        if isinstance(tier, MemoryConfig):
+        if tier.kind == "memory":
             progress("adding up the memory", why_long="the engine imports torch")
             section = machine.memory_section(tier.capacity_bytes, child.run("memory"), config.staging_bytes)
-        elif isinstance(tier, DirectoryConfig):
+        elif tier.kind != "s3":
             context = DirectoryContext(tier, has_capacity)
             section = directory_section(context, child, progress, gpu=bool(gpu.ok), io=io, piece_bytes=piece_bytes)
             section.add("staging", machine.staging_finding(config.staging_bytes) if gpu.ok else None)

@@ -97,7 +97,7 @@ class DirectoryContext:
     @property
     def is_shared(self) -> bool:
         """Whether servers share the directory; else it belongs to one engine."""
-        return self.tier.kind == "shared_dir"
+        return self.tier.is_shared
 
 
 def directory_section(

@@ -20,7 +20,7 @@ from nixl_offload import __version__
 from nixl_offload.cli.check.child import Answer, ChildProcess
 from nixl_offload.cli.check.report import Finding, Probe, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
-from nixl_offload.config import DirectoryConfig, S3Config, TierConfig
+from nixl_offload.config import Config
 from nixl_offload.errors import MoverError
 from nixl_offload.hardware.gds_routes import Fact
 from nixl_offload.movers import select, select_object
@@ -65,7 +65,7 @@ def cuda_of_torch() -> str | None:
 class EnvironmentContext:
     """What the probes of the environment look at."""
 
-    tiers: Sequence[TierConfig]
+    config: Config
     gpu: Fact
     """NVIDIA's driver."""
     cuda: str | None = None
@@ -75,14 +75,9 @@ class EnvironmentContext:
 
     def candidates(self) -> list[list[str]]:
         """Return the movers that each tier may use."""
-        memory = MemoryKind.VRAM if self.gpu.ok else MemoryKind.DRAM
-        found = []
-        for tier in self.tiers:
-            if isinstance(tier, DirectoryConfig):
-                found.append(select.candidates(tier.mover, memory, tier.posix_api))
-            elif isinstance(tier, S3Config):
-                found.append(select_object.candidates(tier.mover))
-        return found
+        memory, bucket = MemoryKind.VRAM if self.gpu.ok else MemoryKind.DRAM, self.config.s3
+        found = [select.candidates(tier.mover, memory, tier.posix_api) for tier in self.config.directories]
+        return found if bucket is None else [*found, select_object.candidates(bucket.mover)]
 
     def lack(self, *movers: str, words: str, fix: str) -> Finding:
         """Return what it means that these movers cannot run: as bad as the tiers depend on them."""
@@ -100,7 +95,7 @@ def environment_section(context: EnvironmentContext, child: ChildProcess) -> Sec
     section.run(ENVIRONMENT_PROBES, context)
     has_nixl = context.version("nixl") is not None or importlib.util.find_spec("nixl") is not None
     if has_nixl and context.candidates():
-        bucket = next((tier.to_dict() for tier in context.tiers if isinstance(tier, S3Config)), _ANY_BUCKET)
+        bucket = _ANY_BUCKET if context.config.s3 is None else context.config.s3.to_dict()
         for name, title in _PLUGINS.items():
             answer = child.run("plugin", name=name, tier=bucket if name == "obj" else None)
             section.add(title, plugin_finding(name, answer, context))
@@ -170,7 +165,7 @@ def _s3_client(name: str, other: str, use: str) -> Callable[[EnvironmentContext]
         found, words, fix = context.version(name), f"not installed: {use}", "pip install nixl-offload[s3]"
         if found:
             return ok(found)
-        if not any(isinstance(tier, S3Config) for tier in context.tiers):
+        if context.config.s3 is None:
             return ok(f"{words}; nothing here needs it")
         must = not context.version(other) or [name] in context.candidates()
         return (wrong if must else warning)(words, fix)

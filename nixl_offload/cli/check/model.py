@@ -57,7 +57,7 @@ def model_section(
     for tier, found, fact in zip(config.tiers, tiers, facts, strict=True):
         if has_capacity:
             section.add(f"{tier.kind} capacity", _capacity(shape, config, tier.capacity_bytes, fact))
-        if tier.kind != "memory":
+        if tier.outlives_process:
             section.add(f"{tier.kind} load", _load(shape, found, fact, prefill_tokens_s))
     return section
 

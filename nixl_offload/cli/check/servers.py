@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from nixl_offload.cli.check.child import Answer, ChildProcess
 from nixl_offload.cli.check.report import CheckProgress, Finding, Section, ok, unknown, warning, wrong
-from nixl_offload.config import Config, S3Config, SharedDirConfig, blocks_per_chunk, kv_transfer_config
+from nixl_offload.config import Config, blocks_per_chunk, kv_transfer_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.identity.compare import ABSENT, Comparison, Difference, Server, compare, is_named
 from nixl_offload.identity.namespace import Setting
@@ -103,7 +103,7 @@ def hashes_section(config: Config, words: Sequence[str] | None, environment: Map
 
 
 def _algorithm(config: Config, algorithm: str | None, seed: str | None, *, told: bool) -> Finding:
-    if all(tier.kind == "memory" for tier in config.tiers):
+    if not config.stored:
         return ok("any will do: with a memory tier alone nothing outlives the server")
     here = {None: "unset", "": "empty"}.get(seed, seed)
     name = algorithm or "sha256, vLLM's default"
@@ -153,17 +153,12 @@ def servers_section(lines: Sequence[CommandLine], config: Config, progress: Chec
         add_server(section, servers[0])
     else:
         found = compare(servers[0], servers[1], lines[0].variables, lines[1].variables)
-        add_comparison(section, found, shared_tier=any(map(_is_shared, config.tiers)))
+        add_comparison(section, found, shared_tier=bool(config.shared))
     for prefix, server in zip(which, servers, strict=True):
         if server.off is not None:
             subject = prefix.removesuffix(": ") or "this server"
             section.add("offloading", warning(f"{subject} stores and loads nothing: {server.off}"))
     return section
-
-
-def _is_shared(tier: object) -> bool:
-    """Whether several servers can use a tier at a time."""
-    return isinstance(tier, S3Config | SharedDirConfig)
 
 
 def _ask(lines: Sequence[CommandLine], transfer: Mapping[str, Any]) -> list[Answer]:

@@ -13,18 +13,16 @@ from typing import TextIO
 from nixl_offload.cli.common import (
     STORED_KINDS,
     Commands,
-    SharedConfig,
-    StoredConfig,
     add_command,
     check_namespace,
-    open_inspector,
     stored_tiers,
 )
 from nixl_offload.cli.gc.shared import collect
 from nixl_offload.cli.gc.slab import remove_namespaces
 from nixl_offload.cli.terminal import duration_argument, size_argument
-from nixl_offload.config import Config, S3Config, load_config
+from nixl_offload.config import Config, StoredConfig, load_config
 from nixl_offload.errors import ConfigError
+from nixl_offload.tiers.kinds import open_inspector
 
 _DESCRIPTION = """\
 Counts what the shared tier of CONFIG (a bucket or a shared directory) holds, by namespace, and deletes the oldest
@@ -91,8 +89,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     check_namespace(arguments.namespace)
     tier = _tier(load_config(arguments.file), arguments.file, arguments.tier)
     max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
-    ttl_s = tier.ttl_s if isinstance(tier, S3Config) else None
-    older_than_s = ttl_s if arguments.older_than is None else arguments.older_than
+    older_than_s = tier.ttl_s if arguments.older_than is None else arguments.older_than
     if arguments.delete and max_bytes is None and older_than_s is None:
         raise ConfigError(
             f"--delete: down to what? Say --max-size or --older-than, or capacity or ttl in {arguments.file}"
@@ -108,14 +105,15 @@ def _tier(config: Config, file: str, kind: str | None) -> StoredConfig:
 
     Raises ConfigError where there is none, or several are shared and ``kind`` does not choose.
     """
-    shared = [tier for tier in stored_tiers(config, file, kind) if isinstance(tier, SharedConfig)]
+    stored = stored_tiers(config, file, kind)
+    shared = [tier for tier in stored if tier.is_shared]
     if kind is None and len(shared) > 1:
         kinds = [tier.kind for tier in shared]
         raise ConfigError(
             f"{file}: tiers: {' and '.join(kinds)} are both shared, and gc looks after one at a time; say --tier "
             f"{' or --tier '.join(kinds)}"
         )
-    return (shared or stored_tiers(config, file, kind))[0]
+    return (shared or stored)[0]
 
 
 def _now_s() -> float:

@@ -40,7 +40,7 @@ from nixl_offload.cli.verify.judge import (
     ChunkVerdict,
     Judge,
 )
-from nixl_offload.config import MemoryConfig, load_config
+from nixl_offload.config import load_config
 from nixl_offload.errors import StoreError
 from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
 
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, KeyboardInterrupt; a tier that fails is told, and the others go on."""
     config = load_config(arguments.file)
     with opened(arguments, config) as tiers:
-        if any(isinstance(tier, MemoryConfig) for tier in config.tiers) and not arguments.json:
+        if config.memory is not None and not arguments.json:
             print(f"Left out: {MEMORY_TOLD}.", file=out)
         return _verify(arguments, tiers, out)
 

@@ -21,15 +21,16 @@ from typing import Final, Literal, NamedTuple, TextIO
 
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header, decode_header, verify_payload
 from nixl_offload.chunk.header import slot_bytes as format_slot_bytes
-from nixl_offload.cli.common import Commands, SharedConfig, Throttle, add_command, check_namespace, open_inspector
+from nixl_offload.cli.common import Commands, Throttle, add_command, check_namespace
 from nixl_offload.cli.terminal import Progress, about_size, plural, rate_argument, size_argument
 from nixl_offload.cli.warm.source import WholeChunk, choose_namespace, newest_first
 from nixl_offload.cli.warm.target import WarmTarget, held_namespaces, open_target
-from nixl_offload.config import Config, S3Config, SharedDirConfig, SlabConfig, load_config
+from nixl_offload.config import Config, SharedConfig, SharedDirConfig, SlabConfig, load_config
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.inspect import NamespaceInfo, printable
+from nixl_offload.tiers.kinds import open_inspector
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, key_group
 
@@ -125,9 +126,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         with closing(open_target(target_tier, namespace, arguments.max_size, replace=replace)) as target:
             capacity = target_tier.capacity_bytes
             max_bytes = capacity if arguments.max_size is None else min(capacity, arguments.max_size)
-            ttl_s = source_tier.ttl_s if isinstance(source_tier, S3Config) else None
             try:
-                chunks, left_out = newest_first(source, info, namespace, max_bytes, ttl_s, progress)
+                chunks, left_out = newest_first(source, info, namespace, max_bytes, source_tier.ttl_s, progress)
             finally:
                 progress.clear()
             warming = Warming(source.store, target, namespace, arguments.rate, progress)
@@ -144,8 +144,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 def _tiers(config: Config, arguments: argparse.Namespace) -> tuple[SharedConfig, SlabConfig | SharedDirConfig]:
     """Return where to copy from and to. Raises ConfigError."""
     file, wanted = arguments.file, arguments.source
-    target = next((tier for tier in config.tiers if isinstance(tier, SlabConfig | SharedDirConfig)), None)
-    source = next((tier for tier in config.tiers if isinstance(tier, S3Config)), None)
+    target, source = next(iter(config.directories), None), config.s3
     if target is None:
         raise ConfigError(f"{file}: tiers: none has kind: slab or shared_dir, so there is nothing to warm")
     if wanted is not None and os.path.isabs(wanted):

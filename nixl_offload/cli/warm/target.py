@@ -279,6 +279,6 @@ def open_target(
 ) -> WarmTarget:
     """Open the tier for copying; arguments as for ``SlabTarget``. Raises TierError, StoreError, ConfigError."""
     refuse_anothers_directory(tier.path)
-    if isinstance(tier, SharedDirConfig):
+    if tier.kind == "shared_dir":
         return DirectoryTarget(tier, namespace, max_bytes)
     return SlabTarget(tier, namespace, max_bytes, replace=replace)
