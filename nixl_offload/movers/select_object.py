@@ -36,7 +36,7 @@ PATIENCE: Final = 3
 _PASSING: Final = NOT_ANSWERING | {"full"}
 _HELP: Final = (
     "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel, "
-    "obstore comes with nixl-offload[s3]"
+    "obstore needs `pip install obstore`"
 )
 
 

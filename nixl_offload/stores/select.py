@@ -16,7 +16,7 @@ from nixl_offload.stores.directory import TreeStore
 logger = logging.getLogger(__name__)
 
 Client = Literal["auto", "obstore", "boto3"]
-_INSTALL = "pip install nixl-offload[s3]"
+_INSTALL = "pip install obstore boto3"
 
 
 def open_store(tier: SharedConfig, client: Client = "auto") -> Store:

@@ -97,7 +97,7 @@ def test_a_server_as_it_should_be(rclone: RcloneServer, child: ChildProcess, pre
     assert [lines[name].state for name in FINE] == ["ok"] * len(FINE)
     assert lines["credentials"].words == "found by the AWS chain: env"
     assert "MB/s" in lines["speed"].words
-    assert lines["lifecycle"].fix == "nixl-offload gc kv.yaml --delete, by a timer", "rclone knows no rules"
+    assert lines["lifecycle"].fix == "nixl-offload gc kv.yaml --tier s3 --delete, by a timer", "no rules"
     assert any(line.words.endswith("the one that the server takes") for line in lines.values())
     assert rclone.objects(prefix) == []
 

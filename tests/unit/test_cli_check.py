@@ -88,7 +88,7 @@ def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, capsys: pyt
     assert lines(section(report, "memory"))["room"]["state"] == "ok"
 
     found = section(report, "slab")
-    assert "not there yet; the server makes it" in lines(found)["directory"]["words"]
+    assert f"nor is {path.parent}: is the drive mounted?" in lines(found)["directory"]["words"]
     facts = found["facts"]
     assert facts["path"] == str(path)
     movers = {mover["name"]: mover for mover in facts["movers"]}

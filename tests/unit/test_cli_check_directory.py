@@ -20,14 +20,8 @@ import pytest
 
 from nixl_offload.cli.check import directory as check_directory
 from nixl_offload.cli.check.child import ChildProcess
-from nixl_offload.cli.check.directory import (
-    DIRECTORY_PROBES,
-    DirectoryContext,
-    add_gds,
-    add_speeds,
-    directory_section,
-    within,
-)
+from nixl_offload.cli.check.directory import DIRECTORY_PROBES, DirectoryContext, directory_section, within
+from nixl_offload.cli.check.file_movers import add_gds, add_speeds, try_movers
 from nixl_offload.cli.check.report import CheckProgress, Finding, Section
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
 from nixl_offload.tiers.lock import DirectoryLock
@@ -157,14 +151,15 @@ def test_a_directory_without_permission_is_wrong_and_its_fix_works(tmp_path: Pat
     above.chmod(0o700)
 
 
-def test_what_is_no_directory_is_wrong_and_its_fix_works(tmp_path: Path) -> None:
+def test_what_is_no_directory_is_wrong_and_nobody_is_told_to_move_it(tmp_path: Path) -> None:
+    """It may be anything, ``/etc/passwd`` too: the fix is another path."""
     path = tmp_path / "kv"
     path.write_text("")
     line = look("directory", tier_of(path))
     assert (line.state, line.words) == ("wrong", f"{path} is no directory")
-    assert line.fix is not None
-    _do(line.fix.partition(",")[0])
-    assert look("directory", tier_of(path)).state == "ok"
+    assert str(line.fix).startswith("path: a directory")
+    assert look("directory", tier_of(tmp_path / "another")).state == "ok"
+    path.unlink()
     path.symlink_to(tmp_path / "nowhere")
     assert look("directory", tier_of(path)).state == "wrong", "a link that leads nowhere is no place yet to be made"
 
@@ -207,7 +202,7 @@ def test_a_capacity_beyond_the_disk_is_warned_of_with_one_that_fits(mounted: Cal
     line = space(1 << 30)
     assert line.state == "warning"
     assert "8.00MiB in use by what the directory holds" in line.words
-    assert line.fix == "capacity: 64MiB", "what is there already counts"
+    assert line.fix == "capacity: 57MiB", "nine tenths of 64 MiB: what is there already counts, and some room stays"
     assert space(64 << 20).state == "ok"
     (path / "full").write_bytes(bytes(56 << 20))
     (path / "held").unlink()
@@ -215,6 +210,32 @@ def test_a_capacity_beyond_the_disk_is_warned_of_with_one_that_fits(mounted: Cal
     (path / "held").write_bytes(bytes(8 << 20))
     full = space(1 << 30, path / "deeper" / "kv")
     assert (full.state, "disk is full" in full.words) == ("wrong", True)
+
+
+def test_a_drive_that_is_not_mounted_is_warned_of(tmp_path: Path) -> None:
+    """Two levels missing, or the root filesystem below: the server would fill another drive than the one meant."""
+    path = tmp_path / "no" / "such dir" / "kv"
+    line = look("directory", tier_of(path))
+    assert line.state == "warning"
+    assert line.words.startswith(f"{path} is not there, nor is {path.parent}: is the drive mounted?")
+    _do(str(line.fix).partition(": sudo ")[2])
+    assert look("directory", tier_of(path)).state == "ok"
+    assert look("directory", tier_of(tmp_path / "kv")).state == "ok", "one level is the server's to make"
+
+    machine = Machine(tmp_path / "machine")
+    machine.write("proc/self/mountinfo", "22 1 254:1 / / rw,relatime - ext4 /dev/vda1 rw\n")
+    root = look("filesystem", tier_of(machine.directory), root=str(machine.root))
+    assert (root.state, root.words.partition(":")[0]) == ("warning", "ext4 at / (/dev/vda1)")
+
+
+def test_without_nixl_nobody_is_told_of_io_uring(tmp_path: Path) -> None:
+    class WithoutNixl(ChildProcess):
+        def run(self, task: str, /, *, limit_s: float = 1.0, **arguments: Any) -> dict[str, Any]:
+            return {"ok": arguments["name"] == "copy", "reason": "it cannot be imported", "not_installed": True}
+
+    section, tier = Section("slab", ""), tier_of(tmp_path)
+    try_movers(section, tier, str(tmp_path), WithoutNixl(), gpu=False, io=False, piece_bytes=4096)
+    assert line_of(section, "mover posix_uring").fix == 'pip install "nixl>=1.5"'
 
 
 def test_more_files_than_can_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ class TestLibraries:
         assert (states["vllm"], states["torch"]) == ("warning", "warning")
         assert (states["nixl"], found["nixl"].fix) == ("wrong", 'pip install "nixl>=1.5"')
         assert (states["kvikio"], "nothing here needs it" in found["kvikio"].words) == ("ok", True)
-        assert (states["obstore"], found["obstore"].fix) == ("wrong", "pip install nixl-offload[s3]")
+        assert (states["obstore"], found["obstore"].fix) == ("wrong", "pip install obstore")
         assert states["boto3"] == "wrong", "one of the two clients must be there"
         assert self.lines(MEMORY)["nixl"].state == "ok"
         assert self.lines(FILE)["nixl"].state == "warning"

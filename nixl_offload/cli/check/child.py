@@ -179,7 +179,8 @@ def _mover(name: str, directory: str, gpu: bool, **options: Any) -> Answer:
             return {"ok": False, "reason": "no NVIDIA driver here"}
         note = probe_round_trip(mover, MemoryKind.VRAM if on_device else MemoryKind.DRAM, directory)
     except MoverError as error:
-        return {"ok": False, "reason": str(error).removeprefix(f"{name}: ")}
+        missing = isinstance(error.__cause__, ImportError)
+        return {"ok": False, "reason": str(error).removeprefix(f"{name}: "), "not_installed": missing}
     finally:
         mover.close()
     return {"ok": True, "reason": f"{note}; packs through host memory" if gpu and not on_device else note}

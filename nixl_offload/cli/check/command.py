@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Final, TextIO
 
@@ -156,7 +157,7 @@ def _look(
         else:
             from nixl_offload.cli.check.s3 import s3_section
 
-            file = arguments.file
+            file = shlex.quote(arguments.file)
             section = s3_section(tier, child, progress, config_file=file, io=io, piece_bytes=piece_bytes)
         sections.append(section)
     if shape is not None:

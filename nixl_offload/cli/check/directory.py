@@ -1,10 +1,9 @@
-"""What ``nixl-offload check`` finds of a tier in a directory: rights, filesystem, space, O_DIRECT, lock or clock,
-GPUDirect Storage, which movers start, and which of them is the fastest.
+"""What ``nixl-offload check`` finds of a tier in a directory: rights, filesystem, space, O_DIRECT, lock or clock.
+``file_movers`` goes on with GPUDirect Storage and movers.
 
-Threading: one thread; movers run in the child process. A filesystem that hangs holds up nobody for long: a daemon
-thread looks at it, and is left behind. A lock is taken for the microseconds of a look only, no directory is made, and
-scratch files are gone before anything is said. A directory that the server is yet to make is judged by the nearest one
-above it.
+Threading: one thread; a daemon thread looks at the filesystem, and is left behind if that hangs. A lock is taken only
+to look who holds it, no directory is made, and scratch files are removed at once. A directory that the server has still
+to make is judged by the nearest one above it.
 """
 
 from __future__ import annotations
@@ -24,27 +23,16 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
-from nixl_offload.cli.check.child import Answer, ChildProcess
-from nixl_offload.cli.check.report import (
-    CheckProgress,
-    Finding,
-    Probe,
-    Section,
-    ok,
-    speed_finding,
-    unknown,
-    warning,
-    wrong,
-)
+from nixl_offload.cli.check.child import ChildProcess
+from nixl_offload.cli.check.file_movers import add_gds, finding_of, try_movers
+from nixl_offload.cli.check.report import CheckProgress, Finding, Probe, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import DirectoryConfig
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.mounts import find_mount
-from nixl_offload.movers.base import MemoryKind
-from nixl_offload.movers.select import candidates
 from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.types import PAGE_BYTES
@@ -59,15 +47,10 @@ _OURS: Final = re.compile(r"lock|[0-9a-f]{32}|dp-[0-9]+")
 _NETWORK: Final = ("nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "cifs", "smb3", "9p")
 _CLOCK_S: Final = 5.0
 """A loaded file server dates a file late."""
-_MARGIN: Final = 0.1
-"""Movers this close to the fastest are as good: a short test is no more exact."""
+_FILL_SHARE: Final = 0.9
+"""Of what fits: a suggested capacity leaves the filesystem some room."""
 _MAX_FILES: Final = 100_000
 _MIB: Final = 1 << 20
-_MOVER_FIXES: Final = {
-    "posix_uring": "sysctl kernel.io_uring_disabled=0, docker run --security-opt seccomp=unconfined; or posix_api: aio",
-    "posix_aio": "sysctl -w fs.aio-max-nr=1048576; or posix_api: io_uring",
-    "kvikio": "where cuFile is not to be had: export KVIKIO_COMPAT_MODE=ON",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +59,14 @@ class DirectoryContext:
 
     tier: DirectoryConfig
     has_capacity: bool = True
-    """Whether the tier's capacity is anybody's wish."""
+    """Whether the tier's capacity comes from a config; else space is not compared with it."""
     root: str = "/"
     """Stands for ``/`` in tests."""
     clock: Callable[[], float] = time.time
 
     @property
     def at(self) -> str:
-        """The directory itself or, while it is yet to be made, the nearest one above it."""
+        """The directory itself or, where it is not there, the nearest one above it."""
         path = self.tier.path
         while not os.path.lexists(path) and path != "/":
             path = os.path.dirname(path)
@@ -93,11 +76,6 @@ class DirectoryContext:
     def exists(self) -> bool:
         """Whether the directory itself is there."""
         return self.at == self.tier.path
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether servers share the directory; else it belongs to one engine."""
-        return self.tier.is_shared
 
 
 def directory_section(
@@ -120,7 +98,7 @@ def directory_section(
         section.add("movers", unknown("not tried: there is nowhere to write"))
     else:
         progress(f"trying movers in {context.at}", why_long="NIXL imports torch")
-        _try_movers(section, context, child, gpu=gpu, io=io, piece_bytes=piece_bytes)
+        try_movers(section, tier, context.at, child, gpu=gpu, io=io, piece_bytes=piece_bytes)
     return section
 
 
@@ -155,7 +133,7 @@ def _access(context: DirectoryContext) -> Finding:
     except OSError as error:
         return wrong(f"{at}: {error.strerror}", f"ls -ld {quoted}; repair the link, or change path: in the config")
     if not stat.S_ISDIR(status.st_mode):
-        return wrong(f"{at} is no directory", f"mv {quoted} {quoted}.old, or change path: in the config")
+        return wrong(f"{at} is no directory", f"path: a directory, in the config (ls -ld {quoted} shows what this is)")
     owner = f"{_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o}"
     try:
         with tempfile.NamedTemporaryFile(prefix=_SCRATCH, dir=at):
@@ -163,6 +141,13 @@ def _access(context: DirectoryContext) -> Finding:
     except OSError as error:
         return _refused(context, error, owner, mine=status.st_uid == os.geteuid())
     if not context.exists:
+        path = context.tier.path
+        if os.path.dirname(path) != at:
+            words = (
+                f"{path} is not there, nor is {os.path.dirname(path)}: is the drive mounted? A server would make it in"
+            )
+            fix = f"mount the drive, or, if {at} is right: sudo install -d -m 700 -o {me} {shlex.quote(path)}"
+            return warning(f"{words} {at}", fix)
         return ok(f"not there yet; the server makes it (mode 0700) in {at} ({owner})")
     closed = _closed(at)
     if closed is not None:
@@ -217,11 +202,14 @@ def _filesystem(context: DirectoryContext) -> Finding:
         words = f"{on}: this is memory, counted as such, gone when the machine restarts, and out of reach for a GPU"
         return warning(words, "path: a directory on a drive; or kind: memory in place of this tier")
     if mount.kind in _NETWORK or mount.kind.startswith("fuse"):
-        if context.is_shared:
+        if context.tier.is_shared:
             return ok(f"{on}, for servers to share")
         words = f"{on}: a slab belongs to one engine of one machine, and other machines may use this path too"
         return warning(words, "kind: shared_dir, for servers that share it; else a path on a local drive")
-    local = "; only servers of this machine share it" if context.is_shared else ""
+    if mount.point == "/":
+        words = f"{on} ({mount.source}): the root filesystem, which is full when the tier is; is the drive not mounted?"
+        return warning(words, "mount the drive, or path: a directory on it; lsblk -f shows drives and where they are")
+    local = "; only servers of this machine share it" if context.tier.is_shared else ""
     return ok(f"{on} ({mount.source}){local}")
 
 
@@ -240,6 +228,7 @@ def _space(context: DirectoryContext) -> Finding:
         words, fits = f"{words}, {about_size(held)} in use by what the directory holds", free + held
     if capacity <= fits:
         return ok(words)
+    fits = int(fits * _FILL_SHARE)
     if fits < _MIB:
         return wrong(f"{words}: the disk is full", f"free some of it: du -xsh {shlex.quote(context.at)}/*")
     unit = 1 << 30 if fits >= 10 << 30 else _MIB
@@ -265,11 +254,11 @@ def _direct_io(context: DirectoryContext) -> Finding:
     facts = gds_report(context.at, root=context.root).facts
     good, words = next((fact.ok, fact.words) for fact in facts if fact.name == "O_DIRECT")
     words = words if good else f"{words}: the page cache is used, which costs host memory and a copy"
-    return _of(good, words, "path: on ext4 or xfs; or direct_io: false, if that is meant")
+    return finding_of(good, words, "path: on ext4 or xfs; or direct_io: false, if that is meant")
 
 
 def _lock(context: DirectoryContext) -> Finding | None:
-    if context.is_shared or not context.exists:
+    if context.tier.is_shared or not context.exists:
         return None
     try:
         holder = holder_of(Path(context.tier.path, "lock"))
@@ -282,7 +271,7 @@ def _lock(context: DirectoryContext) -> Finding | None:
 
 
 def _rename(context: DirectoryContext) -> Finding | None:
-    if not context.is_shared:
+    if not context.tier.is_shared:
         return None
     try:
         with _scratch_file(context.at) as path:
@@ -295,7 +284,7 @@ def _rename(context: DirectoryContext) -> Finding | None:
 
 
 def _clock(context: DirectoryContext) -> Finding | None:
-    if not context.is_shared:
+    if not context.tier.is_shared:
         return None
     with _scratch_file(context.at) as path:
         now_s = context.clock()
@@ -333,97 +322,6 @@ def _scratch_file(directory: str) -> Iterator[str]:
     finally:
         os.close(descriptor)
         os.unlink(path)
-
-
-def add_gds(section: Section, tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> None:
-    """Add the verdict, and on a GPU each condition. That GPUDirect Storage is not real costs speed, no more."""
-    name = "GPUDirect Storage"
-    if tier.mover == "posix" or not gpu:
-        section.add(name, ok("not used: files are moved through host memory" + ("" if gpu else ", without a GPU")))
-        return
-    certain = all(fact.ok is not None for fact in gds.facts)
-    fix = "fix what is named below (GDS: ...), or say mover: posix if it is not wanted"
-    section.add(name, _of(gds.real or (False if certain else None), gds.verdict, fix if certain else "gdscheck -p"))
-    for fact in gds.facts:
-        not_needed = gds.real and not fact.ok and fact.fix is None
-        words = f"{fact.words}; not needed" if not_needed else fact.words
-        section.add(f"GDS: {fact.name}", _of(True if not_needed else fact.ok, words, fact.fix))
-
-
-def _of(good: bool | None, words: str, fix: str | None) -> Finding:
-    return ok(words) if good else unknown(words, fix) if good is None else warning(words, fix)
-
-
-def _try_movers(
-    section: Section, context: DirectoryContext, child: ChildProcess, *, gpu: bool, io: bool, piece_bytes: int
-) -> None:
-    """Start each mover, measure those that the config allows, and name the fastest."""
-    tier, at = context.tier, context.at
-    allowed = candidates(tier.mover, MemoryKind.VRAM if gpu else MemoryKind.DRAM, tier.posix_api)
-    common: dict[str, Any] = {"directory": at, "gpu": gpu, "threads": tier.threads, "bounce_bytes": tier.bounce_bytes}
-    running = []
-    section.facts["movers"] = []
-    # Those that need a GPU are named as well, so that nobody wonders where they are.
-    for name in dict.fromkeys([*allowed, *candidates("auto", MemoryKind.VRAM, tier.posix_api)]):
-        answer = child.run("mover", name=name, **common)
-        starts, reason = answer.get("ok", False), answer.get("failed") or answer["reason"]
-        section.facts["movers"].append({"name": name, "ok": starts, "reason": reason, "allowed": name in allowed})
-        if name not in allowed:
-            found = ok(f"{reason}; not for here, or not allowed by mover: {tier.mover}")
-        elif starts:
-            found = ok(reason)
-            running.append(name)
-        else:
-            fix = _MOVER_FIXES.get(name, "see the findings of its library and plugin")
-            found = warning(f"passed over: {reason}", fix)
-        section.add(f"mover {name}", found)
-    if not running:
-        fix = "see above what each of them lacks" if tier.mover == "auto" else "mover: auto"
-        section.add("movers", wrong(f"none of those that mover: {tier.mover} allows starts here", fix))
-        return
-    section.facts["taken"] = running[0]
-    if io:
-        # Copy is what is left when nothing else starts.
-        names = [name for name in running if name != "copy"] or running
-        direct_io = tier.direct_io and any(
-            found.name == "O_DIRECT" and found.state == "ok" for found in section.findings
-        )
-        measure = {"direct_io": direct_io, "piece_bytes": piece_bytes, **common}
-        add_speeds(section, tier, {name: child.run("file_speed", name=name, **measure) for name in names}, gpu=gpu)
-
-
-def add_speeds(section: Section, tier: DirectoryConfig, speeds: dict[str, Answer], *, gpu: bool) -> None:
-    """Add each mover's figures and, with ``mover: auto``, the line of the config for the fastest.
-
-    On a GPU a server with ``mover: auto`` compares them itself at each start; else it takes the first that starts.
-    """
-    for name, answer in speeds.items():
-        section.add(f"speed of {name}", speed_finding(answer))
-    # A load delays a request and a store does not, so reads count twice.
-    costs = {
-        name: 2 / answer["read_bytes_s"] + 1 / answer["write_bytes_s"]
-        for name, answer in speeds.items()
-        if "failed" not in answer
-    }
-    # The first of those that are as good: it has the fewest copies.
-    fastest = next((name for name in costs if costs[name] <= (1 + _MARGIN) * min(costs.values())), None)
-    if fastest is None:
-        return
-    section.facts |= {"fastest": fastest, "io": speeds[fastest]}
-    if tier.mover != "auto":
-        return
-    if gpu:
-        section.facts["taken"] = fastest
-    line = config_line(fastest)
-    section.facts["config"] = line
-    saves = "; this line of the config saves comparing them at each start" if gpu and line else ""
-    section.add("fastest mover", ok(f"{fastest}{saves}", line))
-
-
-def config_line(mover: str) -> str | None:
-    """Return what the config says to use ``mover``, a name of ``movers.select``; None: it cannot be asked for."""
-    lines = {"posix_uring": "mover: posix", "posix_aio": "mover: posix\nposix_api: aio", "copy": None}
-    return lines.get(mover, f"mover: {mover}")
 
 
 def _user(number: int) -> str:

@@ -113,7 +113,7 @@ def _nixl_offload(context: EnvironmentContext) -> Finding:
     registered = importlib.metadata.entry_points(group="vllm.general_plugins", name="nixl_offload")
     if context.version("nixl-offload") is None or not list(registered):
         words = f"{__version__}, but not installed in this Python, so vLLM does not find the connector"
-        return wrong(words, f"{sys.executable} -m pip install nixl-offload")
+        return wrong(words, f"{sys.executable} -m pip install . in a checkout of nixl-offload, or run the image")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "nixl_offload" not in allowed.split(","):
         fix = f"export VLLM_PLUGINS={','.join([*filter(None, allowed.split(',')), 'nixl_offload'])}"
@@ -162,7 +162,7 @@ def _kvikio(context: EnvironmentContext) -> Finding:
 
 def _s3_client(name: str, other: str, use: str) -> Callable[[EnvironmentContext], Finding]:
     def look(context: EnvironmentContext) -> Finding:
-        found, words, fix = context.version(name), f"not installed: {use}", "pip install nixl-offload[s3]"
+        found, words, fix = context.version(name), f"not installed: {use}", f"pip install {name}"
         if found:
             return ok(found)
         if context.config.s3 is None:

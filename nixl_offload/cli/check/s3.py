@@ -31,7 +31,7 @@ REQUEST_LIMIT_S: Final = 5.0
 LEFTOVER_S: Final = 60.0
 """Objects of checks that are younger may belong to one that runs now."""
 _OURS: Final = re.compile(r"check-[0-9a-f]{16}")
-_PIP: Final = "pip install nixl-offload[s3]"
+_PIP: Final = "pip install boto3 obstore"
 _EXPORT: Final = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_SESSION_TOKEN), or AWS_PROFILE"
 _REFUSALS: Final = {
     "credentials": r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|TokenRefreshRequired|InvalidToken",
@@ -205,7 +205,7 @@ def _failed(tier: S3Config, right: str, consequence: str, error: StoreError, con
     if error.cause == "denied":
         return wrong(f"{said}: {consequence}", f"add to the policy of these credentials: {_statement(tier, right)}")
     if error.cause == "full":
-        return wrong(f"the bucket is full: {said}", f"nixl-offload gc {config_file} --delete")
+        return wrong(f"the bucket is full: {said}", f"nixl-offload gc {config_file} --tier s3 --delete")
     return wrong(f"{said}: {consequence}", "look at the server's log and load; then run this check again")
 
 
@@ -237,7 +237,9 @@ def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
         words = "the server knows no lifecycle rules"
         if tier.ttl_s is None:
             return ok(words)
-        return warning(f"{words}: gc has to keep to the ttl", f"nixl-offload gc {config_file} --delete, by a timer")
+        return warning(
+            f"{words}: gc has to keep to the ttl", f"nixl-offload gc {config_file} --tier s3 --delete, by a timer"
+        )
     except StoreError as error:
         return unknown(f"cannot be told: {str(error).partition(': ')[2]}", f"{init}, with credentials that may")
     if plan.changes:
