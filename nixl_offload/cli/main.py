@@ -87,13 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _discard_stdout()
         code = _complain(f"the output cannot be written: {os.strerror(exc.errno)}", EXIT_FAILED)
-    except (NixlOffloadError, KeyboardInterrupt) as exc:
-        message = str(exc) or "interrupted"
+    except (NixlOffloadError, KeyboardInterrupt, RuntimeError) as exc:
+        # A signal that comes while CPython starts a thread may show as "release unlocked lock".
+        error = exc.__context__ if isinstance(exc, RuntimeError) else exc
+        if not isinstance(error, (NixlOffloadError, KeyboardInterrupt)):
+            raise
+        message = str(error) or "interrupted"
         if arguments.json and not output.begun:
             with contextlib.suppress(OSError):
                 print_error(message, sys.stdout)
         codes = {ConfigError: EXIT_USAGE, KeyboardInterrupt: EXIT_INTERRUPTED}
-        code = _complain(message, codes.get(type(exc), EXIT_FAILED))
+        code = _complain(message, codes.get(type(error), EXIT_FAILED))
     return code
 
 

@@ -16,7 +16,7 @@ from nixl_offload.cli.check.machine import ENVIRONMENT_PROBES, EnvironmentContex
 from nixl_offload.cli.check.model import model_section
 from nixl_offload.cli.check.report import Finding, Section
 from nixl_offload.cli.check.servers import hashes_section
-from nixl_offload.cli.model_shape import LLAMA_3_1_8B, model_shape
+from nixl_offload.cli.model_config import LLAMA_3_1_8B, model_shape
 from nixl_offload.config import Config, parse_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.hardware.gds_routes import Fact

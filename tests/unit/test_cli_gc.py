@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.cli.gc import shared as gc_shared
+from nixl_offload.cli.gc import collection
 from nixl_offload.cli.main import main
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
 from nixl_offload.errors import StoreError
@@ -299,7 +299,7 @@ def failing_delete(monkeypatch: pytest.MonkeyPatch, failures: Iterator[bool]) ->
             raise StoreError(f"{store.where}: cannot delete {names[0]}: Permission denied", cause="denied")
 
     monkeypatch.setattr(TreeStore, "delete", delete)
-    monkeypatch.setattr(gc_shared, "_BATCH_NAMES", 2 * RANKS)
+    monkeypatch.setattr(collection, "_BATCH_NAMES", 2 * RANKS)
 
 
 def test_single_failures_do_not_stop_it(
@@ -348,7 +348,7 @@ def test_an_interruption_tells_what_was_done(
         real(store, names)
 
     monkeypatch.setattr(TreeStore, "delete", delete)
-    monkeypatch.setattr(gc_shared, "_BATCH_NAMES", 2 * RANKS)
+    monkeypatch.setattr(collection, "_BATCH_NAMES", 2 * RANKS)
     assert tree.gc("--older-than", "0s", "--delete") == 130
     captured = capsys.readouterr()
     assert "Deleted: 4 chunks in 8 objects" in captured.out

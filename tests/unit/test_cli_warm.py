@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from nixl_offload.cli.main import main
-from nixl_offload.cli.warm import command as warm_command
+from nixl_offload.cli.warm import copying
 from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index import State
@@ -349,7 +349,7 @@ def test_no_memory_for_a_shard_is_told_and_ends(rig: Rig, monkeypatch: pytest.Mo
     def refuse(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(warm_command, "mmap", SimpleNamespace(mmap=refuse))
+    monkeypatch.setattr(copying, "mmap", SimpleNamespace(mmap=refuse))
     code, report, _ = rig.warm()
     assert (code, report["failed"], report["copied"]) == (1, 2, 0)
     assert f"no memory for a shard of {SLOT_BYTES} bytes" in report["failures"][0]

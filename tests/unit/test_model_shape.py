@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from nixl_offload.chunk.header import slot_bytes
-from nixl_offload.cli.model_shape import LLAMA_3_1_8B, KVGroup, model_shape, read_model_shape
+from nixl_offload.cli.model_config import LLAMA_3_1_8B, model_shape, read_model_shape
+from nixl_offload.cli.model_shape import KVGroup
 from nixl_offload.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header, slot_bytes
-from nixl_offload.cli.warm.command import verify_image
+from nixl_offload.cli.warm.copying import verify_image
 from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.naming import shard_name

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nixl_offload.cli.main import main
-from nixl_offload.cli.model_shape import model_shape
+from nixl_offload.cli.model_config import model_shape
 from tests.vllm.harness import (
     CHUNK_TOKENS,
     TAIL_TOKENS,

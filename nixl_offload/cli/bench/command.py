@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, TextIO
 
 from nixl_offload.cli.bench.report import BenchReport, TierFigures
 from nixl_offload.cli.common import Commands, add_command
-from nixl_offload.cli.model_shape import LLAMA_3_1_8B, ModelShape, model_shape, read_model_shape
+from nixl_offload.cli.model_config import LLAMA_3_1_8B, model_shape, read_model_shape
+from nixl_offload.cli.model_shape import ModelShape
 from nixl_offload.cli.terminal import Progress, about_size, size_argument
 from nixl_offload.config import Config, TierConfig, load_config
 from nixl_offload.config.schema import TIER_KINDS

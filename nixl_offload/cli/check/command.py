@@ -123,7 +123,7 @@ def _read_model(arguments: argparse.Namespace) -> ModelShape | None:
         if arguments.prefill is not None or arguments.tp != 1 or arguments.kv_dtype != "auto":
             raise ConfigError("--tp, --kv-dtype, --prefill: of which model? Say --model, its directory or config.json")
         return None
-    from nixl_offload.cli.model_shape import read_model_shape
+    from nixl_offload.cli.model_config import read_model_shape
 
     return read_model_shape(arguments.model, kv_dtype=arguments.kv_dtype, tp=arguments.tp)
 

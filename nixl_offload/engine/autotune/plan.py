@@ -37,7 +37,7 @@ from nixl_offload.engine.autotune.candidates import (
 from nixl_offload.engine.autotune.compare import compare
 from nixl_offload.engine.autotune.scratch import aligned_tensor, remove_leftovers
 from nixl_offload.engine.image import TransferPath
-from nixl_offload.engine.streams import Device, device_of
+from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.movers.base import MemoryRegion, Mover
@@ -74,18 +74,6 @@ def plan_transfers(
     if plan is not None:
         logger.info("%s", _line(directory, plan))
     return plan
-
-
-def measure_candidates(
-    tier: DirectoryConfig, directory: str, slot_bytes: int, piece_bytes: int = 0
-) -> TransferPlan | None:
-    """Do for torch's current device what a server does at start: for ``nixl-offload check``.
-
-    ``slot_bytes`` and ``piece_bytes`` are those of ``Shape``. Where there is no GPU nothing is measured. Raises
-    MoverUnavailableError.
-    """
-    on = "cuda" if torch.cuda.is_available() else "cpu"
-    return plan_transfers(tier, directory, device_of(torch.empty(1, device=on)), Shape(slot_bytes, piece_bytes))
 
 
 def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: Device) -> Mover:

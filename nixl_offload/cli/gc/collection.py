@@ -1,0 +1,173 @@
+"""One run of ``nixl-offload gc`` over a shared tier: counts what it holds, and deletes by a plan.
+
+Threading: one thread; the store is the caller's. Memory does not grow with the number of objects: see
+``tiers.shared.sweep``. Nothing is locked and no server need stop: one whose chunk goes computes it anew. After an
+interruption the next run goes on; the worst that is left behind is a chunk without some of its shards, which costs the
+server that asks for it one failed load.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from nixl_offload.cli.terminal import Progress, plural
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.inspect import NamespaceInfo
+from nixl_offload.tiers.shared.inspect import group_chunks, list_namespaces, read_manifest
+from nixl_offload.tiers.shared.naming import parse_manifest_name, parse_shard_name
+from nixl_offload.tiers.shared.sweep import NOTHING, Ages, Plan, Sweep, manifest_goes
+
+STALE_DRAFT_S: Final = 3600.0
+"""Drafts in a shared directory that are older belong to writers that died."""
+_BATCH_NAMES: Final = 1000
+"""What one bulk delete of S3 takes."""
+_FAILURES_IN_A_ROW: Final = 3
+"""After so many the store counts as down."""
+_FAILURES_TOLD: Final = 5
+
+
+@dataclass(slots=True)
+class NamespaceAges:
+    """What one namespace holds."""
+
+    info: NamespaceInfo
+    ages: Ages = field(default_factory=Ages)
+    manifest: ObjectInfo | None = None
+
+
+class Collection:
+    """One run. Usable once: ``count``, ``plan``, then ``delete``."""
+
+    def __init__(self, store: Store, *, namespace: str | None, tenant: str | None) -> None:
+        self.where = store.where
+        self.namespaces: list[NamespaceAges] = []
+        self.other_objects = 0
+        """What is not ours, beside and in the namespaces: never touched."""
+        self.deleted = NOTHING
+        self.manifests = self.drafts = 0
+        self.failed_objects = 0
+        """Objects of batches in which something failed; some of them may be deleted all the same."""
+        self.failures: list[str] = []
+        """The first few, in words."""
+        self.gave_up = False
+        self._store = store
+        self.selection = {"namespace": namespace, "tenant": tenant}
+        self._progress = Progress(sys.stderr)
+        self._names: list[str] = []
+        self._batch = NOTHING
+        self._failures_in_a_row = 0
+
+    @property
+    def is_selection(self) -> bool:
+        """Whether only some namespaces were asked for."""
+        return any(self.selection.values())
+
+    def count(self) -> Ages:
+        """List what was selected, and return all chunks by age. Raises StoreError."""
+        wanted, tenant = self.selection["namespace"], self.selection["tenant"]
+        for name in [wanted] if wanted else list_namespaces(self._store, self._count_other):
+            entry = NamespaceAges(NamespaceInfo(name, read_manifest(self._store, name)))
+            if tenant not in (None, entry.info.tenant):
+                continue
+            self._list(entry)
+            if entry.ages.total.objects or entry.manifest:
+                self.namespaces.append(entry)
+        merged = Ages()
+        for entry in self.namespaces:
+            merged.merge(entry.ages)
+        return merged
+
+    def delete(self, plan: Plan, now_s: float) -> None:
+        """Delete by ``plan`` from a fresh listing. Raises nothing of the store's.
+
+        Single failures are noted and the rest goes on; after three in a row it gives up.
+        """
+        sweep = Sweep(plan)
+        try:
+            for entry in self.namespaces:
+                self._sweep(entry, sweep, now_s)
+                if self.gave_up:
+                    return
+            if not self.is_selection and isinstance(self._store, TreeStore):
+                self.drafts = self._store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
+        except StoreError as error:
+            self._fail(error)
+        finally:
+            self._progress.clear()
+
+    def _list(self, entry: NamespaceAges) -> None:
+        def other(info: ObjectInfo) -> None:
+            if parse_manifest_name(info.name) == entry.info.name:
+                entry.manifest = info
+            else:
+                self._count_other(info)
+
+        try:
+            for chunk in group_chunks(self._counted(self._store.list(f"{entry.info.name}/")), other):
+                entry.ages.add(chunk)
+        finally:
+            self._progress.clear()
+
+    def _counted(self, listing: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
+        before = sum(entry.ages.total.objects for entry in self.namespaces)
+        for number, info in enumerate(listing, before + 1):
+            if not number % 500:
+                self._progress(f"{plural(number, 'object')} counted so far")
+            yield info
+
+    def _count_other(self, info: ObjectInfo) -> None:
+        self.other_objects += 1
+
+    def _sweep(self, entry: NamespaceAges, sweep: Sweep, now_s: float) -> None:
+        empty = True
+        try:
+            for chunk in group_chunks(self._store.list(f"{entry.info.name}/")):
+                empty = False
+                if sweep.takes(chunk):
+                    if self._names and len(self._names) + len(chunk.shards) > _BATCH_NAMES:
+                        self._flush()
+                    self._names += [shard.place for shard in chunk.shards]
+                    self._batch = self._batch.plus(1, len(chunk.shards), chunk.size_bytes)
+                if self.gave_up:
+                    return
+        except StoreError as error:
+            self._fail(error)
+            empty = False
+        self._flush()
+        if entry.manifest and empty and manifest_goes(entry.ages, entry.manifest.modified_s, now_s=now_s):
+            try:
+                self._store.delete([entry.manifest.name])
+                self.manifests += 1
+            except StoreError as error:
+                self._fail(error, 1)
+
+    def _flush(self) -> None:
+        """Delete whole chunks, about a thousand names at a time."""
+        names, batch = self._names, self._batch
+        self._names, self._batch = [], NOTHING
+        if not names or self.gave_up:
+            return
+        try:
+            self._store.delete(names)
+        except StoreError as error:
+            self._fail(error, len(names))
+            self._failures_in_a_row += 1
+            self.gave_up = self._failures_in_a_row >= _FAILURES_IN_A_ROW
+            return
+        self._failures_in_a_row = 0
+        self.deleted = self.deleted.plus(*batch)
+        self._progress(f"{plural(self.deleted.objects, 'object')} deleted so far")
+
+    def _fail(self, error: StoreError, objects: int = 0) -> None:
+        self.failed_objects += objects
+        if len(self.failures) < _FAILURES_TOLD:
+            self.failures.append(str(error))
+
+
+def _is_ours(name: str) -> bool:
+    return parse_shard_name(name) is not None or parse_manifest_name(name) is not None
