@@ -27,7 +27,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 STORED_KINDS: Final = ("slab", "shared_dir", "s3")
 TIER_ERRORS: Final = (StoreError, TierError, NotSupportedError)
 """What one tier may raise without stopping work on the others."""
-MEMORY_TOLD: Final = (
+MEMORY_NOTE: Final = (
     "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "
     "it holds"
 )
@@ -78,7 +78,7 @@ def selected(inspector: Inspector, arguments: argparse.Namespace) -> Iterator[Na
             yield namespace
 
 
-def tell_of_nothing(arguments: argparse.Namespace) -> None:
+def report_nothing_found(arguments: argparse.Namespace) -> None:
     """Say on stderr that the namespace or tenant asked for is not there: perhaps it is misspelt."""
     asked = [f"{word} {value}" for word in ("namespace", "tenant") if (value := getattr(arguments, word, None))]
     print(f"nixl-offload: nothing is there of {' and '.join(asked)}", file=sys.stderr)

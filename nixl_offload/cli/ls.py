@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from nixl_offload.cli.common import (
-    MEMORY_TOLD,
+    MEMORY_NOTE,
     Commands,
     TierFailure,
     add_command,
     add_selection,
     opened,
+    report_nothing_found,
     selected,
-    tell_of_nothing,
     visit,
 )
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
@@ -83,11 +83,11 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     config = load_config(arguments.file)
     memory, plain = config.memory, list[dict[str, Any]]()
     if memory is not None:
-        plain.append({"kind": "memory", "capacity_bytes": memory.capacity_bytes, "told": MEMORY_TOLD})
+        plain.append({"kind": "memory", "capacity_bytes": memory.capacity_bytes, "told": MEMORY_NOTE})
     found = failed = 0
     with opened(arguments, config) as tiers:
         if memory and not (arguments.json or arguments.keys) and arguments.tier is None:
-            print(f"{MEMORY_TOLD[0].upper()}{MEMORY_TOLD[1:]}.\n", file=out)
+            print(f"{MEMORY_NOTE[0].upper()}{MEMORY_NOTE[1:]}.\n", file=out)
         for number, tier in enumerate(tiers):
             if arguments.keys:
                 count = visit(tier, lambda inspector: _list_keys(arguments, inspector, out))
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     if arguments.json and not arguments.keys:
         print(json.dumps({"tiers": plain}, indent=2), file=out)
     if (arguments.namespace is not None or arguments.tenant is not None) and not found and not failed:
-        tell_of_nothing(arguments)
+        report_nothing_found(arguments)
         failed += 1
     return 1 if failed else 0
 

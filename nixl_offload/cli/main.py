@@ -61,7 +61,7 @@ With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the 
     nixl-offload gc kv.yaml --delete     # every hour: brings the bucket down to its capacity, oldest first
 
 `nixl-offload COMMAND --help` says more, with examples. Exit codes: 0 done, 1 something is wrong or the storage failed,
-2 wrong usage or config, 130 interrupted.
+2 wrong usage or config, 130 interrupted. With --json a command that fails prints {"error": "..."}.
 """
 
 
@@ -90,14 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NixlOffloadError, KeyboardInterrupt, RuntimeError) as exc:
         # A signal that comes while CPython starts a thread may show as "release unlocked lock".
         error = exc.__context__ if isinstance(exc, RuntimeError) else exc
-        if not isinstance(error, (NixlOffloadError, KeyboardInterrupt)):
+        if error is not exc and not isinstance(error, KeyboardInterrupt):
             raise
         message = str(error) or "interrupted"
         if arguments.json and not output.begun:
             with contextlib.suppress(OSError):
                 print_error(message, sys.stdout)
-        codes = {ConfigError: EXIT_USAGE, KeyboardInterrupt: EXIT_INTERRUPTED}
-        code = _complain(message, codes.get(type(error), EXIT_FAILED))
+        interrupted, usage = isinstance(error, KeyboardInterrupt), isinstance(error, ConfigError)
+        code = _complain(message, EXIT_INTERRUPTED if interrupted else EXIT_USAGE if usage else EXIT_FAILED)
     return code
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final, TextIO
 
-from nixl_offload.cli.common import tell_of_nothing
+from nixl_offload.cli.common import report_nothing_found
 from nixl_offload.cli.gc.collection import STALE_DRAFT_S, Collection, NamespaceAges
 from nixl_offload.cli.terminal import about_size, moment, plural, print_table
 from nixl_offload.stores.base import Store
@@ -36,7 +36,7 @@ def collect(
     collection = Collection(store, namespace=arguments.namespace, tenant=arguments.tenant)
     plan = make_plan(collection.count(), now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
     if collection.is_selection and not collection.namespaces:
-        tell_of_nothing(arguments)
+        report_nothing_found(arguments)
     if not arguments.json:
         print_findings(collection, plan, max_bytes, older_than_s, out)
         out.flush()

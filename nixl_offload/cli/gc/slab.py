@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
-from nixl_offload.cli.common import tell_of_nothing
+from nixl_offload.cli.common import report_nothing_found
 from nixl_offload.cli.terminal import about_size, moment, plural
 from nixl_offload.errors import ConfigError
 from nixl_offload.tiers.inspect import Inspector, NamespaceInfo
@@ -52,7 +52,7 @@ def remove_namespaces(arguments: argparse.Namespace, inspector: Inspector, out: 
     selects = arguments.namespace is not None or arguments.tenant is not None
     missing = selects and not any(_is_named(each.info, arguments) for each in found)
     if missing:
-        tell_of_nothing(arguments)
+        report_nothing_found(arguments)
     if not arguments.json:
         _print_findings(inspector, found, arguments, out)
         out.flush()

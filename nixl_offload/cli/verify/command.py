@@ -10,13 +10,13 @@ import json
 from typing import Any, TextIO
 
 from nixl_offload.cli.common import (
-    MEMORY_TOLD,
+    MEMORY_NOTE,
     Commands,
     TierFailure,
     add_command,
     add_selection,
     opened,
-    tell_of_nothing,
+    report_nothing_found,
     visit,
 )
 from nixl_offload.cli.terminal import rate_argument
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     config = load_config(arguments.file)
     with opened(arguments, config) as tiers:
         if config.memory is not None and not arguments.json:
-            print(f"Left out: {MEMORY_TOLD}.", file=out)
+            print(f"Left out: {MEMORY_NOTE}.", file=out)
         return _verify(arguments, tiers, out)
 
 
@@ -85,6 +85,6 @@ def _verify(arguments: argparse.Namespace, tiers: list[Inspector | TierFailure],
         print(json.dumps({"tiers": results}), file=out)
     failed = any("failure" in result for result in results)
     if arguments.namespace is not None and not any(run.found for run in runs) and not failed:
-        tell_of_nothing(arguments)
+        report_nothing_found(arguments)
         return 1
     return 1 if failed or any(run.totals.is_bad for run in runs) else 0
