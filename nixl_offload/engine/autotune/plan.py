@@ -1,21 +1,19 @@
-"""Which mover and which transfer path chunks take between a device and the files of a directory: compared at start.
+"""Chooses the mover and the transfer path between a device and the files of a directory by measuring them at start.
 
-No rule knows it beforehand. GPUDirect Storage is the shortest path where it is real, and slower than page-locked host
-memory with plain O_DIRECT where cuFile bounces through its own buffers; direct saves a copy on the device and pays with
-smaller extents. So each candidate moves images of the shape that chunks have, through a scratch file in the directory
-itself, many at once, as the engine does when it is busy: two seconds in all, a turn for each in every round. Ranks that
-start together measure together, and share the drive as they will later on.
+No rule knows the best one: GPUDirect Storage is the shortest path where it is real, and slower than page-locked host
+memory with O_DIRECT where cuFile copies through its own buffers; direct saves a copy on the device and pays with
+smaller extents. So each candidate moves images of chunks, many at once, through a scratch file in the directory: two
+seconds in all, a turn for each in every round. Ranks that start together measure together, as they share the drive
+later.
 
-What is compared is the time until an image has gone from device memory into the file, or back. For ``host`` that
-includes the copy over the bus, overlapped; the kernels that pack and unpack for ``device`` are left out: they run at
-the speed of device memory, some hundred times that of a drive. A load holds up a request, a store goes on behind it: so
-a candidate costs 2 seconds per byte read + 1 second per byte written, and among those within 10 % of the cheapest the
-one with the fewest copies is taken: direct, then device, then host, and gds_mt before kvikio.
+Measured is the time between device memory and the file, for ``host`` with the copy over the bus. The kernels that
+gather and scatter for ``device`` are left out: they run at the speed of device memory. A candidate costs 2 seconds
+per byte read (a load delays its request) + 1 second per byte written. Of those within 10 % of the cheapest the one
+with the fewest copies is taken: direct, then device, then host; then gds_mt before kvikio.
 
-``mover: posix`` in the config spares the comparison; ``gds_mt`` and ``kvikio`` leave two paths at most to compare.
-Threading: in the process and on the thread that will drive the mover, at start. Nothing is left open. Raises nothing
-for reasons of storage, unless nothing can run at all. While it measures, a file without a name takes up to 256 MiB of
-the disk per rank, a sixteenth of what is free at most, beside the tier's capacity.
+Threading: on the thread that will drive the mover, at start; nothing is left open. Raises nothing for reasons of
+storage unless no mover can run. While it measures, a file without a name takes up to 256 MiB per rank, and at most a
+sixteenth of what is free, beside the tier's capacity.
 """
 
 from __future__ import annotations
