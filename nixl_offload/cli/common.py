@@ -26,7 +26,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 STORED_KINDS: Final = ("slab", "shared_dir", "s3")
 TIER_ERRORS: Final = (StoreError, TierError, NotSupportedError)
-"""What one tier may raise without stopping work on the others."""
+"""Errors of one tier; the command goes on with the others."""
 MEMORY_NOTE: Final = (
     "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "
     "it holds"
@@ -65,13 +65,13 @@ def add_selection(parser: argparse.ArgumentParser, *, tenant: bool) -> None:
 
 
 def check_namespace(text: str | None) -> None:
-    """Raise ConfigError for what is no name of a namespace."""
+    """Raise ConfigError unless ``text`` is a namespace's name, or None."""
     if text is not None and not _NAMESPACE_NAME.fullmatch(text):
         raise ConfigError(f"--namespace: {text!r} is not one; allowed: 32 hex digits, as ls and gc print them")
 
 
 def selected(inspector: Inspector, arguments: argparse.Namespace) -> Iterator[NamespaceInfo]:
-    """Yield the namespaces that ``--namespace`` and ``--tenant`` leave."""
+    """Yield the namespaces that ``--namespace`` and ``--tenant`` select."""
     tenant = getattr(arguments, "tenant", None)
     for namespace in inspector.namespaces():
         if arguments.namespace in (None, namespace.name) and tenant in (None, namespace.tenant):
@@ -107,7 +107,7 @@ class TierFailure:
 
 
 def attempt(kind: str, where: str | None, call: Callable[[], T]) -> T | TierFailure:
-    """Return what ``call`` returns; what the tier raises is told on stderr and returned."""
+    """Return what ``call`` returns. An error of the tier is printed to stderr and returned."""
     try:
         return call()
     except TIER_ERRORS as error:
@@ -125,7 +125,7 @@ def visit(inspector: Inspector | TierFailure, call: Callable[[Inspector], T]) ->
 
 @contextlib.contextmanager
 def opened(arguments: argparse.Namespace, config: Config) -> Iterator[list[Inspector | TierFailure]]:
-    """Open the tiers that ``--tier`` leaves, for ``visit``. Raises ConfigError."""
+    """Open the tiers that ``--tier`` selects, for ``visit``. Raises ConfigError."""
     check_namespace(arguments.namespace)
     tiers = stored_tiers(config, arguments.file, arguments.tier)
     found = [attempt(tier.kind, None, partial(open_inspector, tier)) for tier in tiers]

@@ -1,4 +1,4 @@
-"""On which cores a rank's own threads run: not all on the one that OpenMP gave to the thread that starts them.
+"""Keeps a rank's own threads off the single core to which OpenMP binds the thread that starts them.
 
 Threading: for the thread that starts others, around that; affinity belongs to a thread and is inherited by its threads.
 """

@@ -1,7 +1,7 @@
-"""Whether GPUDirect Storage is real for a directory, or cuFile copies through host memory, and why. It never pretends.
+"""Whether GPUDirect Storage is real for a directory, or cuFile copies through host memory, and why.
 
-Threading: a pure function but for a scratch page that it writes and removes; safe anywhere. Quick, loads nothing of
-NVIDIA's, starts no process, and never raises: what it cannot read is told as not known, and then nothing is claimed.
+Threading: a pure function but for a scratch page that it writes and removes; safe anywhere. It loads nothing of
+NVIDIA's, starts no process and never raises: what it cannot read is not known, and then nothing is claimed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOCAL: Final = ("ext4", "xfs")
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
 _FATAL: Final = ("GPU driver", "libcufile", "libcudart", "directory")
 _PLACE: Final = ("filesystem", "block device")
-"""Where these are wrong or not known, no route could serve them, and that is no reason of its own."""
+"""Where one of these is not ok, neither route can serve the directory, and the routes give no further reason."""
 _REASONS: Final = 3
 _MOVE: Final = "put the directory on ext4 (mounted with data=ordered) or xfs, on NVMe"
 
@@ -92,7 +92,7 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     against = [fact for fact in deciding if fact.ok is False]
     doubtful = [fact for fact in deciding if fact.ok is None]
     if against:
-        # Without a driver it is idle talk which filesystem would do.
+        # Without a driver or a library the filesystem does not matter.
         told = [fact for fact in against if fact.name in _FATAL] or against
         fixes = [fact.fix for fact in told[:_REASONS] if fact.fix]
         verdict = f"{_how_bad(against, settings, mount)}, because {_reasons(told)}"

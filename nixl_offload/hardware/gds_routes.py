@@ -155,9 +155,9 @@ def iommu_fact(root: str, machine: str) -> Fact:
 
 
 def pinning_route(root: str, settings: CufileSettings) -> str | None:
-    """Return what pins registered device memory on this machine: ``nvidia-fs``, ``PCI P2PDMA``; None: nothing does.
+    """Return what pins registered device memory on this machine: ``nvidia-fs`` or ``PCI P2PDMA``; None: nothing does.
 
-    Whether a file then goes that way is another question; without a route cuFile bounces, and nothing is pinned.
+    This says nothing about files. Without a route cuFile copies through its own buffers, and nothing is pinned.
     """
     driver = find_driver(root)
     if settings.flag("properties.force_compat_mode") or not driver.fact.ok:

@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 from nixl_offload.cli.main import main
-from nixl_offload.cli.warm import copying
-from nixl_offload.config import SlabConfig, parse_config
+from nixl_offload.cli.warm import command, copying
+from nixl_offload.config import Config, S3Config, SharedDirConfig, SlabConfig, parse_config
+from nixl_offload.errors import ConfigError
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index import State
 from nixl_offload.stores.directory import TreeStore
@@ -161,6 +162,18 @@ def test_a_slab_in_use_is_refused_in_words_that_help(rig: Rig) -> None:
     assert "stop the server and run this again, or use a shared directory" in error
     assert error.count("\n") == 1
     assert rig.found() == set()
+
+
+def test_a_shared_directory_behind_a_slab_is_the_source_unless_there_is_a_bucket() -> None:
+    slab = SlabConfig(kind="slab", path="/kv", capacity=1 << 30)
+    directory = SharedDirConfig(kind="shared_dir", path="/shared", capacity=1 << 30)
+    bucket = S3Config(kind="s3", bucket="our-kv")
+    arguments = SimpleNamespace(file="kv.yaml", source=None)
+    assert command._tiers(Config(tiers=(slab, directory)), arguments) == (directory, slab)
+    assert command._tiers(Config(tiers=(slab, directory, bucket)), arguments) == (bucket, slab)
+    arguments.source = "s3"
+    with pytest.raises(ConfigError, match="no shared tier behind"):
+        command._tiers(Config(tiers=(slab,)), arguments)
 
 
 @pytest.mark.parametrize("kind", ["slab", "shared_dir"])
@@ -312,7 +325,7 @@ def test_others_chunks_are_not_given_up_unasked(rig: Rig) -> None:
 def test_what_cannot_be_warmed(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     rig.fill(BLUE, range(1))
     for arguments, words in (
-        ([], "none has kind: s3 behind the directory; say --from"),
+        ([], "no shared tier behind the directory; say --from"),
         (["--from", "elsewhere"], "'elsewhere': allowed: s3, or the absolute path of a shared directory"),
         (["--from", str(rig.target)], "is the directory to be warmed"),
     ):

@@ -32,7 +32,7 @@ class EndpointAnswer(NamedTuple):
     """What an answer told."""
 
     answers: bool
-    """The other end speaks HTTP; taken as True behind a proxy, where nobody looked."""
+    """The other end speaks HTTP; assumed behind a proxy."""
     region: str | None = None
     """The bucket's, where the server tells it to everybody."""
 
@@ -48,7 +48,7 @@ def look_at_endpoint(
     port = parts.port or (443 if tls else 80)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(host):
-        words = f"goes by the proxy {urlsplit(proxy).hostname} of the environment, so the way was not looked at"
+        words = f"goes by the proxy {urlsplit(proxy).hostname} of the environment, so the connection was not tried"
         section.add(
             "endpoint", unknown(words, f"export NO_PROXY={host}, if it should go straight; curl -sv {endpoint}")
         )

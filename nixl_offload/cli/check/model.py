@@ -36,7 +36,7 @@ def model_section(
     shape: ModelShape, config: Config, tiers: Sequence[Section], *, has_capacity: bool, prefill_tokens_s: float | None
 ) -> Section:
     """Look at a model. ``tiers`` are the sections of the config's tiers, in order; ``has_capacity``: their capacities
-    are somebody's wish; ``prefill_tokens_s``: how fast the server computes prompts.
+    come from a config; ``prefill_tokens_s``: how fast the server computes prompts.
     """
     section = Section("model", f"Model {shape.name}")
     chunk = shape.chunk_bytes(config.chunk_tokens)

@@ -48,7 +48,7 @@ def wrong(words: str, fix: str) -> Finding:
 
 
 def unknown(words: str, fix: str | None = None) -> Finding:
-    """Return that it cannot be told from here; ``fix`` says what would tell."""
+    """Return that it is not known from here; ``fix`` is a command that shows it."""
     return Finding("unknown", words, fix)
 
 
@@ -85,7 +85,7 @@ class Section:
             self.add(name, look(context))
 
     def state(self, name: str | None = None) -> State:
-        """Return the worst state, of all findings or of those called ``name``. What is unknown makes nothing worse."""
+        """Return the worst state of all findings, or of those called ``name``. Unknown counts as ok."""
         states = {found.state for found in self.findings if name in (None, found.name)}
         return "wrong" if "wrong" in states else "warning" if "warning" in states else "ok"
 

@@ -3,7 +3,7 @@
 
 Threading: one thread, blocking calls with time limits; movers run in the child process. Ownership: probes write objects
 called ``check-<random hex>``, directly under the prefix, and remove them; one that cannot be removed is reported, and
-removed by a later check that may. What every request is refused for ends the section: it is fixed first.
+removed by a later check that has the right. Where every request is refused the section ends: that must be fixed first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REFUSALS: Final = {
     "bucket": "there is no bucket",
     "region": "another region|AuthorizationHeaderMalformed|Redirect|IllegalLocationConstraint",
 }
-"""What no request gets past, by the probe that it is about, and how the error shows it."""
+"""Why every request may be refused: the name of the probe, and how the error shows it."""
 _DEFAULT_REGIONS: Final = (None, "aws-global", "us-east-1")
 _ACTIONS: Final = {"put": "s3:PutObject", "get": "s3:GetObject", "delete": "s3:DeleteObject"}
 
@@ -73,7 +73,7 @@ def s3_section(
         finding = wrong(str(error), error.fix)
         if error.name == "region":
             finding = _wrong_region(tier, signed, reached.region)
-        # What was found of that name before is refuted.
+        # An earlier finding of that name was wrong.
         section.findings = [found for found in section.findings if found.name != error.name]
         section.add(error.name, finding)
         section.add("permissions", unknown("not tried before that is fixed"))
@@ -149,7 +149,7 @@ class RefusedError(Exception):
 def try_rights(section: Section, tier: S3Config, config_file: str) -> bool:
     """Do once what servers do. True: objects come back and can be removed, so movers may be tried.
 
-    Raises NotSupportedError, and RefusedError where no request is heard.
+    Raises NotSupportedError, and RefusedError where every request is refused.
     """
     name, content = f"check-{secrets.token_hex(8)}", memoryview(secrets.token_bytes(PAGE_BYTES))
     memory, sizes, leftovers = memoryview(bytearray(PAGE_BYTES)), list[int](), list[str]()

@@ -28,7 +28,7 @@ from nixl_offload.types import PAGE_BYTES, align_up
 _FILE_PIECES: Final = 16
 _OBJECTS: Final = 8
 _PHASE_S: Final = 0.15
-"""Of writing and of reading; what is in flight then is waited for."""
+"""For writing, and for reading; what is in flight at the end is waited for."""
 _FREE_SHARE: Final = 4
 """At most a quarter of the free space is taken."""
 _MAX_PIECE_BYTES: Final = 16 << 20

@@ -87,9 +87,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _tiers(config: Config, arguments: argparse.Namespace) -> tuple[SharedConfig, SlabConfig | SharedDirConfig]:
-    """Return where to copy from and to. Raises ConfigError."""
+    """Return where to copy from and to: into the nearest directory. Raises ConfigError."""
     file, wanted = arguments.file, arguments.source
-    target, source = next(iter(config.directories), None), config.s3
+    target = next(iter(config.directories), None)
+    source = config.s3 if wanted == "s3" else next((tier for tier in config.shared[::-1] if tier is not target), None)
     if target is None:
         raise ConfigError(f"{file}: tiers: none has kind: slab or shared_dir, so there is nothing to warm")
     if wanted is not None and os.path.isabs(wanted):
@@ -101,7 +102,7 @@ def _tiers(config: Config, arguments: argparse.Namespace) -> tuple[SharedConfig,
         raise ConfigError(f"--from: {printable(wanted)!r}: allowed: s3, or the absolute path of a shared directory")
     if source is None:
         raise ConfigError(
-            f"{file}: tiers: none has kind: s3 behind the directory; say --from with the path of a shared directory"
+            f"{file}: tiers: no shared tier behind the directory; say --from with the path of a shared directory"
         )
     return source, target
 

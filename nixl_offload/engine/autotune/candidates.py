@@ -74,7 +74,7 @@ class TransferPlan:
 
 
 def candidates_of(mover: str, shape: Shape, *, accelerator: bool) -> tuple[tuple[str, TransferPath], ...]:
-    """Return what ``mover`` of a config may come to, the one that is preferred unmeasured first.
+    """Return the movers and paths that ``mover`` of a config allows; the first is taken where nothing is measured.
 
     Fewer copies first, where the pieces are not small; then gds_mt before kvikio, which needs a thread pool of its own.
     """

@@ -31,8 +31,8 @@ _ENDED: Final = object()
 
 @dataclass(slots=True, eq=False)
 class Contender:
-    """``mover`` has ``file`` open; memory it registers for a turn only: what two movers at once make of the same memory
-    in the same library, nobody promises, and in the engine there is but one of them.
+    """``mover`` has ``file`` open. It registers memory for one turn only: no library promises that two movers may
+    register the same memory at once, and the engine has only one.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Contender:
 
 
 def words(name: str, error: Exception) -> str:
-    """What ``error`` says, without the name of the mover; whose it is where it is none of ours."""
+    """Return the message of ``error`` without the mover's name; for foreign errors with their type."""
     text = str(error) if isinstance(error, NixlOffloadError) else repr(error)
     return text.removeprefix(f"{name}: ")
 

@@ -44,10 +44,10 @@ from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
 logger = logging.getLogger(__name__)
 
 BUDGET_S: Final = 2.0
-"""For measuring; opening movers comes on top, which the first use of CUDA's libraries makes the longer part."""
+"""For measuring. Opening movers takes more on top, mostly for the first use of CUDA's libraries."""
 _KEPT: Final[list[torch.Tensor]] = []
-"""Some pages of device memory for each mover that failed to open; not ``pump.LEAKED``, for which shutdown leaves host
-memory as it is."""
+"""Some pages of device memory for each mover that failed to open: late I/O may still touch them. They are not in
+``pump.LEAKED``, because that keeps shutdown from freeing host memory."""
 
 
 @unbound()
