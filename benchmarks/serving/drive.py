@@ -1,0 +1,233 @@
+"""The far end of ``turns``: one side's vLLM and the clients that ask it, in a process of its own, given a JSON job.
+
+The engine is what ``vllm serve`` runs, ``AsyncLLM`` with the engine core in another process; only HTTP is left out.
+Says what it does in JSON lines on stdout: ``{"said": ...}`` as it goes on, ``{"run": ...}`` at the end.
+
+Threading: one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks.serving import workloads
+from benchmarks.serving.records import Record, Run
+from benchmarks.serving.workloads import Session, Spec
+
+WARM_UP_TOKENS = 600
+QUIET_S = 0.5
+START_LIMIT_S = 60.0
+AFTER_S = 1.0
+"""How long after the last answer processor time is still counted: for what is written behind it."""
+
+
+class Driver:
+    """Asks one engine all of a workload, once."""
+
+    def __init__(self, engine: Any, workload: Sequence[Session]) -> None:
+        self._engine, self._workload = engine, workload
+        self._answers: list[list[list[int]]] = [[] for _ in workload]
+        self._begin_s = 0.0
+        self.records: list[Record] = []
+
+    async def closed(self, at_a_time: int) -> None:
+        """So many requests under way, always. A session's next turn queues up behind all that wait."""
+        ready: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        for number in range(len(self._workload)):
+            ready.put_nowait((number, 0))
+        left = sum(len(session.turns) for session in self._workload)
+        done = asyncio.Event()
+
+        async def client() -> None:
+            nonlocal left
+            while True:
+                number, turn = await ready.get()
+                await self._ask(number, turn)
+                if turn + 1 < len(self._workload[number].turns):
+                    ready.put_nowait((number, turn + 1))
+                left -= 1
+                if not left:
+                    done.set()
+
+        self._begin_s = time.perf_counter()
+        clients = [asyncio.create_task(client()) for _ in range(at_a_time)]
+        finished = asyncio.create_task(done.wait())
+        await asyncio.wait([finished, *clients], return_when=asyncio.FIRST_COMPLETED)
+        for task in clients:
+            if task.done():
+                task.result()  # it failed: clients never end by themselves
+            task.cancel()
+
+    async def open(self, arrivals_s: Sequence[float]) -> None:
+        """Sessions begin when they arrive, however busy the server is. A turn follows the answer before it."""
+        self._begin_s = time.perf_counter()
+
+        async def client(number: int, arrival_s: float) -> None:
+            await asyncio.sleep(self._begin_s + arrival_s - time.perf_counter())
+            for turn in range(len(self._workload[number].turns)):
+                await self._ask(number, turn)
+
+        async with asyncio.TaskGroup() as group:
+            for number, arrival_s in enumerate(arrivals_s):
+                group.create_task(client(number, arrival_s))
+
+    async def _ask(self, number: int, turn: int) -> None:
+        session = self._workload[number]
+        prompt = session.prompt(turn, self._answers[number] if session.keeps_history else ())
+        sent_s = time.perf_counter()
+        times, answer, cached = await ask(self._engine, f"{number}-{turn}", prompt, session.turns[turn].answer_tokens)
+        self._answers[number].append(answer)
+        gaps = tuple(after - before for before, after in itertools.pairwise(times))
+        self.records.append(
+            Record(
+                session=number,
+                turn=turn,
+                prompt_tokens=len(prompt),
+                repeated_tokens=session.repeated_tokens(turn),
+                cached_tokens=cached,
+                sent_s=sent_s - self._begin_s,
+                ttft_s=times[0] - sent_s,
+                gaps_s=gaps,
+            )
+        )
+
+
+async def ask(engine: Any, name: str, prompt: list[int], answer_tokens: int) -> tuple[list[float], list[int], int]:
+    """One request: when each token came, the tokens, and how many prompt tokens were cached."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=answer_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    times: list[float] = []
+    answer: list[int] = []
+    cached = 0
+    async for output in engine.generate({"prompt_token_ids": prompt}, sampling, name):
+        now = time.perf_counter()
+        tokens = output.outputs[0].token_ids
+        times += [now] * len(tokens)
+        answer += tokens
+        cached = max(cached, output.num_cached_tokens or 0)
+    return times, answer, cached
+
+
+def counters() -> dict[str, float]:
+    """The counters of vLLM in this process, summed over labels; those of cached tokens also by source."""
+    from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
+
+    totals: dict[str, float] = {}
+    for metric in get_metrics_snapshot():
+        if isinstance(metric, Counter):
+            for name in (metric.name, f"{metric.name}:{metric.labels.get('source')}"):
+                totals[name] = totals.get(name, 0) + metric.value
+    return totals
+
+
+def processor_s() -> float:
+    """Of this process and all below it, so far."""
+    me = psutil.Process()
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        times = process.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+async def quiet(limit_s: float) -> bool:
+    """Wait until the engine uses no processor: it has opened, filled and written what it wants. False at the limit."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        before = processor_s()
+        await asyncio.sleep(QUIET_S)
+        if processor_s() - before < 0.1 * QUIET_S:
+            return True
+    return False
+
+
+async def warm_up(engine: Any) -> None:
+    """Let the side open all it has, store something, and load it again."""
+    source = random.Random("warm up")
+    prompt = list(workloads.text(source, WARM_UP_TOKENS))
+    await ask(engine, "warm-up-0", prompt, 2)
+    await quiet(START_LIMIT_S)
+    await engine.reset_prefix_cache()
+    await ask(engine, "warm-up-1", prompt, 2)
+    await quiet(START_LIMIT_S)
+    await ask(engine, "warm-up-2", [2, 3, 4], 1)  # the frontend learns the counters with an answer
+    await engine.reset_prefix_cache()
+
+
+def say(**told: Any) -> None:
+    """One line to the near end."""
+    _OUT.write(json.dumps(told) + "\n")
+    _OUT.flush()
+
+
+async def drive(job: dict[str, Any]) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    begin = time.perf_counter()
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["options"]))
+    try:
+        start_s = time.perf_counter() - begin
+        await warm_up(engine)
+        workload = workloads.make(Spec(**job["workload"]))
+        driver = Driver(engine, workload)
+        load_before, before, used_s = os.getloadavg()[0], counters(), processor_s()
+        say(said=f"started in {start_s:.0f} s, asks")
+        if job["rate_per_s"]:
+            await driver.open(workloads.poisson(job["rate_per_s"], len(workload), job["workload"]["seed"]))
+        else:
+            await driver.closed(job["at_a_time"])
+        await asyncio.sleep(AFTER_S)
+        used_s = processor_s() - used_s
+        await ask(engine, "after", [2, 3, 4], 1)
+        after = counters()
+
+        def moved(name: str) -> int:
+            return round(after.get(name, 0) - before.get(name, 0))
+
+        run = Run(
+            side=job["side"],
+            round=job["round"],
+            records=tuple(driver.records),
+            processor_s=used_s,
+            loaded_bytes=moved("vllm:kv_offload_load_bytes"),
+            stored_bytes=moved("vllm:kv_offload_store_bytes"),
+            external_tokens=moved("vllm:external_prefix_cache_hits"),
+            load_before=load_before,
+            start_s=start_s,
+        )
+        say(run=run.as_json())
+    finally:
+        engine.shutdown()
+
+
+def main() -> int:
+    """Do the job of the file that the command line names."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    asyncio.run(drive(job))
+    return 0
+
+
+if __name__ == "__main__":
+    _OUT = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what vLLM prints goes to the log
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The model that only takes time: its shapes, its pace, and the files that make vLLM load it.
+
+Threading: plain functions. No torch and no vLLM here: ``sleeping`` has the class.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+VOCABULARY = 1024
+"""Few, so that sampling costs no time."""
+BLOCK_TOKENS = 32
+"""The smallest that the CPU backend takes; on GPUs it is 16."""
+ARCHITECTURE = "SleepingForCausalLM"
+ITEM_BYTES = 2
+_PLUGIN = "nixl_offload_serving-0.dist-info"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a rank keeps of a token: keys and values of 16 bits, for each layer and head."""
+
+    layers: int
+    heads: int
+    head_size: int
+    note: str
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of a token on this rank."""
+        return 2 * self.layers * self.heads * self.head_size * ITEM_BYTES
+
+
+SHAPES = {
+    "8b": Shape(32, 8, 128, "an 8B model, whole"),
+    "70b-tp8": Shape(80, 1, 128, "one of 8 shards of a 70B model"),
+    # The CPU backend does not cache prefixes of MLA, so its 576 values a token lie as 9 heads of 32 keys and values.
+    "mla": Shape(61, 9, 32, "DeepSeek-V3's latent, 576 values a layer, in pages of the same size"),
+}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a step takes: ``step_s``, and ``token_s`` for each token in it, of prompts and answers alike."""
+
+    step_s: float = 0.010
+    token_s: float = 0.0001
+
+    def duration_s(self, tokens: int) -> float:
+        """Of a step with so many tokens."""
+        return self.step_s + tokens * self.token_s
+
+
+def write_model(directory: Path, shape: Shape, pace: Pace, max_tokens: int) -> Path:
+    """Write ``config.json`` to ``directory`` and return it. OSError: no room, no rights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.head_size,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": max_tokens,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pace_step_s": pace.step_s,
+        "pace_token_s": pace.token_s,
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return directory
+
+
+def write_plugin(directory: Path) -> Path:
+    """Write what makes every vLLM process that has ``directory`` on its PYTHONPATH know the model. Returns it."""
+    folder = directory / _PLUGIN
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-offload-serving\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nnixl_offload_serving = benchmarks.serving.sleeping:register\n"
+    )
+    return directory

@@ -1,0 +1,84 @@
+"""The model class behind ``model``: attention layers that are never called, and a forward pass that sleeps.
+
+It sleeps with the interpreter released, as a wait for a GPU does. Its KV is filled once with bytes that differ, so that
+copies of it read real memory; it is never computed, so answers say nothing: every token is 0.
+
+Threading: vLLM's model runner calls it from one thread. Imported in vLLM's processes only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+
+from benchmarks.serving.model import ARCHITECTURE, VOCABULARY, Pace
+
+
+class SleepingForCausalLM(nn.Module):
+    """Llama's interface to vLLM, without weights."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.pace = Pace(config.pace_step_s, config.pace_token_s)
+        self.dtype: Any = vllm_config.model_config.dtype
+        self.hidden_size = config.hidden_size
+        layers = [
+            Attention(
+                config.num_attention_heads,
+                config.head_dim,
+                scale=1.0,
+                num_kv_heads=config.num_key_value_heads,
+                cache_config=vllm_config.cache_config,
+                prefix=f"model.layers.{layer}.self_attn.attn",
+            )
+            for layer in range(config.num_hidden_layers)
+        ]
+        self.attention = nn.ModuleList(layers)
+        self._layers: list[Any] = layers
+        self._is_filled = False
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(input_ids.shape[0], self.hidden_size, dtype=self.dtype)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tokens = positions.shape[-1]
+        if not self._is_filled:
+            self._fill()
+        time.sleep(self.pace.duration_s(tokens))
+        return torch.zeros(tokens, self.hidden_size, dtype=self.dtype)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(hidden_states.shape[0], VOCABULARY)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        return {name for name, _ in self.named_parameters()}
+
+    def _fill(self) -> None:
+        """Write to all KV, once it is there: pages never written are one page of zeros to Linux."""
+        for layer in self._layers:
+            cache = layer.kv_cache
+            for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
+                if not tensor.numel():
+                    return
+                for block in range(tensor.shape[0]):
+                    tensor[block].fill_(float(block % 251))
+        self._is_filled = True
+
+
+def register() -> None:
+    """Make the model known. The entry point of the plugin."""
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, SleepingForCausalLM)

@@ -1,0 +1,213 @@
+"""The near end of ``drive``: starts each side in processes of its own, round after round, and cleans up behind it.
+
+Threading: one thread. Ownership: a side's processes, scratch files and shared memory are gone when its run returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.model import BLOCK_TOKENS, SHAPES, Pace, write_model, write_plugin
+from benchmarks.serving.records import Run
+from benchmarks.serving.sides import Room, engine_options, needs_bucket
+from benchmarks.serving.workloads import Spec, longest_tokens, make, unique_tokens
+from examples.demo.engine import quick_environment
+from examples.s3_server import RcloneServer
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_LIMIT_S = 900.0
+STOP_LIMIT_S = 30.0
+Progress = Callable[[str], None]
+
+
+class SideError(Exception):
+    """A side did not start, or did not answer. The message ends with its log."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a run depends on, but the side."""
+
+    workload: Spec
+    shape: str = "8b"
+    pace: Pace = field(default_factory=Pace)
+    at_a_time: int = 4
+    rate_per_s: float = 0.0
+    """Sessions per second that arrive, or 0: ``at_a_time`` requests instead."""
+    gpu_share: float = 0.5
+    """Of the working set, what the GPU's cache holds."""
+    memory_share: float = 0.4
+    """Of the working set, what host memory holds."""
+    batched_tokens: int = 2048
+    """The most in a step."""
+
+    @property
+    def working_set_bytes(self) -> int:
+        return unique_tokens(make(self.workload)) * SHAPES[self.shape].token_bytes
+
+    @property
+    def longest_tokens(self) -> int:
+        """Room for one request, in whole blocks."""
+        return -(-(longest_tokens(make(self.workload)) + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+
+    def room(self) -> Room:
+        """How many bytes there are. The GPU's cache holds all requests that are under way, whatever its share."""
+        working_set, token_bytes = self.working_set_bytes, SHAPES[self.shape].token_bytes
+        least = (self.longest_tokens + 2 * BLOCK_TOKENS) * token_bytes
+        return Room(
+            gpu=max(least, round(working_set * self.gpu_share)),
+            memory=max(64 << 20, round(working_set * self.memory_share)),
+            storage=2 * working_set + (256 << 20),
+        )
+
+
+def measure(plan: Plan, sides: Sequence[str], rounds: int, directory: Path | None, progress: Progress) -> Iterator[Run]:
+    """Yield a run for each round and side, sides in an order that rotates. Sides that fail are told and left out."""
+    failed: set[str] = set()
+    for number in range(rounds):
+        at = number % len(sides)
+        for side in (*sides[at:], *sides[:at]):
+            if side in failed:
+                continue
+            say = functools.partial(_say, progress, f"round {number + 1} of {rounds}, {side}")
+            try:
+                yield run_side(plan, side, number, directory, say)
+            except SideError as error:
+                failed.add(side)
+                say(f"FAILED, left out from here on: {error}")
+
+
+def run_side(plan: Plan, side: str, number: int, directory: Path | None, say: Progress) -> Run:
+    """Run a side once. Raises SideError."""
+    engine_id = f"serving-{uuid.uuid4().hex[:12]}"
+    with contextlib.ExitStack() as stack:
+        scratch = Path(tempfile.mkdtemp(prefix="serving-"))
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        kv = Path(tempfile.mkdtemp(prefix="serving-kv-", dir=directory))
+        stack.callback(shutil.rmtree, kv, ignore_errors=True)
+        stack.callback(remove_shared_memory, engine_id)
+        bucket: dict[str, Any] | None = None
+        environment = engine_environment(scratch)
+        if needs_bucket(side):
+            server = stack.enter_context(RcloneServer(parent=directory))
+            keys = {"access_key": server.access_key_id, "secret_key": server.secret_access_key}
+            bucket = {**server.tier(prefix="kv"), **keys}
+            environment |= server.environment
+        options = {
+            "model": str(write_model(scratch / "model", SHAPES[plan.shape], plan.pace, plan.longest_tokens)),
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            "seed": 0,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": plan.longest_tokens,
+            "max_num_batched_tokens": plan.batched_tokens,
+            "max_num_seqs": 64,
+            "kv_cache_memory_bytes": plan.room().gpu,
+            **engine_options(side, plan.room(), kv / "kv", bucket, engine_id),
+        }
+        job = {
+            "side": side,
+            "round": number,
+            "options": options,
+            "workload": asdict(plan.workload),
+            "rate_per_s": plan.rate_per_s,
+            "at_a_time": plan.at_a_time,
+        }
+        (scratch / "job.json").write_text(json.dumps(job))
+        return _run_process(scratch, environment, say)
+
+
+def engine_environment(scratch: Path) -> dict[str, str]:
+    """What an engine starts with, beside what this process has."""
+    plugin = write_plugin(scratch / "plugin")
+    path = os.pathsep.join(filter(None, (str(ROOT), str(plugin), os.environ.get("PYTHONPATH"))))
+    return {
+        **quick_environment(scratch=scratch),
+        "PYTHONPATH": path,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the threads of a side would share the first core
+        "OMP_WAIT_POLICY": "passive",  # spinning threads are a CPU backend's, not a GPU's
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+
+
+def _say(progress: Progress, where: str, line: str) -> None:
+    progress(f"{where}: {line}")
+
+
+def remove_shared_memory(engine_id: str) -> None:
+    """Remove what vLLM's tiers leave behind: files of gigabytes in memory, under the engine's name."""
+    for path in glob.glob(f"/dev/shm/*{engine_id}*"):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _run_process(scratch: Path, environment: Mapping[str, str], say: Progress) -> Run:
+    log = scratch / "log"
+    with log.open("ab") as log_file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.serving.drive", str(scratch / "job.json")],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            text=True,
+        )
+    limit = threading.Timer(RUN_LIMIT_S, _end, (process,))
+    limit.daemon = True
+    limit.start()
+    run: Run | None = None
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            told = json.loads(line)
+            if "said" in told:
+                say(told["said"])
+            else:
+                run = Run.from_json(told["run"])
+                break
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_LIMIT_S)
+    finally:
+        limit.cancel()
+        _end(process)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    if run is None:
+        raise SideError("\n".join(log.read_text(errors="replace").splitlines()[-40:]))
+    return run
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End every process of the side. Waits until the group is gone, five seconds at most."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        process.poll()
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
