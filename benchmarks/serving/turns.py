@@ -67,7 +67,7 @@ class Plan:
         return -(-(longest_tokens(make(self.workload)) + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
 
     def room(self) -> Room:
-        """How many bytes there are. The GPU's cache holds all requests that are under way, whatever its share."""
+        """How many bytes there are. The GPU's cache holds the longest request, whatever its share."""
         working_set, token_bytes = self.working_set_bytes, SHAPES[self.shape].token_bytes
         least = (self.longest_tokens + 2 * BLOCK_TOKENS) * token_bytes
         return Room(
