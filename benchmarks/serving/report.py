@@ -56,6 +56,11 @@ def _ms_fine(value: float) -> str:
     return "–" if math.isnan(value) else f"{value * 1e3:,.1f}"
 
 
+def _gb(value: float, of: Figures) -> str:
+    """A dash for a connector that tells no bytes."""
+    return "–" if of.external_rate and not of.loaded_bytes else f"{value / 1e9:.2f}"
+
+
 def _ratio(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.2f} ×"
 
@@ -73,8 +78,8 @@ COLUMNS: dict[str, Cell] = {
     "hits": lambda of: f"{100 * of.hit_rate:.0f} %",
     "connector": lambda of: f"{100 * of.external_rate:.0f} %",
     "CPU s": lambda of: f"{of.processor_s:.1f}",
-    "loaded GB": lambda of: f"{of.loaded_bytes / 1e9:.2f}",
-    "stored GB": lambda of: f"{of.stored_bytes / 1e9:.2f}",
+    "loaded GB": lambda of: _gb(of.loaded_bytes, of),
+    "stored GB": lambda of: _gb(of.stored_bytes, of),
 }
 RATIOS = {"TTFT": "ttft_mean_s", "later TTFT": "later_ttft_mean_s", "ITL p50": "gap_p50_s", "req/s": "requests_per_s"}
 """Columns of ratios to ``BASE``, and the figures that they compare."""

@@ -1,6 +1,6 @@
 """The sides: what each is, and the engine options that make it.
 
-Threading: plain functions. Ownership: directories and servers are the caller's.
+Threading: plain functions. Ownership: directories and buckets are the caller's.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from examples.s3_server import free_port
 
 CHUNK_TOKENS = 256
 """Of ours and of vLLM's specs alike."""
@@ -26,6 +28,7 @@ NOTES = {
     "vllm-cpu": "vLLM's CPUOffloadingSpec",
     "vllm-fs": "vLLM's TieringOffloadingSpec: memory, then fs",
     "vllm-obj": "vLLM's TieringOffloadingSpec: memory, then obj",
+    "lmcache": "LMCache's server, started by its connector: memory; runs where lmcache can be imported; tells no bytes",
 }
 """By name, in the order in which they are shown."""
 DEFAULT = ("prefix", "memory", "memory+slab", "vllm-cpu", "vllm-fs")
@@ -71,6 +74,8 @@ def engine_options(
     if name == BASE:
         return options
     transfer: dict[str, Any] = {"kv_role": "kv_both", "engine_id": engine_id, "kv_load_failure_policy": "recompute"}
+    if name == "lmcache":
+        return {**options, "kv_transfer_config": transfer | _lmcache(room)}
     ours = {key: value for key, value in (bucket or {}).items() if not key.endswith("_key")}
     if NOTES[name].startswith("ours"):
         config = {"chunk_tokens": CHUNK_TOKENS, "tiers": tiers(name, room, directory, ours)}
@@ -89,6 +94,20 @@ def engine_options(
             extra["secondary_tiers"] = [{"type": "obj", "prefix": "vllm", "store_config": _store_config(bucket)}]
         transfer |= {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
     return {**options, "kv_transfer_config": transfer}
+
+
+def _lmcache(room: Room) -> dict[str, Any]:
+    """LMCache's connector of several processes. It copies on the CPU, where there is no CUDA, in vLLM's own thread."""
+    server = f"--l1-size-gb {room.memory / (1 << 30):.2f} --chunk-size {CHUNK_TOKENS} --eviction-policy LRU"
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_connector_extra_config": {
+            "lmcache.mp.port": free_port(),
+            "lmcache.mp.autostart": True,
+            "lmcache.mp.autostart.server_args": f"{server} --http-port {free_port()}",
+        },
+    }
 
 
 def _store_config(bucket: Mapping[str, Any]) -> dict[str, str]:

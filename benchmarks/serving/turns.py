@@ -10,6 +10,7 @@ import functools
 import glob
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from examples.s3_server import RcloneServer
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 900.0
 STOP_LIMIT_S = 30.0
+_ERROR = re.compile(r"^(\([^)]*\) )?([A-Z]+ .*\] )?[\w.]*(Error|Exception)\b")
 Progress = Callable[[str], None]
 
 
@@ -195,8 +197,15 @@ def _run_process(scratch: Path, environment: Mapping[str, str], say: Progress) -
         if process.stdout is not None:
             process.stdout.close()
     if run is None:
-        raise SideError("\n".join(log.read_text(errors="replace").splitlines()[-40:]))
+        raise SideError(causes(log.read_text(errors="replace")))
     return run
+
+
+def causes(log: str) -> str:
+    """The errors that a log tells, each once, or its end."""
+    lines = log.splitlines()
+    errors = [line for line in lines if _ERROR.search(line)]
+    return "\n".join(dict.fromkeys(errors) if errors else lines[-20:])
 
 
 def _end(process: subprocess.Popen[str]) -> None:
