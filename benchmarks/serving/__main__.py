@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.serving import report, sides, workloads
 from benchmarks.serving.model import SHAPES, Pace
-from benchmarks.serving.records import figures
+from benchmarks.serving.records import Run, figures
 from benchmarks.serving.turns import Plan, measure
 from examples.demo import terminal
 
@@ -100,22 +100,30 @@ def main(arguments: list[str] | None = None) -> int:
     rounds = 1 if chosen.quick else chosen.rounds
     progress = terminal.start()
     machine = report.machine()
-    results = []
-    for plan in plans(chosen):
-        for what, sentence in report.about(plan, machine).items():
-            progress(f"{what}: {sentence}")
-        runs = []
-        for run in measure(plan, names, rounds, chosen.dir, progress):
-            runs.append(run)
-            found = figures(run)
-            progress(
-                f"round {run.round + 1} of {rounds}, {run.side}: TTFT {found.ttft_mean_s * 1e3:.0f} ms, inter-token "
-                f"{found.gap_p50_s * 1e3:.1f} ms, {100 * found.hit_rate:.0f} % hits, load {run.load_before:.1f}"
-            )
-        results.append(report.Result.of(plan, runs))
-    _show(results, machine, chosen)
+    results: list[report.Result] = []
+    try:
+        for plan in plans(chosen):
+            runs: list[Run] = []
+            for what, sentence in report.about(plan, machine).items():
+                progress(f"{what}: {sentence}")
+            try:
+                for run in measure(plan, names, rounds, chosen.dir, progress):
+                    runs.append(run)
+                    _tell(run, rounds, progress)
+            finally:
+                results.append(report.Result.of(plan, runs))
+    finally:
+        _show(results, machine, chosen)  # what there is, when it is interrupted
     failed = any(len(result.runs.get(name, ())) < rounds for result in results for name in names)
     return 1 if failed else 0
+
+
+def _tell(run: Run, rounds: int, progress: terminal.Progress) -> None:
+    found = figures(run)
+    progress(
+        f"round {run.round + 1} of {rounds}, {run.side}: TTFT {found.ttft_mean_s * 1e3:.0f} ms, inter-token "
+        f"{found.gap_p50_s * 1e3:.1f} ms, {100 * found.hit_rate:.0f} % hits, load {run.load_before:.1f}"
+    )
 
 
 def _show(results: list[report.Result], machine: dict[str, object], chosen: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
-"""The far end of ``turns``: one side's vLLM and the clients that ask it, in a process of its own, given a JSON job.
+"""The far end of ``turns``: one side's vLLM and the clients that ask it, in a process of its own.
 
 The engine is what ``vllm serve`` runs, ``AsyncLLM`` with the engine core in another process; only HTTP is left out.
-Says what it does in JSON lines on stdout: ``{"said": ...}`` as it goes on, ``{"run": ...}`` at the end.
+A job comes as a JSON line on stdin. What becomes of it is said in JSON lines on stdout: ``{"said": ...}`` as it goes
+on, ``{"run": ...}`` at the end.
 
 Threading: one asyncio loop.
 """
@@ -15,8 +16,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -173,13 +173,8 @@ async def warm_up(engine: Any) -> None:
     await engine.reset_prefix_cache()
 
 
-def say(**told: Any) -> None:
-    """One line to the near end."""
-    _OUT.write(json.dumps(told) + "\n")
-    _OUT.flush()
-
-
-async def drive(job: dict[str, Any]) -> None:
+async def drive(job: dict[str, Any], say: Callable[..., None]) -> None:
+    """Do a job, and ``say`` what becomes of it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -221,13 +216,19 @@ async def drive(job: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Do the job of the file that the command line names."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    asyncio.run(drive(job))
+    """Do the job that stdin tells in a line."""
+    job = json.loads(sys.stdin.readline())
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what vLLM prints goes to the log
+
+    def say(**told: Any) -> None:
+        out.write(json.dumps(told) + "\n")
+        out.flush()
+
+    sys.path.insert(0, job["plugin"])  # processes that this one spawns get its path
+    asyncio.run(drive(job, say))
     return 0
 
 
 if __name__ == "__main__":
-    _OUT = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what vLLM prints goes to the log
     sys.exit(main())

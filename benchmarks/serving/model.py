@@ -78,7 +78,7 @@ def write_model(directory: Path, shape: Shape, pace: Pace, max_tokens: int) -> P
 
 
 def write_plugin(directory: Path) -> Path:
-    """Write what makes every vLLM process that has ``directory`` on its PYTHONPATH know the model. Returns it."""
+    """Write what makes every vLLM process that has ``directory`` on its ``sys.path`` know the model. Returns it."""
     folder = directory / _PLUGIN
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-offload-serving\nVersion: 0\n")

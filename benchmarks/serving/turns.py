@@ -17,12 +17,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from benchmarks.serving.model import BLOCK_TOKENS, SHAPES, Pace, write_model, write_plugin
 from benchmarks.serving.records import Run
@@ -123,10 +122,13 @@ def run_side(plan: Plan, side: str, number: int, directory: Path | None, say: Pr
             "max_model_len": plan.longest_tokens,
             "max_num_batched_tokens": plan.batched_tokens,
             "max_num_seqs": 64,
+            # As on one GPU: scheduler and rank in one process. By its name, for the CPU platform refuses "uni".
+            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
             "kv_cache_memory_bytes": plan.room().gpu,
             **engine_options(side, plan.room(), kv / "kv", bucket, engine_id),
         }
         job = {
+            "plugin": str(write_plugin(scratch / "plugin")),
             "side": side,
             "round": number,
             "options": options,
@@ -134,17 +136,14 @@ def run_side(plan: Plan, side: str, number: int, directory: Path | None, say: Pr
             "rate_per_s": plan.rate_per_s,
             "at_a_time": plan.at_a_time,
         }
-        (scratch / "job.json").write_text(json.dumps(job))
-        return _run_process(scratch, environment, say)
+        return _run_process(job, scratch, environment, say)
 
 
 def engine_environment(scratch: Path) -> dict[str, str]:
     """What an engine starts with, beside what this process has."""
-    plugin = write_plugin(scratch / "plugin")
-    path = os.pathsep.join(filter(None, (str(ROOT), str(plugin), os.environ.get("PYTHONPATH"))))
     return {
         **quick_environment(scratch=scratch),
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the threads of a side would share the first core
         "OMP_WAIT_POLICY": "passive",  # spinning threads are a CPU backend's, not a GPU's
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -162,25 +161,20 @@ def remove_shared_memory(engine_id: str) -> None:
             os.unlink(path)
 
 
-def _run_process(scratch: Path, environment: Mapping[str, str], say: Progress) -> Run:
+def _run_process(job: Mapping[str, Any], scratch: Path, environment: Mapping[str, str], say: Progress) -> Run:
     log = scratch / "log"
     with log.open("ab") as log_file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.serving.drive", str(scratch / "job.json")],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log_file,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-            text=True,
-        )
-    limit = threading.Timer(RUN_LIMIT_S, _end, (process,))
+        process = start_process(log_file, {**os.environ, **environment})
+    assert process.stdin is not None
+    assert process.stdout is not None
+    limit = threading.Timer(RUN_LIMIT_S, end_process, (process.pid,))
     limit.daemon = True
     limit.start()
     run: Run | None = None
     try:
-        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone already: its log says why
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            process.stdin.flush()
         for line in process.stdout:
             told = json.loads(line)
             if "said" in told:
@@ -189,16 +183,36 @@ def _run_process(scratch: Path, environment: Mapping[str, str], say: Progress) -
                 run = Run.from_json(told["run"])
                 break
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_LIMIT_S)
+            process.wait(STOP_LIMIT_S if run is not None else 1)
     finally:
         limit.cancel()
-        _end(process)
+        end_process(process.pid)
         process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
     if run is None:
         raise SideError(causes(log.read_text(errors="replace")))
     return run
+
+
+def start_process(log_file: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start ``drive`` as the leader of a process group of its own, its stderr in ``log_file``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.serving.drive"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log_file,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def end_process(group: int) -> None:
+    """End every process of a side."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def causes(log: str) -> str:
@@ -206,17 +220,3 @@ def causes(log: str) -> str:
     lines = log.splitlines()
     errors = [line for line in lines if _ERROR.search(line)]
     return "\n".join(dict.fromkeys(errors) if errors else lines[-20:])
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End every process of the side. Waits until the group is gone, five seconds at most."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        process.poll()
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.02)
