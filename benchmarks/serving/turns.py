@@ -110,6 +110,8 @@ def run_side(plan: Plan, side: str, number: int, directory: Path | None, say: Pr
             keys = {"access_key": server.access_key_id, "secret_key": server.secret_access_key}
             bucket = {**server.tier(prefix="kv"), **keys}
             environment |= server.environment
+        if side == "vllm-obj":
+            environment["NIXL_TELEMETRY_ENABLE"] = "y"  # vLLM 0.32 asks for it, and its engine ends without it
         options = {
             "model": str(write_model(scratch / "model", SHAPES[plan.shape], plan.pace, plan.longest_tokens)),
             "load_format": "dummy",
