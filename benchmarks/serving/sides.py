@@ -98,7 +98,8 @@ def engine_options(
 
 def _lmcache(room: Room) -> dict[str, Any]:
     """LMCache's connector of several processes. It copies on the CPU, where there is no CUDA, in vLLM's own thread."""
-    server = f"--l1-size-gb {room.memory / (1 << 30):.2f} --chunk-size {CHUNK_TOKENS} --eviction-policy LRU"
+    size = f"--l1-size-gb {room.memory / (1 << 30):.2f} --chunk-size {CHUNK_TOKENS} --eviction-policy LRU"
+    server = f"{size} --supported-transfer-mode engine_driven"
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
