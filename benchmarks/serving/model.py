@@ -59,7 +59,7 @@ def write_model(directory: Path, shape: Shape, pace: Pace, max_tokens: int) -> P
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "hidden_size": 64,
+        "hidden_size": 8 * shape.heads,
         "intermediate_size": 64,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
