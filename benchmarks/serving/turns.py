@@ -73,7 +73,7 @@ class Plan:
         least = (self.longest_tokens + 2 * BLOCK_TOKENS) * token_bytes
         return Room(
             gpu=max(least, round(working_set * self.gpu_share)),
-            memory=max(64 << 20, round(working_set * self.memory_share)),
+            memory=max(256 << 20, round(working_set * self.memory_share)),
             storage=2 * working_set + (256 << 20),
         )
 
