@@ -109,10 +109,11 @@ def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
     """Open a rank's half over ``slab`` or ``memory``, nothing stored yet."""
     from nixl_offload.catalog import LoadTicket, StoreTicket
     from nixl_offload.config import parse_config
+    from nixl_offload.tiers.kinds import AnyPlace
     from nixl_offload.tiers.memory.tier import MemoryPlace
     from nixl_offload.tiers.slab.tier import SlabPlace
     from nixl_offload.types import Key, Location
-    from nixl_offload.vllm.messages import Place, TicketSpec
+    from nixl_offload.vllm.messages import TicketSpec
     from nixl_offload.vllm.worker import NixlOffloadingWorker
 
     tier = {
@@ -128,7 +129,7 @@ def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
     worker = NixlOffloadingWorker(offloading, config, caches)
     (slot_bytes,) = worker.geometry("digest").slot_bytes
     digests, rank_bytes = (b"r" * 32,), CHUNKS * slot_bytes
-    place: Place = MemoryPlace(digests, rank_bytes)
+    place: AnyPlace = MemoryPlace(digests, rank_bytes)
     if medium == "slab":
         place = SlabPlace(str(directory), digests, rank_bytes, 4 * slot_bytes)
 
@@ -138,7 +139,7 @@ def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
         return TicketSpec((StoreTicket if operation == "store" else LoadTicket)(1, keys, locations))
 
     try:
-        worker.open((place,))
+        worker.open({0: place})
         give_up_s = time.monotonic() + DEADLINE_S
         while not (statuses := worker.take_status()):
             assert time.monotonic() < give_up_s, "the tiers do not open"
