@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 from nixl_offload.engine.records import Completion
 from nixl_offload.engine.states import WorkKind
 
-Operation = Literal["store", "load", "move_in", "move_out"]
-"""store: from KV blocks to the tier. load: from the tier to KV blocks. move_in: from another tier; move_out: to one."""
+Operation = Literal["store", "load", "write_through", "fetch"]
+"""store: from KV blocks to the tier. load: from the tier to KV blocks. write_through: from another tier.
+fetch: for a farther one."""
 
 MAX_SAMPLES = 256
 """Durations per tier and operation between two reports; those that come on top are not told."""
@@ -88,8 +89,8 @@ _OPERATIONS: dict[WorkKind, Operation] = {
     WorkKind.STORE: "store",
     WorkKind.LOAD: "load",
     WorkKind.PROMOTION: "load",
-    WorkKind.WRITE_THROUGH: "move_in",
-    WorkKind.FETCH: "move_out",
+    WorkKind.WRITE_THROUGH: "write_through",
+    WorkKind.FETCH: "fetch",
 }
 
 

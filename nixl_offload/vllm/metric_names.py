@@ -70,8 +70,8 @@ PAYLOAD: Final = _of(
     "counter",
     ("operation", "tier"),
     "bytes, all ranks",
-    "KV bytes that a tier has taken or given: store (from KV blocks), load (to KV blocks), move_in (from another "
-    "tier) or move_out (to a farther one; not counted for memory). Without headers, padding and failures.",
+    "KV bytes that a tier has taken or given: store (from KV blocks), load (to KV blocks), write_through (from "
+    "another tier) or fetch (for a farther one; not counted for memory). Without headers, padding and failures.",
     "rate() is the tier's throughput",
 )
 DURATION: Final = _of(
@@ -89,10 +89,10 @@ CHUNKS: Final = _of(
     "counter",
     ("operation", "outcome", "tier"),
     "chunks",
-    "Chunks stored (from KV blocks), loaded (to KV blocks), landed (kept in memory when loaded) or moved (to a "
-    "farther tier), by outcome on the worst rank: ok, failed (by storage), corrupt (refused by verification), "
-    "dropped (to shed load) or tainted (failed, and its place is not used again). The tier is the target, of loads "
-    "the source.",
+    "Chunks stored (from KV blocks), loaded (to KV blocks), kept in memory when loaded (promotion) or written "
+    "to a farther tier (write_through), by outcome on the worst rank: ok, failed (by storage), corrupt (refused by "
+    "verification), dropped (to shed load) or tainted (failed, and its place is not used again). The tier is the "
+    "target, of loads the source.",
     'outcome="corrupt": damage on the medium, found before use',
 )
 FAILURES: Final = _of(
@@ -100,9 +100,10 @@ FAILURES: Final = _of(
     "counter",
     ("operation", "outcome", "cause", "tier"),
     "shards (a chunk's part on one rank)",
-    "Shards that were not stored, loaded or moved. corrupt: checksum, header_checksum, magic, version, namespace, "
-    "key, length or blocks did not verify. dropped: queue_full (too many stores for storage), needed_back (vLLM "
-    "wanted the blocks before storage had time), no_answer, no_time (a move waited 30 s) or closed (shutdown). "
+    "Shards that were not stored, loaded or written through. corrupt: checksum, header_checksum, magic, version, "
+    "namespace, key, length or blocks did not verify. dropped: queue_full (too many stores for storage), needed_back "
+    "(vLLM wanted the blocks before storage had time), no_answer, no_time (a write-through waited 30 s) or closed "
+    "(shutdown). "
     "failed: disabled (see disabled_ranks), full, readonly, missing, locked, permission, io, timeout "
     "(load_timeout), needed_back, closed, or layout and unexpected (bugs).",
     "Why chunks_total shows failed, corrupt or dropped",
@@ -112,7 +113,7 @@ QUEUED: Final = _of(
     "gauge",
     ("operation", "tier"),
     "bytes, sum over ranks",
-    "KV bytes of loads, stores and moves that wait for their turn in a tier; those in progress are left out. "
+    "KV bytes of loads, stores and write-throughs that wait for their turn in a tier; those in progress are left out. "
     "Reported with each step, so it stands still while the engine is idle.",
     "Storage does not keep up",
 )
@@ -127,7 +128,7 @@ DISABLED: Final = _of(
 INFO: Final = _of(
     "tier_info",
     "gauge",
-    ("tier", "mover", "way"),
+    ("tier", "mover", "path"),
     "ranks",
     "Ranks that reach a tier by this mover and transfer path: direct (storage and GPU memory, no copy), device "
     "(packed in GPU memory) or host (packed in host memory); device+host where KV groups differ. 0: no longer so.",
@@ -199,16 +200,16 @@ UNSAVED: Final = _of(
     "Bytes pinned in memory until the next tiers have them.",
     "At unsaved_limit: new chunks may never reach the next tiers",
 )
-MOVED: Final = _of(
-    "moved_chunks",
+WRITTEN_THROUGH: Final = _of(
+    "write_through_chunks",
     "counter",
     TIER,
     "chunks",
     "Chunks written through to a tier.",
     "Follows the stores if write-through works",
 )
-NOT_MOVED: Final = _of(
-    "unmoved_chunks",
+NOT_WRITTEN_THROUGH: Final = _of(
+    "write_through_failures",
     "counter",
     ("tier", "cause"),
     "chunks",
@@ -285,8 +286,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     NOT_STORED,
     PENDING,
     UNSAVED,
-    MOVED,
-    NOT_MOVED,
+    WRITTEN_THROUGH,
+    NOT_WRITTEN_THROUGH,
     PROBES,
     PROBE_ERRORS,
     PROBE_SECONDS,

@@ -50,9 +50,6 @@ _TROUBLE: Final = (
     ("load", Outcome.CORRUPT),
 )
 
-_OPERATIONS: Final = {"store": "store", "load": "load", "promotion": "landing", "write_through": "move"}
-"""What the metrics call the kinds of tickets."""
-
 _Labels = tuple[str, ...]
 
 
@@ -72,7 +69,7 @@ class MetricsReporter:
     def settled(self, settled: Settled) -> None:
         """Count the chunks of a ticket."""
         counted = Counter(
-            (_OPERATIONS[settled.kind], settled.failed.get(key, Outcome.OK).value, self._kinds[tier])
+            (settled.kind, settled.failed.get(key, Outcome.OK).value, self._kinds[tier])
             for key, tier in zip(settled.keys, settled.tiers, strict=True)
             if tier >= 0
         )
@@ -111,7 +108,7 @@ class MetricsReporter:
         self._statuses.update(statuses)
         for position, kind in enumerate(self._kinds):
             here = [of_rank[position] for of_rank in self._statuses.values() if position < len(of_rank)]
-            for at, operation in enumerate(("load", "store", "move")):
+            for at, operation in enumerate(("load", "store", "write_through")):
                 waiting_bytes = sum(status.waiting[at] for status in here)
                 self._show(names.QUEUED, waiting_bytes, (operation, kind))
             self._show(names.DISABLED, sum(bool(status.trouble) for status in here), (kind,))
@@ -154,17 +151,17 @@ class MetricsReporter:
             for operation, outcome in _TROUBLE:
                 yield names.CHUNKS, (operation, outcome.value, kind)
             if position:
-                yield names.MOVED, (kind,)
+                yield names.WRITTEN_THROUGH, (kind,)
 
     def _take_chain(self, counts: Counts) -> None:
         for (position, ended), value in counts.write_throughs.items():
             if ended == Outcome.OK.value:
-                self._count(names.MOVED, value, (self._kinds[position],))
+                self._count(names.WRITTEN_THROUGH, value, (self._kinds[position],))
             else:
-                self._count(names.NOT_MOVED, value, (self._kinds[position], ended))
+                self._count(names.NOT_WRITTEN_THROUGH, value, (self._kinds[position], ended))
         if len(self._kinds) > 1:
-            for kind, due in zip(self._kinds[1:], counts.pending_writes[1:], strict=True):
-                self._show(names.PENDING, due, (kind,))
+            for kind, pending in zip(self._kinds[1:], counts.pending_writes[1:], strict=True):
+                self._show(names.PENDING, pending, (kind,))
             self._show(names.UNSAVED, counts.unsaved_bytes)
         self._count(names.NOT_STORED, counts.not_admitted, ("not_admitted",))
         self._count(names.NOT_STORED, counts.no_room, ("no_room",))

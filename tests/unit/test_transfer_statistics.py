@@ -104,9 +104,9 @@ def test_a_tally_names_operations_and_gives_everything_once() -> None:
     statistics.add(1, result(WorkKind.FETCH, moved=0, failed=1))
     work = statistics.take()
     assert work is not None
-    assert work.payload_bytes == {Act("store", 0): SIZE, Act("load", 1): SIZE, Act("move_in", 1): SIZE}
+    assert work.payload_bytes == {Act("store", 0): SIZE, Act("load", 1): SIZE, Act("write_through", 1): SIZE}
     assert work.seconds == {act: [0.5] for act in work.payload_bytes}, "nothing of what brought nothing"
-    assert work.failures == {Failure("load", 1, "failed", "io"): 2, Failure("move_out", 1, "failed", "io"): 1}
+    assert work.failures == {Failure("load", 1, "failed", "io"): 2, Failure("fetch", 1, "failed", "io"): 1}
     assert statistics.take() is None
     both = work.merge(work)
     assert both.payload_bytes[Act("load", 1)] == 2 * SIZE

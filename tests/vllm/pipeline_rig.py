@@ -333,7 +333,7 @@ class PlayedEngine:
         assert self.core.reset_prefix_cache()
 
     def moved(self, operation: str) -> list[int]:
-        """Payload bytes by rank of ``store``, ``load``, ``move_in`` or ``move_out``, since the start."""
+        """Payload bytes by rank of ``store``, ``load``, ``write_through`` or ``fetch``, since the start."""
         return [rank.moved[operation] for rank in self.ranks]
 
     def wrong(self) -> list[str]:

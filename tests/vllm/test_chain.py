@@ -66,7 +66,7 @@ def arrived(engine: Engine) -> dict[str, float]:
     """Chunks that have reached each tier, moved or stored there: what memory has no room for goes to the next tier."""
     found: dict[str, float] = {}
     for labels, value in engine.call("labelled", name=CHUNK_METRIC)["values"]:
-        if labels["operation"] in {"store", "move"} and labels["outcome"] == "ok":
+        if labels["operation"] in {"store", "write_through"} and labels["outcome"] == "ok":
             found[labels["tier"]] = found.get(labels["tier"], 0) + value
     return found
 

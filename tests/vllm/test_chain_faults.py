@@ -85,10 +85,10 @@ def test_a_bucket_that_stalls(workshop: Workshop, server: RcloneServer) -> None:
 
 def _stored_again(engine: Engine, prompt: list[int]) -> bool:
     time.sleep(0.5)  # a tier that failed is tried again after a pause, and to ask is to compute
-    before = engine.labelled("vllm:nixl_offload_moved_chunks", "tier").get("s3", 0)
+    before = engine.labelled("vllm:nixl_offload_write_through_chunks", "tier").get("s3", 0)
     engine.generate([prompt])
     assert engine.settle()
-    return engine.labelled("vllm:nixl_offload_moved_chunks", "tier").get("s3", 0) > before
+    return engine.labelled("vllm:nixl_offload_write_through_chunks", "tier").get("s3", 0) > before
 
 
 def test_a_hit_slower_than_computing_is_not_taken(workshop: Workshop, server: RcloneServer) -> None:

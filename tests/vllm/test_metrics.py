@@ -121,10 +121,10 @@ def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]
     [move] = rig.step()
     assert told("pending_chunks", "shared_dir") == 0
     rig.report(move.ticket, {2: Outcome.FAILED})
-    assert told("moved_chunks", "shared_dir") == 2
-    assert told("unmoved_chunks", "shared_dir", "failed") == 1
-    assert told("chunks", "move", "ok", "shared_dir") == 2
-    assert told("chunks", "move", "failed", "shared_dir") == 1
+    assert told("write_through_chunks", "shared_dir") == 2
+    assert told("write_through_failures", "shared_dir", "failed") == 1
+    assert told("chunks", "write_through", "ok", "shared_dir") == 2
+    assert told("chunks", "write_through", "failed", "shared_dir") == 1
     assert told("unsaved_bytes") == 0
     assert told("evicted_chunks", "memory") == 0, "told before it happens, so that rate() sees the first one"
     assert told("capacity_bytes", "memory") == 4 * SLOT
@@ -213,7 +213,7 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
     assert value("transfer_bytes", "load", "memory") == 2 * 4096
     assert value("transfer_seconds", "load", "memory") == 2 * 0.75
     assert value("shard_failures", "load", "corrupt", "checksum", "memory") == 4
-    assert [value("queued_bytes", kind, "shared_dir") for kind in ("load", "store", "move")] == [2, 4, 6]
+    assert [value("queued_bytes", kind, "shared_dir") for kind in ("load", "store", "write_through")] == [2, 4, 6]
     assert value("queued_bytes", "load", "memory") == 0
     assert value("disabled_ranks", "shared_dir") == 1
     assert value("tier_info", "shared_dir", "posix", "host") == value("tier_info", "shared_dir", "posix", "direct") == 1
@@ -258,8 +258,8 @@ def test_a_shared_tier_is_visible_in_metrics(workshop: Workshop) -> None:
     assert second.labelled(PREFIX + "lookup_tokens", "result") == {"hit": 1536, "miss": 0}
     assert set(second.labelled(PREFIX + "transfer_bytes", "operation")) == {"load"}
     assert second.labelled(PREFIX + "transfer_bytes", "tier")["shared_dir"] == answer.loaded_bytes
-    assert second.labelled(PREFIX + "tier_info", "way") == {"host": 1}
-    assert second.labelled(PREFIX + "queued_bytes", "operation") == {"load": 0, "store": 0, "move": 0}
+    assert second.labelled(PREFIX + "tier_info", "path") == {"host": 1}
+    assert second.labelled(PREFIX + "queued_bytes", "operation") == {"load": 0, "store": 0, "write_through": 0}
     assert metrics[PREFIX + "disabled_ranks"] == 0
     assert set(second.labelled(PREFIX + "known_chunks", "tier")) == {"shared_dir"}
 
@@ -278,7 +278,10 @@ def test_a_chain_is_visible_in_metrics(workshop: Workshop) -> None:
         def by_tier(name: str) -> dict[str, float]:
             return engine.labelled(PREFIX + name, "tier")
 
-        until(lambda: by_tier("moved_chunks") == {"shared_dir": 3 * CHUNKS}, "all chunks are counted as moved to files")
+        until(
+            lambda: by_tier("write_through_chunks") == {"shared_dir": 3 * CHUNKS},
+            "all chunks are counted as moved to files",
+        )
         assert by_tier("pending_chunks") == {"shared_dir": 0}
         assert engine.metrics()[PREFIX + "unsaved_bytes"] == 0
         evicted, used_bytes = by_tier("evicted_chunks"), by_tier("used_bytes")

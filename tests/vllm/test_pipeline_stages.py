@@ -294,7 +294,7 @@ def test_a_chain_of_memory_slab_and_bucket_holds_every_chunk_in_each(
         first.generate(PROMPTS)
         server.forget()
         chunks = assert_whole(bucket, first)
-        assert [size > 0 for size in first.moved("move_in")] == filled
+        assert [size > 0 for size in first.moved("write_through")] == filled
         assert [len(tier) for tier in first.manager._tiers] == [chunks] * 3
     before = slab.shards(), bucket.shards()
     for tiers in ([slab.tier], [bucket.tier], [memory, slab.tier, bucket.tier]):

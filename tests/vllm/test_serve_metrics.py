@@ -122,7 +122,7 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
                 server.complete(model, prompt)
                 arrived = dict.fromkeys(("slab", "s3"), float(number * PROMPT_CHUNKS))
                 server.until(
-                    lambda arrived=arrived: server.samples(PREFIX + "moved_chunks_total", "tier") == arrived,  # type: ignore[misc]
+                    lambda arrived=arrived: server.samples(PREFIX + "write_through_chunks_total", "tier") == arrived,  # type: ignore[misc]
                     60,
                     "the chunks have arrived in the slab and in the bucket, before memory needs their room",
                 )
@@ -137,7 +137,7 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
             files = TierFiles(scratch / "slab")
             for chunk in files.chunks(CHUNKS):
                 files.flip(files.slab, chunk.offset + 4096 + 77)
-            # What memory has is served from there: the second prompt went when the first was landed.
+            # What memory has is served from there: the second prompt went when the first was promoted.
             server.reset_prefix_cache()
             server.complete(model, texts[1])
             server.until(
@@ -205,8 +205,8 @@ def test_numbers_by_tier_are_those_of_the_traffic(served: Served) -> None:
     text, size = served.metrics, CHUNK_BYTES
     assert labelled(text, "transfer_bytes_total", operation="store", tier="memory") == CHUNKS * size
     for tier in ("slab", "s3"):
-        assert labelled(text, "transfer_bytes_total", operation="move_in", tier=tier) == CHUNKS * size
-        assert labelled(text, "chunks_total", operation="move", outcome="ok", tier=tier) == CHUNKS
+        assert labelled(text, "transfer_bytes_total", operation="write_through", tier=tier) == CHUNKS * size
+        assert labelled(text, "chunks_total", operation="write_through", outcome="ok", tier=tier) == CHUNKS
         assert labelled(text, "queued_bytes", tier=tier) == labelled(text, "pending_chunks", tier=tier) == 0
     loaded = labelled(text, "transfer_bytes_total", operation="load", tier="slab")
     assert loaded > 0
@@ -228,7 +228,7 @@ def test_numbers_by_tier_are_those_of_the_traffic(served: Served) -> None:
     equipment = {dict(at)["tier"]: dict(at) for at in values(text, PREFIX + "tier_info")}
     assert set(equipment) == {"memory", "slab", "s3"}
     assert equipment["memory"]["mover"] == "copy"
-    assert {at["way"] for at in equipment.values()} == {"host"}
+    assert {at["path"] for at in equipment.values()} == {"host"}
 
 
 def test_damage_shows_as_what_it_is(served: Served) -> None:
