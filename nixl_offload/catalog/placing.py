@@ -57,7 +57,7 @@ class Placing:
         """
         needed = self._slot_bytes(key)
         for position, tier in enumerate(self._tiers):
-            # What is being given up cannot be stored anew yet, and what is being promoted may fail as its source did.
+            # A tier that still holds the key, EVICTING or WRITING, cannot take it a second time.
             if states[position] is not None or (position, needed) in refused:
                 continue
             storing_bytes = self._bytes[position]

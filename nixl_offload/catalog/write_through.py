@@ -21,7 +21,7 @@ from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Location, Outcome
 
 PATIENCE_S: Final = 30.0
-"""A write that has been pending for so long, to a tier to which nothing was written through for so long, is dropped."""
+"""A pending write is dropped after this time, if its tier has finished no write-through either in that time."""
 MAX_PENDING: Final = 65_536
 """Pending writes to one tier; the oldest is dropped first."""
 MAX_BEGUN: Final = 128

@@ -33,8 +33,9 @@ class TierEngine(ABC):
     host slots that it fills.
 
     Nothing raises for storage reasons. Job ids are the caller's; negative ones are ``chain.ChainEngine``'s own. Loads
-    overtake stores. A store is FAILED only when nothing can write to its location any more, so that the location may be
-    given away. A load that storage does not answer in time is FAILED unless something may still write to its blocks.
+    overtake stores. A store is FAILED when nothing can write to its location any more, or when a transfer has not ended
+    within its quarantine, or with the pump: then only header and checksums tell late bytes from the next chunk's own. A
+    load that storage does not answer in time is FAILED unless something may still write to its blocks.
     """
 
     def __init__(self, layout: KVLayout, compute_fence: Callable[[], Fence], clock: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""The one place that knows how vLLM versions differ. Everything else in this package is written for the newest one.
+"""Which versions of vLLM are accepted, and how they differ. What each needs is here and in ``vllm_internals``.
 
 Threading: pure functions.
 

@@ -185,7 +185,7 @@ def test_without_relay_slots_only_moves_between_farther_tiers_fail(make: Make) -
     assert rig.moves(2, [rig.move(0, MEMORY, BUCKET)]) == (OK,)
 
 
-def test_landings_of_a_load_are_told_under_its_ticket(make: Make) -> None:
+def test_promotions_of_a_load_are_told_under_its_ticket(make: Make) -> None:
     """In the order of the chunks that had a slot, from two tiers; the load itself is told of apart."""
     rig = make()
     for tier, number in [(FILE, 0), (BUCKET, 1), (FILE, 2), (BUCKET, 3)]:
@@ -203,7 +203,7 @@ def test_landings_of_a_load_are_told_under_its_ticket(make: Make) -> None:
     assert settled.bytes_moved == 3 * rig.slot_bytes
     for number in (0, 1, 3):
         assert np.array_equal(rig.host_bytes(number), rig.image(number))
-    # What has landed serves the next load, and goes on to the next tier, as if it had been stored there.
+    # What has been promoted serves the next load, and goes on to the next tier, as if it had been stored there.
     assert rig.load(2, [rig.chunk(number, MEMORY, blocks_of(number)) for number in (0, 1, 3)]) == (OK,) * 3
     assert np.array_equal(rig.blocks(blocks_of(3)), rig.payload(3))
     assert rig.moves(8, [rig.move(3, MEMORY, FILE)]) == (OK,)
@@ -212,7 +212,7 @@ def test_landings_of_a_load_are_told_under_its_ticket(make: Make) -> None:
 
 @pytest.mark.parametrize("shape", ["per_layer", "two_groups", "padded", "direct_per_layer"])
 def test_what_is_stored_once_is_served_by_every_tier(make: Make, shape: str) -> None:
-    """KV to memory, from there to file and bucket; the same KV from each, and into memory again by a landing."""
+    """KV to memory, from there to file and bucket; the same KV from each, and into memory again by a promotion."""
     rig = make(shape=shape)
     groups = range(len(rig.layout.groups))
     wanted = [rig.blocks(blocks_of(1 + group), group) for group in groups]
@@ -227,8 +227,8 @@ def test_what_is_stored_once_is_served_by_every_tier(make: Make, shape: str) -> 
             rows[:] = 0
         assert set(rig.load(10 + tier, chunks)) == {OK}
         assert all(np.array_equal(rig.blocks(blocks_of(1 + group), group), wanted[group]) for group in groups)
-    landing = [rig.chunk(1 + group, BUCKET, blocks_of(1 + group), group=group, host=10 + group) for group in groups]
-    assert set(rig.load(20, landing, ticket=20)) == {OK}
+    promotion = [rig.chunk(1 + group, BUCKET, blocks_of(1 + group), group=group, host=10 + group) for group in groups]
+    assert set(rig.load(20, promotion, ticket=20)) == {OK}
     assert set(rig.settle(20).outcomes) == {OK}
     for group in groups:
         assert np.array_equal(rig.host_bytes(10 + group, group), rig.host_bytes(1 + group, group))

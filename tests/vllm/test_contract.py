@@ -20,6 +20,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.v1.attention.backend import AttentionLayer
+
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import compat, vllm_internals
@@ -235,6 +237,15 @@ def test_constructors_take_what_we_give() -> None:
     backends = "vllm.distributed.kv_transfer.kv_connector.utils:get_current_attn_backends"
     assert parameters(backends)[0] == "vllm_config"
     assert parameters("vllm.v1.kv_offload.base:OffloadingSpec.__init__") == ["config"]
+
+
+def test_layers_keep_the_scales_of_quantized_kv_where_we_read_them() -> None:
+    """Under another name they would drop out of the identity without a word."""
+    names = {"_k_scale_float", "_v_scale_float"}
+    assert names <= set(AttentionLayer.__annotations__)
+    assert names <= attributes_set_in(
+        "vllm.model_executor.layers.attention.attention:set_default_quant_scales", "layer"
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlace:
-    """What the ranks need to know of the tier; travels to them with each job."""
+    """What the ranks need to know of the tier; sent to them once, when the tier opens."""
 
     rank_namespaces: tuple[bytes, ...]
     """Per rank, the 32 bytes its shard headers carry."""

@@ -43,7 +43,7 @@ reset in one instant."""
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
-    """Where the ranks find their shards; travels to them with each job."""
+    """Where the ranks find their shards; sent to them once, when the tier opens."""
 
     namespace: str
     """First part of every name: see ``tiers.shared.naming``."""

@@ -33,7 +33,7 @@ STALE_FLUSH_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SlabPlace:
-    """Where the ranks find their slabs; travels to them with each job. Equal geometry on every rank."""
+    """Where the ranks find their slabs; sent to them once, when the tier opens. Equal geometry on every rank."""
 
     directory: str
     rank_namespaces: tuple[bytes, ...]
