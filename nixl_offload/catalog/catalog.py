@@ -85,6 +85,10 @@ class Catalog:
         self._tiers[position] = tier
         self._numbered = tuple(enumerate(self._tiers))
 
+    def disable(self, positions: Collection[int], now_s: float) -> None:
+        """Store nothing more in these tiers, which some rank has disabled, and again in all others."""
+        self._placing.disable(positions, now_s)
+
     @property
     def open_tickets(self) -> int:
         """Jobs that some rank has not reported yet."""

@@ -5,18 +5,23 @@ Threading: the scheduler's thread alone. No I/O, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
 
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Location
+
+TRIAL_S: Final = 10.0
+"""A disabled tier gets one chunk in this time all the same: ranks look at their storage again when they store."""
 
 
 class Placing:
     """Reserves room for stores, and remembers what is being stored.
 
     A tier that has ``backlog_bytes`` (per rank) being stored is busy: what comes on top is shed, never queued. When no
-    store to it has ended for ``stuck_after_s`` it is passed over instead, as is one that has no room or is disabled.
+    store to it has ended for ``stuck_after_s`` it is passed over instead, as is one that has no room. So is one that a
+    rank has disabled, if there is another behind it.
     """
 
     def __init__(
@@ -38,6 +43,8 @@ class Placing:
         self._bytes = [0] * len(self._tiers)
         self._ended_s = [0.0] * len(self._tiers)
         """By tier: when a store was settled last, or begun while there was none."""
+        self._next_trial_s: dict[int, float] = {}
+        """Of the tiers that are disabled."""
 
     def __contains__(self, key: Key) -> bool:
         """Whether ``key`` is being stored."""
@@ -47,6 +54,10 @@ class Placing:
     def bytes_by_tier(self) -> tuple[int, ...]:
         """Bytes per rank that are being stored."""
         return tuple(self._bytes)
+
+    def disable(self, positions: Collection[int], now_s: float) -> None:
+        """Pass over these tiers, and no others, from now on."""
+        self._next_trial_s = {at: self._next_trial_s.get(at, now_s + TRIAL_S) for at in positions}
 
     def place(
         self, key: Key, states: Sequence[State | None], refused: set[tuple[int, int]], now_s: float
@@ -60,6 +71,10 @@ class Placing:
             # A tier that still holds the key, EVICTING or WRITING, cannot take it a second time.
             if states[position] is not None or (position, needed) in refused:
                 continue
+            if position in self._next_trial_s and position + 1 < len(self._tiers):
+                if now_s < self._next_trial_s[position]:
+                    continue
+                self._next_trial_s[position] = now_s + TRIAL_S
             storing_bytes = self._bytes[position]
             if storing_bytes and storing_bytes + needed > self._backlog_bytes:
                 if now_s - self._ended_s[position] <= self._stuck_after_s:

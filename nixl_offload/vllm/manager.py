@@ -100,6 +100,8 @@ class NixlOffloadManager(OffloadingManager):
         """The cache was reset before these were open."""
         self._labels = [label_of(tier) for tier in config.tiers]
         self._rank_opening = RankOpening(offloading.parallel.world_size)
+        self._disabled: dict[int, set[int]] = {}
+        """By rank: the tiers that it has disabled."""
         self._moves: list[WriteThroughTicket] = []
         self._events = TierEvents(enabled=offloading.enable_kv_cache_events)
         self._decider: LoadDecider | None = None
@@ -213,6 +215,10 @@ class NixlOffloadManager(OffloadingManager):
         if not ranks:
             return
         self._rank_opening.update(ranks)
+        for rank, status in ranks.items():
+            self._disabled[rank] = {position for position, tier in enumerate(status.tiers) if tier.trouble}
+        if self._catalog is not None:
+            self._catalog.disable(set().union(*self._disabled.values()), time.monotonic())
         try:
             self._metrics.update_ranks({rank: status.tiers for rank, status in ranks.items()})
         except Exception:  # noqa: BLE001 - metrics are not worth an engine

@@ -60,6 +60,33 @@ def test_a_store_goes_on_from_memory_to_every_farther_tier(make: MakeChain) -> N
     assert chain.catalog.counts().write_throughs == {(FILE, "ok"): 2, (BUCKET, "ok"): 2}
 
 
+def test_a_tier_that_a_rank_has_disabled_is_passed_over_but_for_trials(make: MakeChain) -> None:
+    """Else a full drive in front of a bucket would keep everything out of the bucket as well."""
+    chain = make(bucket=True)
+    chain.catalog.disable({MEMORY, FILE}, chain.now_s)
+    chain.store(1)
+    assert chain.holders(1) == [BUCKET]
+    chain.now_s += 5.0
+    chain.catalog.disable({MEMORY}, chain.now_s)  # told again: the time of its trial stays
+    chain.store(2)
+    assert chain.holders(2) == [FILE], "works again"
+    chain.now_s += 6.0
+    chain.store(3)
+    chain.store(4)
+    assert [chain.holders(number) for number in (3, 4)] == [[MEMORY], [FILE]], "one chunk as a trial"
+    chain.catalog.disable((), chain.now_s)
+    chain.store(5)
+    assert chain.holders(5) == [MEMORY]
+
+
+def test_the_last_tier_is_never_passed_over(make: MakeChain) -> None:
+    """Nothing could take its chunks, and its ranks look at their storage when they are to store."""
+    chain = make(file_slots=0)
+    chain.catalog.disable({MEMORY}, chain.now_s)
+    chain.store(1)
+    assert chain.holders(1) == [MEMORY]
+
+
 def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) -> None:
     """A bucket is searched as if a chunk's being there told that those before it are."""
     chain = make(memory_slots=64, write_through_backlog_slots=16)

@@ -21,7 +21,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import NOWHERE
 from nixl_offload.config import Config
+from nixl_offload.engine import TierStatus
 from nixl_offload.types import Outcome
+from nixl_offload.vllm.messages import RankStatus
 from nixl_offload.vllm.server_load import ServerLoad
 from tests.vllm.manager_rig import (
     CHUNK_TOKENS,
@@ -364,6 +366,19 @@ def test_a_load_waits_for_those_that_are_out_until_all_ranks_have_ended_them(tmp
     assert wanted("one rank still loads") == 0
     rig.report(ticket, ranks=1)
     assert wanted("all have ended") == CHUNK_TOKENS
+
+
+def test_stores_go_to_the_next_tier_while_any_rank_has_disabled_the_first(tmp_path: Path, open_rig: Open) -> None:
+    rig = open_rig(config_of(slab_tier(tmp_path / "slab"), tree_tier(tmp_path / "tree")), world_size=2)
+
+    def tell(rank: int, trouble: str) -> None:
+        rig.manager.take_ranks({rank: RankStatus(frozenset({0, 1}), tiers=(TierStatus(trouble=trouble), TierStatus()))})
+
+    stored = []
+    for number, (rank, trouble) in enumerate([(0, ""), (0, "full"), (1, "full"), (0, ""), (1, "")]):
+        tell(rank, trouble)
+        stored += tiers_of(rig.offer(number))
+    assert stored == [0, 1, 1, 1, 0]
 
 
 def test_a_hit_is_cut_where_a_slow_tier_begins(tmp_path: Path, open_rig: Open) -> None:
