@@ -19,11 +19,12 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 TRIAL_INTERVAL_S: Final = 30.0
-"""A tier that is judged too slow is left alone for at least this long ..."""
+"""A tier that is judged too slow is left alone for at least this long. The first trial, which may find that it was only
+cold, comes then, whatever it costs; the next ones after four times as long each, up to ..."""
 TRIAL_LIMIT_S: Final = 600.0
-"""... and tried again after this long, whatever that costs."""
 TRIAL_SHARE: Final = 0.01
-"""In between, trials may take this part of the time that is spent on computing what the tier could have loaded."""
+"""... and sooner while trials take no more than this part of the time that is spent on computing what the tier could
+have loaded."""
 LOADS_AT_ONCE: Final = 4
 """Most loads that are out at a time on a tier of unknown speed."""
 
@@ -48,11 +49,14 @@ _LEAST_S: Final = 1e-6
 class _Line:
     """The line y = a + b·x, neither of them negative, through weighted points that fade."""
 
-    __slots__ = ("_count", "_is_flat", "_weight", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_count", "_fewest", "_is_flat", "_weight", "_x", "_xx", "_xy", "_y")
 
-    def __init__(self, *, is_flat: bool) -> None:
-        """``is_flat``: through points of one size goes a level line, else one through the origin."""
+    def __init__(self, *, is_flat: bool, observers: int = 1) -> None:
+        """``is_flat``: through points of one size goes a level line, else one through the origin. ``observers`` add a
+        point each of what they all saw.
+        """
         self._is_flat = is_flat
+        self._fewest = _FEWEST * observers
         self._count = 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
@@ -82,7 +86,7 @@ class _Line:
     @property
     def is_known(self) -> bool:
         """Whether enough points were added to say something."""
-        return self._count >= _FEWEST
+        return self._count >= self._fewest
 
     def at(self, x: float, *, extrapolates: bool = False) -> float | None:
         """Return y at ``x``. None: too little known; with ``extrapolates``, only where nothing is."""
@@ -103,7 +107,17 @@ class _OpenLoad(NamedTuple):
 class TierSpeed:
     """What one tier's loads cost: latency, and time per byte, its own and those queued before it."""
 
-    __slots__ = ("_line", "_open", "_share", "computed_s", "observed_s", "queued_bytes", "tried_s")
+    __slots__ = (
+        "_is_on_trial",
+        "_line",
+        "_open",
+        "_share",
+        "computed_s",
+        "observed_s",
+        "patience_s",
+        "queued_bytes",
+        "tried_s",
+    )
 
     _KEEP: Final = 0.9
     """Per observation: the last ten or so count."""
@@ -113,14 +127,17 @@ class TierSpeed:
     def __init__(self, ranks: int = 1) -> None:
         """``ranks`` observe each load, once each: together they count as one observation."""
         self._share = 1.0 / ranks
-        self._line = _Line(is_flat=False)
+        self._line = _Line(is_flat=False, observers=ranks)
         self._open: dict[int, _OpenLoad] = {}
+        self._is_on_trial = False
         self.queued_bytes = 0
         """Of all loads that are out."""
         self.observed_s = -math.inf
         """When the last load ended, on the caller's clock."""
         self.tried_s = -math.inf
         """When it was last tried although it was judged too slow."""
+        self.patience_s = TRIAL_INTERVAL_S
+        """After so long it is tried whatever that costs."""
         self.computed_s = 0.0
         """Time spent since the last trial on computing what this tier could have loaded."""
 
@@ -141,6 +158,11 @@ class TierSpeed:
         self._open[ticket] = _OpenLoad(size_bytes, self.queued_bytes, due_s)
         self.queued_bytes += size_bytes
 
+    def begin_trial(self, now_s: float) -> None:
+        """Let the next load alone say how fast the tier is."""
+        self.tried_s, self.computed_s, self._is_on_trial = now_s, 0.0, True
+        self.patience_s = min(4 * self.patience_s, TRIAL_LIMIT_S)
+
     def end(self, ticket: int) -> None:
         """Record that a load has ended on all ranks."""
         if (load := self._open.pop(ticket, None)) is not None:
@@ -160,16 +182,19 @@ class TierSpeed:
         if expected_s is not None:
             seconds = min(seconds, _OUTLIER * max(expected_s, _LEAST_S))
         age_s = max(0.0, now_s - self.observed_s)
-        keep = self._KEEP**self._share * 0.5 ** (age_s / self._HALF_LIFE_S)
+        keep = 0.0 if self._is_on_trial else self._KEEP**self._share * 0.5 ** (age_s / self._HALF_LIFE_S)
+        self._is_on_trial = False
         self._line.add(work_bytes, seconds, weight=self._share, keep=keep)
         self.observed_s = max(self.observed_s, now_s)
 
     def seconds(self, size_bytes: int, now_s: float = 0.0) -> float | None:
         """Return how long a load of so many bytes would take from now on, behind those that are out.
 
-        None: too little known, or nothing of that size, which one load at a time may find out.
+        None: too little known, or nothing of that size, which one load at a time may find out, unless the tier was
+        judged too slow: its trial speaks for all sizes.
         """
-        seconds = self._line.at(self.queued_bytes + size_bytes, extrapolates=bool(self._open))
+        is_slow = self.patience_s > TRIAL_INTERVAL_S
+        seconds = self._line.at(self.queued_bytes + size_bytes, extrapolates=is_slow or bool(self._open))
         if seconds is None or not self._open:
             return seconds
         oldest = next(iter(self._open.values()))
@@ -275,8 +300,11 @@ class LoadOrRecompute:
             if at >= taken:
                 decisions[part.tier, Decision.SKIPPED] = None
                 self.tiers[part.tier].computed_s += self.prefill.seconds(part.tokens, context_tokens) or 0.0
+            elif part.tier == trial:
+                decisions[part.tier, Decision.TRIAL] = None
             else:
-                decisions[part.tier, Decision.TRIAL if part.tier == trial else Decision.TAKEN] = None
+                decisions[part.tier, Decision.TAKEN] = None
+                self.tiers[part.tier].patience_s = TRIAL_INTERVAL_S
             context_tokens += part.tokens
         self._counts.update(decisions.keys())
         return Choice(sum(part.tokens for part in parts[:taken]), tuple(decisions))
@@ -330,7 +358,7 @@ class LoadOrRecompute:
         if speed.loads or idle_s < TRIAL_INTERVAL_S:
             return False
         cost_s = speed.seconds(part.size_bytes, now_s) or 0.0
-        if cost_s > TRIAL_SHARE * speed.computed_s and idle_s < TRIAL_LIMIT_S:
+        if cost_s > TRIAL_SHARE * speed.computed_s and idle_s < speed.patience_s:
             return False
-        speed.tried_s, speed.computed_s = now_s, 0.0
+        speed.begin_trial(now_s)
         return True

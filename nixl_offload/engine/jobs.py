@@ -188,9 +188,9 @@ class JobTable:
                 if len(taken) >= limit:
                     break
                 queue.popleft()
+                self._move(task, claimed(task.kind))  # at once: a load that is waited for may stand here a second time
                 taken.append(task)
             if taken:
-                self._move_all(taken, claimed(taken[0].kind))
                 self._progress.notify_all()
             return taken
 

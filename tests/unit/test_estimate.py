@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
@@ -273,25 +272,49 @@ def test_decisions_are_counted_once_per_request_and_tier() -> None:
     assert judged.counts() == {(0, Decision.TAKEN): 3, (1, Decision.SKIPPED): 3, (1, Decision.TRIAL): 1}
 
 
-def test_trials_take_one_percent_of_the_time_that_computing_took() -> None:
-    """A request each second, whose load would take 3 s and computing 1.024 s: a trial in 300 s."""
-    judged = judge(1024 * TOKEN_BYTES / 3)
-    trials = [second for second in range(1000) if judged.choose([part(0, 1024)], 0, float(second)).tokens]
-    assert len(trials) == 3
-    assert all(290 <= later - earlier <= 310 for earlier, later in itertools.pairwise(trials))
+def test_the_first_trial_comes_after_thirty_seconds_the_next_ones_later() -> None:
+    """A request in ten seconds, whose load would take an hour: trials after 30 s, 2 min, 8 min, then 10 min each."""
+    judged = judge(1e3)
+    trials = [second for second in range(0, 2500, 10) if judged.choose([part(0, 1024)], 0, float(second)).tokens]
+    assert trials == [30, 150, 630, 1230, 1830, 2430]
 
 
-def test_no_more_than_one_trial_in_thirty_seconds() -> None:
-    """However cheap trials are: a hundred requests a second, whose loads take 1.1 times as long as computing."""
+def test_a_tier_that_was_only_cold_is_used_after_thirty_seconds() -> None:
+    """Four loads at once after a start took 2 s each, 40 times as long as the next ones will."""
+    judged = judge(None, token_s=1e-4)
+    tier, size = judged.tiers[0], 2048 * TOKEN_BYTES
+    for ticket in range(1, 5):
+        tier.begin(ticket, size, 0.0)
+    for ticket in range(1, 5):
+        tier.observe(size, 2.0, 2.0, ticket)
+        tier.end(ticket)
+    taken = []
+    for second in range(3, 60):
+        taken.append(judged.choose([part(0, 2048)], 0, float(second)).tokens > 0)
+        if taken[-1]:
+            tier.begin(second, size, second)
+            tier.observe(size, 0.05, second + 0.05, second)
+            tier.end(second)
+    assert not any(taken[:29])
+    assert all(taken[29:])
+
+
+def test_trials_that_cost_little_come_sooner() -> None:
+    """A hundred requests a second, whose loads take 1.1 times as long as computing: a trial in 30 s."""
     judged = judge(1024 * TOKEN_BYTES * 1000 / 1024 / 1.1)
     trials = [at for at in range(10_000) if judged.choose([part(0, 1024)], 0, at / 100).tokens]
     assert trials == [3000, 6000, 9000]
 
 
-def test_a_tier_is_tried_in_ten_minutes_whatever_that_costs() -> None:
-    judged = judge(1e3)
-    trials = [second for second in range(0, 2000, 10) if judged.choose([part(0, 1024)], 0, float(second)).tokens]
-    assert trials == [600, 1200, 1800]
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_tier_is_known_after_three_loads_however_many_ranks_observe_them(ranks: int) -> None:
+    tier = TierSpeed(ranks)
+    known = []
+    for number in range(4):
+        known.append(tier.is_known)
+        for _ in range(ranks):
+            tier.observe(MIB, 0.1, float(number))
+    assert known == [False, False, False, True]
 
 
 def test_a_slow_tier_that_nobody_has_seen_for_long_is_tried_at_once() -> None:

@@ -86,6 +86,27 @@ def test_a_step_that_never_ends_holds_nobody_for_ever() -> None:
     assert took_s < 15.0
 
 
+def test_a_load_that_is_expedited_and_waited_for_is_claimed_once() -> None:
+    """It stands in its lane twice then; read twice, its blocks would be written after its request has them."""
+    table = JobTable(store_queue_limit_bytes=1 << 20, clock=time.monotonic)
+    chunks = [
+        ChunkIO(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * 4096, 4096), 0, np.array([at], dtype=np.int32), 0)
+        for at in range(3)
+    ]
+    job = Job(1, WorkKind.LOAD, Step(looks=0), time.monotonic())
+    table.add(job, [(io, 4096) for io in chunks], Lane.EXPEDITED_LOAD)
+    waiter = threading.Thread(target=table.wait_source_free, args=([1], GRACE_S, 30.0))
+    waiter.start()
+    give_up_s = time.monotonic() + 30.0
+    while len(table._lanes[Lane.EXPEDITED_LOAD]) < 6 and time.monotonic() < give_up_s:
+        time.sleep(0.001)
+    taken = table.take(Lane.EXPEDITED_LOAD, lambda task: 16)
+    table.complete([Ending(task, Outcome.OK) for task in taken])
+    waiter.join()
+    assert [int(task.io.block_ids[0]) for task in taken] == [0, 1, 2]
+    assert table.take(Lane.EXPEDITED_LOAD, lambda task: 16) == []
+
+
 class Broken:
     """The fence of a device that is out of order."""
 
