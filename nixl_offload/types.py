@@ -6,10 +6,13 @@ Threading: immutable values, safe anywhere.
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import Literal, NamedTuple, NewType
 
 Key = NewType("Key", bytes)
 """vLLM's ``OffloadKey``: block hash (16 to 60 bytes) followed by the KV-cache group index, 4 bytes big-endian."""
+
+Verify = Literal["checksum", "always", "header"]
+"""What is verified before use: see ``config.schema.Config.verify``."""
 
 PAGE_BYTES = 4096
 """Alignment of every offset, length and address that may meet O_DIRECT; also the size of a header page."""

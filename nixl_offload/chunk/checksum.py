@@ -17,6 +17,8 @@ import xxhash
 
 ALGORITHM_XXH3_64 = 1
 """What a header's ``algorithm`` field says when its checksums are those of this module."""
+ALGORITHM_NONE = 0
+"""What it says of an image in memory while the blocks have no checksums. Readers of storage refuse such an image."""
 
 
 def block_checksum(data: memoryview | npt.NDArray[np.uint8]) -> int:

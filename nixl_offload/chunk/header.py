@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.chunk.checksum import ALGORITHM_XXH3_64, block_checksum, block_checksums
+from nixl_offload.chunk.checksum import ALGORITHM_NONE, ALGORITHM_XXH3_64, block_checksum, block_checksums
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up
 
@@ -26,6 +26,7 @@ MAX_KEY_BYTES = 64
 _FIXED = struct.Struct("<8s4H32sIHHQQQH6x64s")
 """magic, version, header bytes, algorithm, flags, namespace, group, blocks, first valid block, block bytes, payload
 bytes, created, key bytes, key."""
+ALGORITHM_AT, ALGORITHM = 12, struct.Struct("<H")
 CHECKSUMS_AT = 192
 OWN_CHECKSUM_AT = HEADER_BYTES - 8
 OWN_CHECKSUM = struct.Struct("<Q")
@@ -65,7 +66,7 @@ class ShardHeader:
     created_s: int
     """Seconds since 1970; for people, nothing is decided by it."""
     checksums: tuple[int, ...]
-    """One per block of the chunk, 0 for the blocks before ``first_valid_block``."""
+    """One per block of the chunk, 0 for the blocks before ``first_valid_block``; all 0 while there are none."""
 
     @property
     def payload_bytes(self) -> int:
@@ -141,9 +142,10 @@ def encode_header(
     return out
 
 
-def decode_header(page: Buffer) -> ShardHeader:
+def decode_header(page: Buffer, *, may_lack_checksums: bool = False) -> ShardHeader:
     """Read a header page. Says only that the page is whole, not that it is the wanted one: that is ``check_header``.
 
+    ``may_lack_checksums``: of an image in memory, whose blocks may not have been summed yet.
     Raises FormatError with reason ``length`` (not 4096 bytes, or sizes that contradict each other), ``magic``,
     ``version`` (or an unknown algorithm or flag), ``header_checksum``, ``key`` or ``blocks``.
     """
@@ -176,7 +178,8 @@ def decode_header(page: Buffer) -> ShardHeader:
         raise FormatError(
             f"the header page states its own checksum as {stated:016x} but has {found:016x}", reason="header_checksum"
         )
-    if algorithm != ALGORITHM_XXH3_64 or flags != 0:
+    known = algorithm == ALGORITHM_XXH3_64 or (may_lack_checksums and algorithm == ALGORITHM_NONE)
+    if not known or flags != 0:
         raise FormatError(
             f"checksum algorithm {algorithm} and flags {flags:#x}; this reader knows {ALGORITHM_XXH3_64} and 0x0",
             reason="version",
@@ -206,13 +209,13 @@ def decode_header(page: Buffer) -> ShardHeader:
     )
 
 
-def check_header(page: Buffer, expect: Expected) -> ShardHeader:
-    """Read a header page and make sure that it is the one of ``expect``.
+def check_header(page: Buffer, expect: Expected, *, may_lack_checksums: bool = False) -> ShardHeader:
+    """Read a header page, as ``decode_header`` does, and make sure that it is the one of ``expect``.
 
     Raises FormatError as ``decode_header`` does, and with reason ``namespace``, ``key``, ``blocks`` or ``length``
     where the page is whole but another shard's.
     """
-    header = decode_header(page)
+    header = decode_header(page, may_lack_checksums=may_lack_checksums)
     if header.namespace != expect.namespace:
         raise FormatError(
             f"the shard belongs to namespace {header.namespace.hex()}, expected {expect.namespace.hex()}",

@@ -16,8 +16,10 @@ from typing import ParamSpec
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.chunk.checksum import block_checksum
+from nixl_offload.chunk.checksum import ALGORITHM_NONE, ALGORITHM_XXH3_64, block_checksum
 from nixl_offload.chunk.header import (
+    ALGORITHM,
+    ALGORITHM_AT,
     CHECKSUMS_AT,
     HEADER_BYTES,
     MAX_KEY_BYTES,
@@ -36,6 +38,7 @@ P = ParamSpec("P")
 Pages = npt.NDArray[np.uint8]
 """Header pages as rows: shape ``(n, HEADER_BYTES)``, contiguous."""
 
+_BLOCKS_AT, _BLOCKS = 52, struct.Struct("<H")
 _FIRST_AT, _FIRST = 54, struct.Struct("<H")
 _SIZES_AT = 56
 _CREATED_AT, _CREATED = 72, struct.Struct("<Q")
@@ -85,17 +88,24 @@ class HeaderRows:
 
 
 def encode_headers(
-    expect: ExpectedRows, checksums: npt.NDArray[np.uint64], first_valid_block: Sequence[int], *, created_s: int = 0
+    expect: ExpectedRows,
+    checksums: npt.NDArray[np.uint64] | None,
+    first_valid_block: Sequence[int],
+    *,
+    created_s: int = 0,
 ) -> Pages:
     """Return the header pages of many shards of one group: each row is what ``encode_header`` writes.
 
-    ``checksums``: shape ``(n, blocks)``, zeros before each row's first valid block. Raises LayoutError when a field
-    does not fit the page.
+    ``checksums``: shape ``(n, blocks)``, zeros before each row's first valid block; None: of images that stay in memory
+    until ``add_checksums``. Raises LayoutError when a field does not fit the page.
     """
     count = len(expect.keys)
+    with_sums, without, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
+    before = without if checksums is None else with_sums
+    if checksums is None:
+        checksums = np.zeros((count, expect.blocks), dtype=np.uint64)
     if checksums.shape != (count, expect.blocks) or len(first_valid_block) != count:
         raise LayoutError(f"checksums of shape {checksums.shape} for {count} chunks of {expect.blocks} blocks")
-    before, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
     created = _CREATED.pack(created_s)
     rest = bytes(OWN_CHECKSUM_AT - CHECKSUMS_AT - 8 * expect.blocks)
     parts: list[bytes] = []
@@ -108,9 +118,35 @@ def encode_headers(
     return np.frombuffer(b"".join(parts), dtype=np.uint8).reshape(count, HEADER_BYTES)
 
 
-def check_headers(pages: Iterable[npt.NDArray[np.uint8]], expect: ExpectedRows) -> HeaderRows:
+def lacks_checksums(page: npt.NDArray[np.uint8]) -> bool:
+    """Whether a page that was checked is of an image in memory whose blocks were not summed yet."""
+    (algorithm,) = ALGORITHM.unpack_from(page.data, ALGORITHM_AT)
+    return bool(algorithm == ALGORITHM_NONE)
+
+
+def add_checksums(page: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    """Return what ``encode_headers`` had written with checksums instead of a page that lacks them.
+
+    ``sums``: of the first valid block and all behind it. Raises LayoutError when these are fewer or more, or the page
+    has checksums.
+    """
+    whole = bytearray(page.tobytes())
+    (blocks,), (first,) = _BLOCKS.unpack_from(whole, _BLOCKS_AT), _FIRST.unpack_from(whole, _FIRST_AT)
+    if not lacks_checksums(page) or first + len(sums) != blocks:
+        raise LayoutError(f"{len(sums)} checksums for blocks {first} to {blocks} of a chunk that lacks them")
+    ALGORITHM.pack_into(whole, ALGORITHM_AT, ALGORITHM_XXH3_64)
+    begin = CHECKSUMS_AT + 8 * first
+    whole[begin : begin + 8 * len(sums)] = sums.astype("<u8", copy=False).tobytes()
+    OWN_CHECKSUM.pack_into(whole, OWN_CHECKSUM_AT, block_checksum(memoryview(whole)[:OWN_CHECKSUM_AT]))
+    return np.frombuffer(whole, dtype=np.uint8)
+
+
+def check_headers(
+    pages: Iterable[npt.NDArray[np.uint8]], expect: ExpectedRows, *, may_lack_checksums: bool = False
+) -> HeaderRows:
     """Check pages, contiguous bytes of shape ``(HEADER_BYTES,)``, as ``check_header`` does; errors are told by row."""
-    before, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
+    with_sums, without, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
+    befores = (with_sums, without) if may_lack_checksums else (with_sums,)
     blocks, end = expect.blocks, CHECKSUMS_AT + 8 * expect.blocks
     headers = HeaderRows(expect, {}, [], [])
     for row, (page, key) in enumerate(zip(pages, expect.keys, strict=True)):
@@ -119,14 +155,16 @@ def check_headers(pages: Iterable[npt.NDArray[np.uint8]], expect: ExpectedRows) 
         (first,) = _FIRST.unpack_from(fixed, _FIRST_AT)
         (own,) = OWN_CHECKSUM.unpack_from(view, OWN_CHECKSUM_AT)
         alike = (
-            fixed[:_FIRST_AT] == before
+            fixed[:_FIRST_AT] in befores
             and fixed[_SIZES_AT:_CREATED_AT] == sizes
             and fixed[_KEY_AT:] == _KEY.pack(len(key), key)
             and first < blocks
             and own == block_checksum(view[:OWN_CHECKSUM_AT])
         )
-        if not alike and (error := _error_of(check_header, page, expect.one(row))) is not None:
-            headers.errors[row] = error
+        if not alike:
+            error = _error_of(check_header, page, expect.one(row), may_lack_checksums=may_lack_checksums)
+            if error is not None:
+                headers.errors[row] = error
         headers.first_valid_block.append(first)
         headers.checksums.append(page[CHECKSUMS_AT:end].view("<u8"))
     return headers
@@ -151,13 +189,16 @@ def verify_rows(
 
 
 @lru_cache(maxsize=64)
-def _common(namespace: bytes, group: int, blocks: int, block_bytes: int) -> tuple[bytes, bytes]:
-    """Return what all pages of a group have before the first valid block, and between that and the time.
+def _common(namespace: bytes, group: int, blocks: int, block_bytes: int) -> tuple[bytes, bytes, bytes]:
+    """Return what all pages of a group have before the first valid block, with checksums and without, and between that
+    and the time.
 
     Raises LayoutError for fields that ``encode_header`` refuses.
     """
     page = np.asarray(encode_header(ShardHeader(namespace, b"k", group, blocks, 0, block_bytes, 0, (0,) * blocks)))
-    return page[:_FIRST_AT].tobytes(), page[_SIZES_AT:_CREATED_AT].tobytes()
+    with_sums = page[:_FIRST_AT].tobytes()
+    without = with_sums[:ALGORITHM_AT] + ALGORITHM.pack(ALGORITHM_NONE) + with_sums[ALGORITHM_AT + ALGORITHM.size :]
+    return with_sums, without, page[_SIZES_AT:_CREATED_AT].tobytes()
 
 
 def _error_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> FormatError | None:

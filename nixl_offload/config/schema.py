@@ -20,6 +20,7 @@ from nixl_offload.config.fields import (
     SizeBytes,
     TenantName,
 )
+from nixl_offload.types import Verify
 
 TIER_KINDS: Final = ("memory", "slab", "shared_dir", "s3")
 """Nearest the GPU first. A config has any non-empty subset in this order, each at most once."""
@@ -230,9 +231,10 @@ class Config(_Model):
     chunk_tokens: int = Field(default=256, ge=1)
     """Tokens per stored chunk; a multiple of vLLM's block size. Larger chunks make fewer, faster transfers. The short
     rest of a prompt is never stored."""
-    verify: Literal["checksum", "header"] = "checksum"
-    """``checksum``: every byte loaded is verified. ``header``: only identity and length; faster, but does not notice
-    flipped bits or writes torn by a crash."""
+    verify: Verify = "checksum"
+    """``checksum``: every byte read from a drive, directory or bucket is verified, and of chunks in this process's own
+    memory identity and length. ``always``: every byte of those, too; stores to and loads from memory are slower then.
+    ``header``: only identity and length, everywhere; does not notice flipped bits or writes torn by a crash."""
     on_load_failure: Literal["recompute", "fail"] = "recompute"
     """When a load fails: compute what is missing, or fail the request."""
     staging_bytes: SizeBytes = Field(default=256 << 20, alias="staging", ge=1 << 20)

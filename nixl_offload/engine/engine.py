@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 
@@ -27,6 +26,7 @@ from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.engine.transfer_paths.link_paths import LinkPaths
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
 from nixl_offload.tiers.base import Link
+from nixl_offload.types import Verify
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Engine(TierEngine):
         rank_namespace: bytes,
         staging_bytes: int,
         tier: int = 0,
-        verify: Literal["checksum", "header"] = "checksum",
+        verify: Verify = "checksum",
         clock: Callable[[], float] = time.monotonic,
         load_timeout_s: float = 30.0,
         direct_min_extent_bytes: int = DIRECT_MIN_EXTENT_BYTES,
@@ -102,7 +102,7 @@ class Engine(TierEngine):
             memory=memory,
             link_memory=self._link_memory,
             namespace=rank_namespace,
-            verify_checksum=verify == "checksum",
+            verify_checksum=verify != "header",
             clock=clock,
             rate_log=RateLog(logger, clock),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from nixl_offload.engine.image import TransferPath
+from nixl_offload.engine.slot_headers import SlotHeaders
 from nixl_offload.engine.staging import DeviceStagingPool, Slot, StagingPool
 from nixl_offload.engine.streams import Device
 from nixl_offload.movers.base import MemoryRegion
@@ -26,6 +27,7 @@ class HostSlots(Protocol):
     """Host memory that is not the engine's: what it needs of ``host.HostSlab``."""
 
     region: MemoryRegion
+    headers: SlotHeaders
 
     def slot(self, offset: int, slot_bytes: int) -> Slot:
         """Return a view of a slot. Raises LayoutError where there is none."""

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.engine.slot_headers import SlotHeaders
 from nixl_offload.engine.staging import Slot
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.hardware import memory_limits
@@ -89,6 +90,7 @@ class HostSlab:
         if memory_bytes < 0 or relay_slots < 0 or not self.length_bytes:
             raise LayoutError(f"a host slab of {memory_bytes} bytes and {relay_slots} slots of {slot_bytes}")
         self.relay_offsets = tuple(self.memory_bytes + slot * slot_bytes for slot in range(relay_slots))
+        self.headers = SlotHeaders()
         self.pinned = pinned
         self._sharers = sharers
         self._root = root

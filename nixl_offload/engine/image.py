@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.chunk.header import HEADER_BYTES, MAGIC
 from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, encode_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import ChunkIO
@@ -115,18 +115,20 @@ def expected(namespace: bytes, plan: GroupPlan, chunks: Sequence[ChunkIO]) -> Ex
 
 
 def encode(
-    namespace: bytes, plan: GroupPlan, chunks: Sequence[ChunkIO], sums: Sequence[npt.NDArray[np.uint64]]
+    namespace: bytes, plan: GroupPlan, chunks: Sequence[ChunkIO], sums: Sequence[npt.NDArray[np.uint64]] | None
 ) -> Pages:
-    """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks.
+    """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks; None: these have none,
+    and stay in memory.
 
     Raises LayoutError when a chunk's blocks do not reach its end.
     """
-    table = np.zeros((len(chunks), plan.blocks), dtype=np.uint64)
-    firsts = [io.first_block for io in chunks]
-    for row, (first, found) in enumerate(zip(firsts, sums, strict=True)):
-        if first + len(found) != plan.blocks:
-            raise LayoutError(f"a store of blocks up to {first + len(found)} of {plan.blocks}")
-        table[row, first:] = found
+    firsts, table = [io.first_block for io in chunks], None
+    if sums is not None:
+        table = np.zeros((len(chunks), plan.blocks), dtype=np.uint64)
+        for row, (first, found) in enumerate(zip(firsts, sums, strict=True)):
+            if first + len(found) != plan.blocks:
+                raise LayoutError(f"a store of blocks up to {first + len(found)} of {plan.blocks}")
+            table[row, first:] = found
     return encode_headers(expected(namespace, plan, chunks), table, firsts, created_s=int(time.time()))
 
 
@@ -142,6 +144,13 @@ def refuse_absent(headers: HeaderRows, chunks: Sequence[ChunkIO]) -> None:
 def header_page(slot: Slot) -> npt.NDArray[np.uint8]:
     """Return the header page of an image: a view."""
     return slot.memory[:HEADER_BYTES]
+
+
+def invalidate(slot: Slot) -> None:
+    """Have the header say nothing, before the blocks behind it change: whoever still looks for the chunk that lay here
+    is refused.
+    """
+    slot.memory[: len(MAGIC)] = 0
 
 
 def rows(slot: Slot, plan: GroupPlan, io: ChunkIO) -> npt.NDArray[np.uint8]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 
@@ -32,7 +31,7 @@ from nixl_offload.engine.streams import Device
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
 from nixl_offload.errors import LayoutError
-from nixl_offload.types import Outcome
+from nixl_offload.types import Outcome, Verify
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +53,11 @@ _ACCESS = TierAccess("copy", ("host",))
 
 
 class MemoryEngine(TierEngine):
-    """A load becomes OK only after identity, lengths and (``verify="checksum"``) checksums were verified in the slot;
-    on CORRUPT or FAILED its KV blocks are untouched. FAILED and DROPPED stores have let go of their slots.
+    """A load becomes OK only after identity and lengths were compared with the header in the slot; on CORRUPT or FAILED
+    its KV blocks are untouched. FAILED and DROPPED stores have let go of their slots.
+
+    Blocks are as trustworthy here as in vLLM's own KV cache, so neither a store nor a load sums them; the first
+    write-through does (``transfer_paths.host_slot``). With ``verify="always"`` a store does, and a load verifies.
 
     Write-throughs and fetches are made by the engines of farther tiers, to or from the slots here: submitted here,
     each of their chunks is FAILED.
@@ -69,7 +71,7 @@ class MemoryEngine(TierEngine):
         host: HostSlab,
         rank_namespace: bytes,
         tier: int = 0,
-        verify: Literal["checksum", "header"] = "checksum",
+        verify: Verify = "checksum",
         clock: Callable[[], float] = time.monotonic,
         load_timeout_s: float = 30.0,
         store_queue_bytes: int = STORE_QUEUE_BYTES,
@@ -92,7 +94,7 @@ class MemoryEngine(TierEngine):
             packer,
             rank_namespace,
             tier,
-            verify_checksum=verify == "checksum",
+            sums=verify == "always",
             clock=clock,
             keep_alive=tuple(tensors),
         )
@@ -104,7 +106,7 @@ class MemoryEngine(TierEngine):
 
 
 class MemoryPaths:
-    """Implements ``pump.PumpPaths``."""
+    """Implements ``pump.PumpPaths``. ``sums``: a store sums its blocks, a load verifies them."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class MemoryPaths:
         namespace: bytes,
         tier: int,
         *,
-        verify_checksum: bool,
+        sums: bool,
         clock: Callable[[], float],
         keep_alive: Sequence[object],
     ) -> None:
@@ -125,7 +127,7 @@ class MemoryPaths:
         self._packer = packer
         self._namespace = namespace
         self._tier = tier
-        self._verify_checksum = verify_checksum
+        self._sums = sums
         self._log = RateLog(logger, clock)
         self._keep_alive = keep_alive
 
@@ -174,20 +176,25 @@ class MemoryPaths:
         yield from copy(batch)
 
     def _store(self, batch: Batch) -> Steps:
-        """Copy, then seal. Given up from now on, a chunk is FAILED when the copy is over: not before may others have
-        the slot.
+        """Copy, then add the header. Given up from now on, a chunk is FAILED when the copy is over: not before may
+        others have the slot.
         """
         if not self._advance(batch, ChunkState.BORROWED):
             return
         chunks = batch.alive
         plan, io = self._plans[chunks[0].io.group], chunks[0].io
-        parts = [(chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)) for chunk in chunks]
+        parts = []
+        for chunk in chunks:
+            image.invalidate(_slot(chunk))
+            parts.append((chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)))
         yield from batch.passes([self._packer.gather_many(io.group, parts, chunks[0].task.job.fence)])
         # All source blocks are free before the first checksum is computed.
         if not self._advance(batch, ChunkState.TRANSFER):
             return
         chunks = batch.alive
-        sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks])
+        sums = None
+        if self._sums:
+            sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks])
         pages = image.encode(self._namespace, plan, [chunk.io for chunk in chunks], sums)
         for chunk, page in zip(chunks, pages, strict=True):
             slot = _slot(chunk)
@@ -196,15 +203,14 @@ class MemoryPaths:
             chunk.end(Outcome.OK)
 
     def _load(self, batch: Batch) -> Steps:
-        """Verify, then copy."""
+        """Compare headers, verify blocks where that is asked for, then copy."""
         chunks = batch.alive
         plan, ios = self._plans[chunks[0].io.group], [chunk.io for chunk in chunks]
-        headers = check_headers(
-            [image.header_page(_slot(chunk)) for chunk in chunks],
-            image.expected(self._namespace, plan, ios),
-        )
+        check = check_headers if self._sums else self._host.headers.check
+        pages = [image.header_page(_slot(chunk)) for chunk in chunks]
+        headers = check(pages, image.expected(self._namespace, plan, ios))
         image.refuse_absent(headers, ios)
-        if self._verify_checksum:
+        if self._sums:
             rows = [row for row in range(len(chunks)) if row not in headers.errors]
             sums = payload_checksums([image.rows(_slot(chunks[row]), plan, ios[row]) for row in rows])
             verify_rows(headers, rows, [ios[row].first_block for row in rows], sums)

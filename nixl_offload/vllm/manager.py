@@ -427,7 +427,7 @@ class NixlOffloadManager(OffloadingManager):
         """
         if self._opening is not None:
             self._opening.close()
-        verifies = self._config.verify == "checksum"
+        verifies = self._config.verify != "header"
         pending = self._catalog.in_flight_stores() if self._catalog is not None and verifies else ()
         for position, tier in self._opened.items():
             tier.close([key for at, key in pending if at == position])

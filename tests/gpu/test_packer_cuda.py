@@ -188,7 +188,7 @@ def test_the_memory_engine_brings_chunks_back() -> None:
     layout = KVLayout(tuple(specs), (GroupLayout(((0, 4096), (1, 4096))), GroupLayout(((2, 1000),))), 4)
     size = max(layout.slot_bytes(group) for group in range(2))
     slab = HostSlab(memory_bytes=16 * size, relay_slots=0, slot_bytes=size, pinned=True)
-    engine = MemoryEngine(tensors=tensors, layout=layout, host=slab, rank_namespace=bytes(32))
+    engine = MemoryEngine(tensors=tensors, layout=layout, host=slab, rank_namespace=bytes(32), verify="always")
 
     def chunk(number: int, group: int, first_id: int) -> ChunkIO:
         key = Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))

@@ -92,7 +92,14 @@ class ChainRig:
         if shape.direct:
             options.setdefault("direct_min_extent_bytes", 4096)
         slabs: list[SlabFile] = []
-        memory = MemoryEngine(tensors=tensors, layout=layout, host=host, rank_namespace=NAMESPACE, clock=clock)
+        memory = MemoryEngine(
+            tensors=tensors,
+            layout=layout,
+            host=host,
+            rank_namespace=NAMESPACE,
+            verify=options.get("verify", "checksum"),
+            clock=clock,
+        )
         engines: list[TierEngine | None] = [memory]
         for tier, (mover, wanted) in enumerate(zip(used, present, strict=True), start=1):
             if not wanted:

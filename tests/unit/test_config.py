@@ -478,7 +478,7 @@ def test_a_config_cannot_be_changed() -> None:
         ({"tenant": "a/../b"}, "inline: tenant: 'a/../b' is not a tenant name; allowed: 1 to 64 of "),
         ({"chunk_tokens": "256"}, "inline: chunk_tokens: '256' is refused; allowed: a whole number"),
         ({"chunk_tokens": 0}, "inline: chunk_tokens: 0 is too small; allowed: 1 or more"),
-        ({"verify": "none"}, "inline: verify: 'none' is unknown; allowed: checksum, header"),
+        ({"verify": "none"}, "inline: verify: 'none' is unknown; allowed: checksum, always, header"),
         ({"on_load_failure": "retry"}, "inline: on_load_failure: 'retry' is unknown; allowed: recompute, fail"),
         ({"drain_timeout": 5}, "inline: drain_timeout: 5 is not a duration; allowed: a number with a unit"),
         ({"drain_timeout": "0s"}, "inline: drain_timeout: '0s' is too small; allowed: more than 0"),

@@ -233,6 +233,7 @@ def test_each_reason_names_what_was_expected_and_what_was_found() -> None:
         (np.zeros_like(page), "magic", b"NIXLOFF1".hex()),
         (reseal(page, 8, "<H", 2), "version", "version 2; this reader knows 1"),
         (reseal(page, 12, "<H", 9), "version", "algorithm 9"),
+        (reseal(page, 12, "<H", 0), "version", "algorithm 0"),
         (reseal(page, 14, "<H", 1), "version", "flags 0x1"),
         (reseal(page, 10, "<H", 512), "length", "header of 512 bytes"),
         (reseal(page, 64, "<Q", 7), "length", "payload of 7 bytes"),

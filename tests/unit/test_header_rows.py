@@ -14,7 +14,14 @@ from nixl_offload.chunk.header import (
     make_header,
     verify_checksums,
 )
-from nixl_offload.chunk.header_rows import ExpectedRows, check_headers, encode_headers, verify_rows
+from nixl_offload.chunk.header_rows import (
+    ExpectedRows,
+    add_checksums,
+    check_headers,
+    encode_headers,
+    lacks_checksums,
+    verify_rows,
+)
 from nixl_offload.errors import FormatError, LayoutError
 
 NAMESPACE = bytes(range(32))
@@ -49,18 +56,43 @@ def test_rows_are_byte_for_byte_the_pages_of_single_headers(count: int, blocks: 
     assert (np.stack(headers.checksums) == checksums).all()
 
 
-def test_every_damage_is_told_as_for_a_single_header() -> None:
+@pytest.mark.parametrize("blocks", [1, 4, MAX_BLOCKS_PER_CHUNK])
+def test_checksums_that_come_later_make_the_same_page(blocks: int) -> None:
+    """Until then readers of storage refuse the page, and readers of memory take it."""
+    expect, firsts = expected(5, blocks), [n % blocks for n in range(5)]
+    checksums = sums(5, blocks, firsts)
+    whole = encode_headers(expect, checksums, firsts, created_s=1_700_000_000)
+    pages = encode_headers(expect, None, firsts, created_s=1_700_000_000)
+    assert {error.reason for error in check_headers(pages, expect).errors.values()} == {"version"}
+    assert set(check_headers(pages, expect).errors) == set(range(5))
+    for mixed in (pages, np.concatenate([pages[:2], whole[2:]])):
+        headers = check_headers(mixed, expect, may_lack_checksums=True)
+        assert not headers.errors
+        assert headers.first_valid_block == firsts
+    for row, first in enumerate(firsts):
+        assert lacks_checksums(pages[row])
+        completed = add_checksums(pages[row], checksums[row, first:])
+        assert completed.tobytes() == whole[row].tobytes()
+        assert not lacks_checksums(completed)
+        with pytest.raises(LayoutError):
+            add_checksums(completed, checksums[row, first:])
+        with pytest.raises(LayoutError):
+            add_checksums(pages[row], checksums[row, first + 1 :])
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_every_damage_is_told_as_for_a_single_header(lacking: bool) -> None:
     """Each byte of the fixed part, some of the rest, other keys, groups, namespaces and sizes."""
-    expect = expected(6)
-    pages = encode_headers(expect, sums(6, 4, [0, 1, 2, 3, 0, 1]), [0, 1, 2, 3, 0, 1], created_s=5)
+    expect, firsts = expected(6), [0, 1, 2, 3, 0, 1]
+    pages = encode_headers(expect, None if lacking else sums(6, 4, firsts), firsts, created_s=5)
     places = [*range(200), 300, 3000, HEADER_BYTES - 9, HEADER_BYTES - 8, HEADER_BYTES - 1]
     for place in places:
         row = place % 6
         damaged = pages.copy()
         damaged[row, place] ^= 0x10
-        headers = check_headers(damaged, expect)
+        headers = check_headers(damaged, expect, may_lack_checksums=lacking)
         with pytest.raises(FormatError) as single:
-            check_header(damaged[row], expect.one(row))
+            check_header(damaged[row], expect.one(row), may_lack_checksums=lacking)
         assert list(headers.errors) == [row]
         assert (headers.errors[row].reason, str(headers.errors[row])) == (single.value.reason, str(single.value))
     others = (
@@ -71,7 +103,7 @@ def test_every_damage_is_told_as_for_a_single_header() -> None:
         ExpectedRows(NAMESPACE, expect.keys, 3, 4, 1001),
     )
     for other in others:
-        assert set(check_headers(pages, other).errors) == set(range(6))
+        assert set(check_headers(pages, other, may_lack_checksums=lacking).errors) == set(range(6))
     assert set(check_headers(np.zeros_like(pages), expect).errors) == set(range(6))
 
 

@@ -1,5 +1,6 @@
-"""Proves: chunks of every layout come back bit for bit from host slots, whose images are those of a file; nothing
-unverified reaches a KV block; a slot is told of only when no copy is at it; ``wait`` frees source blocks and nothing
+"""Proves: chunks of every layout come back bit for bit from host slots, whose images are those of a file once they
+have checksums; no chunk is served from a slot whose header is not its own, and with ``verify: always`` none whose bytes
+have changed; a slot is told of only when no copy is at it; ``wait`` frees source blocks and nothing
 sooner; loads overtake stores; each job ends exactly once; the thread survives what it meets, and ends with ``close``.
 """
 
@@ -22,6 +23,7 @@ from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
 from nixl_offload.engine import WorkKind
 from nixl_offload.engine import memory_tier as memory_module
 from nixl_offload.engine.pump import LEAKED
+from nixl_offload.errors import FormatError
 from nixl_offload.types import Location, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, assert_every_part_loads, until
 from tests.unit.memory_rig import MemoryRig
@@ -77,10 +79,13 @@ def test_chunks_come_back_into_other_blocks(make: Make, shape: str) -> None:
     assert rig.engine.idle()
 
 
+@pytest.mark.parametrize("verify", ["always", "checksum"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_slot_holds_the_image_that_a_file_would(make: Make, shape: str) -> None:
-    """Header, checksums of each block, payload, and zeros for padding whatever lay there before."""
-    rig = make(shape)
+def test_a_slot_holds_the_image_that_a_file_would(make: Make, shape: str, verify: str) -> None:
+    """Header, checksums of each block, payload, and zeros for padding whatever lay there before. Unless ``always``, the
+    checksums are still to be added, and until then no reader of storage would take the header.
+    """
+    rig = make(shape, verify=verify)
     for group in range(len(rig.shape.groups)):
         blocks = [5, 4, 30, 31]
         rig.memory(group)[:] = 0xAB
@@ -90,6 +95,13 @@ def test_a_slot_holds_the_image_that_a_file_would(make: Make, shape: str) -> Non
         end = HEADER_BYTES + CHUNK_BLOCKS * block_bytes
         payload = image[HEADER_BYTES:end]
         expected = Expected(NAMESPACE, rig.key(group, group), group, CHUNK_BLOCKS, block_bytes)
+        if verify == "checksum":
+            assert (
+                check_header(image[:HEADER_BYTES], expected, may_lack_checksums=True).checksums == (0,) * CHUNK_BLOCKS
+            )
+            with pytest.raises(FormatError, match="algorithm 0"):
+                check_header(image[:HEADER_BYTES], expected)
+            rig.host.headers.complete(image[:HEADER_BYTES], block_checksums(payload.reshape(CHUNK_BLOCKS, -1)))
         header = check_header(image[:HEADER_BYTES], expected)
         assert payload.tobytes() == rig.bytes_of(blocks, group)
         assert header.checksums == tuple(block_checksums(payload.reshape(CHUNK_BLOCKS, block_bytes)).tolist())
@@ -120,7 +132,7 @@ def test_a_chunk_stored_from_its_middle_serves_its_tail_only(make: Make, shape: 
 
 def test_jobs_larger_than_a_batch_go_in_several(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of two chunks and a job of nine; each outcome is its own chunk's, in the job's order."""
-    rig = make("per_layer", slow=True)
+    rig = make("per_layer", slow=True, verify="always")
     size = CHUNK_BLOCKS * rig.layout.groups[0].block_bytes
     monkeypatch.setattr(memory_module, "STORE_BATCH_BYTES", 2 * size + 1)
     monkeypatch.setattr(memory_module, "LOAD_BATCH_BYTES", 2 * size)
@@ -147,7 +159,7 @@ def test_jobs_larger_than_a_batch_go_in_several(make: Make, monkeypatch: pytest.
 @pytest.mark.parametrize("shape", ["per_layer", "two_groups", "packed_blocks"])
 def test_a_flipped_bit_anywhere_is_corrupt(make: Make, shape: str) -> None:
     """Header and payload: 60 places, drawn with a fixed seed plus the edges; KV blocks stay untouched."""
-    rig = make(shape)
+    rig = make(shape, verify="always")
     assert rig.store(0, [rig.chunk(2, [1, 2, 3, 4])]) == (OK,)
     used = HEADER_BYTES + CHUNK_BLOCKS * rig.layout.groups[0].block_bytes
     places = {0, 7, 8, HEADER_BYTES - 1, HEADER_BYTES, used - 1}
@@ -161,8 +173,63 @@ def test_a_flipped_bit_anywhere_is_corrupt(make: Make, shape: str) -> None:
     assert rig.load(999, [rig.chunk(2, [5, 6, 7, 8])]) == (OK,)
 
 
-def test_a_flip_outside_the_wanted_tail_does_no_harm(make: Make) -> None:
+@pytest.mark.parametrize("verify", ["checksum", "header"])
+def test_by_default_headers_are_verified_and_blocks_are_trusted(make: Make, verify: str) -> None:
+    """What is promised of memory, and what is not: a header that has changed anywhere is refused; a block that has
+    changed is served as it is, as vLLM would serve one of its own.
+    """
+    rig = make("per_layer", verify=verify)
+    wanted = bytearray(rig.bytes_of([1, 2, 3, 4]))
+    assert rig.store(0, [rig.chunk(2, [1, 2, 3, 4])]) == (OK,)
+    rig.wipe(0xEE)
+    for job, place in enumerate([*range(200), 240, 3000, HEADER_BYTES - 9, HEADER_BYTES - 1], start=1):
+        for bit in (0x01, 0x80):
+            rig.memory(2)[place] ^= bit
+            assert rig.load(2 * job + (bit == 1), [rig.chunk(2, [5, 6, 7, 8])]) == (CORRUPT,), place
+            rig.memory(2)[place] ^= bit
+    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
+    rig.memory(2)[HEADER_BYTES + 5] ^= 1
+    assert rig.load(999, [rig.chunk(2, [5, 6, 7, 8])]) == (OK,)
+    wanted[5] ^= 1
+    assert rig.bytes_of([5, 6, 7, 8]) == bytes(wanted)
+
+
+@pytest.mark.parametrize("verify", ["checksum", "header", "always"])
+def test_a_slot_that_is_being_given_to_another_chunk_serves_neither(make: Make, verify: str) -> None:
+    """From before the first byte is copied to the end of the copy; nor afterwards, if the store was given up."""
+    rig = make("per_layer", slow=True, verify=verify)
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4], slot=3)])
+    until(lambda: len(rig.fences) == 1)
+    rig.fences[0].go()
+    assert rig.collect(0).outcomes == (OK,)
+    rig.engine.submit_store(1, [rig.chunk(1, [5, 6, 7, 8], slot=3)])
+    until(lambda: len(rig.fences) == 2)
+    for job, number in ((2, 0), (3, 1)):
+        rig.engine.submit_load(job, [rig.chunk(number, [9, 10, 11, 12], slot=3)])
+        assert rig.collect(job).outcomes == (CORRUPT,)
+        assert rig.collect(job).errors == ("corrupt: magic",)
+    rig.engine.wait([1], limit_s=0.01)
+    rig.fences[1].go()
+    assert rig.collect(1).outcomes == (FAILED,)
+    rig.engine.submit_load(4, [rig.chunk(1, [9, 10, 11, 12], slot=3)])
+    assert rig.collect(4).outcomes == (CORRUPT,)
+    assert len(rig.fences) == 2
+
+
+def test_always_takes_no_chunk_without_checksums(make: Make) -> None:
+    """An image that another engine left in the slab, say."""
     rig = make("per_layer")
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
+    strict = make("per_layer", verify="always", host=rig.host)
+    assert strict.load(0, [strict.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
+    assert strict.collect(0).errors == ("corrupt: version",)
+    rig.host.headers.complete(rig.memory(0)[:HEADER_BYTES], np.ones(CHUNK_BLOCKS, dtype=np.uint64))
+    assert strict.load(1, [strict.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
+    assert strict.collect(1).errors == ("corrupt: checksum",)
+
+
+def test_a_flip_outside_the_wanted_tail_does_no_harm(make: Make) -> None:
+    rig = make("per_layer", verify="always")
     tail = rig.bytes_of([4])
     assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
     rig.memory(0)[HEADER_BYTES + 10] ^= 1
@@ -188,17 +255,9 @@ def test_swapped_slots_and_foreign_shards_are_corrupt(make: Make) -> None:
     assert set(stranger.bytes_of(range(NUM_BLOCKS))) == {0xEE}
 
 
-def test_verify_header_checks_identity_but_not_payload(make: Make) -> None:
-    rig = make("per_layer", verify="header")
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-    rig.memory(0)[HEADER_BYTES + 5] ^= 1
-    assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
-    assert rig.load(2, [rig.chunk(1, [5, 6, 7, 8], slot=0)]) == (CORRUPT,)
-
-
 def test_one_bad_chunk_does_not_spoil_its_job(make: Make) -> None:
     """Corrupt, misplaced and good ones together; each has its own outcome, and the good ones are there."""
-    rig = make("per_layer")
+    rig = make("per_layer", verify="always")
     chunks = [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(4)]
     wanted = rig.bytes_of(range(16))
     assert rig.store(0, chunks) == (OK,) * 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.chunk.header_rows import Pages, check_headers
+from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, check_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
@@ -282,13 +282,20 @@ class Context:
         return image.encode(self.namespace, plan, [chunk.io for chunk in batch.alive], sums)
 
     def check(
-        self, chunks: Sequence[BatchChunk], plan: GroupPlan, pages: Sequence[npt.NDArray[np.uint8]]
+        self,
+        chunks: Sequence[BatchChunk],
+        plan: GroupPlan,
+        pages: Sequence[npt.NDArray[np.uint8]],
+        check: Callable[[Sequence[npt.NDArray[np.uint8]], ExpectedRows], HeaderRows] = check_headers,
     ) -> CheckedChunks:
-        """Check identity and lengths, whatever ``verify`` says. A chunk whose header is not right is CORRUPT."""
+        """Check identity and lengths, whatever ``verify`` says. A chunk whose header is not right is CORRUPT.
+
+        ``check``: another one for pages in the host slab, which other engines share.
+        """
         for row, chunk in enumerate(chunks):
             chunk.row = row
         ios = [chunk.io for chunk in chunks]
-        headers = check_headers(pages, image.expected(self.namespace, plan, ios))
+        headers = check(pages, image.expected(self.namespace, plan, ios))
         checked = CheckedChunks(self.rate_log, chunks, headers)
         checked.end_corrupt()
         return checked

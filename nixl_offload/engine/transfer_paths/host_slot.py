@@ -6,6 +6,7 @@ Threading and ownership: see ``common``. The host slots are the catalog's; compl
 from __future__ import annotations
 
 from nixl_offload.chunk.checksum import payload_checksums
+from nixl_offload.chunk.header_rows import lacks_checksums
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
 from nixl_offload.engine.image import GroupPlan
@@ -15,14 +16,38 @@ from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Outcome
 
+SUM_STEP_BYTES = 8 << 20
+"""About a millisecond on one core. Then the pump looks at its other batches: no load of this tier waits for longer."""
+
 
 def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Write images that lie in their host slots. No KV block takes part."""
     _find_slots(context, batch, plan)
     if not context.may_go(batch) or not context.advance_or_end(batch, ChunkState.TRANSFER):
         return
-    chunks = batch.alive
-    context.check(chunks, plan, [image.header_page(_slot(chunk)) for chunk in chunks])
+    yield from context.run(batch, plan, _complete)
+
+
+def _complete(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """Check headers, and add the checksums of images that were stored into memory and went nowhere yet."""
+    host, chunks, summed_bytes = context.memory.host, batch.alive, 0
+    assert host is not None, "the slots lie there"
+    pages = [image.header_page(_slot(chunk)) for chunk in chunks]
+    checked = context.check(chunks, plan, pages, host.headers.check)
+    for chunk in batch.alive:
+        slot = _slot(chunk)
+        while not host.headers.claim(slot.offset_bytes):
+            yield  # the engine of another tier is at it
+        try:
+            if lacks_checksums(pages[chunk.row]):
+                rows = image.valid_rows(slot, plan, checked.first_valid_block(chunk))
+                host.headers.complete(pages[chunk.row], *payload_checksums([rows]))
+                summed_bytes += rows.nbytes
+        finally:
+            host.headers.release(slot.offset_bytes)
+        if summed_bytes >= SUM_STEP_BYTES:
+            summed_bytes = 0
+            yield
     yield from context.run(batch, plan, _write)
 
 
@@ -47,6 +72,7 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
     def place(chunk: BatchChunk) -> tuple[Slot, image.Spans]:
         slot = _slot(chunk)
+        image.invalidate(slot)  # what lay here before must not be found in front of what is read
         canary.place(slot, spans)
         return slot, spans
 
@@ -62,6 +88,9 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     for chunk in batch.alive:
         image.clear_around(_slot(chunk), plan, checked.first_valid_block(chunk))
     checked.refuse_absent()
+    for chunk in arrived:
+        if chunk.outcome is not None:
+            image.invalidate(_slot(chunk))
     # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
     yield from context.run(batch, plan, _serve)
 

@@ -1,0 +1,238 @@
+"""Proves: a chunk that memory took without checksums gets them on its way to a farther tier, once, before the write;
+what lies there is what ``verify: always`` would have written; and an image without them is served from no storage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from nixl_offload.chunk.checksum import payload_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, decode_header
+from nixl_offload.chunk.header_rows import lacks_checksums
+from nixl_offload.engine import image as image_module
+from nixl_offload.engine.transfer_paths import host_slot
+from nixl_offload.movers.base import Mover
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
+from nixl_offload.types import Outcome
+from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
+from tests.unit.engine_rig import NUM_BLOCKS, SHAPES
+
+OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
+Make = Callable[..., ChainRig]
+Sums = list[npt.NDArray[np.uint64]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    rigs: list[ChainRig] = []
+
+    def build(*movers: Mover, **options: Any) -> ChainRig:
+        rigs.append(ChainRig.make(tmp_path / str(len(rigs)), *movers, **options))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many images each call summed on the way to a farther tier, or verified on the way from one."""
+    calls: list[int] = []
+
+    def counted(payloads: Sequence[npt.NDArray[np.uint8]]) -> Sums:
+        if payloads:
+            calls.append(len(payloads))
+        return payload_checksums(payloads)
+
+    monkeypatch.setattr(host_slot, "payload_checksums", counted)
+    return calls
+
+
+def blocks_of(number: int) -> range:
+    return range(4 * number, 4 * number + 4)
+
+
+def lacks(rig: ChainRig, slot: int, group: int = 0) -> bool:
+    return lacks_checksums(rig.host_bytes(slot, group)[:HEADER_BYTES])
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_storage_holds_what_always_writes(make: Make, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte, header and padding too, for whole chunks and for the tail that a sliding window leaves; and it is
+    served from there.
+    """
+    monkeypatch.setattr(image_module.time, "time", lambda: 1_700_000_000.5)
+    rigs = {verify: make(shape=shape, verify=verify) for verify in ("checksum", "header", "always")}
+    for group in range(len(rigs["checksum"].layout.groups)):
+        for number, first in ((0, 0), (1, 2)):
+            found = {}
+            for verify, rig in rigs.items():
+                job = 100 * group + 10 * number
+                blocks = list(blocks_of(number))[first:]
+                rig.host_bytes(number, group)[:] = 0xAB
+                stored = rig.store(job, [rig.chunk(number, MEMORY, blocks, group=group, first=first)])
+                assert stored == (OK,)
+                assert lacks(rig, number, group) is (verify != "always")
+                assert rig.moves(job + 1, [rig.move(number, MEMORY, FILE, group)]) == (OK,)
+                assert not lacks(rig, number, group)
+                assert np.array_equal(rig.stored(FILE, number, group), rig.host_bytes(number, group))
+                found[verify] = rig.stored(FILE, number, group).tobytes()
+                wanted = rig.blocks(blocks, group)
+                targets = list(range(30, 30 + len(blocks)))
+                assert rig.load(job + 2, [rig.chunk(number, FILE, targets, group=group, first=first)]) == (OK,)
+                assert np.array_equal(rig.blocks(targets, group), wanted)
+            assert found["checksum"] == found["always"] == found["header"]
+
+
+def test_an_image_is_summed_once(make: Make, summed: list[int]) -> None:
+    """By the first write-through: not by the second, nor by one of an image that came from storage. Where nothing is
+    farther, never.
+    """
+    rig = make()
+    assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
+    assert rig.load(2, [rig.chunk(0, MEMORY, blocks_of(1))]) == (OK,)
+    assert summed == []
+    assert rig.moves(3, [rig.move(0, MEMORY, FILE)]) == (OK,)
+    assert summed == [1]
+    assert rig.moves(4, [rig.move(0, MEMORY, BUCKET)]) == (OK,)
+    assert summed == [1]
+    rig.put(FILE, 5)
+    assert rig.moves(5, [rig.move(5, FILE, MEMORY)]) == (OK,)
+    assert summed == [1, 1]  # verified on arrival
+    assert rig.moves(6, [rig.move(5, MEMORY, BUCKET)]) == (OK,)
+    assert summed == [1, 1]
+    assert np.array_equal(rig.stored(BUCKET, 5), rig.image(5))
+
+
+def test_always_leaves_nothing_to_sum(make: Make, summed: list[int]) -> None:
+    rig = make(verify="always")
+    assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
+    assert rig.moves(2, [rig.move(0, MEMORY, FILE), rig.move(0, MEMORY, BUCKET)]) == (OK, OK)
+    assert summed == []
+
+
+def test_two_tiers_that_take_a_chunk_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sums it, the other waits, with its pump at work; both write the same."""
+    rig, calls = make(), []
+    waits = threading.Event()
+    claim = rig.host.headers.claim
+
+    def told(offset: int) -> bool:
+        mine = claim(offset)
+        if not mine:
+            waits.set()
+        return mine
+
+    def slow(payloads: Sequence[npt.NDArray[np.uint8]]) -> Sums:
+        calls.append(threading.current_thread())
+        assert waits.wait(30)
+        return payload_checksums(payloads)
+
+    monkeypatch.setattr(rig.host.headers, "claim", told)
+    monkeypatch.setattr(host_slot, "payload_checksums", slow)
+    assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
+    assert rig.moves(2, [rig.move(0, MEMORY, FILE), rig.move(0, MEMORY, BUCKET)]) == (OK, OK)
+    assert len(calls) == 1
+    assert np.array_equal(rig.stored(FILE, 0), rig.stored(BUCKET, 0))
+    decode_header(rig.stored(FILE, 0)[:HEADER_BYTES])
+
+
+def test_loads_from_memory_while_chunks_are_written_through(make: Make) -> None:
+    """Rounds of eight chunks: stored into memory, then loaded again and again while two tiers take them."""
+    rig = make()
+    wanted = rig.blocks(range(32))
+    for turn in range(12):
+        jobs = range(100 * turn, 100 * turn + 40)
+        chunks = [rig.chunk(number, MEMORY, blocks_of(number)) for number in range(8)]
+        assert rig.store(jobs[0], chunks) == (OK,) * 8
+        rig.chain.submit_moves(
+            turn + 1, [rig.move(number, MEMORY, tier) for tier in (FILE, BUCKET) for number in range(8)]
+        )
+        for job in jobs[1:]:
+            assert rig.load(job, chunks) == (OK,) * 8
+        assert rig.settle(turn + 1).outcomes == (OK,) * 16
+    assert np.array_equal(rig.blocks(range(32)), wanted)
+    assert rig.load(9999, [rig.chunk(number, FILE, blocks_of(number)) for number in range(8)]) == (OK,) * 8
+
+
+def test_a_sum_that_fails_costs_its_chunk_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is written, and the next write-through finds the slot free."""
+    rig = make()
+    chunks = [rig.chunk(number, MEMORY, blocks_of(number)) for number in range(3)]
+    assert rig.store(1, chunks) == (OK,) * 3
+    bad = rig.host_bytes(1)[HEADER_BYTES:][: rig.payload(1).size].tobytes()
+
+    def broken(payloads: Sequence[npt.NDArray[np.uint8]]) -> Sums:
+        if payloads and payloads[0].tobytes() == bad:
+            raise RuntimeError("out of order")
+        return payload_checksums(payloads)
+
+    monkeypatch.setattr(host_slot, "payload_checksums", broken)
+    moves = [rig.move(number, MEMORY, FILE) for number in range(3)]
+    assert rig.moves(2, moves) == (OK, FAILED, OK)
+    assert lacks(rig, 1)
+    assert not rig.stored(FILE, 1).any()
+    monkeypatch.undo()
+    assert rig.moves(3, moves) == (OK, OK, OK)
+    assert rig.load(4, [rig.chunk(1, FILE, blocks_of(5))]) == (OK,)
+
+
+def test_a_write_that_fails_leaves_the_sums(make: Make, summed: list[int]) -> None:
+    mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.FAIL)])
+    rig = make(mover)
+    assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
+    assert rig.moves(2, [rig.move(0, MEMORY, FILE)]) == (FAILED,)
+    rig.clock.ahead_s += 5  # the tier is tried again
+    assert rig.moves(3, [rig.move(0, MEMORY, FILE)]) == (OK,)
+    assert summed == [1]
+
+
+@pytest.mark.parametrize("verify", ["checksum", "header", "always"])
+def test_an_image_without_checksums_is_served_from_no_storage(make: Make, verify: str) -> None:
+    """A bug would have written it. It is refused whatever is verified, straight or through memory."""
+    rig = make(verify=verify)
+    other = make()
+    assert other.store(1, [other.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
+    rig.put(FILE, 0, other.host_bytes(0))
+    before = rig.blocks(range(NUM_BLOCKS))
+    assert rig.load(1, [rig.chunk(0, FILE, blocks_of(3))]) == (CORRUPT,)
+    assert rig.results[1].errors == ("corrupt: version",)
+    assert rig.load(2, [rig.chunk(0, FILE, blocks_of(3), host=0)], ticket=2) == (CORRUPT,)
+    assert rig.moves(3, [rig.move(0, FILE, MEMORY)]) == (CORRUPT,)
+    assert rig.moves(4, [rig.move(0, FILE, BUCKET)]) == (CORRUPT,)
+    assert np.array_equal(rig.blocks(range(NUM_BLOCKS)), before)
+    assert rig.load(5, [rig.chunk(0, MEMORY, blocks_of(3))]) == (CORRUPT,)
+
+
+def test_what_failed_on_its_way_into_memory_has_no_header_there(make: Make) -> None:
+    """The slot of a chunk whose promotion was refused serves neither it nor what lay there before."""
+    rig = make()
+    assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
+    image = rig.image(7)
+    image[HEADER_BYTES] ^= 1
+    rig.put(FILE, 7, image)
+    rig.chain.submit_load(2, [rig.chunk(7, FILE, blocks_of(3), host=0)], landing_ticket=9)
+    assert rig.collect(2).outcomes == (CORRUPT,)
+    assert rig.settle(9).outcomes == (CORRUPT,)
+    assert not rig.host_bytes(0)[:8].any()
+    assert rig.load(3, [rig.chunk(0, MEMORY, blocks_of(3))]) == (CORRUPT,)
+    assert rig.load(4, [replace(rig.chunk(7, MEMORY, blocks_of(3)), location=rig.at(MEMORY, 0))]) == (CORRUPT,)
+
+
+def test_damage_to_a_header_in_memory_is_not_written(make: Make) -> None:
+    rig = make()
+    chunks = [rig.chunk(number, MEMORY, blocks_of(number)) for number in range(3)]
+    assert rig.store(1, chunks) == (OK,) * 3
+    rig.host_bytes(1)[90] ^= 1
+    assert rig.moves(2, [rig.move(number, MEMORY, FILE) for number in range(3)]) == (OK, CORRUPT, OK)
+    assert not rig.stored(FILE, 1).any()

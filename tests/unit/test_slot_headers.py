@@ -1,0 +1,120 @@
+"""Proves: a page that gets its checksums while others read it is never taken for damage, damage is still found, and one
+thread at a time completes a slot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from nixl_offload.chunk.header import CHECKSUMS_AT, HEADER_BYTES, MAX_BLOCKS_PER_CHUNK
+from nixl_offload.chunk.header_rows import ExpectedRows, add_checksums, check_headers, encode_headers, lacks_checksums
+from nixl_offload.engine.slot_headers import SlotHeaders
+
+BLOCKS = MAX_BLOCKS_PER_CHUNK
+SUMS = np.random.default_rng(5).integers(1, 1 << 63, BLOCKS, dtype=np.uint64)
+
+
+def lacking(count: int) -> tuple[npt.NDArray[np.uint8], ExpectedRows]:
+    expect = ExpectedRows(bytes(range(32)), [n.to_bytes(36, "big") for n in range(count)], 3, BLOCKS, 1000)
+    return encode_headers(expect, None, [0] * count).copy(), expect
+
+
+def together(*works: Callable[[], None]) -> None:
+    """Run each on a thread; what one raises is raised here."""
+    with ThreadPoolExecutor(len(works)) as threads:
+        for done in [threads.submit(work) for work in works]:
+            done.result(60)
+
+
+class HalfWritten(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """A page whose writer stops half way until a reader has seen it so."""
+
+    half: threading.Event
+    seen: threading.Event
+
+    def __setitem__(self, where: object, value: object) -> None:
+        whole, mine = np.asarray(value, dtype=np.uint8), self.view(np.ndarray)
+        mine[: CHECKSUMS_AT + 100] = whole[: CHECKSUMS_AT + 100]
+        self.half.set()
+        assert self.seen.wait(30)
+        mine[:] = whole
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_half_written_page_is_looked_at_again(damaged: bool) -> None:
+    """It looks damaged for as long as it is being written, and then only if it is."""
+    pages, expect = lacking(1)
+    headers, page = SlotHeaders(), pages[0].view(HalfWritten)
+    page.half, page.seen = threading.Event(), threading.Event()
+    found: list[bool] = []
+    if damaged:
+        pages[0, 100] ^= 1
+
+    def write() -> None:
+        headers.complete(page, SUMS)  # type: ignore[arg-type]
+
+    def read() -> None:
+        assert page.half.wait(30)
+        assert set(check_headers(pages, expect, may_lack_checksums=True).errors) == {0}
+        threading.Timer(0.05, page.seen.set).start()
+        found.append(bool(headers.check(list(pages), expect).errors))
+
+    together(write, read)
+    assert found == [damaged]
+    assert not lacks_checksums(pages[0])
+
+
+def test_pages_are_completed_under_the_eyes_of_readers() -> None:
+    """Many pages, a writer and two readers who never see an error."""
+    pages, expect = lacking(400)
+    headers, over = SlotHeaders(), threading.Event()
+    completed = [add_checksums(page, SUMS) for page in pages]
+    rounds = [0, 0]
+
+    def write() -> None:
+        try:
+            for page in pages:
+                headers.complete(page, SUMS)
+        finally:
+            over.set()
+
+    def read(reader: int) -> Callable[[], None]:
+        def work() -> None:
+            while not over.is_set() or not rounds[reader]:
+                found = headers.check(list(pages), expect)
+                assert not found.errors
+                assert not any(found.first_valid_block)
+                rounds[reader] += 1
+
+        return work
+
+    together(write, read(0), read(1))
+    assert (pages == np.stack(completed)).all()
+    assert pages.shape == (400, HEADER_BYTES)
+
+
+def test_a_slot_is_claimed_by_one_thread_at_a_time() -> None:
+    headers, inside, most = SlotHeaders(), [0], [0]
+    assert headers.claim(0)
+    assert not headers.claim(0)
+    assert headers.claim(4096)
+    headers.release(0)
+
+    def work() -> None:
+        for _ in range(300):
+            while not headers.claim(0):
+                pass
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            inside[0] -= 1
+            headers.release(0)
+
+    together(work, work, work)
+    assert most == [1]
+    assert not headers.claim(4096)
