@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,12 @@ from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import Packer, make_packer
 from nixl_offload.engine.records import ChunkIO
-from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.types import Key, Location, Outcome, Verify
 
 BLOCKS_PER_CHUNK = 16
 PAGES_KIB = (4, 16, 64, 256, 1024)
 LAYERS = (4, 32)
+VERIFY: tuple[Verify, ...] = ("always", "checksum")
 Copy = Callable[[], None]
 
 
@@ -233,7 +235,7 @@ def copies(total_bytes: int, rounds: int, pages_kib: Sequence[int], *, torch_thr
 
 
 def verifying(total_bytes: int, rounds: int, pages_kib: Sequence[int]) -> list[dict[str, object]]:
-    """Loads of one job through the memory tier's engine, with and without checksums."""
+    """Stores and loads of one job through the memory tier's engine, with and without checksums."""
     rows: list[dict[str, object]] = []
     for page_kib in pages_kib:
         for layers in _layers(page_kib, total_bytes):
@@ -242,24 +244,25 @@ def verifying(total_bytes: int, rounds: int, pages_kib: Sequence[int]) -> list[d
                 verify: MemoryEngine(
                     tensors=view.kv, layout=view.layout, host=view.slab, rank_namespace=bytes(32), verify=verify
                 )
-                for verify in ("header", "checksum")
+                for verify in VERIFY
             }
             chunks = [
                 ChunkIO(Key(n.to_bytes(32, "little") + bytes(4)), location, 0, ids, 0)
                 for n, ((ids, _), location) in enumerate(zip(view.parts, view.locations, strict=True))
             ]
-            _run(engines["checksum"], chunks, is_store=True)
-            found = measure({verify: _job(engine, chunks) for verify, engine in engines.items()}, view.bytes, rounds)
-            stored = measure({"store": lambda: _run(engines["checksum"], chunks, is_store=True)}, view.bytes, rounds)  # noqa: B023
-            rows.append({"page_kib": page_kib, "layers": layers, **found, **stored})
+            row: dict[str, object] = {"page_kib": page_kib, "layers": layers}
+            for what in ("store", "load"):
+                _run(engines["always"], chunks, is_store=True)  # whose images either engine loads
+                jobs = {
+                    verify: partial(_run, engine, chunks, is_store=what == "store")
+                    for verify, engine in engines.items()
+                }
+                row[what] = measure(jobs, view.bytes, rounds)
+            rows.append(row)
             for engine in engines.values():
                 engine.close()
             view.slab.close()
     return rows
-
-
-def _job(engine: MemoryEngine, chunks: Sequence[ChunkIO]) -> Copy:
-    return lambda: _run(engine, chunks, is_store=False)
 
 
 def _run(engine: MemoryEngine, chunks: Sequence[ChunkIO], *, is_store: bool) -> None:
@@ -312,14 +315,12 @@ def show(result: dict[str, object]) -> None:
         print(f"{row['copy']:8}{row['page_kib']:>4}KiB{row['layers']:>7}  {row['blocks']:12}{cells}")
     rows = result["verifying"]
     assert isinstance(rows, list)
-    heads = f"{'load, header':>14}{'load, checksum':>16}{'costs':>8}{'store':>8}"
-    print(f"\n{'page':>7}{'layers':>7}{heads}   GB/s by the engine")
+    heads = "".join(f"{what + ', ' + verify:>18}" for what in ("store", "load") for verify in VERIFY)
+    print(f"\n{'page':>7}{'layers':>7}{heads}   GB/s by the engine (ratio)")
     for row in rows:
-        costs = 1 / row["checksum"]["ratio"] - 1
-        print(
-            f"{row['page_kib']:>4}KiB{row['layers']:>7}{row['header']['gb_s']:>14.1f}{row['checksum']['gb_s']:>16.1f}"
-            f"{costs:>8.0%}{row['store']['gb_s']:>8.1f}"
-        )
+        cells = [row[what][verify] for what in ("store", "load") for verify in VERIFY]
+        words = "".join(f"{cell['gb_s']:>11.1f} ({cell['ratio']:4.2f})" for cell in cells)
+        print(f"{row['page_kib']:>4}KiB{row['layers']:>7}{words}")
 
 
 def main() -> None:
