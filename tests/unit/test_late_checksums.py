@@ -221,7 +221,7 @@ def test_what_failed_on_its_way_into_memory_has_no_header_there(make: Make) -> N
     image = rig.image(7)
     image[HEADER_BYTES] ^= 1
     rig.put(FILE, 7, image)
-    rig.chain.submit_load(2, [rig.chunk(7, FILE, blocks_of(3), host=0)], landing_ticket=9)
+    rig.chain.submit_load(2, [rig.chunk(7, FILE, blocks_of(3), host=0)], promotion_ticket=9)
     assert rig.collect(2).outcomes == (CORRUPT,)
     assert rig.settle(9).outcomes == (CORRUPT,)
     assert not rig.host_bytes(0)[:8].any()

@@ -266,7 +266,7 @@ def test_a_reset_forgets_what_is_due_and_waits_for_what_has_begun(tmp_path: Path
 # Shutdown.
 
 
-@pytest.mark.parametrize(("verify", "answer"), [("checksum", HIT), ("header", MISS)])
+@pytest.mark.parametrize(("verify", "answer"), [("checksum", HIT), ("always", HIT), ("header", MISS)])
 def test_a_shutdown_leaves_hints_of_what_can_be_verified(
     verify: str, answer: LookupResult, tmp_path: Path, open_rig: Open
 ) -> None:
