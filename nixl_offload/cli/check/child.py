@@ -186,10 +186,10 @@ def _mover(name: str, directory: str, gpu: bool, **options: Any) -> Answer:
     return {"ok": True, "reason": f"{note}; packs through host memory" if gpu and not on_device else note}
 
 
-def _file_speed(**arguments: Any) -> Answer:
-    from nixl_offload.cli.check.speed import measure_file_mover
+def _file_speeds(**arguments: Any) -> Answer:
+    from nixl_offload.cli.check.speed import measure_file_movers
 
-    return measure_file_mover(**arguments)
+    return measure_file_movers(**arguments)
 
 
 def _objects(tier: dict[str, Any], io: bool, piece_bytes: int) -> Answer:
@@ -247,7 +247,7 @@ def _s3_tier(tier: dict[str, Any]) -> S3Config:
 _TASKS: Final[dict[str, Any]] = {
     "plugin": _plugin,
     "mover": _mover,
-    "file_speed": _file_speed,
+    "file_speeds": _file_speeds,
     "objects": _objects,
     "memory": _memory,
     "server": _server,

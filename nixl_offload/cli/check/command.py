@@ -36,7 +36,7 @@ follows if it is not right, and the fix: a command or a line of CONFIG.
 
 Run it where the server runs: as the same user, in the same container, with the same environment. It may run beside
 servers and before the first one: it keeps no lock, makes no directory, and removes each scratch file and object that
-it writes (some pages; up to 256 MiB per tier for the speeds, a fraction of a second).
+it writes (some pages; up to 64 MiB per tier for the speeds, some two seconds).
 
 --vllm-args takes what follows `vllm serve`, and NAME=VALUE before it for environment variables of that server alone.
 Where it names a model, vLLM makes its final configuration of it, in a process of its own (ten seconds and more), and

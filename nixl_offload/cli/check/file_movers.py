@@ -15,8 +15,6 @@ from nixl_offload.hardware.gds import GdsReport
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.movers.select import candidates
 
-_MARGIN: Final = 0.1
-"""Movers this close to the fastest are as good: a short test is no more exact."""
 _FIXES: Final = {
     "posix_uring": "sysctl kernel.io_uring_disabled=0, docker run --security-opt seccomp=unconfined; or posix_api: aio",
     "posix_aio": "sysctl -w fs.aio-max-nr=1048576; or posix_api: io_uring",
@@ -91,28 +89,24 @@ def try_movers(
         direct_io = tier.direct_io and any(
             found.name == "O_DIRECT" and found.state == "ok" for found in section.findings
         )
-        measure = {"direct_io": direct_io, "piece_bytes": piece_bytes, **common}
-        add_speeds(section, tier, {name: child.run("file_speed", name=name, **measure) for name in names}, gpu=gpu)
+        answer = child.run("file_speeds", names=names, direct_io=direct_io, piece_bytes=piece_bytes, **common)
+        add_speeds(section, tier, answer, gpu=gpu)
 
 
-def add_speeds(section: Section, tier: DirectoryConfig, speeds: dict[str, Answer], *, gpu: bool) -> None:
+def add_speeds(section: Section, tier: DirectoryConfig, answer: Answer, *, gpu: bool) -> None:
     """Add each mover's figures and, with ``mover: auto``, the line of the config for the fastest.
 
     On a GPU a server with ``mover: auto`` compares them itself at each start; else it takes the first that starts.
     """
-    for name, answer in speeds.items():
-        section.add(f"speed of {name}", speed_finding(answer))
-    # A load delays a request and a store does not, so reads count twice.
-    costs = {
-        name: 2 / answer["read_bytes_s"] + 1 / answer["write_bytes_s"]
-        for name, answer in speeds.items()
-        if "failed" not in answer
-    }
-    # The first of those that are as good: it has the fewest copies.
-    fastest = next((name for name in costs if costs[name] <= (1 + _MARGIN) * min(costs.values())), None)
+    if "failed" in answer:
+        section.add("speed", speed_finding(answer))
+        return
+    for name, figures in answer["speeds"].items():
+        section.add(f"speed of {name}", speed_finding(figures))
+    fastest = answer["fastest"]
     if fastest is None:
         return
-    section.facts |= {"fastest": fastest, "io": speeds[fastest]}
+    section.facts |= {"fastest": fastest, "io": answer["speeds"][fastest]}
     if tier.mover != "auto":
         return
     if gpu:

@@ -16,7 +16,6 @@ MARGIN: Final = 0.1
 DIRECT_UNMEASURED_BYTES: Final = 256 << 10
 """Pieces from this size on go direct where nothing could be measured."""
 _PATHS: Final[tuple[TransferPath, ...]] = ("direct", "device", "host")
-_MOVERS: Final = ("gds_mt", "kvikio", "posix", "copy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +88,10 @@ def candidates_of(mover: str, shape: Shape, *, accelerator: bool) -> tuple[tuple
 
 
 def best_of(candidates: Sequence[MeasuredPath]) -> MeasuredPath | None:
-    """Return the cheapest, or among those within ``MARGIN`` of it the one with the fewest copies; None: no figures."""
+    """Return the cheapest, or among those within ``MARGIN`` of it the one with the fewest copies, the first of those;
+    None: no figures.
+    """
     measured = [candidate for candidate in candidates if candidate.measured]
-    if not measured:
-        return None
-    limit = (1 + MARGIN) * min(candidate.cost_s_byte for candidate in measured)
+    limit = (1 + MARGIN) * min((candidate.cost_s_byte for candidate in measured), default=0)
     close = [candidate for candidate in measured if candidate.cost_s_byte <= limit]
-    return min(close, key=lambda candidate: (_PATHS.index(candidate.path), _MOVERS.index(candidate.mover)))
+    return min(close, key=lambda candidate: _PATHS.index(candidate.path), default=None)

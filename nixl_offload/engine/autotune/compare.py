@@ -48,18 +48,19 @@ def compare(
     direct_io: bool,
     budget_s: float,
     limit_s: float = TRANSFER_LIMIT_S,
+    least: int = 2,
 ) -> tuple[MeasuredPath, ...]:
-    """Open each mover of ``candidates``, and where more than one can run, measure. Returns them in their order.
+    """Open each mover of ``candidates``, and where at least ``least`` can run, measure. Returns them in their order.
 
     ``budget_s`` bounds the measuring, not the opening; only what is in flight then is still waited for, ``limit_s`` at
     most after the last that arrived. Nothing is raised for reasons of storage or memory: those are in the results.
     """
-    comparison = _Comparison(budget_s, limit_s, direct_io=direct_io)
+    comparison = _Comparison(budget_s, limit_s, least, direct_io=direct_io)
     try:
         for name in dict.fromkeys(name for name, _ in candidates):
             comparison.open_mover(name, open_mover)
         able = [(name, path) for name, path in candidates if name in comparison.movers]
-        if len(able) > 1:
+        if len(able) >= least:
             try:
                 host = any(path == "host" for _, path in able)
                 comparison.measure(able, directory, _take_memory(directory, device, shape, host=host))
@@ -84,7 +85,7 @@ def _take_memory(directory: str, device: Device, shape: Shape, *, host: bool) ->
 class _Comparison:
     """``contenders`` are in the order in which they take turns."""
 
-    def __init__(self, budget_s: float, limit_s: float, *, direct_io: bool) -> None:
+    def __init__(self, budget_s: float, limit_s: float, least: int, *, direct_io: bool) -> None:
         self.movers: dict[str, Mover] = {}
         self.contenders: dict[tuple[str, TransferPath], Contender] = {}
         self.trouble = ""
@@ -93,6 +94,7 @@ class _Comparison:
         self._memory: TrialMemory | None = None
         self._budget_s = budget_s
         self._limit_s = limit_s
+        self._least = least
         self._direct_io = direct_io
         self._until_s = 0.0
 
@@ -116,7 +118,7 @@ class _Comparison:
                 if file is not None:
                     mover = self.movers[name]
                     self.contenders[name, path] = Contender(name, mover, file, path, memory, self._limit_s)
-            if len(self.contenders) > 1:
+            if len(self.contenders) >= self._least:
                 self._until_s = time.monotonic() + self._budget_s
                 self._take_turns(fd)
 
