@@ -19,16 +19,11 @@ PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"
 SYSTEM_FILE: Final = "/etc/cufile.json"
 DEFAULTS: Final[Mapping[str, Any]] = {
     "properties.allow_compat_mode": True,
-    "properties.force_compat_mode": False,
-    "properties.use_pci_p2pdma": False,
-    "block.nvme.use_pci_p2pdma": False,
-    "block.nvmeof.use_pci_p2pdma": False,
-    "block.raid.use_pci_p2pdma": False,
     "properties.max_device_cache_size_kb": 131_072,
     "properties.max_device_pinned_mem_size_kb": 33_554_432,
     "properties.gds_rdma_write_support": True,
 }
-"""What cuFile does where the file says nothing, of the settings that we look at."""
+"""What cuFile does where the file says nothing, of the settings that we look at; all others are off."""
 VARIABLES: Final[Mapping[str, str]] = {
     "CUFILE_ALLOW_COMPAT_MODE": "properties.allow_compat_mode",
     "CUFILE_FORCE_COMPAT_MODE": "properties.force_compat_mode",
@@ -56,13 +51,12 @@ class CufileSettings:
     def flag(self, name: str) -> bool:
         """Return a setting that is yes or no. What is no boolean counts as the default."""
         value = self.said.get(name)
-        return value if isinstance(value, bool) else bool(DEFAULTS[name])
+        return value if isinstance(value, bool) else bool(DEFAULTS.get(name))
 
     def number(self, name: str) -> int:
         """Return a setting that is a number. What is no whole number above zero counts as the default."""
         value = self.said.get(name)
-        is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        return int(value) if is_number and value is not None else int(DEFAULTS[name])
+        return value if type(value) is int and value > 0 else int(DEFAULTS[name])
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return a setting that is a list of words; empty when there is none."""
@@ -101,23 +95,16 @@ def read_settings(root: str = "/", environment: Mapping[str, str] | None = None)
 
 def parse(text: str) -> dict[str, Any]:
     """Return what a cufile.json says: JSON with ``//`` and ``/* */`` comments. Raises ValueError, naming the line."""
-    value = json.loads(_TOKEN.sub(_without_comment, text))
+    # A string stays; a comment becomes as many lines as it had, so that an error names the right one.
+    blank = _TOKEN.sub(lambda at: at[0] if at[0].startswith('"') else "\n" * at[0].count("\n"), text)
+    value = json.loads(blank)
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return value
 
 
-def _without_comment(match: re.Match[str]) -> str:
-    """A string stays; a comment becomes as many lines as it had, so that an error names the right one."""
-    token = match.group()
-    return token if token.startswith('"') else "\n" * token.count("\n")
-
-
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, each in value.items():
-        if isinstance(each, dict):
-            found |= _flat(each, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = each
+        found |= _flat(each, f"{prefix}{name}.") if isinstance(each, dict) else {prefix + name: each}
     return found

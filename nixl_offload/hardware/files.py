@@ -6,8 +6,7 @@ Threading: pure functions; safe anywhere.
 from __future__ import annotations
 
 import os
-
-_MAX_BYTES = 16 << 20
+from pathlib import Path
 
 
 def beneath(root: str, path: str) -> str:
@@ -18,8 +17,7 @@ def beneath(root: str, path: str) -> str:
 def read(root: str, path: str) -> str | None:
     """Return what a file says; "" when there is no such file; None when it is there but cannot be read."""
     try:
-        with open(beneath(root, path), "rb") as file:
-            return file.read(_MAX_BYTES).decode(errors="replace")
+        return Path(beneath(root, path)).read_text("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError:

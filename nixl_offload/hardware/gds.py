@@ -13,7 +13,7 @@ import tempfile
 from typing import Final, NamedTuple
 
 from nixl_offload.hardware.cufile import CufileSettings, read_settings
-from nixl_offload.hardware.files import beneath, names
+from nixl_offload.hardware.files import names
 from nixl_offload.hardware.gds_routes import Fact, find_driver, iommu_fact, nvidia_fs_fact, p2pdma_fact
 from nixl_offload.hardware.libraries import find_library
 from nixl_offload.hardware.mounts import BlockDevice, Mount, find_device, find_mount
@@ -21,20 +21,13 @@ from nixl_offload.types import PAGE_BYTES
 
 __all__ = ["Fact", "GdsReport", "gds_report"]
 
-_NETWORK: Final = {
-    "nfs": "rpcrdma",
-    "nfs4": "rpcrdma",
-    "lustre": "lnet",
-    "beegfs": "beegfs",
-    "gpfs": "mmfslinux",
+_NETWORK: Final = {"nfs": "rpcrdma", "nfs4": "rpcrdma", "lustre": "lnet", "beegfs": "beegfs", "gpfs": "mmfslinux"} | {
     "mmfs": "mmfslinux",
     "wekafs": "wekafsio",
     "scatefs": "scatefs",
 }
 """Filesystems that nvidia-fs serves, and the driver that must know it."""
 _STORAGE_DRIVERS: Final = {"nvme": "nvme", "raid0": "nvme", "nvmeof": "nvme_rdma"}
-_LOCAL: Final = ("ext4", "xfs")
-_IN_MEMORY: Final = ("tmpfs", "ramfs")
 _FATAL: Final = ("GPU driver", "libcufile", "libcudart", "directory")
 _PLACE: Final = ("filesystem", "block device")
 """Where one of these is not ok, neither route can serve the directory, and the routes give no further reason."""
@@ -62,19 +55,22 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     driver = find_driver(root)
     mount = find_mount(directory, root) if os.path.isdir(directory) else None
     device = find_device(mount, root) if mount else None
-    is_local = mount is not None and mount.kind in _LOCAL
+    is_local = mount is not None and mount.kind in ("ext4", "xfs")
     kind = _kind_below(device) if is_local else ""
     wanted = _STORAGE_DRIVERS.get(kind) or (_NETWORK.get(mount.kind) if mount else None)
+    make = None if os.path.exists(directory) else f"mkdir -p -m 700 {directory}"
+    is_directory, has_udev = os.path.isdir(directory), bool(names(root, "/run/udev/data"))
+    what, udev_fix = ("is here", None) if has_udev else ("has no data", "in a container: -v /run/udev:/run/udev:ro")
     conditions = [
         driver.fact,
         _library_fact("libcufile", "libcufile.so.0 of CUDA 12.8 or newer", root),
         _library_fact("libcudart", "the CUDA runtime", root),
         _settings_fact(settings, mount, device),
-        _directory_fact(directory),
+        Fact("directory", is_directory, directory if is_directory else f"{directory} is no directory", make),
         _filesystem_fact(mount, settings),
         *([_device_fact(device)] if is_local else []),
-        _direct_io_fact(directory),
-        _udev_fact(root),
+        _direct_io_fact(directory) if is_directory else Fact("O_DIRECT", None, "O_DIRECT was not tried"),
+        Fact("udev", has_udev, f"/run/udev, by which cuFile finds out what a mount is, {what}", udev_fix),
     ]
     routes = [
         nvidia_fs_fact(root, wanted),
@@ -82,11 +78,10 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     ]
     route = next((fact for fact in routes if fact.ok), None)
     deciding = list(conditions)
-    if route is not None:
-        # The other route is not needed, so there is nothing to fix about it.
+    if route is not None:  # nothing to fix about the other one
         routes = [fact if fact is route else fact._replace(fix=None) for fact in routes]
-    elif any(fact.ok is None for fact in routes):
-        deciding += [fact for fact in routes if fact.ok is None]
+    elif doubtful := [fact for fact in routes if fact.ok is None]:
+        deciding += doubtful
     elif all(fact.ok for fact in conditions if fact.name in _PLACE):
         deciding += routes
     against = [fact for fact in deciding if fact.ok is False]
@@ -100,8 +95,10 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     elif doubtful:
         verdict = f"GPUDirect Storage: not certain, because {_reasons(doubtful)}; `gdscheck -p` may tell"
     else:
-        on = device.words if device else mount.source if mount else "?"
-        verdict = f"GPUDirect Storage: real ({route.words if route else '?'}, {mount.kind if mount else '?'} on {on})"
+        assert route is not None
+        assert mount is not None
+        on = device.words if device else mount.source
+        verdict = f"GPUDirect Storage: real ({route.words}, {mount.kind} on {on})"
     facts = (*conditions, *routes, iommu_fact(root, driver.machine))  # an IOMMU costs speed and decides nothing alone
     return GdsReport(not against and not doubtful, verdict, facts)
 
@@ -109,7 +106,7 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
 def _how_bad(against: list[Fact], settings: CufileSettings, mount: Mount | None) -> str:
     if any(fact.name in _FATAL for fact in against):
         return "no GPUDirect Storage: cuFile cannot run here"
-    if mount and mount.kind in _IN_MEMORY:
+    if mount and mount.kind in ("tmpfs", "ramfs"):
         return "no GPUDirect Storage: cuFile takes no files of this kind"
     if not settings.flag("properties.allow_compat_mode"):
         return "no GPUDirect Storage: cuFile refuses these files (allow_compat_mode is off)"
@@ -151,34 +148,21 @@ def _settings_fact(settings: CufileSettings, mount: Mount | None, device: BlockD
     return Fact(name, True, f"{where}; compatibility mode {compat}")
 
 
-def _directory_fact(directory: str) -> Fact:
-    if os.path.isdir(directory):
-        return Fact("directory", True, os.path.realpath(directory))
-    if os.path.exists(directory):
-        return Fact("directory", False, f"{directory} is no directory")
-    return Fact("directory", False, f"{directory} is not there", f"mkdir -p -m 700 {directory}")
-
-
 def _filesystem_fact(mount: Mount | None, settings: CufileSettings) -> Fact:
     name = "filesystem"
     if mount is None:
         return Fact(name, None, "what it lies on cannot be told")
-    here = f"{mount.kind} at {mount.point}"
-    if mount.kind == "xfs":
-        return Fact(name, True, here)
-    if mount.kind == "ext4":
-        data = mount.option("data")
-        if data == "ordered":
-            return Fact(name, True, f"{here}, data=ordered")
+    here, data = f"{mount.kind} at {mount.point}", mount.option("data")
+    if mount.kind == "ext4" and data != "ordered":
         said = f"has data={data}" if data else "does not say data=ordered, which cuFile wants to see"
         fix = f"mount -o remount,data=ordered {mount.point} (of the root filesystem: rootflags=data=ordered)"
         return Fact(name, False, f"{here} {said}", fix)
-    if mount.kind not in _NETWORK:
+    if mount.kind not in ("ext4", "xfs", *_NETWORK):
         return Fact(name, False, here, _MOVE)
     if mount.kind.startswith("nfs") and mount.option("proto") != "rdma":
         words = f"{here} goes by {mount.option('proto') or 'tcp'}, not RDMA"
         return Fact(name, False, words, "mount it with proto=rdma")
-    if not settings.flag("properties.gds_rdma_write_support"):
+    if mount.kind in _NETWORK and not settings.flag("properties.gds_rdma_write_support"):
         return Fact(name, False, "gds_rdma_write_support is off", f"turn it on in {settings.where}")
     return Fact(name, True, here)
 
@@ -202,43 +186,27 @@ def _device_fact(device: BlockDevice | None) -> Fact:
     if device.kind in ("lvm", "crypt", "multipath", "dm"):
         words = f"{device.words} goes through the device mapper"
         return Fact(name, False, words, "use the NVMe drive itself, or RAID 0")
-    if device.kind.startswith("raid"):
-        return Fact(name, False, f"{device.words} is not RAID 0 of NVMe drives", "use an NVMe drive, or RAID 0 of some")
-    return Fact(name, False, f"{device.words} is no NVMe drive", _MOVE)
+    what = "not RAID 0 of NVMe drives" if device.kind.startswith("raid") else "no NVMe drive"
+    return Fact(name, False, f"{device.words} is {what}", _MOVE)
 
 
 def _direct_io_fact(directory: str) -> Fact:
     name = "O_DIRECT"
-    if not os.path.isdir(directory):
-        return Fact(name, None, "O_DIRECT was not tried")
     try:
-        fd, path = tempfile.mkstemp(prefix=".mover-probe-", dir=directory)
+        scratch, path = tempfile.mkstemp(prefix=".mover-probe-", dir=directory)
     except OSError as error:
-        words = f"{directory} cannot be written ({error.strerror or error})"
-        return Fact(name, False, words, "let this user write there")
-    with contextlib.ExitStack() as undo:
-        undo.callback(_remove, path)
-        undo.callback(os.close, fd)
-        try:
-            direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-            undo.callback(os.close, direct)
-            with mmap.mmap(-1, PAGE_BYTES) as page:
-                os.pwrite(direct, page, 0)
-                os.preadv(direct, [page], 0)
-        except OSError as error:
-            return Fact(name, False, f"O_DIRECT does not work there ({error.strerror or error})", _MOVE)
+        return Fact(name, False, f"{directory} cannot be written ({error.strerror})", "let this user write there")
+    os.close(scratch)
+    try:
+        with (
+            open(os.open(path, os.O_RDWR | os.O_DIRECT), "r+b", buffering=0) as file,
+            mmap.mmap(-1, PAGE_BYTES) as page,
+        ):
+            file.write(page)
+            os.preadv(file.fileno(), [page], 0)
+    except OSError as error:
+        return Fact(name, False, f"O_DIRECT does not work there ({error.strerror})", _MOVE)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     return Fact(name, True, "O_DIRECT reads and writes")
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-
-
-def _udev_fact(root: str) -> Fact:
-    """CuFile asks udev what a mount is made of."""
-    if names(root, "/run/udev/data"):
-        return Fact("udev", True, "/run/udev is here")
-    is_there = os.path.isdir(beneath(root, "/run/udev"))
-    words = "has no data" if is_there else "is missing, by which cuFile finds out what a mount is"
-    return Fact("udev", False, f"/run/udev {words}", "in a container: -v /run/udev:/run/udev:ro")

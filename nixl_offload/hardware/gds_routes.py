@@ -30,14 +30,12 @@ class Fact(NamedTuple):
 
 
 class GpuDriver(NamedTuple):
-    """The GPU's kernel driver."""
+    """The GPU's kernel driver; ``machine`` is ``x86_64`` or ``aarch64``, as it says."""
 
     fact: Fact
-    """Whether it is there."""
     version: tuple[int, ...] = ()
     open_modules: bool = False
     machine: str = ""
-    """``x86_64`` or ``aarch64``, as the driver says it."""
 
 
 def find_driver(root: str) -> GpuDriver:
@@ -49,12 +47,10 @@ def find_driver(root: str) -> GpuDriver:
         fix = "install NVIDIA's driver, or start the container with --gpus all"
         return GpuDriver(Fact("GPU driver", False, "no NVIDIA driver here", fix))
     line = text.splitlines()[0]
-    number = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", line)
-    machine = re.search(r"\bfor (\w+)", line)
-    version = number.group(1) if number else "of unknown version"
-    is_open = "open kernel module" in line.lower()
+    number, machine = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", line), re.search(r"\bfor (\w+)", line)
+    version, is_open = number[1] if number else "of unknown version", "open kernel module" in line.lower()
     words = f"NVIDIA driver {version}, {'open' if is_open else 'proprietary'} kernel modules"
-    return GpuDriver(Fact("GPU driver", True, words), _version(version), is_open, machine.group(1) if machine else "")
+    return GpuDriver(Fact("GPU driver", True, words), _version(version), is_open, machine[1] if machine else "")
 
 
 def nvidia_fs_fact(root: str, wanted: str | None) -> Fact:
@@ -89,48 +85,46 @@ def p2pdma_fact(
     section = _BLOCK_SECTIONS.get(device_kind)
     if section is None:
         return Fact(name, False, "PCI P2PDMA reaches NVMe drives only")
-    missing: list[tuple[str, str | None]] = []
-
-    def lacks(is_missing: bool, words: str, fix: str | None = None) -> None:
-        if is_missing:
-            missing.append((words, fix))
-
     release = (read(root, "/proc/sys/kernel/osrelease") or "").strip()
-    kernel, is_x86 = _version(release), driver.machine != "aarch64"
-    lacks((0,) < kernel < (6, 2), f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on")
-    unbuilt = kernel >= (6, 2) and "# CONFIG_PCI_P2PDMA is not set" in (read(root, f"/boot/config-{release}") or "")
-    lacks(unbuilt, f"kernel {release} is built without PCI P2PDMA", "boot a kernel with CONFIG_PCI_P2PDMA=y")
-    on_raid = device_kind == "raid0" and is_x86 and kernel < (7, 1)
-    lacks(on_raid, "it does not go through RAID 0 before kernel 7.1")
+    kernel, is_x86, version = _version(release), driver.machine != "aarch64", driver.version
+    unbuilt = "# CONFIG_PCI_P2PDMA is not set" in (read(root, f"/boot/config-{release}") or "")
     parameters = read(root, "/proc/driver/nvidia/params") or ""
-    if driver.version:
-        lacks(driver.version < (565, 47), "the driver is older than 565.47", "install driver 570 or newer")
-        proprietary = not driver.open_modules
-        lacks(proprietary, "the driver has proprietary kernel modules", "install the driver's open kernel modules")
-    if driver.version and is_x86:
-        static = not parameters or "rmforcestaticbar1=1" in parameters.lower()
-        option = 'options nvidia NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1;"'
-        lacks(not static, "the driver's option RMForceStaticBar1 is off", f"set `{option}` for modprobe, reboot")
-        multipath = (read(root, "/sys/module/nvme_core/parameters/multipath") or "").strip() == "Y"
-        lacks(multipath, "NVMe multipath is on", "set `options nvme_core multipath=N` for modprobe, reboot")
-    cufile_version = cufile.version if cufile else ()
-    lacks((0,) < cufile_version < (1, 13), "libcufile is older than 1.13", "install CUDA 12.8 or newer")
-    ours = f"in {settings.where}: take ours, configs/cufile.json"
-    if not settings.flag("properties.use_pci_p2pdma"):
-        lacks(True, "cufile.json does not say use_pci_p2pdma", f"set use_pci_p2pdma {ours}")
-    elif not ((0,) < cufile_version < (1, 16) or settings.flag(f"block.{section}.use_pci_p2pdma")):
-        misplaced = f"fs.block.{section}.use_pci_p2pdma" in settings.said
-        words = "cufile.json has `block` inside of `fs`, where cuFile ignores it"
-        lacks(misplaced, words, f"move it to the top in {settings.where}")
-        words = f"cufile.json has no `{section}: {{use_pci_p2pdma: true}}` in `block`"
-        lacks(not misplaced, words, f"set it {ours}")
+    registry = 'options nvidia NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1;"'
+    is_closed, bus = bool(version) and not driver.open_modules, bool(version) and is_x86
+    no_static = bus and bool(parameters) and "rmforcestaticbar1=1" not in parameters.lower()
+    multipath = bus and (read(root, "/sys/module/nvme_core/parameters/multipath") or "").strip() == "Y"
+    library = cufile.version if cufile else ()
+    allowed = settings.flag("properties.use_pci_p2pdma")
+    # Before cuFile 1.16 there is no switch per kind of drive.
+    allowed_kind = (0,) < library < (1, 16) or settings.flag(f"block.{section}.use_pci_p2pdma")
+    in_block = f"cufile.json has no `{section}: {{use_pci_p2pdma: true}}` in `block`"
+    ours = f"{settings.where}: take ours, configs/cufile.json"
+    conditions = (
+        ((0,) < kernel < (6, 2), f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on"),
+        (unbuilt, f"kernel {release} is built without PCI P2PDMA", "boot a kernel with CONFIG_PCI_P2PDMA=y"),
+        (
+            device_kind == "raid0" and is_x86 and kernel < (7, 1),
+            "it does not go through RAID 0 before kernel 7.1",
+            None,
+        ),
+        ((0,) < version < (565, 47), "the driver is older than 565.47", "install driver 570 or newer"),
+        (is_closed, "the driver has proprietary kernel modules", "install the driver's open kernel modules"),
+        (no_static, "the driver's option RMForceStaticBar1 is off", f"set `{registry}` for modprobe, reboot"),
+        (multipath, "NVMe multipath is on", "set `options nvme_core multipath=N` for modprobe, reboot"),
+        ((0,) < library < (1, 13), "libcufile is older than 1.13", "install CUDA 12.8 or newer"),
+        (not allowed, "cufile.json does not say use_pci_p2pdma", f"set use_pci_p2pdma in {ours}"),
+        (allowed and not allowed_kind, in_block, f"set it in {ours}"),
+    )
+    missing = [(words, fix) for is_missing, words, fix in conditions if is_missing]
     if missing:
         fixes = "; ".join(fix for _, fix in missing if fix) or None
         return Fact(name, False, ", ".join(words for words, _ in missing), fixes)
     unknown = [] if kernel else ["the kernel's version"]
     if driver.version and is_x86 and not parameters:
         unknown.append("the driver's options")
-    models = _gpu_models(root)
+    gpus = names(root, "/proc/driver/nvidia/gpus")
+    texts = [read(root, f"/proc/driver/nvidia/gpus/{gpu}/information") or "" for gpu in gpus]
+    models = re.findall(r"^Model:\s*(.+?)\s*$", "\n".join(texts), re.MULTILINE)
     if models and not any(map(_P2PDMA_GPUS.search, models)):
         unknown.append(f"whether {models[0]} takes part, which NVIDIA does not list,")
     if iommu_fact(root, driver.machine).ok is False:
@@ -170,12 +164,6 @@ def pinning_route(root: str, settings: CufileSettings) -> str | None:
 
 def _has_nvidia_fs_device(root: str) -> bool:
     return any(device.startswith("nvidia-fs") for device in names(root, "/dev"))
-
-
-def _gpu_models(root: str) -> list[str]:
-    gpus = names(root, "/proc/driver/nvidia/gpus")
-    texts = [read(root, f"/proc/driver/nvidia/gpus/{gpu}/information") or "" for gpu in gpus]
-    return re.findall(r"^Model:\s*(.+?)\s*$", "\n".join(texts), re.MULTILINE)
 
 
 def _version(text: str) -> tuple[int, ...]:

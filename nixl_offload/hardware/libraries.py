@@ -9,18 +9,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from nixl_offload.hardware.files import beneath, names, read
 
-_SYSTEM: Final = tuple(
-    f"{directory}{below}"
-    for directory in ("/lib", "/usr/lib")
-    for below in ("", "64", "/x86_64-linux-gnu", "/aarch64-linux-gnu")
-)
-_CUDA_FOLDERS: Final = ("/usr/local", "/opt")
-"""Where CUDA is installed without the loader knowing."""
+_SYSTEM: Final = [
+    f"{top}{below}" for top in ("/lib", "/usr/lib") for below in ("", "64", "/x86_64-linux-gnu", "/aarch64-linux-gnu")
+]
 _WHEELS: Final = {"libcufile.so": "nvidia_cufile", "libcudart.so": "nvidia_cuda_runtime"}
 
 
@@ -40,24 +36,23 @@ class Library(NamedTuple):
         return " ".join(filter(None, [name, ".".join(map(str, self.version)), f"({self.path})"]))
 
 
-def find_library(
-    stem: str, root: str = "/", environment: Mapping[str, str] | None = None, packages: list[str] | None = None
-) -> Library | None:
+def find_library(stem: str, root: str = "/") -> Library | None:
     """Return the best of what ``stem`` (``libcufile.so``) names here: what a process would load comes first.
 
     Order: loaded already, ``LD_LIBRARY_PATH``, the loader's cache and system directories, beside torch in
-    site-packages (``packages``, the import path by default; torch loads it), then where the loader does not look.
-    None: there is none. Never raises.
+    site-packages (torch loads it), then CUDA's own directories, where the loader does not look. None: there is none.
     """
     pattern = re.compile(re.escape(stem) + r"\.(\d+)(?:\.\d+)*$")
-    for path in _where_the_loader_looks(pattern, root, os.environ if environment is None else environment):
+    for path in _where_the_loader_looks(pattern, root):
         if os.path.exists(beneath(root, path)):
             return Library(path, _version_of_file(beneath(root, path)), loadable=True)
-    for directory in sys.path if packages is None else packages:
+    for directory in sys.path:
         for wheel in names("/", os.path.join(directory, "nvidia")):  # nvidia/cufile/lib of CUDA 12, nvidia/cu13/lib
             for path in _matching(os.path.join(directory, "nvidia", wheel, "lib"), pattern):
-                return Library(path, _version_of_wheel(directory, stem), "torch" in names("/", directory))
-    for folder in _CUDA_FOLDERS:
+                dist = re.compile(rf"{_WHEELS.get(stem, '(?!)')}(?:_cu\d+)?-([\d.]+)\.dist-info$")
+                versions = (_numbers(found[1]) for found in map(dist.match, names("/", directory)) if found)
+                return Library(path, next(versions, ()), "torch" in names("/", directory))
+    for folder in ("/usr/local", "/opt"):
         for cuda in reversed(names(root, folder)):
             for inner in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
                 for path in _matching(os.path.join(folder, cuda, inner), pattern, root):
@@ -65,25 +60,16 @@ def find_library(
     return None
 
 
-def _where_the_loader_looks(pattern: re.Pattern[str], root: str, environment: Mapping[str, str]) -> Iterator[str]:
+def _where_the_loader_looks(pattern: re.Pattern[str], root: str) -> Iterator[str]:
     """Paths, best first. The file of a path may have gone."""
-
-    def named_in(path: str) -> Iterator[str]:
-        paths = re.findall(r"/[\x21-\x7e]*", read(root, path) or "")
-        return (path for path in paths if pattern.match(os.path.basename(path)))
-
-    yield from named_in("/proc/self/maps")
-    for directory in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
-        yield from _matching(directory, pattern, root)
-    yield from named_in("/etc/ld.so.cache")
-    for directory in _SYSTEM:
-        yield from _matching(directory, pattern, root)
-
-
-def _version_of_wheel(directory: str, stem: str) -> tuple[int, ...]:
-    wheel = re.compile(rf"{_WHEELS.get(stem, '(?!)')}(?:_cu\d+)?-([\d.]+)\.dist-info$")
-    found = filter(None, map(wheel.match, names("/", directory)))
-    return next((_numbers(match.group(1)) for match in found), ())
+    for listing, directories in (
+        ("/proc/self/maps", filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))),
+        ("/etc/ld.so.cache", _SYSTEM),
+    ):
+        paths = re.findall(r"/[\x21-\x7e]*", read(root, listing) or "")
+        yield from (path for path in paths if pattern.match(os.path.basename(path)))
+        for directory in directories:
+            yield from _matching(directory, pattern, root)
 
 
 def _version_of_file(path: str) -> tuple[int, ...]:

@@ -25,14 +25,10 @@ def room(root: Path = ROOT) -> Room:
 
     Page cache counts as available, in a control group as in ``MemAvailable``: the kernel gives it up first.
     """
-    found = [_of_machine(root), *_of_groups(root)]
-    return min(found, key=lambda each: each.available_bytes)
-
-
-def _of_machine(root: Path) -> Room:
     fields = _fields(root / "proc/meminfo")
-    kib = fields.get("MemAvailable:", fields.get("MemFree:"))
-    return Room(_NO_LIMIT_BYTES if kib is None else kib << 10, "the machine (MemAvailable)")
+    kib = fields.get("MemAvailable:", fields.get("MemFree:", _NO_LIMIT_BYTES >> 10))
+    found = [Room(kib << 10, "the machine (MemAvailable)"), *_of_groups(root)]
+    return min(found, key=lambda each: each.available_bytes)
 
 
 def _of_groups(root: Path) -> list[Room]:
@@ -41,30 +37,27 @@ def _of_groups(root: Path) -> list[Room]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return found
-    for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+    groups = root / "sys/fs/cgroup"
+    for number, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1):
         if number == "0" and not controllers:
-            for mount in (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"):
-                found += _upwards(mount, path, "memory.max", "memory.current", ("inactive_file", "active_file"))
+            for mount in (groups, groups / "unified"):
+                found += _upwards(mount, path, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            cache = ("total_inactive_file", "total_active_file")
-            mount = root / "sys/fs/cgroup/memory"
-            found += _upwards(mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes", cache)
+            found += _upwards(groups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     return found
 
 
-def _upwards(mount: Path, path: str, limit: str, usage: str, cache: tuple[str, ...]) -> list[Room]:
+def _upwards(mount: Path, path: str, limit: str, usage: str, total: str) -> list[Room]:
     """What the group ``path`` leaves, and each above it; in a container the mount itself may be the group."""
-    found = []
-    parts = [part for part in path.split("/") if part]
-    for depth in range(len(parts), -1, -1):
-        group = mount.joinpath(*parts[:depth])
+    found, inner = [], mount / path.strip("/")
+    for group in (inner, *inner.parents):
+        if not group.is_relative_to(mount):
+            break
         limit_bytes, used_bytes = _number(group / limit), _number(group / usage)
         if limit_bytes is None or used_bytes is None or limit_bytes >= _NO_LIMIT_BYTES:
             continue
         statistics = _fields(group / "memory.stat")
-        used_bytes -= sum(statistics.get(name, 0) for name in cache)
+        used_bytes -= sum(statistics.get(f"{total}{kind}", 0) for kind in ("inactive_file", "active_file"))
         found.append(Room(max(0, limit_bytes - max(0, used_bytes)), f"the control group ({group / limit})"))
     return found
 

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 from nixl_offload.hardware.files import beneath, names, read
 
-_MAX_DEPTH: Final = 8
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")
 
 
@@ -31,11 +30,7 @@ class Mount(NamedTuple):
 
     def option(self, name: str) -> str | None:
         """Return ``ordered`` for ``data`` of ``data=ordered``; "" for a word alone; None where it is not said."""
-        for option in self.options:
-            word, _, value = option.partition("=")
-            if word == name:
-                return value
-        return None
+        return next((value for word, _, value in (each.partition("=") for each in self.options) if word == name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +46,8 @@ class BlockDevice:
     @property
     def words(self) -> str:
         """Return ``md0 (raid0 of nvme0n1, nvme1n1)``."""
-        if not self.members:
-            return self.name
-        return f"{self.name} ({self.kind} of {', '.join(member.words for member in self.members)})"
+        of = ", ".join(member.words for member in self.members)
+        return f"{self.name} ({self.kind} of {of})" if of else self.name
 
     def drives(self) -> tuple[BlockDevice, ...]:
         """Return what it is made of in the end."""
@@ -77,7 +71,7 @@ def find_device(mount: Mount, root: str = "/") -> BlockDevice | None:
     if mount.device.startswith("0:"):
         return None
     path = beneath(root, f"/sys/dev/block/{mount.device}")
-    return _device(os.path.realpath(path), 0) if os.path.exists(path) else None
+    return _device(os.path.realpath(path)) if os.path.exists(path) else None
 
 
 def _mount(line: str) -> Mount | None:
@@ -85,36 +79,27 @@ def _mount(line: str) -> Mount | None:
     words, tail = fields.split(), rest.split()
     if len(words) < 6 or len(tail) < 2:
         return None
-    options = (*words[5].split(","), *(tail[2].split(",") if len(tail) > 2 else ()))
-    return Mount(_plain(words[4]), tail[0], _plain(tail[1]), options, words[2])
+    point, source = (_ESCAPE.sub(lambda match: chr(int(match[1], 8)), text) for text in (words[4], tail[1]))
+    return Mount(point, tail[0], source, tuple(",".join([words[5], *tail[2:3]]).split(",")), words[2])
 
 
-def _plain(text: str) -> str:
-    return _ESCAPE.sub(lambda match: chr(int(match.group(1), 8)), text)
-
-
-def _device(path: str, depth: int) -> BlockDevice:
-    name = os.path.basename(path)
+def _device(path: str) -> BlockDevice:
     disk = os.path.dirname(path) if os.path.exists(os.path.join(path, "partition")) else path
-    members: tuple[BlockDevice, ...] = ()
     slaves = os.path.join(disk, "slaves")
-    if depth < _MAX_DEPTH:
-        below = (os.path.realpath(os.path.join(slaves, each)) for each in names("/", slaves))
-        members = tuple(_device(each, depth + 1) for each in below)
-    return BlockDevice(name, _kind(disk), members)
+    members = tuple(_device(os.path.realpath(os.path.join(slaves, each))) for each in names("/", slaves))
+    return BlockDevice(os.path.basename(path), _kind(disk), members)
 
 
 def _kind(disk: str) -> str:
+    def text(name: str) -> str:
+        return (read("/", os.path.join(disk, name)) or "").strip()
+
     name = os.path.basename(disk)
     if name.startswith("nvme"):
-        return "nvme" if _text(disk, "device/transport") in ("", "pcie") else "nvmeof"
+        return "nvme" if text("device/transport") in ("", "pcie") else "nvmeof"
     if name.startswith("md"):
-        return _text(disk, "md/level") or "raid"
+        return text("md/level") or "raid"
     if name.startswith("dm-"):
-        maker = _text(disk, "dm/uuid").partition("-")[0].lower()
+        maker = text("dm/uuid").partition("-")[0].lower()
         return {"lvm": "lvm", "crypt": "crypt", "mpath": "multipath"}.get(maker, "dm")
     return "other"
-
-
-def _text(disk: str, name: str) -> str:
-    return (read("/", os.path.join(disk, name)) or "").strip()
