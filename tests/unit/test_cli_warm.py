@@ -374,7 +374,7 @@ def test_no_memory_is_taken_by_what_a_manifest_says(rig: Rig, capsys: pytest.Cap
     forged = make_namespace(replace(BLUE.fields, groups=(group,)))
     put_manifest(rig.store, forged)
     assert main(["warm", str(rig.file), "--from", str(rig.source), "--namespace", forged.name]) == 2
-    assert f"says that a shard has {1 << 50} bytes; more than 5GiB is not believed" in capsys.readouterr().err
+    assert f"5GiB at most, and it says {1 << 50} bytes" in capsys.readouterr().err
 
 
 def test_the_report_for_people(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,30 +90,24 @@ def _tiers(config: Config, arguments: argparse.Namespace) -> tuple[SharedConfig,
     """Return where to copy from and to: into the nearest directory. Raises ConfigError."""
     file, wanted = arguments.file, arguments.source
     target = next(iter(config.directories), None)
-    source = config.s3 if wanted == "s3" else next((tier for tier in config.shared[::-1] if tier is not target), None)
     if target is None:
         raise ConfigError(f"{file}: tiers: none has kind: slab or shared_dir, so there is nothing to warm")
     if wanted is not None and os.path.isabs(wanted):
-        path = os.path.normpath(wanted)
-        if os.path.realpath(path) == os.path.realpath(target.path):
+        if os.path.realpath(wanted) == os.path.realpath(target.path):
             raise ConfigError(f"--from: {wanted!r} is the directory to be warmed")
+        path = os.path.normpath(wanted)
         return SharedDirConfig(kind="shared_dir", path=path, capacity=target.capacity_bytes), target
     if wanted not in (None, "s3"):
         raise ConfigError(f"--from: {printable(wanted)!r}: allowed: s3, or the absolute path of a shared directory")
+    source = config.s3 if wanted else next((tier for tier in config.shared[::-1] if tier is not target), None)
     if source is None:
-        raise ConfigError(
-            f"{file}: tiers: no shared tier behind the directory; say --from with the path of a shared directory"
-        )
+        why = "no shared tier behind the directory; say --from with the path of a shared directory"
+        raise ConfigError(f"{file}: tiers: {why}")
     return source, target
 
 
 def _print_report(
-    arguments: argparse.Namespace,
-    source: str,
-    target: str,
-    info: NamespaceInfo,
-    report: WarmReport,
-    out: TextIO,
+    arguments: argparse.Namespace, source: str, target: str, info: NamespaceInfo, report: WarmReport, out: TextIO
 ) -> None:
     if arguments.json:
         plain = {"from": source, "to": target, "namespace": info.name, **asdict(report)}

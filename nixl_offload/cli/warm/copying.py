@@ -49,17 +49,18 @@ class WarmReport:
     failed: int = 0
     no_room: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
-    """By the listing: see ``newest_first``."""
+    """By ``newest_first``."""
     failures: list[str] = field(default_factory=list)
     """The first few of what was damaged or failed, in words."""
     gave_up: bool = False
     interrupted: bool = False
     seconds: float = 0.0
 
-    def complain(self, words: str) -> None:
+    def complain(self, words: str, *, give_up: bool = False) -> None:
         """Keep the first few."""
         if words and len(self.failures) < _FAILURES_TOLD:
             self.failures.append(words)
+        self.gave_up |= give_up
 
 
 class CopyResult(NamedTuple):
@@ -120,8 +121,7 @@ class Warming:
                 self._settle_some()
         except TierError as error:
             report.failed += 1
-            report.complain(str(error))
-            report.gave_up = True
+            report.complain(str(error), give_up=True)
         except KeyboardInterrupt:
             report.interrupted = True
             raise
@@ -133,8 +133,7 @@ class Warming:
             try:
                 self._target.finish([chunk.key for chunk in reversed(chunks) if chunk.key in self._copied])
             except TierError as error:
-                report.complain(str(error))
-                report.gave_up = True
+                report.complain(str(error), give_up=True)
             report.seconds = time.monotonic() - self._began_s
 
     def _settle_some(self) -> None:
@@ -150,10 +149,9 @@ class Warming:
         if kind == "copied":
             report.copied_bytes += result.size_bytes
             self._copied.add(chunk.key)
-        report.complain(result.words)
         self._failures_in_a_row = self._failures_in_a_row + 1 if kind == "failed" else 0
-        if self._failures_in_a_row >= FAILURES_IN_A_ROW or result.cause in ("full", "readonly", "denied"):
-            report.gave_up = True
+        down = self._failures_in_a_row >= FAILURES_IN_A_ROW or result.cause in ("full", "readonly", "denied")
+        report.complain(result.words, give_up=down)
         done = report.copied + report.present + report.gone + report.damaged + report.failed
         speed = report.copied_bytes / max(time.monotonic() - self._began_s, 0.001)
         self._progress(
@@ -165,7 +163,8 @@ class Warming:
         """Copy what the target lacks of a chunk. Nothing is written that was not verified whole before."""
         moved_bytes, name = 0, ""
         try:
-            buffer = self._buffer()
+            if not hasattr(self._own, "buffer"):  # this thread's, for one shard, page-aligned
+                self._own.buffer = memoryview(mmap.mmap(-1, self._largest))
             missing = self._target.missing_ranks(chunk)
             if not missing:
                 return CopyResult("present")
@@ -174,7 +173,7 @@ class Warming:
                 if self._stop.is_set():
                     return CopyResult("stopped")
                 name = shard_name(self._namespace.name, chunk.key, rank)
-                image = buffer[: chunk.sizes[rank]]
+                image = self._own.buffer[: chunk.sizes[rank]]
                 self._source.read_into(name, 0, image)
                 verify_image(image, self._namespace, chunk.key, rank)
                 self._target.write(chunk, rank, image)
@@ -189,24 +188,13 @@ class Warming:
             return CopyResult("failed", words=f"no memory for a shard of {self._largest} bytes: {error}")
         return CopyResult("copied", moved_bytes)
 
-    def _buffer(self) -> memoryview:
-        """Return this thread's memory for one shard, page-aligned. Raises OSError."""
-        buffer: memoryview | None = getattr(self._own, "buffer", None)
-        if buffer is None:
-            buffer = self._own.buffer = memoryview(mmap.mmap(-1, self._largest))
-        return buffer
-
 
 def verify_image(image: memoryview, namespace: Namespace, key: Key, rank: int) -> None:
     """Raise FormatError unless ``image`` is, whole and in every checksum, the shard of ``key`` that ``rank`` holds."""
-    fields = namespace.fields
-    page = image[:HEADER_BYTES]
+    page, blocks = image[:HEADER_BYTES], namespace.fields.blocks_per_chunk
     header = decode_header(page)
-    check_header(
-        page, Expected(namespace.rank_digest(rank), key, key_group(key), fields.blocks_per_chunk, header.block_bytes)
-    )
-    if slot_bytes(fields.blocks_per_chunk, header.block_bytes) != image.nbytes:
-        raise FormatError(
-            f"blocks of {header.block_bytes} bytes do not make a shard of {image.nbytes} bytes", reason="length"
-        )
+    check_header(page, Expected(namespace.rank_digest(rank), key, key_group(key), blocks, header.block_bytes))
+    if slot_bytes(blocks, header.block_bytes) != image.nbytes:
+        words = f"blocks of {header.block_bytes} bytes do not make a shard of {image.nbytes} bytes"
+        raise FormatError(words, reason="length")
     verify_payload(header, image[HEADER_BYTES:], header.first_valid_block, header.blocks_per_chunk)

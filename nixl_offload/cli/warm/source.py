@@ -83,16 +83,12 @@ def _namespace_of(name: str, manifest: Mapping[str, Any]) -> Namespace:
         raise ConfigError(f"the manifest of namespace {name} cannot be true: {printable(str(error), 300)}") from error
     if namespace.digest != manifest_digest(manifest):
         raise ConfigError(other_version)
-    sizes = {size for group in groups for size in group.slot_bytes if size}
-    if any(size % PAGE_BYTES or size < 2 * PAGE_BYTES for size in sizes):
-        raise ConfigError(
-            f"the manifest of namespace {name} cannot be true: a shard is a header page and whole pages behind it"
-        )
-    if max(sizes) > MAX_SHARD_BYTES:
-        raise ConfigError(
-            f"the manifest of namespace {name} says that a shard has {max(sizes)} bytes; more than"
-            f" {format_size(MAX_SHARD_BYTES)} is not believed, and nothing is copied"
-        )
+    for size in sorted({size for group in groups for size in group.slot_bytes if size}):
+        if size % PAGE_BYTES or not 2 * PAGE_BYTES <= size <= MAX_SHARD_BYTES:
+            raise ConfigError(
+                f"the manifest of namespace {name} cannot be true: a shard is a header page and whole pages behind it, "
+                f"{format_size(MAX_SHARD_BYTES)} at most, and it says {size} bytes; nothing is copied"
+            )
     return namespace
 
 

@@ -44,24 +44,30 @@ class WarmTarget(ABC):
         """Whether the chunk is there, as far as that is known without asking for each shard."""
         return False
 
-    @abstractmethod
     def reserve(self, chunk: WholeChunk) -> bool:
         """Take room for a chunk. False: there is none; nothing that is there makes room."""
+        if chunk.total_bytes > self.room_bytes:
+            return False
+        self.room_bytes -= chunk.total_bytes
+        return True
 
-    @abstractmethod
     def missing_ranks(self, chunk: WholeChunk) -> Sequence[int]:
         """Return the ranks whose shards are not there, in the order in which they are to be written."""
+        return chunk.holders
 
     @abstractmethod
     def write(self, chunk: WholeChunk, rank: int, image: memoryview) -> None:
         """Write a verified shard."""
 
-    @abstractmethod
     def settle(self, chunk: WholeChunk, *, stored: bool) -> None:
-        """End what ``reserve`` began: all shards are there (``stored``), or nothing writes them any more."""
+        """End what ``reserve`` began: all shards are there (``stored``), or nothing writes them any more.
 
-    @abstractmethod
-    def finish(self, copied: Sequence[Key]) -> None:
+        Shards that came without the others stay; a later run completes them.
+        """
+        if not stored:
+            self.room_bytes += chunk.total_bytes
+
+    def finish(self, copied: Sequence[Key]) -> None:  # noqa: B027 - files are durable since their rename
         """Make what was copied durable. ``copied``: the least wanted first."""
 
     @abstractmethod
@@ -89,32 +95,14 @@ class DirectoryTarget(WarmTarget):
             self.room_bytes = min(self.room_bytes, max_bytes - ours_bytes)
         WriteManifest(manifest_name(namespace.name), namespace.manifest(), time.time).run(self._store)
 
-    def reserve(self, chunk: WholeChunk) -> bool:
-        if chunk.total_bytes > self.room_bytes:
-            return False
-        self.room_bytes -= chunk.total_bytes
-        return True
-
     def missing_ranks(self, chunk: WholeChunk) -> Sequence[int]:
         """Return them, the one last whose shard servers ask for when they want to know of the chunk."""
-        last = witness_rank(chunk.key, chunk.holders)
-        missing = []
-        for rank in chunk.holders:
-            info = self._store.head(shard_name(self._name, chunk.key, rank))
-            if info is None or info.size_bytes != chunk.sizes[rank]:
-                missing.append(rank)
-        return sorted(missing, key=lambda rank: rank == last)
+        found = {rank: self._store.head(shard_name(self._name, chunk.key, rank)) for rank in chunk.holders}
+        missing = [rank for rank, info in found.items() if info is None or info.size_bytes != chunk.sizes[rank]]
+        return sorted(missing, key=lambda rank: rank == witness_rank(chunk.key, chunk.holders))
 
     def write(self, chunk: WholeChunk, rank: int, image: memoryview) -> None:
         self._store.write(shard_name(self._name, chunk.key, rank), image)
-
-    def settle(self, chunk: WholeChunk, *, stored: bool) -> None:
-        """Shards that came without the others stay; a later run completes them."""
-        if not stored:
-            self.room_bytes += chunk.total_bytes
-
-    def finish(self, copied: Sequence[Key]) -> None:
-        """Every file is durable since its rename."""
 
     def close(self) -> None:
         self._store.close()
@@ -144,15 +132,11 @@ class SlabTarget(WarmTarget):
         except TierError as error:
             if error.cause != "locked":
                 raise
-            raise TierError(
-                f"{str(error).partition(' Stop that engine')[0]} A slab belongs to one engine at a time: stop the "
-                "server and run this again, or use a shared directory, which is warmed beside servers.",
-                cause="locked",
-            ) from error
+            held = str(error).partition(" Stop that engine")[0]
+            fix = "stop the server and run this again, or use a shared directory, which is warmed beside servers."
+            raise TierError(f"{held} A slab belongs to one engine at a time: {fix}", cause="locked") from error
         try:
-            for rank in sorted(
-                {rank for group in namespace.fields.groups for rank in namespace.holders(group.group_id)}
-            ):
+            for rank in {rank for group in namespace.fields.groups for rank in namespace.holders(group.group_id)}:
                 self._open_slab(rank, direct_io=tier.direct_io)
         except BaseException:
             self.close()
@@ -190,9 +174,6 @@ class SlabTarget(WarmTarget):
         self.room_bytes -= size_bytes
         self._locations[chunk.key] = location
         return True
-
-    def missing_ranks(self, chunk: WholeChunk) -> Sequence[int]:
-        return chunk.holders
 
     def write(self, chunk: WholeChunk, rank: int, image: memoryview) -> None:
         slab, fd = self._slabs[rank]
@@ -261,16 +242,13 @@ def _refuse_what_is_not_one_slab(path: str, namespace: Namespace, *, replace: bo
     """Raise ConfigError for data-parallel engines, and where other chunks might be removed for this namespace's."""
     with contextlib.suppress(OSError):
         if any(name.startswith("dp-") and name[3:].isdigit() for name in os.listdir(path)):
-            raise ConfigError(
-                f"{path}: data-parallel engines have a slab each there, which warm does not fill; let traffic do it, "
-                "or use a shared directory"
-            )
+            what = "data-parallel engines have a slab each there, which warm does not fill"
+            raise ConfigError(f"{path}: {what}; let traffic do it, or use a shared directory")
     others = held_namespaces(path) - {namespace.name}
     if others and not replace:
         raise ConfigError(
-            f"{path}: holds {', '.join(sorted(others))} of another model or configuration, which would be removed "
-            f"where room is needed, as by a server of {namespace.name}; if that is meant, say --namespace "
-            f"{namespace.name}"
+            f"{path}: holds {', '.join(sorted(others))} of another model or configuration, which would be removed where"
+            f" room is needed, as by a server of {namespace.name}; if that is meant, say --namespace {namespace.name}"
         )
 
 
