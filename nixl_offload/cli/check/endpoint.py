@@ -26,15 +26,16 @@ SYNC_CLOCKS: Final = "chronyc makestep, or timedatectl set-ntp true, on whicheve
 _SKEW_LIMIT_S: Final = 900.0
 """S3 refuses what is signed by a clock that differs by more."""
 _SKEW_WARNING_S: Final = 30.0
+_EXPIRED: Final = 10
+_OTHER_NAME: Final = (62, 64)
+"""OpenSSL's codes."""
 
 
 class EndpointAnswer(NamedTuple):
-    """What an answer told."""
+    """Whether the other end speaks HTTP (assumed behind a proxy), and the bucket's region, where it tells everybody."""
 
     answers: bool
-    """The other end speaks HTTP; assumed behind a proxy."""
     region: str | None = None
-    """The bucket's, where the server tells it to everybody."""
 
 
 def look_at_endpoint(
@@ -49,9 +50,8 @@ def look_at_endpoint(
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(host):
         words = f"goes by the proxy {urlsplit(proxy).hostname} of the environment, so the connection was not tried"
-        section.add(
-            "endpoint", unknown(words, f"export NO_PROXY={host}, if it should go straight; curl -sv {endpoint}")
-        )
+        fix = f"export NO_PROXY={host}, if it should go straight; curl -sv {endpoint}"
+        section.add("endpoint", unknown(words, fix))
         return EndpointAnswer(answers=True)
     began_s, before_s = time.perf_counter(), clock()
     try:
@@ -62,8 +62,7 @@ def look_at_endpoint(
         if answer.status == http.client.BAD_REQUEST and "xml" not in answer.getheader("Content-Type", "") and not tls:
             raise http.client.HTTPException  # as servers that speak TLS alone answer plain HTTP
     except (StoreError, OSError, http.client.HTTPException) as error:
-        words, fix = _no_answer(tier, f"{host}:{port}", limit_s, error, tls=tls)
-        section.add("endpoint", wrong(words, fix))
+        section.add("endpoint", wrong(*_no_answer(tier, f"{host}:{port}", limit_s, error, tls=tls)))
         return EndpointAnswer(answers=False)
     took_ms, now_s = (time.perf_counter() - began_s) * 1e3, (before_s + clock()) / 2
     secured = "by TLS, with a certificate that is trusted" if tls else "without TLS"
@@ -100,21 +99,19 @@ def _no_answer(tier: S3Config, at: str, limit_s: float, error: Exception, *, tls
     if isinstance(error, TimeoutError):
         return f"{at} does not answer within {limit_s:g} s: a firewall, or a server that hangs", curl
     if isinstance(error, ssl.SSLCertVerificationError):
-        fix = {
-            10: "renew it on the server; here: date -u",
-            62: f"endpoint: https:// and the name that the certificate is for; {show}",
-            64: f"endpoint: https:// and the name that the certificate is for; {show}",
-        }.get(error.verify_code, f"ca_bundle: the path of a PEM file with its authority's certificate; {show}")
+        fix = f"ca_bundle: the path of a PEM file with its authority's certificate; {show}"
+        if error.verify_code == _EXPIRED:
+            fix = "renew it on the server; here: date -u"
+        elif error.verify_code in _OTHER_NAME:
+            fix = f"endpoint: https:// and the name that the certificate is for; {show}"
         return f"the certificate of {at} is not trusted: {error.verify_message}", fix
     if isinstance(error, ssl.SSLError):
-        return (
-            f"no TLS connection to {at} ({error.reason or error})",
-            f"endpoint: http://{at}, if it speaks no TLS; {show}",
-        )
+        fix = f"endpoint: http://{at}, if it speaks no TLS; {show}"
+        return f"no TLS connection to {at} ({error.reason or error})", fix
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
         return f"{at} cannot be reached ({error.strerror})", f"{curl}; ip route get {host}"
-    other = "http" if tls else "https"
-    return f"{at} does not speak {'https' if tls else 'http'}, or is no S3 server", f"endpoint: {other}://{at}; {curl}"
+    said, other = ("https", "http") if tls else ("http", "https")
+    return f"{at} does not speak {said}, or is no S3 server", f"endpoint: {other}://{at}; {curl}"
 
 
 def _clock(date: str | None, now_s: float) -> Finding:

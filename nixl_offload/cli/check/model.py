@@ -23,7 +23,6 @@ _GOOD_BYTES: Final = 1 << 20
 _MIN_STAGING_CHUNKS: Final = 8
 """In flight, to keep storage busy."""
 _TB: Final = 10**12
-_MIB: Final = 1 << 20
 _KINDS: Final = {
     "full": "every layer keeps every token",
     "mla": "compressed (MLA), whole on every rank",
@@ -79,8 +78,7 @@ def _staging(shape: ModelShape, config: Config) -> Finding:
     words = f"staging of {format_size(config.staging_bytes)} has room for {count} chunks in flight, per rank"
     if count >= _MIN_STAGING_CHUNKS:
         return ok(words)
-    needed = _round_up(_MIN_STAGING_CHUNKS * slot, _MIB)
-    return warning(f"{words}: too few to keep storage busy", f"staging: {format_size(needed)}")
+    return warning(f"{words}: too few to keep storage busy", f"staging: {_rounded_up(_MIN_STAGING_CHUNKS * slot)}")
 
 
 def _capacity(shape: ModelShape, config: Config, capacity_bytes: int | None, fact: dict[str, object]) -> Finding:
@@ -91,12 +89,11 @@ def _capacity(shape: ModelShape, config: Config, capacity_bytes: int | None, fac
     fact |= {"chunks": chunks, "tokens": tokens}
     words = f"{format_size(capacity_bytes)} hold {chunks:,} chunks, {tokens:,} tokens"
     if chunks < SLOTS_PER_EXTENT_MIN:
-        all_ranks = shape.tp * shape.chunk_bytes(config.chunk_tokens)
-        enough = _round_up(2 * SLOTS_PER_EXTENT_MIN * all_ranks, _MIB)
-        return wrong(f"{words}: too few for a server to start with", f"capacity: {format_size(enough)}")
+        enough = _rounded_up(2 * SLOTS_PER_EXTENT_MIN * shape.tp * shape.chunk_bytes(config.chunk_tokens))
+        return wrong(f"{words}: too few for a server to start with", f"capacity: {enough}")
     if tokens < _PROMPT_TOKENS:
-        enough = _round_up(10 * _PROMPT_TOKENS * shape.tp * shape.bytes_per_token, 1 << 30)
-        return warning(f"{words}: less than one long prompt", f"capacity: {format_size(enough)}")
+        enough = _rounded_up(10 * _PROMPT_TOKENS * shape.tp * shape.bytes_per_token, 1 << 30)
+        return warning(f"{words}: less than one long prompt", f"capacity: {enough}")
     return ok(words)
 
 
@@ -119,5 +116,5 @@ def _load(shape: ModelShape, tier: Section, fact: dict[str, object], prefill_tok
     return warning(f"{words}: not worth it", fix)
 
 
-def _round_up(size_bytes: int, unit_bytes: int) -> int:
-    return -(-size_bytes // unit_bytes) * unit_bytes
+def _rounded_up(size_bytes: int, unit_bytes: int = 1 << 20) -> str:
+    return format_size(-(-size_bytes // unit_bytes) * unit_bytes)

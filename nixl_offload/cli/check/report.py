@@ -15,8 +15,7 @@ from nixl_offload.cli.terminal import about_size
 C = TypeVar("C")
 
 State = Literal["ok", "warning", "wrong", "unknown"]
-_STATES: Final[tuple[State, ...]] = ("ok", "warning", "wrong", "unknown")
-_COLOURS: Final = {"ok": 32, "warning": 33, "wrong": 31, "unknown": 35}
+_COLOURS: Final[dict[State, int]] = {"ok": 32, "warning": 33, "wrong": 31, "unknown": 35}
 _BOLD: Final = 1
 
 
@@ -27,13 +26,13 @@ class Finding(NamedTuple):
     words: str
     """What is so, and what follows from it."""
     fix: str | None = None
-    """A command or a line of the config that changes it; of a finding that is ok, a line worth adding."""
+    """A command or a line of the config that changes or shows it; of a finding that is ok, a line worth adding."""
     name: str = ""
     """The probe's name, the same in every run."""
 
 
 def ok(words: str, config: str | None = None) -> Finding:
-    """Return that it is as it should be; ``config`` is a line of the config worth adding."""
+    """Return that it is as it should be."""
     return Finding("ok", words, config)
 
 
@@ -48,7 +47,7 @@ def wrong(words: str, fix: str) -> Finding:
 
 
 def unknown(words: str, fix: str | None = None) -> Finding:
-    """Return that it is not known from here; ``fix`` is a command that shows it."""
+    """Return that it is not known from here."""
     return Finding("unknown", words, fix)
 
 
@@ -91,13 +90,9 @@ class Section:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {
-            "kind": self.kind,
-            "title": self.title,
-            "state": self.state(),
-            "findings": [found._asdict() for found in self.findings],
-            "facts": self.facts,
-        }
+        findings = [found._asdict() for found in self.findings]
+        plain = {"kind": self.kind, "title": self.title, "state": self.state()}
+        return {**plain, "findings": findings, "facts": self.facts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +112,32 @@ class CheckReport:
         return {"works": self.works, "counts": self._counts(), "sections": sections}
 
     def print_to(self, out: TextIO) -> None:
-        """Print all findings, and at the end once more those that are wrong."""
-        page = _Page(out)
-        for section in self.sections:
-            page.line(section.title, _BOLD)
-            width = max((len(found.name) for found in section.findings), default=0)
-            for found in section.findings:
-                page.finding(f"  {found.state:<7}", f"  {found.name:<{width}}  ", found)
-            page.line("")
-        counts = self._counts()
-        summary = ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
-        verdict = {0: "Nothing is wrong", 1: "One thing is wrong"}.get(counts["wrong"], "Some things are wrong")
-        page.line(f"{verdict}: {summary}.", _BOLD)
-        for section in self.sections:
-            for found in section.findings:
-                if found.state == "wrong":
-                    page.line(f"  {section.title}: {found.name}: {found.words}")
-                    page.line(f"    fix: {found.fix}")
+        """Print all findings, and at the end once more those that are wrong; in colours on a terminal."""
+        colours = out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
-    def _counts(self) -> dict[str, int]:
+        def styled(text: str, style: int) -> str:
+            return f"\x1b[{style}m{text}\x1b[0m" if colours and text else text
+
+        repeated = []
+        for section in self.sections:
+            print(styled(_printable(section.title), _BOLD), file=out)
+            width = max((len(found.name) for found in section.findings), default=0)
+            for state, words, fix, name in section.findings:
+                print(styled(f"  {state:<7}", _COLOURS[state]), f" {name:<{width}} ", _printable(words), file=out)
+                label = "config" if state == "ok" else "fix"
+                for line in (fix or "").splitlines():
+                    print(" " * (width + 12), styled(f"{label}: {_printable(line)}", _BOLD), file=out)
+                if state == "wrong":
+                    repeated += [f"  {section.title}: {name}: {words}", f"    fix: {fix}"]
+            print(file=out)
+        counts = self._counts()
+        summary = ", ".join(f"{counts[state]} {state}" for state in _COLOURS if counts[state])
+        verdict = {0: "Nothing is wrong", 1: "One thing is wrong"}.get(counts["wrong"], "Some things are wrong")
+        print(styled(f"{verdict}: {summary}.", _BOLD), *map(_printable, repeated), sep="\n", file=out)
+
+    def _counts(self) -> dict[State, int]:
         states = [found.state for section in self.sections for found in section.findings]
-        return {state: states.count(state) for state in _STATES}
+        return {state: states.count(state) for state in _COLOURS}
 
 
 class CheckProgress:
@@ -161,26 +161,6 @@ class CheckProgress:
         if self._terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
-
-
-class _Page:
-    """Plain text, with colours where a person looks at a terminal."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._colours = out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-
-    def line(self, text: str, style: int | None = None) -> None:
-        print(self._styled(_printable(text), style), file=self._out)
-
-    def finding(self, state: str, name: str, found: Finding) -> None:
-        print(self._styled(state, _COLOURS[found.state]) + name + _printable(found.words), file=self._out)
-        label = "config" if found.state == "ok" else "fix"
-        for line in (found.fix or "").splitlines():
-            print(" " * len(state + name) + self._styled(f"{label}: {_printable(line)}", _BOLD), file=self._out)
-
-    def _styled(self, text: str, style: int | None) -> str:
-        return f"\x1b[{style}m{text}\x1b[0m" if self._colours and style and text else text
 
 
 def _printable(text: str) -> str:
