@@ -220,14 +220,9 @@ def test_why_a_plugin_does_not_load_is_the_loaders_word(tmp_path: Path, monkeypa
     broken = tmp_path / "libplugin_GDS_MT.so"
     broken.write_bytes(b"no library")
     monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
-    file = check_child._plugin_file("GDS_MT")
-    assert file == str(broken)
-    said = check_child._loader_error(file)
-    assert said is not None
-    assert "libplugin_GDS_MT.so" in said
-    assert check_child._plugin_file("OBJ") is None
+    assert "libplugin_GDS_MT.so" in str(check_child._loader_error("GDS_MT"))
+    assert check_child._loader_error("OBJ") is None
     loader = "libcudart.so.12: cannot open shared object file: No such file"
-    answer = {"failed": "x", "file": file, "loader": loader}
-    found = plugin_finding("gds_mt", answer, environment_of(FILE, gpu=True))
-    assert (found.state, found.words) == ("warning", "does not load: libcudart.so.12 is not where the loader looks")
+    found = plugin_finding("gds_mt", {"failed": "x", "loader": loader}, environment_of(FILE, gpu=True))
+    assert (found.state, found.words) == ("warning", f"does not load: {loader}")
     assert str(found.fix).startswith("pip install nvidia-cuda-runtime-cu12, then export LD_LIBRARY_PATH")

@@ -70,11 +70,8 @@ class ChildProcess:
             return
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        for stream in (process.stdin, process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
-        process.wait()
+        with contextlib.suppress(OSError), process:  # closes its pipes and waits for it
+            pass
 
     def __enter__(self) -> ChildProcess:
         return self
@@ -84,9 +81,7 @@ class ChildProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         # Not -m: with sys.path handed over, the package is found wherever the parent found it.
-        code = (
-            f"import sys; sys.path[:] = sys.argv[1:]; {_IMPORTS}from nixl_offload.cli.check.child import main; main()"
-        )
+        code = f"import sys; sys.path[:] = sys.argv[1:]; {_IMPORTS}import {__name__} as child; child.main()"
         return subprocess.Popen(
             [sys.executable, "-c", code, *sys.path],
             stdin=subprocess.PIPE,
@@ -139,31 +134,28 @@ def _plugin(name: str, tier: dict[str, Any] | None = None) -> Answer:
     try:
         agent.get()
     except MoverError as error:
-        file = _plugin_file(plugin.plugin)
-        return {"failed": str(error).removeprefix(f"{name}: "), "file": file, "loader": _loader_error(file)}
+        return {"failed": str(error).removeprefix(f"{name}: "), "loader": _loader_error(plugin.plugin)}
     return {"memory": sorted(kind.value for kind in agent.memory_kinds)}
 
 
-def _plugin_file(plugin: str) -> str | None:
-    """Return the plugin's library, searched where NIXL searches."""
-    name = f"libplugin_{plugin}.so"
+def _loader_error(plugin: str) -> str | None:
+    """Return the dynamic loader's own message, which names the library that a plugin misses; "" where it finds none.
+
+    Searched where NIXL searches. None: there is no such plugin.
+    """
     directories = [os.environ.get("NIXL_PLUGIN_DIR", "")]
     if not directories[0]:
         for wheel in ("nixl_cu13", "nixl_cu12"):  # "nixl" imports the one that fits torch's CUDA.
             module = getattr(sys.modules.get(f"{wheel}._api"), "__file__", None)
-            home = os.path.dirname(os.path.dirname(module)) if module else None
-            directories += [f"{home}/{wheel}.libs/nixl", f"{home}/.{wheel}.mesonpy.libs/plugins"] if home else []
-    files = (os.path.join(directory, name) for directory in directories if directory)
-    return next(filter(os.path.exists, files), None)
-
-
-def _loader_error(file: str | None) -> str | None:
-    """Return the dynamic loader's own message, which names the library that a plugin misses."""
-    try:
-        if file is not None:
-            ctypes.CDLL(file)
-    except OSError as error:
-        return str(error)
+            home = os.path.dirname(os.path.dirname(module)) if module else ""
+            directories += [f"{home}/{wheel}.libs/nixl", f"{home}/.{wheel}.mesonpy.libs/plugins"]
+    for file in (f"{directory}/libplugin_{plugin}.so" for directory in directories if directory):
+        if os.path.exists(file):
+            try:
+                ctypes.CDLL(file)
+            except OSError as error:
+                return str(error)
+            return ""
     return None
 
 

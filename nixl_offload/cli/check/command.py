@@ -84,8 +84,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError when CONFIG or the options are wrong."""
     if (arguments.file is None) == (arguments.path is None):
-        both = ", not both" if arguments.path is not None else ""
-        raise ConfigError(f"check: say a config file, or --path DIR{both}")
+        raise ConfigError(f"check: say a config file, or --path DIR{', not both' if arguments.path else ''}")
     if arguments.path is None:
         config = load_config(arguments.file)
     else:

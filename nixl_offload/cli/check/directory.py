@@ -18,7 +18,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -121,9 +121,11 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
 def _look(section: Section, context: DirectoryContext) -> GdsReport:
     section.run(DIRECTORY_PROBES[:2], context)
+    gds = gds_report(context.at, root=context.root)
     if section.state("directory") != "wrong":
         section.run(DIRECTORY_PROBES[2:], context)
-    return gds_report(context.at, root=context.root)
+        section.add("O_DIRECT", _direct_io(context.tier, gds))
+    return gds
 
 
 def _access(context: DirectoryContext) -> Finding:
@@ -142,21 +144,18 @@ def _access(context: DirectoryContext) -> Finding:
         return _refused(context, error, owner, mine=status.st_uid == os.geteuid())
     if not context.exists:
         path = context.tier.path
-        if os.path.dirname(path) != at:
-            words = (
-                f"{path} is not there, nor is {os.path.dirname(path)}: is the drive mounted? A server would make it in"
-            )
-            fix = f"mount the drive, or, if {at} is right: sudo install -d -m 700 -o {me} {shlex.quote(path)}"
-            return warning(f"{words} {at}", fix)
-        return ok(f"not there yet; the server makes it (mode 0700) in {at} ({owner})")
-    closed = _closed(at)
-    if closed is not None:
+        above = os.path.dirname(path)
+        if above == at:
+            return ok(f"not there yet; the server makes it (mode 0700) in {at} ({owner})")
+        words = f"{path} is not there, nor is {above}: is the drive mounted? A server would make it in {at}"
+        make = f"sudo install -d -m 700 -o {me} {shlex.quote(path)}"
+        return warning(words, f"mount the drive, or, if {at} is right: {make}")
+    if closed := _closed(at):
         words = f"{owner}; {me} can write there, but not open {closed}, which another user has left"
         return wrong(words, f"sudo chown -R {me} {quoted}")
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        return warning(
-            f"{owner}: other users of this machine may remove what servers keep there", f"chmod 700 {quoted}"
-        )
+        words = f"{owner}: other users of this machine may remove what servers keep there"
+        return warning(words, f"chmod 700 {quoted}")
     return ok(f"{owner}; {me} can write there")
 
 
@@ -180,11 +179,9 @@ def _refused(context: DirectoryContext, error: OSError, owner: str, *, mine: boo
 def _closed(directory: str) -> str | None:
     """Return something that servers keep in ``directory`` and this user may not open."""
     try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                mode = os.R_OK | os.W_OK | (os.X_OK if entry.is_dir(follow_symlinks=False) else 0)
-                if _OURS.fullmatch(entry.name) and not os.access(entry.path, mode):
-                    return entry.path
+        for path in (os.path.join(directory, name) for name in os.listdir(directory) if _OURS.fullmatch(name)):
+            if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if os.path.isdir(path) else 0)):
+                return path
     except OSError:
         return directory
     return None
@@ -214,23 +211,23 @@ def _filesystem(context: DirectoryContext) -> Finding:
 
 
 def _space(context: DirectoryContext) -> Finding:
-    space, df = os.statvfs(context.at), f"df -h {shlex.quote(context.at)}"
+    space, at = os.statvfs(context.at), shlex.quote(context.at)
     if not space.f_blocks:
-        return unknown("the filesystem does not tell how large it is", df)
+        return unknown("the filesystem does not tell how large it is", f"df -h {at}")
     free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
     if not context.has_capacity:
         return ok(f"{about_size(free)} free")
     capacity, held = context.tier.capacity_bytes, _held_bytes(context.tier.path)
-    words = f"capacity {format_size(capacity)}; {about_size(free)} free of {about_size(whole)}"
-    if held is None:
-        words, fits = f"{words}; too many files to count what they take", whole
-    else:
-        words, fits = f"{words}, {about_size(held)} in use by what the directory holds", free + held
+    fits = whole if held is None else free + held
+    used = "too many files to count what they take"
+    if held is not None:
+        used = f"{about_size(held)} in use by what the directory holds"
+    words = f"capacity {format_size(capacity)}; {about_size(free)} free of {about_size(whole)}, {used}"
     if capacity <= fits:
         return ok(words)
     fits = int(fits * _FILL_SHARE)
     if fits < _MIB:
-        return wrong(f"{words}: the disk is full", f"free some of it: du -xsh {shlex.quote(context.at)}/*")
+        return wrong(f"{words}: the disk is full", f"free some of it: du -xsh {at}/*")
     unit = 1 << 30 if fits >= 10 << 30 else _MIB
     return warning(f"{words}: storing stops when the disk is full", f"capacity: {format_size(fits // unit * unit)}")
 
@@ -244,15 +241,14 @@ def _held_bytes(path: str) -> int | None:
             return None
         for name in names:
             with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(directory, name), follow_symlinks=False).st_blocks * 512
+                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
     return total
 
 
-def _direct_io(context: DirectoryContext) -> Finding:
-    if not context.tier.direct_io:
+def _direct_io(tier: DirectoryConfig, gds: GdsReport) -> Finding:
+    if not tier.direct_io:
         return ok("direct_io: false; reads and writes go through the page cache")
-    facts = gds_report(context.at, root=context.root).facts
-    good, words = next((fact.ok, fact.words) for fact in facts if fact.name == "O_DIRECT")
+    good, words = next((fact.ok, fact.words) for fact in gds.facts if fact.name == "O_DIRECT")
     words = words if good else f"{words}: the page cache is used, which costs host memory and a copy"
     return finding_of(good, words, "path: on ext4 or xfs; or direct_io: false, if that is meant")
 
@@ -270,30 +266,27 @@ def _lock(context: DirectoryContext) -> Finding | None:
     return warning(words, "stop that engine, or give each a path of its own")
 
 
-def _rename(context: DirectoryContext) -> Finding | None:
-    if not context.tier.is_shared:
-        return None
-    try:
-        with _scratch_file(context.at) as path:
-            os.rename(path, f"{path}-renamed")
-            os.rename(f"{path}-renamed", path)
-    except OSError as error:
-        fix = f"mount a filesystem that syncs and renames; findmnt -T {shlex.quote(context.at)}"
-        return wrong(f"a file cannot be synced and renamed: {error.strerror}", fix)
-    return ok("files are synced and renamed into place")
-
-
 def _clock(context: DirectoryContext) -> Finding | None:
     if not context.tier.is_shared:
         return None
-    with _scratch_file(context.at) as path:
-        now_s = context.clock()
-        os.utime(path)  # A file server takes its own clock, as when a chunk is refreshed.
-        skew_s = os.stat(path).st_mtime - now_s
+    try:
+        # A file server takes its own clock. Files are synced and renamed into place, as chunks are.
+        with tempfile.NamedTemporaryFile(prefix=_SCRATCH, dir=context.at) as file:
+            file.write(bytes(PAGE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            os.rename(file.name, f"{file.name}-renamed")
+            os.rename(f"{file.name}-renamed", file.name)
+            now_s = context.clock()
+            os.utime(file.name)
+            skew_s = os.stat(file.name).st_mtime - now_s
+    except OSError as error:
+        fix = f"mount a filesystem that syncs and renames; findmnt -T {shlex.quote(context.at)}"
+        return wrong(f"a file cannot be synced and renamed: {error.strerror}", fix)
     words = f"the filesystem's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
     fix = "chronyc makestep, or timedatectl set-ntp true, here and on the file server"
     if abs(skew_s) <= _CLOCK_S:
-        return ok("the filesystem's and this machine's agree")
+        return ok("files are synced and renamed into place; the filesystem's clock and this machine's agree")
     if abs(skew_s) < GRACE_S:
         return warning(f"{words}: ages that nixl-offload gc goes by are off by as much", fix)
     return wrong(f"{words}: nixl-offload gc, here, may delete what was written just now", fix)
@@ -304,24 +297,9 @@ DIRECTORY_PROBES: Final[Sequence[Probe[DirectoryContext]]] = (
     ("filesystem", _filesystem),
     # Where nothing can be written, the rest has nothing to say.
     ("space", _space),
-    ("O_DIRECT", _direct_io),
     ("lock", _lock),
-    ("rename and sync", _rename),
-    ("clock", _clock),
+    ("sync and clock", _clock),
 )
-
-
-@contextlib.contextmanager
-def _scratch_file(directory: str) -> Iterator[str]:
-    """Yield a file with a page in it, synced. Raises OSError."""
-    descriptor, path = tempfile.mkstemp(prefix=_SCRATCH, dir=directory)
-    try:
-        os.write(descriptor, bytes(PAGE_BYTES))
-        os.fsync(descriptor)
-        yield path
-    finally:
-        os.close(descriptor)
-        os.unlink(path)
 
 
 def _user(number: int) -> str:

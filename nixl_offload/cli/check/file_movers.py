@@ -34,9 +34,8 @@ def add_gds(section: Section, tier: DirectoryConfig, gds: GdsReport, *, gpu: boo
         return
     certain = all(fact.ok is not None for fact in gds.facts)
     fix = "fix what is named below (GDS: ...), or say mover: posix if it is not wanted"
-    section.add(
-        name, finding_of(gds.real or (False if certain else None), gds.verdict, fix if certain else "gdscheck -p")
-    )
+    good = gds.real or (False if certain else None)
+    section.add(name, finding_of(good, gds.verdict, fix if certain else "gdscheck -p"))
     for fact in gds.facts:
         not_needed = gds.real and not fact.ok and fact.fix is None
         words = f"{fact.words}; not needed" if not_needed else fact.words
@@ -49,14 +48,7 @@ def finding_of(good: bool | None, words: str, fix: str | None) -> Finding:
 
 
 def try_movers(
-    section: Section,
-    tier: DirectoryConfig,
-    at: str,
-    child: ChildProcess,
-    *,
-    gpu: bool,
-    io: bool,
-    piece_bytes: int,
+    section: Section, tier: DirectoryConfig, at: str, child: ChildProcess, *, gpu: bool, io: bool, piece_bytes: int
 ) -> None:
     """Start each mover in the directory ``at``, measure those that the config allows, and name the fastest."""
     allowed = candidates(tier.mover, MemoryKind.VRAM if gpu else MemoryKind.DRAM, tier.posix_api)
@@ -86,9 +78,7 @@ def try_movers(
     if io:
         # Copy is what is left when nothing else starts.
         names = [name for name in running if name != "copy"] or running
-        direct_io = tier.direct_io and any(
-            found.name == "O_DIRECT" and found.state == "ok" for found in section.findings
-        )
+        direct_io = tier.direct_io and section.state("O_DIRECT") == "ok"
         answer = child.run("file_speeds", names=names, direct_io=direct_io, piece_bytes=piece_bytes, **common)
         add_speeds(section, tier, answer, gpu=gpu)
 

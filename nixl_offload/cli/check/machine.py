@@ -37,17 +37,13 @@ _PLUGINS: Final = {
 }
 _ANY_BUCKET: Final = {"kind": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
 """Starts the OBJ plugin where the config has no bucket; nothing is asked of it."""
-_MISSING: Final = re.compile(r"^(([^\s:.]+)\.so\S*): cannot open shared object file")
 _CUDA_PACKAGES: Final = {"libcufile": "nvidia-cufile-cu12", "libcudart": "nvidia-cuda-runtime-cu12"}
 _MIB: Final = 1 << 20
 
 
 def installed_version(name: str) -> str | None:
     """Return the version of an installed distribution; None when there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in importlib.metadata.distributions(name=name)), None)
 
 
 def cuda_of_torch() -> str | None:
@@ -160,19 +156,15 @@ def _kvikio(context: EnvironmentContext) -> Finding:
     return ok(found) if found else context.lack("kvikio", words="not installed: mover kvikio", fix=fix)
 
 
-def _s3_client(name: str, other: str, use: str) -> Callable[[EnvironmentContext], Finding]:
-    def look(context: EnvironmentContext) -> Finding:
-        found, words, fix = context.version(name), f"not installed: {use}", f"pip install {name}"
-        if found:
-            return ok(found)
-        if context.config.s3 is None:
-            return ok(f"{words}; nothing here needs it")
-        must = not context.version(other) or [name] in context.candidates()
-        return (wrong if must else warning)(words, fix)
-
-    return look
+def _s3_client(context: EnvironmentContext, name: str, other: str, use: str) -> Finding:
+    found, words, fix = context.version(name), f"not installed: {use}", f"pip install {name}"
+    if found or context.config.s3 is None:
+        return ok(found or f"{words}; nothing here needs it")
+    must = not context.version(other) or [name] in context.candidates()
+    return (wrong if must else warning)(words, fix)
 
 
+_ASKS: Final = "asks buckets what they hold; boto3 does so many times slower"
 ENVIRONMENT_PROBES: Final[Sequence[Probe[EnvironmentContext]]] = (
     ("gpu", _gpu),
     ("python", lambda _: ok(f"{platform.python_version()} ({sys.executable})")),
@@ -181,8 +173,8 @@ ENVIRONMENT_PROBES: Final[Sequence[Probe[EnvironmentContext]]] = (
     ("torch", _torch),
     ("nixl", _nixl),
     ("kvikio", _kvikio),
-    ("obstore", _s3_client("obstore", "boto3", "asks buckets what they hold; boto3 does so many times slower")),
-    ("boto3", _s3_client("boto3", "obstore", "profiles and roles of the AWS chain, bucket init")),
+    ("obstore", lambda context: _s3_client(context, "obstore", "boto3", _ASKS)),
+    ("boto3", lambda context: _s3_client(context, "boto3", "obstore", "profiles and roles of AWS, bucket init")),
 )
 
 
@@ -191,15 +183,14 @@ def plugin_finding(name: str, answer: Answer, context: EnvironmentContext) -> Fi
     if "failed" not in answer:
         return ok(f"loads (memory: {', '.join(answer['memory'])})")
     words, fix = str(answer["failed"]), "NIXL_LOG_LEVEL=DEBUG nixl-offload check tells more"
-    own, loader = os.environ.get("NIXL_PLUGIN_DIR"), str(answer.get("loader") or "")
-    if missing := _MISSING.match(loader):
-        words, package = f"{missing[1]} is not where the loader looks", _CUDA_PACKAGES.get(missing[2])
-        fix = f"install what brings {missing[1]}, or run the image"
-        if package:
-            fix = f"pip install {package}, then export LD_LIBRARY_PATH to the directory of its {missing[1]}"
-    elif loader:
-        words, fix = loader, "pip install --force-reinstall nixl, of the variant for torch's CUDA"
-    elif own is not None and not answer.get("crashed") and answer.get("file") is None:
+    own, loader = os.environ.get("NIXL_PLUGIN_DIR"), answer.get("loader")
+    if loader:
+        words, (missing, lacks, _) = loader, loader.partition(": cannot open shared object file")
+        package = _CUDA_PACKAGES.get(missing.partition(".")[0])
+        install = f"pip install {package}" if package else f"install what brings {missing}"
+        fix = f"{install}, then export LD_LIBRARY_PATH to the directory of its {missing}; or run the image"
+        fix = fix if lacks else "pip install --force-reinstall nixl, of the variant for torch's CUDA"
+    elif own is not None and not answer.get("crashed") and loader is None:
         words, fix = f"NIXL_PLUGIN_DIR={own} does not hold it", "unset NIXL_PLUGIN_DIR"
     return context.lack(name, words=f"does not load: {words}", fix=fix)
 
@@ -208,22 +199,21 @@ def memory_section(capacity_bytes: int, answer: Answer, staging_bytes: int) -> S
     """Compare a capacity with what the engine may take of this machine's memory, by the child's ``answer``."""
     section = Section("memory", f"Tier memory of {format_size(capacity_bytes)}")
     section.facts = {"capacity_bytes": capacity_bytes, "room": answer}
-    section.add("room", _room(capacity_bytes, answer, staging_bytes))
-    return section
-
-
-def _room(capacity_bytes: int, answer: Answer, staging_bytes: int) -> Finding:
     if "failed" in answer:
-        return unknown(f"cannot be told here: {answer['failed']}", "free -g")
+        section.add("room", unknown(f"cannot be told here: {answer['failed']}", "free -g"))
+        return section
     usable, available = int(answer["usable_bytes"]), about_size(int(answer["available_bytes"]))
     words = f"capacity {format_size(capacity_bytes)}: {available} can be had, limited by {answer['by']}"
-    if capacity_bytes + staging_bytes <= usable:
-        return ok(words)
     fits = (min(usable, capacity_bytes) - staging_bytes) // _MIB * _MIB
-    if capacity_bytes <= usable:
-        return warning(f"{words}; that leaves too little for staging", f"capacity: {format_size(max(_MIB, fits))}")
-    fix = f"capacity: {format_size(fits)}" if fits >= _MIB else "free memory, or take the memory tier out of the config"
-    return wrong(f"{words}; what runs now counts, a running server too", fix)
+    if capacity_bytes + staging_bytes <= usable:
+        found = ok(words)
+    elif capacity_bytes <= usable:
+        found = warning(f"{words}; that leaves too little for staging", f"capacity: {format_size(max(_MIB, fits))}")
+    else:
+        fix = f"capacity: {format_size(fits)}" if fits >= _MIB else "free memory, or take the memory tier out"
+        found = wrong(f"{words}; what runs now counts, a running server too", fix)
+    section.add("room", found)
+    return section
 
 
 def staging_finding(staging_bytes: int) -> Finding:

@@ -70,15 +70,14 @@ def s3_section(
         section.add("permissions", wrong(str(error), _PIP))
         return section
     except RefusedError as error:
-        finding = wrong(str(error), error.fix)
-        if error.name == "region":
-            finding = _wrong_region(tier, signed, reached.region)
         # An earlier finding of that name was wrong.
         section.findings = [found for found in section.findings if found.name != error.name]
-        section.add(error.name, finding)
+        section.add(error.name, _refusal(tier, error, signed, reached.region, config_file))
         section.add("permissions", unknown("not tried before that is fixed"))
         return section
-    section.add("growth", _growth(tier, config_file))
+    if tier.ttl_s is None and tier.capacity_bytes is None:
+        fix = f"ttl: 7d, then nixl-offload bucket init {config_file}; or capacity: 10TiB, and gc by a timer"
+        section.add("growth", warning("neither ttl nor capacity is set: nothing ever removes objects", fix))
     section.add("lifecycle", find_lifecycle(tier, config_file))
     if works:
         progress(f"trying movers with {address.where}", why_long="NIXL imports torch")
@@ -118,14 +117,17 @@ def _region(tier: S3Config, signed: str | None, told: str | None) -> Finding:
             next(iter(store.list("check/")), None)
     except StoreError as error:
         if re.search(_REFUSALS["region"], str(error)):
-            raise RefusedError(str(error), "region", "") from error
+            raise RefusedError(str(error), "region") from error
     if told is None:
         return ok(f"{signed or 'the default'}; the server names none of its own")
     words = f"the bucket is in {told}, and requests are signed for {signed}; this server does not mind"
     return warning(words, f"region: {told}")
 
 
-def _wrong_region(tier: S3Config, signed: str | None, told: str | None) -> Finding:
+def _refusal(tier: S3Config, error: RefusedError, signed: str | None, told: str | None, config_file: str) -> Finding:
+    if error.name != "region":
+        init = f"nixl-offload bucket init {config_file}"
+        return wrong(str(error), {"credentials": _EXPORT, "clock": SYNC_CLOCKS, "bucket": init}[error.name])
     if told in (None, signed):
         try:
             from nixl_offload.stores.boto3 import bucket_region
@@ -138,12 +140,11 @@ def _wrong_region(tier: S3Config, signed: str | None, told: str | None) -> Findi
 
 
 class RefusedError(Exception):
-    """Every request is refused, for a reason that ``name`` is about."""
+    """Every request is refused, for a reason that the finding ``name`` is about."""
 
-    def __init__(self, words: str, name: str, fix: str) -> None:
+    def __init__(self, words: str, name: str) -> None:
         super().__init__(words)
         self.name = name
-        self.fix = fix
 
 
 def try_rights(section: Section, tier: S3Config, config_file: str) -> bool:
@@ -200,28 +201,16 @@ def _failed(tier: S3Config, right: str, consequence: str, error: StoreError, con
     said = str(error).partition(": ")[2].partition(": ")[2] or str(error)  # without address and request
     for name, pattern in _REFUSALS.items():
         if re.search(pattern, str(error)):
-            fixes = {"credentials": _EXPORT, "clock": SYNC_CLOCKS, "bucket": f"nixl-offload bucket init {config_file}"}
-            raise RefusedError(said, name, fixes.get(name, ""))
+            raise RefusedError(said, name)
     if error.cause == "denied":
-        return wrong(f"{said}: {consequence}", f"add to the policy of these credentials: {_statement(tier, right)}")
+        # Of ListBucket no condition on the prefix: a HEAD has none, and is then answered 403 for what is absent.
+        action, resource = _ACTIONS.get(right, "s3:ListBucket"), f"arn:aws:s3:::{tier.bucket}"
+        resource += f"/{S3Address.of(tier).key('*')}" if right in _ACTIONS else ""
+        statement = json.dumps({"Effect": "Allow", "Action": action, "Resource": resource})
+        return wrong(f"{said}: {consequence}", f"add to the policy of these credentials: {statement}")
     if error.cause == "full":
         return wrong(f"the bucket is full: {said}", f"nixl-offload gc {config_file} --tier s3 --delete")
     return wrong(f"{said}: {consequence}", "look at the server's log and load; then run this check again")
-
-
-def _statement(tier: S3Config, right: str) -> str:
-    """Return the statement of an AWS policy that allows ``right``, in one line."""
-    # Of ListBucket no condition on the prefix: a HEAD has none, and is then answered 403 for what is absent.
-    action, bucket = _ACTIONS.get(right, "s3:ListBucket"), f"arn:aws:s3:::{tier.bucket}"
-    resource = f"{bucket}/{S3Address.of(tier).key('*')}" if right in _ACTIONS else bucket
-    return json.dumps({"Effect": "Allow", "Action": action, "Resource": resource})
-
-
-def _growth(tier: S3Config, config_file: str) -> Finding | None:
-    if tier.ttl_s is not None or tier.capacity_bytes is not None:
-        return None
-    fix = f"ttl: 7d, then nixl-offload bucket init {config_file}; or capacity: 10TiB, and gc by a timer"
-    return warning("neither ttl nor capacity is set: nothing ever removes objects", fix)
 
 
 def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
@@ -234,12 +223,11 @@ def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
     except ImportError:
         return unknown("cannot be looked at without boto3", _PIP)
     except NotSupportedError:
-        words = "the server knows no lifecycle rules"
-        if tier.ttl_s is None:
-            return ok(words)
-        return warning(
-            f"{words}: gc has to keep to the ttl", f"nixl-offload gc {config_file} --tier s3 --delete, by a timer"
+        words, gc = (
+            "the server knows no lifecycle rules",
+            f"nixl-offload gc {config_file} --tier s3 --delete, by a timer",
         )
+        return ok(words) if tier.ttl_s is None else warning(f"{words}: gc has to keep to the ttl", gc)
     except StoreError as error:
         return unknown(f"cannot be told: {str(error).partition(': ')[2]}", f"{init}, with credentials that may")
     if plan.changes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -25,6 +26,7 @@ LIMIT_S: Final = 240.0
 """vLLM is imported, and for a model that it has not met before once more, by a process of vLLM's."""
 _STEADY: Final = ("sha256", "sha256_cbor")
 _SEEDED: Final = ("xxhash", "xxhash_cbor")
+_DEFAULT: Final = "sha256, vLLM's default"
 _MAX_DIFFERENCES: Final = 12
 _VARIABLE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _ORDINALS: Final = ("first", "second")
@@ -70,13 +72,12 @@ def _read(text: str) -> CommandLine:
     while words and (match := _VARIABLE.fullmatch(words[0])):
         variables[match[1]] = match[2]
         del words[0]
-    for before, word, behind in zip(words, words[1:], [*words[2:], ""], strict=False):
-        if (os.path.basename(word) == "vllm" and behind == "serve") or (before == "-m" and word.startswith("vllm")):
-            raise ConfigError("--vllm-args: begin with the model, or with vllm serve; NAME=VALUE may stand before it")
     if words and os.path.basename(words[0]) == "vllm":
         del words[0]
     if words and words[0] == "serve":
         del words[0]
+    if re.search(r"(^|[\s/])vllm serve\s|\s-m vllm", " ".join(words)):
+        raise ConfigError("--vllm-args: begin with the model, or with vllm serve; NAME=VALUE may stand before it")
     return CommandLine(variables, tuple(words))
 
 
@@ -98,7 +99,13 @@ def hashes_section(config: Config, words: Sequence[str] | None, environment: Map
         off = "off (--no-enable-prefix-caching): nothing is stored or loaded"
         section.add("prefix caching", warning(off, "start the server without --no-enable-prefix-caching"))
     if said.block_size is not None:
-        section.add("chunk_tokens", _chunk_tokens(config, said.block_size))
+        try:
+            blocks = blocks_per_chunk(config.chunk_tokens, said.block_size)
+            found = ok(f"{config.chunk_tokens} are {blocks} of vLLM's blocks of {said.block_size}")
+        except ConfigError as error:
+            nearest = str(error).rpartition("nearest: ")[2]
+            found = wrong(str(error), f"chunk_tokens: {nearest.partition(' ')[0]}")
+        section.add("chunk_tokens", found)
     return section
 
 
@@ -106,8 +113,7 @@ def _algorithm(config: Config, algorithm: str | None, seed: str | None, *, told:
     if not config.stored:
         return ok("any will do: with a memory tier alone nothing outlives the server")
     here = {None: "unset", "": "empty"}.get(seed, seed)
-    name = algorithm or "sha256, vLLM's default"
-    words = f"{name}: found by every server with the same PYTHONHASHSEED (here: {here})"
+    words = f"{algorithm or _DEFAULT}: found by every server with the same PYTHONHASHSEED (here: {here})"
     if algorithm is None and not told:
         return ok(f"{words}. If yours names another, say how it is started: nixl-offload check --vllm-args '...'")
     if algorithm in (None, *_STEADY) or (algorithm in _SEEDED and seed):
@@ -117,15 +123,6 @@ def _algorithm(config: Config, algorithm: str | None, seed: str | None, *, told:
         return wrong(f"vLLM knows no {algorithm!r}; it has {known}", "--prefix-caching-hash-algo sha256")
     lost = f"{algorithm} without PYTHONHASHSEED: hashes differ in every process, so nothing is stored or loaded"
     return wrong(lost, "export PYTHONHASHSEED=0 for every server, or --prefix-caching-hash-algo sha256")
-
-
-def _chunk_tokens(config: Config, block_tokens: int) -> Finding:
-    try:
-        blocks = blocks_per_chunk(config.chunk_tokens, block_tokens)
-    except ConfigError as error:
-        nearest = str(error).rpartition("nearest: ")[2]
-        return wrong(str(error), f"chunk_tokens: {nearest.partition(' ')[0]}")
-    return ok(f"{config.chunk_tokens} are {blocks} of vLLM's blocks of {block_tokens}")
 
 
 class _HashArgumentParser(argparse.ArgumentParser):
@@ -148,7 +145,17 @@ def servers_section(lines: Sequence[CommandLine], config: Config, progress: Chec
             section.add("servers", unknown(f"{prefix}{why}", answer.get("fix")))
             return section
         servers.append(Server.from_dict(answer["server"]))
-    section.facts["servers"] = [_facts(server) for server in servers]
+    section.facts["servers"] = [
+        {
+            "model": server.model,
+            "revision": server.revision,
+            "weights": "content" if "model_config" in server.files else "name" if server.by_name_alone else "revision",
+            "settings": len(server.values),
+            "incomparable": [*server.incomparable],
+            "off": server.off,
+        }
+        for server in servers
+    ]
     if len(servers) == 1:
         add_server(section, servers[0])
     else:
@@ -164,14 +171,10 @@ def servers_section(lines: Sequence[CommandLine], config: Config, progress: Chec
 def _ask(lines: Sequence[CommandLine], transfer: Mapping[str, Any]) -> list[Answer]:
     answers = []
     with contextlib.ExitStack() as stack:
-        children: dict[tuple[tuple[str, str], ...], ChildProcess] = {}
+        open_child = functools.cache(lambda *variables: stack.enter_context(ChildProcess(dict(variables))))
         for line, other in zip(lines, reversed(lines), strict=True):
-            key = tuple(sorted(line.variables.items()))
-            if key not in children:
-                children[key] = stack.enter_context(ChildProcess(line.variables))
-            theirs = other.words if len(lines) > 1 else None
-            arguments = {"words": line.words, "other": theirs, "transfer": transfer}
-            answers.append(children[key].run("server", limit_s=LIMIT_S, **arguments))
+            child, theirs = open_child(*sorted(line.variables.items())), other.words if len(lines) > 1 else None
+            answers.append(child.run("server", limit_s=LIMIT_S, words=line.words, other=theirs, transfer=transfer))
     return answers
 
 
@@ -186,12 +189,12 @@ def add_server(section: Section, server: Server) -> None:
     else:
         section.add("model", ok(model))
     if server.incomparable:
-        words = f"{_list(server.incomparable)} cannot be compared between processes"
-        words = f"nothing stored is found after a restart, or by another server: {words}"
+        lost = "nothing stored is found after a restart, or by another server"
+        words = f"{lost}: {_list(server.incomparable)} cannot be compared between processes"
         section.add("identity", warning(words))
-    else:
-        words = f"{len(server.values)} settings count: a server that differs in one shares nothing with this one"
-        section.add("identity", ok(f"{words}; --vllm-args twice compares two"))
+        return
+    words = f"{len(server.values)} settings count: a server that differs in one shares nothing with this one"
+    section.add("identity", ok(f"{words}; --vllm-args twice compares two"))
 
 
 def add_comparison(section: Section, found: Comparison, *, shared_tier: bool = True) -> None:
@@ -247,17 +250,6 @@ def _in_brief(differences: Sequence[Difference]) -> Iterator[Difference]:
             has_more = any(each.startswith(f"{path}.") for each in found)
             one, other = ("(set)" if has_more and each == ABSENT else each for each in (one, other))
             yield Difference(path, (one if first == ABSENT else first, other if second == ABSENT else second))
-
-
-def _facts(server: Server) -> dict[str, Any]:
-    return {
-        "model": server.model,
-        "revision": server.revision,
-        "weights": "content" if "model_config" in server.files else "name" if server.by_name_alone else "revision",
-        "settings": len(server.values),
-        "incomparable": [*server.incomparable],
-        "off": server.off,
-    }
 
 
 def _list(names: Sequence[str]) -> str:
