@@ -55,15 +55,19 @@ def compare(
     ``budget_s`` bounds the measuring, not the opening; only what is in flight then is still waited for, ``limit_s`` at
     most after the last that arrived. Nothing is raised for reasons of storage or memory: those are in the results.
     """
-    comparison = _Comparison(budget_s, limit_s, least, direct_io=direct_io)
+    comparison = _Comparison(budget_s, limit_s, direct_io=direct_io)
     try:
         for name in dict.fromkeys(name for name, _ in candidates):
-            comparison.open_mover(name, open_mover)
+            try:
+                comparison.movers[name] = open_mover(name)
+            except Exception as error:  # noqa: BLE001, PERF203 - whatever a third party raises, the others may do
+                comparison.refusals[name] = words(name, error)
         able = [(name, path) for name, path in candidates if name in comparison.movers]
         if len(able) >= least:
             try:
                 host = any(path == "host" for _, path in able)
-                comparison.measure(able, directory, _take_memory(directory, device, shape, host=host))
+                comparison.memory = _take_memory(directory, device, shape, host=host)
+                comparison.measure(able, directory, comparison.memory, least)
             except (NoRoomError, OSError) as error:
                 comparison.trouble = str(error)
     finally:
@@ -85,55 +89,46 @@ def _take_memory(directory: str, device: Device, shape: Shape, *, host: bool) ->
 class _Comparison:
     """``contenders`` are in the order in which they take turns."""
 
-    def __init__(self, budget_s: float, limit_s: float, least: int, *, direct_io: bool) -> None:
+    def __init__(self, budget_s: float, limit_s: float, *, direct_io: bool) -> None:
         self.movers: dict[str, Mover] = {}
+        self.refusals: dict[str, str] = {}
+        """Why a mover cannot run here."""
         self.contenders: dict[tuple[str, TransferPath], Contender] = {}
+        self.memory: TrialMemory | None = None
         self.trouble = ""
         """What stood against measuring at all."""
-        self._refusals: dict[str, str] = {}
-        self._memory: TrialMemory | None = None
         self._budget_s = budget_s
         self._limit_s = limit_s
-        self._least = least
         self._direct_io = direct_io
         self._until_s = 0.0
 
-    def open_mover(self, name: str, open_mover: OpenMover) -> None:
-        """Open a mover, or note why it cannot run here."""
-        try:
-            self.movers[name] = open_mover(name)
-        except Exception as error:  # noqa: BLE001 - whatever a third party raises, the others may do
-            self._refusals[name] = words(name, error)
-
-    def measure(self, candidates: Sequence[tuple[str, TransferPath]], directory: str, memory: TrialMemory) -> None:
+    def measure(
+        self, candidates: Sequence[tuple[str, TransferPath]], directory: str, memory: TrialMemory, least: int
+    ) -> None:
         """Let all run in rounds; in each round every candidate has its turn. Raises OSError."""
-        self._memory = memory
         with scratch_file(directory) as (fd, scratch_path):
-            files = {name: self._open_file(name, scratch_path, memory) for name in self.movers}
+            files: dict[str, FileId] = {}
+            for name, mover in self.movers.items():
+                try:
+                    size_bytes = memory.images * memory.image_bytes
+                    files[name] = mover.open_file(scratch_path, size_bytes, direct_io=self._direct_io)
+                except MoverError as error:  # noqa: PERF203 - it is this mover's alone
+                    self.refusals[name] = words(name, error)
             os.unlink(scratch_path)  # whatever happens from here on, nothing stays behind
             # Where time is short it is movers that are compared: the second path of one waits for the first of all.
             first = dict(reversed(candidates))
             for name, path in sorted(candidates, key=lambda key: first[key[0]] != key[1]):
-                file = files[name]
-                if file is not None:
+                if name in files:
                     mover = self.movers[name]
-                    self.contenders[name, path] = Contender(name, mover, file, path, memory, self._limit_s)
-            if len(self.contenders) >= self._least:
+                    self.contenders[name, path] = Contender(name, mover, files[name], path, memory, self._limit_s)
+            if len(self.contenders) >= least:
                 self._until_s = time.monotonic() + self._budget_s
                 self._take_turns(fd)
-
-    def _open_file(self, name: str, path: str, memory: TrialMemory) -> FileId | None:
-        try:
-            size_bytes = memory.images * memory.image_bytes
-            return self.movers[name].open_file(path, size_bytes, direct_io=self._direct_io)
-        except MoverError as error:
-            self._refusals[name] = words(name, error)
-            return None
 
     def result(self, name: str, path: TransferPath) -> MeasuredPath:
         """Return what became of a candidate."""
         contender = self.contenders.get((name, path))
-        refusal = self._refusals.get(name) or (contender.failure if contender else "")
+        refusal = self.refusals.get(name) or (contender.failure if contender else "")
         if refusal:
             return MeasuredPath(name, path, False, refusal)
         if contender is None or not all(contender.speeds.values()):
@@ -144,9 +139,10 @@ class _Comparison:
 
     def close(self) -> None:
         """Close all movers but those that hang, whose memory is kept for ever, as that of quarantined transfers is."""
-        hung = {name for (name, _), contender in self.contenders.items() if contender.hung}
-        keep = any(contender.hung or contender.tainted for contender in self.contenders.values())
-        for contender in self.contenders.values():
+        contenders = self.contenders.values()
+        hung = {contender.name for contender in contenders if contender.hung}
+        keep = any(contender.hung or contender.tainted for contender in contenders)
+        for contender in contenders:
             contender.synchronize()
         for name, mover in self.movers.items():
             if name in hung:
@@ -159,8 +155,8 @@ class _Comparison:
                 logger.warning("%s could not be closed: %s", name, words(name, error))
                 LEAKED.append(mover)
                 keep = True
-        if keep and self._memory is not None:
-            LEAKED.append(self._memory)
+        if keep and self.memory is not None:
+            LEAKED.append(self.memory)
 
     def _take_turns(self, fd: int) -> None:
         contenders = self.contenders.values()

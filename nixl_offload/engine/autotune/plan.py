@@ -1,15 +1,12 @@
 """Chooses the mover and the transfer path between a device and the files of a directory by measuring them at start.
 
 No rule knows the best one: GPUDirect Storage is the shortest path where it is real, and slower than page-locked host
-memory with O_DIRECT where cuFile copies through its own buffers; direct saves a copy on the device and pays with
-smaller extents. So each candidate moves images of chunks, many at once, through a scratch file in the directory: two
-seconds in all, a turn for each in every round. Ranks that start together measure together, as they share the drive
-later.
+memory with O_DIRECT where cuFile copies through its own buffers. So each candidate moves images of chunks, many at
+once, through a scratch file in the directory, in rounds, for two seconds in all. Ranks that start together measure
+together.
 
-Measured is the time between device memory and the file, for ``host`` with the copy over the bus. The kernels that
-gather and scatter for ``device`` are left out: they run at the speed of device memory. A candidate costs 2 seconds
-per byte read (a load delays its request) + 1 second per byte written. Of those within 10 % of the cheapest the one
-with the fewest copies is taken: direct, then device, then host; then gds_mt before kvikio.
+Measured is the time between device memory and the file, for ``host`` with the copy over the bus; not the kernels that
+gather and scatter for ``device``, which run at the speed of device memory. ``best_of`` has what is taken.
 
 Threading: on the thread that will drive the mover, at start; nothing is left open. Raises nothing for reasons of
 storage unless no mover can run. While it measures, a file without a name takes up to 256 MiB per rank, and at most a
@@ -25,13 +22,7 @@ from typing import Final, cast
 import torch
 
 from nixl_offload.config import DirectoryConfig
-from nixl_offload.engine.autotune.candidates import (
-    MARGIN,
-    Shape,
-    TransferPlan,
-    best_of,
-    candidates_of,
-)
+from nixl_offload.engine.autotune.candidates import MARGIN, Shape, TransferPlan, best_of, candidates_of
 from nixl_offload.engine.autotune.compare import compare
 from nixl_offload.engine.autotune.scratch import aligned_tensor, remove_leftovers
 from nixl_offload.engine.image import TransferPath
@@ -139,11 +130,8 @@ def _compared(
 
 def _line(directory: str, plan: TransferPlan) -> str:
     """For the log; what keeps a mover from running at all is said once, not for each of its paths."""
-    reasons: dict[str, set[str]] = {}
-    for candidate in plan.candidates:
-        reasons.setdefault(candidate.mover, set()).add("" if candidate.ok else candidate.reason)
+    able = {found.mover for found in plan.candidates if found.ok}
     parts = dict.fromkeys(
-        str(found) if found.ok or len(reasons[found.mover]) > 1 else f"{found.mover}: {found.reason}"
-        for found in plan.candidates
+        str(found) if found.mover in able else f"{found.mover}: {found.reason}" for found in plan.candidates
     )
     return "; ".join([f"Files in {directory}: {plan.mover}, {plan.path}, {plan.reason}", *parts])

@@ -1,9 +1,7 @@
 """What is measured with: a scratch file in the tier's directory, and images of chunks in device and host memory.
 
-Threading: one thread, the one that measures.
-Files are called ``.mover-choice-<random>.scratch``: a tree does not list them, and slabs count them as small files of
-their own (``tiers.slab.other_namespaces``). Earlier releases kept their measurements beside them, in
-``.mover-choice-<digest>.json``, and locked ``.mover-choice.lock``; nobody reads either any more.
+Threading: one thread, the one that measures. Files are called ``.mover-choice-<random>.scratch``: a tree does not list
+them, and slabs count them as small files of their own (``tiers.slab.other_namespaces``).
 """
 
 from __future__ import annotations
@@ -136,19 +134,17 @@ class TrialMemory:
     def _fill(self) -> None:
         """Put something there that does not compress, for some filesystems do, and have all pages present."""
         tile = torch.frombuffer(bytearray(os.urandom(min(_TILE_BYTES, len(self.on_host)))), dtype=torch.uint8)
-        for begin in range(0, len(self.on_host), len(tile)):
-            target = self.on_host[begin : begin + len(tile)]
+        for target in torch.split(self.on_host, len(tile)):
             target.copy_(tile[: len(target)])
         self.headers.zero_()
-        stream = self.device.streams.new()
-        stream.run(self._fill_device)
-        stream.synchronize()
 
-    def _fill_device(self) -> None:
-        step = min(_TILE_BYTES, len(self.on_host))
-        for begin in range(0, len(self.on_device), step):
-            target = self.on_device[begin : begin + step]
-            _copy(target, self.on_host[: len(target)])
+        def fill_device() -> None:
+            for target in torch.split(self.on_device, len(tile)):
+                _copy(target, self.on_host[: len(target)])
+
+        stream = self.device.streams.new()
+        stream.run(fill_device)
+        stream.synchronize()
 
 
 def aligned_tensor(length_bytes: int, device: torch.device, *, page_locked: bool = False) -> torch.Tensor:
