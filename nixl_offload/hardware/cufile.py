@@ -69,26 +69,24 @@ class CufileSettings:
         return self.path or SYSTEM_FILE
 
 
-def read_settings(root: str = "/", environment: Mapping[str, str] | None = None) -> CufileSettings:
+def read_settings(root: str = "/") -> CufileSettings:
     """Return what cuFile would read in this process. Never raises; ``root`` stands for ``/`` in tests."""
-    environment = os.environ if environment is None else environment
-    named = environment.get(PATH_VARIABLE)
+    named = os.environ.get(PATH_VARIABLE)
     path = named or SYSTEM_FILE
     said: dict[str, Any] = {}
     error = None
     try:
         with open(beneath(root, path), "rb") as file:
-            text = file.read(_MAX_BYTES).decode()
-        said = _flat(parse(text))
+            said = _flat(parse(file.read(_MAX_BYTES).decode()))
     except FileNotFoundError:
         error = f"{PATH_VARIABLE} names {path}, which does not exist" if named else None
     except OSError as exc:
         error = f"{path} cannot be read: {exc.strerror or exc}"
     except (ValueError, RecursionError) as exc:
         error = f"{path} cannot be understood: {exc}"
-    variables = tuple(name for name in VARIABLES if environment.get(name))
+    variables = tuple(name for name in VARIABLES if os.environ.get(name))
     for name in variables:
-        said[VARIABLES[name]] = environment[name].strip().lower() in {"1", "true", "yes", "on"}
+        said[VARIABLES[name]] = os.environ[name].strip().lower() in {"1", "true", "yes", "on"}
     there = named is not None or error is not None or os.path.exists(beneath(root, path))
     return CufileSettings(path if there else None, error, said, variables)
 
