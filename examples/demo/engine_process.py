@@ -20,6 +20,9 @@ Reply = dict[str, Any]
 QUIET_S = 0.5
 """An engine in processes of its own is called idle when its byte counters have not moved for this long."""
 
+OPENING_S = 15.0
+"""An engine in processes of its own is asked no later than this, whether or not its tiers are open."""
+
 
 class EngineHost:
     """Owns one ``vllm.LLM``. Every public method is an operation of the protocol: keyword arguments in, JSON out."""
@@ -31,7 +34,10 @@ class EngineHost:
         self._in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
         self._abandoned = 0
         if "kv_transfer_config" in options:
-            self.settle()  # a server has opened its tiers before it gets its first request; this engine only steps now
+            # A server has opened its tiers before it gets its first request; this engine only steps now.
+            if not self._in_process:
+                self._wait_for_a_tier()
+            self.settle()
 
     def generate(
         self,
@@ -99,6 +105,15 @@ class EngineHost:
                 quiet_since, last = time.monotonic(), now
             time.sleep(0.05)
         return {"idle": True}
+
+    def _wait_for_a_tier(self) -> None:
+        """Step until the ranks have told how they reach a tier, or ``OPENING_S`` are over."""
+        deadline = time.monotonic() + OPENING_S
+        while time.monotonic() < deadline:
+            self._generate([[2, 3, 4]], 1)
+            if self._counters(gauges=True).get("vllm:nixl_offload_tier_info", 0):
+                return
+            time.sleep(0.05)
 
     def abandon(self, prompts: list[list[int]], steps: int) -> Reply:
         """Begin to answer prompts, all at once, take ``steps`` steps of the engine and abort them (in-process only)."""
