@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import socket
 import time
 import weakref
@@ -29,11 +30,13 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """flock on a file. The file's content says who holds it: a hint for people, never evidence."""
+    """flock on a file. The file's content says who holds it: for people, and for ``require_owner`` while it is held."""
 
     def __init__(self, path: Path, *, brief: bool = False) -> None:
         """Name the lock file; ``acquire`` takes it. ``brief``: for seconds at most, so that others may wait."""
         self.path = path
+        self.owner = secrets.token_hex(16)
+        """What the file says while this object holds it, each time the same."""
         self._brief = brief
         self._fd = -1
         self._identity = (0, 0)
@@ -55,11 +58,7 @@ class DirectoryLock:
                 if time.monotonic() - began_s < patience_s:
                     time.sleep(_LOOK_PAUSE_S)
                     continue
-                raise TierError(
-                    f"{self.path.parent} is in use by another engine ({_words(hint)}). "
-                    "Stop that engine, or give this one a path of its own.",
-                    cause="locked",
-                ) from error
+                raise TierError(f"{_in_use(self.path, hint)}.", cause="locked") from error
             except OSError as error:
                 self.release()
                 raise tier_error(error, f"cannot lock {self.path}") from error
@@ -85,17 +84,45 @@ class DirectoryLock:
             self._fd = -1
 
     def _write_hint(self) -> None:
-        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        hint: dict[str, object] = {"pid": os.getpid(), "host": socket.gethostname(), "since": started}
+        """Write over what was there, then cut off the rest: readers take the first line."""
+        hint: dict[str, object] = {
+            "owner": self.owner,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        }
         if self._brief:
             hint["brief"] = True
-        with contextlib.suppress(OSError):  # a full disk must not keep an engine from serving what it has
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{json.dumps(hint)}\n".encode(), 0)
+        line = f"{json.dumps(hint)}\n".encode()
+        try:
+            os.pwrite(self._fd, line, 0)
+            os.ftruncate(self._fd, len(line))
+        except OSError:  # a full disk must not keep an engine from serving what it has
+            with contextlib.suppress(OSError):  # rather nothing than what the last holder wrote
+                os.ftruncate(self._fd, 0)
 
 
 def holder_of(path: Path) -> str | None:
     """Say who holds the lock ``path`` alone, None when nobody does. Changes nothing; raises TierError."""
+    hint = _holders_hint(path)
+    return None if hint is None else _words(hint)
+
+
+def require_owner(path: Path, owner: str) -> None:
+    """Raise TierError while another than ``owner`` holds the lock ``path`` alone (``locked``), or if it cannot be read.
+
+    Who is not known passes: a lock that nobody holds, as on a machine without the engine's scheduler, or a holder that
+    could not write its name. With ``owner`` "" nothing is looked at.
+    """
+    if not owner:
+        return
+    hint = _holders_hint(path)
+    if hint is not None and hint.get("owner", owner) != owner:
+        raise TierError(_in_use(path, hint), cause="locked")
+
+
+def _holders_hint(path: Path) -> dict[str, Any] | None:
+    """Return what the holder of the lock ``path`` wrote there, None when nobody holds it alone. Raises TierError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -105,7 +132,7 @@ def holder_of(path: Path) -> str | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _words(_hint(fd))
+        return _hint(fd)
     except OSError as error:
         raise tier_error(error, f"cannot look at the lock {path}") from error
     finally:
@@ -115,10 +142,17 @@ def holder_of(path: Path) -> str | None:
 
 def _hint(fd: int) -> dict[str, Any]:
     try:
-        hint = json.loads(os.pread(fd, _HINT_MAX_BYTES, 0))
+        hint = json.loads(os.pread(fd, _HINT_MAX_BYTES, 0).partition(b"\n")[0])
     except (OSError, ValueError, RecursionError):
         return {}
     return hint if isinstance(hint, dict) else {}
+
+
+def _in_use(path: Path, hint: dict[str, Any]) -> str:
+    return (
+        f"{path.parent} is in use by another engine ({_words(hint)}). "
+        "Stop that engine, or give this one a path of its own"
+    )
 
 
 def _words(hint: dict[str, Any]) -> str:

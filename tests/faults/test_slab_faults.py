@@ -21,7 +21,7 @@ import pytest
 
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.identity.namespace import Namespace
-from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.lock import DirectoryLock, require_owner
 from nixl_offload.tiers.slab import file as slab_file
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
@@ -131,6 +131,53 @@ def test_a_read_only_filesystem_at_the_start(small_filesystem: SmallFilesystem) 
     slab.open()
     slab.ensure(0, 64 * KIB)
     slab.close()
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_rank_on_a_read_only_medium(small_filesystem: SmallFilesystem, is_open: bool) -> None:
+    """Whose directory it is can be read there, so the medium is what is told; it resumes."""
+    lock = DirectoryLock(small_filesystem.path / "lock")
+    lock.acquire()
+    slab = SlabFile(small_filesystem.path / "ns" / "rank-00000.slab", 32 * MIB, EXTENT, owner=lock.owner)
+    slab.open()
+    if not is_open:
+        slab.close()
+    small_filesystem.make_read_only()
+    with pytest.raises(TierError) as caught:
+        slab.reopen() if is_open else slab.open()
+    assert caught.value.cause == slab.check() == "permission"
+    small_filesystem.make_writable()
+    assert slab.reopen() is False, "the same file"
+    slab.ensure(0, 64 * KIB)
+    other = SlabFile(slab.path, MIB, MIB, owner="another")
+    small_filesystem.make_read_only()
+    with pytest.raises(TierError, match="in use by another engine"):
+        other.open()
+    assert other.check() == "locked"
+    small_filesystem.make_writable()
+    slab.close()
+    lock.release()
+
+
+def test_a_lock_on_a_full_disk_says_nothing_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be written does not leave the last holder's name: the engine's own ranks would keep off."""
+    last = DirectoryLock(tmp_path / "lock")
+    last.acquire()
+    last.release()
+    lock = DirectoryLock(tmp_path / "lock")
+
+    def refuse(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", refuse)
+        lock.acquire()
+    assert (tmp_path / "lock").read_bytes() == b""
+    require_owner(tmp_path / "lock", lock.owner)
+    lock.acquire()
+    with pytest.raises(TierError, match="in use by another engine"):
+        require_owner(tmp_path / "lock", "another")
+    lock.release()
 
 
 def test_a_vanished_directory_is_made_again(tmp_path: Path, slab: SlabFile) -> None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nixl_offload.config import SlabConfig, parse_config
+from nixl_offload.errors import TierError
 from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.index import State
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.lock import DirectoryLock, holder_of, require_owner
 from nixl_offload.tiers.slab.directory import TierDirectory
-from nixl_offload.tiers.slab.tier import HEAL_EVERY_S, SlabTier
-from nixl_offload.types import Key, Location
+from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
+from nixl_offload.tiers.slab.kind import open_link
+from nixl_offload.tiers.slab.link import PAUSE_S, SlabLink
+from nixl_offload.tiers.slab.tier import HEAL_EVERY_S, SlabPlace, SlabTier
+from nixl_offload.types import Key, Location, Outcome
 
 SLOT = 64 << 10
 WAIT_S = 20.0
-OpenTier = Callable[[], SlabTier]
+OpenTier = Callable[..., SlabTier]
 
 
 @pytest.fixture
@@ -36,8 +45,10 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     assert isinstance(config, SlabConfig)
     opened: list[SlabTier] = []
 
-    def build() -> SlabTier:
-        opened.append(SlabTier.open(config, position=0, namespace=namespace, slot_classes=[SLOT], world_size=1))
+    def build(**options: int) -> SlabTier:
+        opened.append(
+            SlabTier.open(config, position=0, namespace=namespace, slot_classes=[SLOT], world_size=1, **options)
+        )
         return opened[-1]
 
     yield build
@@ -154,3 +165,188 @@ def test_a_directory_that_hangs_costs_one_thread(open_tier: OpenTier, monkeypatc
     go_on.set()
     assert tier._healer is not None
     tier._healer.join(WAIT_S)
+
+
+# -- a rank, and another engine in the directory ---------------------------------------------------------------------
+
+
+class Rank:
+    """A rank's half on a clock of its own."""
+
+    def __init__(self, place: SlabPlace) -> None:
+        self.path = Path(place.directory) / rank_file_name(0)
+        self.now_s = 0.0
+        self.slab = SlabFile(self.path, place.rank_bytes, place.extent_bytes, owner=place.owner)
+        self._mover = CopyMover()
+        self.slab.open()
+        self.link = SlabLink(self.slab, self._mover, lambda: self.now_s)
+        self.link.connect()
+
+    def may_store(self) -> bool:
+        """Ask after any pause is over."""
+        self.now_s += PAUSE_S
+        return self.link.may_store()
+
+    def close(self) -> None:
+        self.link.close()
+        self._mover.close()
+
+
+@pytest.fixture
+def open_rank() -> Iterator[Callable[[SlabTier], Rank]]:
+    ranks: list[Rank] = []
+
+    def build(tier: SlabTier) -> Rank:
+        ranks.append(Rank(tier.place))
+        return ranks[-1]
+
+    yield build
+    for rank in ranks:
+        rank.close()
+
+
+OpenRank = Callable[[SlabTier], Rank]
+
+
+def heal(tier: SlabTier, now_s: float) -> None:
+    """Tell of a store that failed, and wait for what is done about it."""
+    tier.stored([key(1)], {key(1): Outcome.FAILED}, now_s)
+    assert tier._healer is not None
+    tier._healer.join(WAIT_S)
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_a_rank_that_opens_late_leaves_the_slab_of_another_engine_alone(
+    open_tier: OpenTier, tmp_path: Path, longer: bool
+) -> None:
+    """It makes no file there, and cuts none."""
+    tier = open_tier()
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    path = Path(open_tier().place.directory) / rank_file_name(0)
+    if longer:
+        path.write_bytes(bytes(4 * SLOT))
+    place = replace(tier.place, rank_bytes=SLOT, extent_bytes=SLOT)
+    (config,) = parse_config({"tiers": [{"kind": "slab", "path": str(tmp_path / "kv"), "capacity": "128MiB"}]}).tiers
+    assert isinstance(config, SlabConfig)
+    mover = CopyMover()
+    with pytest.raises(TierError, match="in use by another engine") as caught:
+        open_link(config, place, 0, mover)
+    mover.close()
+    assert caught.value.cause == "locked"
+    assert (path.stat().st_size if path.exists() else None) == (4 * SLOT if longer else None)
+
+
+def test_a_directory_made_anew_between_two_looks(
+    open_tier: OpenTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine takes it after the first look at the lock: its file is opened, found out, and not cut."""
+    tier, looks = open_tier(), list[Path]()
+
+    def look(path: Path, owner: str) -> None:
+        require_owner(path, owner)
+        looks.append(path)
+        if len(looks) == 1:
+            (tmp_path / "kv").rename(tmp_path / "gone")
+            theirs = Path(open_tier().place.directory) / rank_file_name(0)
+            theirs.write_bytes(bytes(4 * SLOT))
+
+    monkeypatch.setattr("nixl_offload.tiers.slab.file.require_owner", look)
+    slab = SlabFile(Path(tier.place.directory) / rank_file_name(0), SLOT, SLOT, owner=tier.place.owner)
+    with pytest.raises(TierError, match="in use by another engine"):
+        slab.open()
+    assert slab.path.stat().st_size == 4 * SLOT
+
+
+def test_a_rank_whose_directory_another_engine_made_anew_stores_nothing(
+    open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path
+) -> None:
+    """It goes on reading the file that it has; its stores fail, by which the scheduler's half finds out."""
+    tier = open_tier()
+    rank = open_rank(tier)
+    assert rank.may_store()
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    other = open_tier()
+    others_rank = open_rank(other)
+    assert not rank.may_store()
+    assert rank.link.trouble == "locked"
+    assert rank.slab.check() == "locked"
+    assert rank.link.may_load()
+    assert os.path.samestat(
+        os.fstat(rank.slab._fd), (tmp_path / "gone" / rank.path.relative_to(tmp_path / "kv")).stat()
+    )
+    assert tier.reserve(key(2), SLOT, []) is not None
+    heal(tier, 100.0)
+    assert tier.reserve(key(3), SLOT, []) is None
+    assert not rank.may_store()
+    assert others_rank.may_store()
+
+
+def test_a_directory_taken_while_the_lock_alone_is_gone(
+    open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path
+) -> None:
+    """The slab is the same file as before; the next look says whose it is."""
+    rank = open_rank(open_tier())
+    (tmp_path / "kv" / "lock").unlink()
+    assert rank.may_store(), "nobody holds it"
+    others_rank = open_rank(open_tier())
+    assert not rank.may_store()
+    assert rank.link.trouble == "locked"
+    assert others_rank.may_store()
+
+
+def test_storing_resumes_in_a_directory_taken_back(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path) -> None:
+    """The lock says the same owner as before, also after another engine came and went; ranks need no new place."""
+    tier = open_tier()
+    rank = open_rank(tier)
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    heal(tier, 100.0)
+    assert json.loads((tmp_path / "kv" / "lock").read_text())["owner"] == tier.place.owner
+    assert rank.may_store()
+    (tmp_path / "kv").rename(tmp_path / "gone too")
+    other = open_tier()
+    assert not rank.may_store()
+    other.close()
+    heal(tier, 200.0)
+    assert rank.may_store()
+    assert os.path.samestat(os.fstat(rank.slab._fd), rank.path.stat())
+    with pytest.raises(TierError, match="in use by another engine"):
+        open_tier()
+
+
+@pytest.mark.parametrize("before", ["", '{"pid": 1, "host": "a name", "since": "' + "x" * 500 + '"}\n'])
+def test_an_old_directory_is_taken_over(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path, before: str) -> None:
+    """A lock without an owner, and one whose line is longer than the new one."""
+    lock = tmp_path / "kv" / "lock"
+    lock.parent.mkdir()
+    lock.write_text(before)
+    tier = open_tier()
+    assert open_rank(tier).may_store()
+    assert set(json.loads(lock.read_text())) == {"owner", "pid", "host", "since"}
+    assert lock.read_text().count("\n") == 1
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+    lock.write_bytes(lock.read_bytes() + b'what was cut off"}\n')
+    assert holder_of(lock) != "which one is not known", "a reader may come before the cut"
+    assert open_rank(tier).may_store()
+
+
+def test_a_lock_that_nobody_holds_keeps_no_rank_out(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path) -> None:
+    """A rank on another machine than the scheduler: no lock there, or what an earlier engine left."""
+    tier = open_tier()
+    place = replace(tier.place, directory=str(tmp_path / "kv there" / "ns"))
+    tier.place = place
+    assert open_rank(tier).may_store()
+    lock = DirectoryLock(tmp_path / "kv there" / "lock")
+    lock.acquire()
+    with pytest.raises(TierError, match="in use by another engine"):
+        open_rank(tier)
+    lock.release()
+    assert open_rank(tier).may_store()
+
+
+def test_data_parallel_ranks_know_their_own_engine(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path) -> None:
+    """The lock of their root counts: that of the path is shared."""
+    tiers = [open_tier(dp_index=index, dp_size=2) for index in range(2)]
+    assert all(open_rank(tier).may_store() for tier in tiers)
+    tiers[0].place = replace(tiers[0].place, directory=tiers[1].place.directory)
+    with pytest.raises(TierError, match="in use by another engine"):
+        open_rank(tiers[0])

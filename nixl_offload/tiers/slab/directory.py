@@ -104,6 +104,11 @@ class TierDirectory:
             undo.pop_all()
         return directory
 
+    @property
+    def owner(self) -> str:
+        """What the lock of ``root`` says while this engine holds it, also after ``restore``."""
+        return self._locks[-1].owner
+
     def rank_path(self, rank: int) -> Path:
         """Return where the slab of ``rank`` lies."""
         return self.namespace_path / rank_file_name(rank)

@@ -1,7 +1,8 @@
 """One rank's slab on disk: one file, real space under every slot before it is written, and a cheap look at its health.
 
 Threading: one owner, the engine's pump thread. Calls do metadata I/O (milliseconds; see ``ensure``), never payload.
-Ownership: owns the file's descriptor; another engine is kept out by the scheduler's lock (``directory.py``).
+Ownership: owns the file's descriptor. The directory's lock is the scheduler's (``directory.py``): here it is looked
+at, so that a directory which another engine has taken is left alone.
 The mover opens the same path by itself; when ``reopen`` returns True its file must be closed and opened again.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.tiers.lock import require_owner
 from nixl_offload.tiers.os_errors import cause_of, tier_error
 from nixl_offload.types import PAGE_BYTES, align_up
 
@@ -64,13 +66,23 @@ class SlabFile:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], rank_bytes: int, extent_bytes: int, *, direct_io: bool = True
+        self,
+        path: str | os.PathLike[str],
+        rank_bytes: int,
+        extent_bytes: int,
+        *,
+        direct_io: bool = True,
+        owner: str = "",
     ) -> None:
-        """Remember the geometry, which is that of the allocator. Nothing is touched before ``open``."""
+        """Remember the geometry, which is that of the allocator. Nothing is touched before ``open``.
+
+        ``owner``: who may hold the lock of the directory above that of the file (``SlabPlace.owner``); "": anybody.
+        """
         self.path = Path(path)
         self.rank_bytes = rank_bytes
         self.extent_bytes = extent_bytes
         self.direct_io = False
+        self._owner = owner
         self._wants_direct_io = direct_io
         self._told_buffered = False
         self._can_preallocate = True
@@ -84,15 +96,18 @@ class SlabFile:
     def open(self) -> None:
         """Open or create the file (0600, directories 0700). What is there stays, except beyond ``rank_bytes``.
 
-        Raises TierError. After a failure the file is closed and ``open`` or ``reopen`` may be tried again.
+        Raises TierError; ``locked``: the directory is another engine's, whose files are left as they are. After a
+        failure the file is closed and ``open`` or ``reopen`` may be tried again.
         """
         self.close()
         try:
+            self._require_owner()
             make_private_directory(self.path.parent)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise TierError(f"{self.path} is not a regular file", cause="io")
+            self._require_owner()  # it may be in a directory that another engine has made meanwhile
             if stat.S_IMODE(status.st_mode) != 0o600:
                 os.fchmod(self._fd, 0o600)
             self.discard_beyond(self.rank_bytes)
@@ -140,8 +155,12 @@ class SlabFile:
         """Look whether storing can work now. Returns None, or the ``TierError.cause`` that stands against it.
 
         ``missing``: the path is gone, or it is another file than the one opened; ``reopen`` is needed. ``full``: there
-        is still not the space that the last refused ``ensure`` wanted.
+        is still not the space that the last refused ``ensure`` wanted. ``locked``: the directory is another engine's.
         """
+        try:
+            self._require_owner()
+        except TierError as error:
+            return error.cause
         try:
             probe = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -169,6 +188,7 @@ class SlabFile:
         if cause is None:
             return False
         if cause != "missing":
+            self._require_owner()  # says it better
             raise TierError(f"{self.path} is not usable yet", cause=cause)
         if self._filesystem is not None and nearest_filesystem(self.path.parent) != self._filesystem:
             raise TierError(f"the filesystem of {self.path} is not mounted", cause="missing")
@@ -239,6 +259,9 @@ class SlabFile:
         if cause_of(error.errno) == "full":
             self._short_bytes = needed_bytes
         raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}") from error
+
+    def _require_owner(self) -> None:
+        require_owner(self.path.parent.parent / "lock", self._owner)
 
     def _require_same_file(self) -> None:
         try:

@@ -36,6 +36,7 @@ def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> 
         rank_bytes=place.rank_bytes,
         extent_bytes=place.extent_bytes,
         direct_io=config.direct_io,
+        owner=place.owner,
     )
     slab.open()
     return SlabLink(slab, mover, time.monotonic)

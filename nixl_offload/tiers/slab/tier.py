@@ -40,6 +40,8 @@ class SlabPlace:
     """Per rank, the 32 bytes its shard headers carry."""
     rank_bytes: int
     extent_bytes: int
+    owner: str = ""
+    """Who holds the directory's lock: a rank stores nothing while somebody else does. "": it does not look."""
 
 
 class SlabTier(SlotTier):
@@ -126,6 +128,7 @@ class SlabTier(SlotTier):
             rank_namespaces=tuple(namespace.rank_digest(rank) for rank in range(world_size)),
             rank_bytes=allocator.rank_bytes,
             extent_bytes=allocator.extent_bytes,
+            owner=directory.owner,
         )
         return cls(position, place, index, allocator, durable, directory)
 
