@@ -18,6 +18,7 @@ import errno
 import fcntl
 import logging
 import os
+import threading
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from nixl_offload.movers.base import UNLIMITED, Extents, FileId, MemoryId, Memor
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
 from nixl_offload.movers.kvikio_library import KVIKIO_ERRORS, load_kvikio, words_of
 from nixl_offload.movers.launcher import Launcher
+from nixl_offload.movers.library_lock import LIBRARIES
 from nixl_offload.movers.pinning import check_pinning
 from nixl_offload.movers.tracked import ExtentTransfer, TrackedMover
 from nixl_offload.types import PAGE_BYTES
@@ -38,6 +40,10 @@ logger = logging.getLogger(__name__)
 IoPath = Literal["cufile", "compat"]
 
 _ALREADY_REGISTERED = "already registered"
+_DEFAULTS = threading.Lock()
+"""KvikIO is told by process-wide defaults how to open a file. Movers that open files at once take turns."""
+_DEFAULTS_WAIT_S = 5.0
+"""Then a file is opened all the same: storage hangs under the mover whose turn it is."""
 
 
 class _CudaArray:
@@ -105,7 +111,8 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
     def _check_usable(self) -> None:
         super()._check_usable()
         if self._kvikio is None:
-            self._kvikio = load_kvikio(self.name, self._threads, self._bounce_bytes)
+            with LIBRARIES:
+                self._kvikio = load_kvikio(self.name, self._threads, self._bounce_bytes)
             self._launcher = Launcher("nixl-offload-kvikio")
 
     # Regions and files
@@ -119,7 +126,8 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
             if not self._kvikio.defaults.is_compat_mode_preferred():
                 held_bytes = sum(self._table.memory(each).region.length_bytes for each in self._in_cufile)
                 check_pinning(self.name, region, held_bytes)
-            self._in_cufile[memory] = self._register_with_cufile(region)
+            with LIBRARIES:
+                self._in_cufile[memory] = self._register_with_cufile(region)
         except MoverError:
             self._table.pop_memory(memory)
             raise
@@ -147,10 +155,11 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
         if not self._in_cufile.pop(memory, False):
             return
         try:
-            self._kvikio.memory_deregister(_CudaArray(region.address, region.length_bytes))
-            # Regions that leaned on this one stand on their own now.
-            for other in [other for other, knows in self._in_cufile.items() if not knows]:
-                self._in_cufile[other] = self._register_with_cufile(self._table.memory(other).region)
+            with LIBRARIES:
+                self._kvikio.memory_deregister(_CudaArray(region.address, region.length_bytes))
+                # Regions that leaned on this one stand on their own now.
+                for other in [other for other, knows in self._in_cufile.items() if not knows]:
+                    self._in_cufile[other] = self._register_with_cufile(self._table.memory(other).region)
         except KVIKIO_ERRORS as error:
             raise MoverError(f"{self.name}: cannot unregister device memory: {words_of(error)}") from error
 
@@ -171,6 +180,14 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
 
     def _open(self, entry: FileEntry) -> _OpenFile:
         """Open by KvikIO what ``entry.fd`` is, on the launching thread. Raises MoverError."""
+        has_turn = _DEFAULTS.acquire(timeout=_DEFAULTS_WAIT_S)
+        try:
+            return self._open_with_defaults(entry)
+        finally:
+            if has_turn:
+                _DEFAULTS.release()
+
+    def _open_with_defaults(self, entry: FileEntry) -> _OpenFile:
         kvikio = self._kvikio
         modes = kvikio.CompatMode
         writes = (fcntl.fcntl(entry.fd, fcntl.F_GETFL) & os.O_ACCMODE) == os.O_RDWR

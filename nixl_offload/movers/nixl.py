@@ -19,6 +19,7 @@ from typing import Any
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
+from nixl_offload.movers.library_lock import LIBRARIES
 from nixl_offload.movers.nixl_agent import NixlAgent, descriptors, words
 from nixl_offload.movers.nixl_plugins import NixlPlugin
 from nixl_offload.movers.pinning import check_pinning
@@ -72,9 +73,10 @@ class NixlMover(TrackedMover[_NixlTransfer]):
                 others = (entry.region for other, entry in self._table.memories.items() if other != memory)
                 held_bytes = sum(other.length_bytes for other in others if other.kind is MemoryKind.VRAM)
                 check_pinning(self.name, region, held_bytes)
-            self._registered[memory] = self._register(
-                "memory", region.kind.name, (region.address, region.length_bytes, region.device_id, "")
-            )
+            with LIBRARIES:
+                self._registered[memory] = self._register(
+                    "memory", region.kind.name, (region.address, region.length_bytes, region.device_id, "")
+                )
         except MoverError:
             self._table.pop_memory(memory)
             raise
@@ -83,7 +85,8 @@ class NixlMover(TrackedMover[_NixlTransfer]):
     def unregister_memory(self, memory: MemoryId) -> None:
         self._check_usable()
         super().unregister_memory(memory)
-        self._deregister("memory", memory)
+        with LIBRARIES:
+            self._deregister("memory", memory)
 
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
         if self._plugin.target != "FILE":

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import Extents, MemoryKind
+from nixl_offload.movers.library_lock import LIBRARIES
 from nixl_offload.movers.nixl_plugins import NixlPlugin
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ class NixlAgent:
     def get(self) -> Any:
         """Return NIXL's agent. Raises MoverUnavailableError when NIXL or its plugin cannot run here."""
         if self._agent is None:
-            self._agent = self._make()
+            with LIBRARIES:
+                self._agent = self._make()
         return self._agent
 
     def call(self, what: str, call: Callable[[], _T]) -> _T:
@@ -57,7 +59,8 @@ class NixlAgent:
 
     def forget(self) -> None:
         """Let the agent be collected, which ends it. Nothing of it may be in use."""
-        self._agent = None
+        with LIBRARIES:
+            self._agent = None
 
     def _make(self) -> Any:
         api = _import_nixl()

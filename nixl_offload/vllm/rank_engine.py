@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +37,6 @@ from nixl_offload.tiers.slab.tier import SlabPlace
 
 logger = logging.getLogger(__name__)
 
-_LIBRARIES = threading.Lock()
-"""Movers are opened, and memory is registered with them, one at a time: not every library takes two at once."""
 RELAY_SLOTS = 16
 RELAY_SHARE = 4
 """Chunks that travel between farther tiers rest in so many slots, at most a quarter of what staging takes."""
@@ -138,21 +135,20 @@ def open_tier_engine(
         options = engine_options(opened, link.mover, device, memory.layout).share(
             config.staging_bytes, spared_bytes(device, memory.claimed_share), len(config.stored), memory.layout
         )
-        with _LIBRARIES:
-            engine = Engine(
-                tensors=memory.tensors,
-                layout=memory.layout,
-                link=link,
-                tier=position,
-                rank_namespace=place.rank_namespaces[rank],
-                staging_bytes=options.staging_bytes,
-                verify=config.verify,
-                load_timeout_s=config.load_timeout_s,
-                direct_min_extent_bytes=options.direct_min_extent_bytes,
-                host=memory.host,
-                device=device,
-                staging=options.staging,
-            )
+        engine = Engine(
+            tensors=memory.tensors,
+            layout=memory.layout,
+            link=link,
+            tier=position,
+            rank_namespace=place.rank_namespaces[rank],
+            staging_bytes=options.staging_bytes,
+            verify=config.verify,
+            load_timeout_s=config.load_timeout_s,
+            direct_min_extent_bytes=options.direct_min_extent_bytes,
+            host=memory.host,
+            device=device,
+            staging=options.staging,
+        )
         undo.pop_all()
     return engine
 
@@ -161,11 +157,9 @@ def _open_mover(tier: TierConfig, place: AnyPlace, device: Device, plan: Transfe
     if tier.kind in ("slab", "shared_dir"):
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
         try:
-            make_private_directory(Path(directory))  # before the lock: a directory may hang
+            make_private_directory(Path(directory))
         except OSError as error:
             raise tier_error(error, f"cannot use {directory}") from error
-        with _LIBRARIES:
-            return open_planned(tier, directory, device, plan)
+        return open_planned(tier, directory, device, plan)
     assert tier.kind == "s3", "memory has no mover"
-    with _LIBRARIES:
-        return OpenedMover(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover)
+    return OpenedMover(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover)

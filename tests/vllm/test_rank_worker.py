@@ -10,7 +10,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,10 @@ from nixl_offload.engine import TierEngine
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.movers import select, select_object
 from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.tiers.shared.tier import SharedPlace
+from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm import background, rank_engine
@@ -505,6 +508,45 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
     rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), rig.to_store(0))
     (item,) = rig.results()
     assert set(item.result.outcomes) == {Outcome.OK}
+    rig.worker.shutdown()
+
+
+@pytest.mark.parametrize("where", ["probe", "connect", "server"])
+def test_storage_that_hangs_delays_no_other_tier_of_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Whatever the opening waits for: the probe's round trip, the link's directory, an answer of the bucket."""
+    hung, go_on = threading.Event(), threading.Event()
+
+    def hanging(real: Callable[..., Any], about: Callable[..., bool]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if about(*arguments):
+                hung.set()
+                assert go_on.wait(DEADLINE_S)
+            return real(*arguments)
+
+        return call
+
+    tree = str(tmp_path / "tree")
+    farther = {"kind": "shared_dir", "path": tree, "capacity": "1GiB"}
+    if where == "probe":
+        probe = hanging(select.probe_round_trip, lambda mover, kind, directory, *_: directory == tree)
+        monkeypatch.setattr(select, "probe_round_trip", probe)
+    elif where == "connect":
+        monkeypatch.setattr(TreeLink, "connect", hanging(TreeLink.connect, lambda _: True))
+    else:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        farther = {"kind": "s3", "bucket": "bucket", "endpoint": "http://127.0.0.1:1", "region": "us-east-1"}
+        farther |= {"ttl": "7d", "capacity": "1GiB", "request_timeout": "1s"}
+        monkeypatch.setattr(select_object, "_silence", hanging(select_object._silence, lambda _: True))
+    rig = Rig(tmp_path / "slab", farther, is_open=False)
+    rig.worker.open({1: SharedPlace("n" * 32, (b"r" * 32,))})
+    assert hung.wait(DEADLINE_S)
+    rig.worker.open({0: rig.place})
+    assert rig.status().open == {0}
+    rig.store([0, 1, 2, 3], 0)
+    go_on.set()
     rig.worker.shutdown()
 
 
