@@ -93,8 +93,10 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                 self._report.loads.extend(self.rank_worker.samples(job))
         for ticket, failures in self.rank_worker.take_tickets().items():
             self._report.tickets[ticket] = TicketReport(1, failures)
-        self._report.work = self.rank_worker.take_work()
-        self._report.ranks = self.rank_worker.take_status()
+        work = self.rank_worker.take_work()
+        if work is not None:
+            self._report.work = work if self._report.work is None else self._report.work.merge(work)
+        self._report.ranks.update(self.rank_worker.take_status())
         return set(), received
 
     def take_failed_requests(self) -> set[str]:
