@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nixl_offload.config import Config, TierConfig
-from nixl_offload.hardware.cores import unbound
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
 from nixl_offload.tiers.kinds import AnyTier
@@ -60,15 +59,15 @@ class TierOpening:
         self._error: Exception | None = None
         self._tiers: dict[int, BackgroundOpening[AnyTier]] = {}
         """Those that nobody has taken, by position."""
-        with unbound():
-            self._thread = threading.Thread(target=self._run, name="nixl-offload-open", daemon=True)
-            self._thread.start()
+        self._preparing = BackgroundOpening(self._prepare, _nothing, what="Offloading", thread_name="nixl-offload-open")
 
     def wait(self, weights_s: float, small_weights_s: float, tiers_s: float) -> bool:
         """Wait so long at most for the weights to be known, then for each tier to be tried once. False: not yet.
 
         ``small_weights_s``: likewise, for weights of ``SMALL_BYTES`` or less.
         """
+        if self._preparing.error is not None:
+            return False
         if not self._is_prepared.wait(weights_s):
             with self._lock:
                 size_bytes = sum(weights.progress()[1] for weights in self._weights.values())
@@ -84,6 +83,7 @@ class TierOpening:
     @property
     def namespace(self) -> Namespace | None:
         """What the tiers are opened for; None: not known yet. Raises what keeps it from being known."""
+        self._preparing.take()  # begins now where no thread could be started before
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -113,13 +113,13 @@ class TierOpening:
         for weights in self._weights.values():
             weights.close()
         until_s = time.monotonic() + CLOSE_S
-        self._thread.join(CLOSE_S)
+        self._preparing.close(CLOSE_S)
         for tier in tiers:
             tier.stop()
         for tier in tiers:
             tier.close(max(0.0, until_s - time.monotonic()))
 
-    def _run(self) -> None:
+    def _prepare(self) -> None:
         try:
             namespace = self._make_namespace()
         except BaseException as error:  # noqa: BLE001 - whoever asks is told, of a panic in a library, too
@@ -156,3 +156,7 @@ class TierOpening:
 
 def _close(tier: AnyTier) -> None:
     tier.close()
+
+
+def _nothing(_: None) -> None:
+    pass

@@ -147,6 +147,36 @@ def test_all_ranks_must_be_open(tmp_path: Path) -> None:
     manager.shutdown()
 
 
+@pytest.mark.parametrize("which", ["nixl-offload-open", "nixl-offload-open-0"])
+def test_a_start_survives_a_machine_without_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """The handshake raises nothing and waits for nothing; a later step opens the tier."""
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
+    start, has_threads = threading.Thread.start, threading.Event()
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name == which and not has_threads.is_set():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    config = manager_rig.config_of(manager_rig.slab_tier(tmp_path))
+    manager = NixlOffloadManager(manager_rig.offloading_config(1), config, manager_rig.vllm_config(1))
+    began_s = time.monotonic()
+    manager.open(manager_rig.ranks(1))
+    assert time.monotonic() - began_s < 1.0
+    assert manager.take_places() == {}
+    has_threads.set()
+    deadline = time.monotonic() + DEADLINE_S
+    while not (places := manager.take_places()):
+        assert time.monotonic() < deadline
+        manager.on_new_request(manager_rig.request())
+        time.sleep(0.01)
+    assert list(places) == [0]
+    manager.shutdown()
+
+
 def test_a_reset_while_ranks_open_forgets_what_was_stored(restarted: Callable[[], Matching]) -> None:
     asked = restarted()
     asked.manager.reset_cache()

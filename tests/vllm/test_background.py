@@ -1,0 +1,139 @@
+"""Opening in the background: what a machine without threads, and a library that fails again and again, must not do."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from nixl_offload.errors import MoverError
+from nixl_offload.vllm import background
+from nixl_offload.vllm.background import BackgroundOpening
+
+DEADLINE_S = 20.0
+
+Log = pytest.LogCaptureFixture
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(background, "LONGEST_PAUSE_S", 0.05)
+
+
+class Threads:
+    """While ``left`` is False, no thread of an opening can be started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+        self.left = False
+        start = threading.Thread.start
+
+        def started(thread: threading.Thread) -> None:
+            if not self.left and thread.name.startswith(prefix):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", started)
+
+
+def opening_of(make: Callable[[], str]) -> BackgroundOpening[str]:
+    return BackgroundOpening(make, lambda _: None, what="A tier", thread_name="background-opening")
+
+
+def taken(opening: BackgroundOpening[str]) -> str:
+    """Ask as the steps of an engine do, until it is open."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (opened := opening.take()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return opened
+
+
+def test_a_machine_without_threads_is_an_error_of_the_tier(monkeypatch: pytest.MonkeyPatch, caplog: Log) -> None:
+    """Nothing is raised into the step; it begins once a thread can be had. Said once."""
+    threads = Threads(monkeypatch, "background-opening")
+    opening = opening_of(lambda: "open")
+    assert opening.wait(0.0)
+    for _ in range(10):
+        assert opening.take() is None
+        time.sleep(0.02)
+    assert "can't start new thread" in str(opening.error)
+    assert caplog.text.count("can't start new thread. Requests go on") == 1
+    threads.left = True
+    assert taken(opening) == "open"
+    assert opening.error is None
+    assert opening.close(DEADLINE_S)
+
+
+def test_between_two_trials_for_a_thread_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", DEADLINE_S)
+    threads = Threads(monkeypatch, "background-opening")
+    opening = opening_of(lambda: "open")
+    threads.left = True
+    assert opening.take() is None
+    assert opening.error is not None
+    assert opening.close(0.0)
+
+
+@pytest.mark.parametrize("end", [BackgroundOpening.stop, lambda opening: opening.close(0.0)], ids=["stop", "close"])
+def test_no_thread_is_started_after_the_end(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[[BackgroundOpening[str]], object]
+) -> None:
+    threads = Threads(monkeypatch, "background-opening")
+    opening = opening_of(lambda: "open")
+    threads.left = True
+    end(opening)
+    time.sleep(0.1)
+    assert opening.take() is None
+    assert not any(each.name == "background-opening" for each in threading.enumerate())
+
+
+class Staging:
+    """Stands for gigabytes."""
+
+
+def test_a_failed_trial_keeps_nothing_alive() -> None:
+    """Not by the frames of its error, nor of the errors that led to it."""
+    kept: list[weakref.ref[Staging]] = []
+
+    def register() -> None:
+        staging = Staging()
+        kept.append(weakref.ref(staging))
+        raise RuntimeError("a library refuses")
+
+    def make() -> str:
+        staging = Staging()
+        kept.append(weakref.ref(staging))
+        try:
+            register()
+        except RuntimeError as error:
+            try:
+                register()
+            except RuntimeError:
+                raise MoverError("cannot be registered") from error
+        return "open"
+
+    opening = opening_of(make)
+    assert opening.wait(DEADLINE_S)
+    opening.close(DEADLINE_S)
+    assert isinstance(opening.error, MoverError)
+    assert kept
+    assert [staging() for staging in kept] == [None] * len(kept)
+
+
+def test_each_kind_of_unexpected_error_is_traced_once(caplog: Log) -> None:
+    errors = [RuntimeError("one"), ValueError("two"), RuntimeError("one again"), MoverError("ours"), ValueError("3")]
+
+    def make() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "open"
+
+    opening = opening_of(make)
+    assert taken(opening) == "open"
+    opening.close(DEADLINE_S)
+    traced = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert [str(error) for error in traced] == ["one", "two"]
