@@ -1,7 +1,8 @@
 """Builds a rank's engine: a link and a mover for each tier, as the config asks and this machine allows.
 
 Threading: ``plan_tiers`` and ``open_host`` on the worker's main thread at start, ``open_tier_engine`` on a thread of
-each tier's own, once the scheduler's half has sent where the tier is.
+each tier's own, once the scheduler's half has sent where the tier is. ``plan_tiers`` first touches each directory on a
+daemon thread, which storage that hangs may keep for ever.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +39,12 @@ from nixl_offload.tiers.memory.tier import rank_memory_bytes
 from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab.file import make_private_directory
 from nixl_offload.tiers.slab.tier import SlabPlace
+from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
+TOUCH_LIMIT_S = 5.0
+"""A start waits so long for all directories together: what is not written to by then may hang, and is not measured."""
 RELAY_SLOTS = 16
 RELAY_SHARE = 4
 """Chunks that travel between farther tiers rest in so many slots, at most a quarter of what staging takes."""
@@ -56,7 +64,8 @@ class RankMemory:
 @unbound()
 def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[TransferPlan | None]:
     """Compare transfer paths between device memory and files, and have kernels compiled: at start, for it may take
-    seconds. Returns a plan for each tier; None: nothing was compared. Trouble is told when the tier is opened.
+    seconds. Returns a plan for each tier; None: nothing was compared, and the tier takes the first mover that works.
+    Trouble is told when the tier is opened.
     """
     device = device_of(tensors[0])
     plans: list[TransferPlan | None] = [None] * len(config.tiers)
@@ -68,14 +77,49 @@ def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout
     except Exception:
         logger.exception("Kernels cannot be used on %s", device.torch_device)
         return plans
+    touched = _touch([tier.path for tier in config.tiers if tier.kind in ("slab", "shared_dir")])
     for position, tier in enumerate(config.tiers):
-        if tier.kind in ("slab", "shared_dir"):
+        if tier.kind in ("slab", "shared_dir") and tier.path in touched:
             try:
-                make_private_directory(Path(tier.path))
                 plans[position] = plan_tier(tier, device, layout, sums_slowly=slow)
             except Exception as error:  # noqa: BLE001 - the tier is opened without a plan, or says what is wrong
                 logger.debug("Nothing was compared in %s: %s", tier.path, error)
     return plans
+
+
+def _touch(directories: Sequence[str]) -> set[str]:
+    """Make directories and write a page in each. Returns those where that was done within ``TOUCH_LIMIT_S``."""
+    done: set[str] = set()
+
+    def touch(directory: str) -> None:
+        try:
+            make_private_directory(Path(directory))
+            with tempfile.TemporaryFile(buffering=0, prefix=".mover-probe-", dir=directory) as file:
+                file.write(bytes(PAGE_BYTES))
+                os.fsync(file.fileno())
+            done.add(directory)
+        except OSError as error:
+            logger.debug("Nothing is compared in %s: %s", directory, error)
+
+    until_s = time.monotonic() + TOUCH_LIMIT_S
+    threads: dict[str, threading.Thread] = {}
+    for directory in directories:
+        thread = threading.Thread(target=touch, args=(directory,), name="nixl-offload-touch", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.debug("Nothing is compared in %s: %s", directory, error)
+            continue
+        threads[directory] = thread
+    for directory, thread in threads.items():
+        thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive():
+            logger.warning(
+                "%s: nothing was written within %.0f s, so transfer paths are not compared there until the next start",
+                directory,
+                TOUCH_LIMIT_S,
+            )
+    return done.copy()
 
 
 def open_host(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -583,3 +584,54 @@ def test_kernels_are_compiled_at_start(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(rank_engine, "device_of", lambda _: emulated(streams))
         Rig(tmp_path / "device", is_open=False).worker.shutdown()
     assert made == [(LAYERS, [LAYERS])]
+
+
+def test_a_directory_that_hangs_does_not_hold_up_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
+) -> None:
+    """On a device: it is measured neither then nor once it answers, and the other tier has its plan."""
+    go_on, measured = threading.Event(), []
+    make_directory = rank_engine.make_private_directory
+
+    def making(directory: Path) -> None:
+        if directory.name == "slab":
+            assert go_on.wait(DEADLINE_S)
+        make_directory(directory)
+
+    def planned(tier: Any, *_: Any, **__: Any) -> str:
+        measured.append(tier.kind)
+        return f"a plan for {tier.kind}"
+
+    monkeypatch.setattr(rank_engine, "TOUCH_LIMIT_S", 0.5)
+    monkeypatch.setattr(rank_engine, "make_private_directory", making)
+    monkeypatch.setattr(rank_engine, "plan_tier", planned)
+    monkeypatch.setattr(rank_engine, "DeviceGroups", lambda *_: SimpleNamespace(sums_slowly=False))
+    with ThreadedStreams() as streams:
+        monkeypatch.setattr(rank_engine, "device_of", lambda _: emulated(streams))
+        began_s = time.monotonic()
+        rig = Rig(
+            tmp_path / "slab",
+            {"kind": "shared_dir", "path": str(tmp_path / "tree"), "capacity": "1GiB"},
+            is_open=False,
+        )
+        assert time.monotonic() - began_s < DEADLINE_S / 2
+    (hung,) = [each for each in threading.enumerate() if each.name == "nixl-offload-touch"]
+    assert rig.worker._plans == [None, "a plan for shared_dir"]
+    assert caplog.text.count("transfer paths are not compared there") == 1
+    go_on.set()
+    hung.join(DEADLINE_S)
+    assert measured == ["shared_dir"]
+    assert not any((tmp_path / "tree").iterdir())
+    rig.worker.shutdown()
+
+
+def test_a_directory_that_cannot_be_written_to_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one for which there is no thread; the start goes on."""
+    (tmp_path / "file").write_bytes(b"")
+    assert rank_engine._touch([str(tmp_path / "file" / "below"), str(tmp_path / "good")]) == {str(tmp_path / "good")}
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert rank_engine._touch([str(tmp_path / "good")]) == set()
