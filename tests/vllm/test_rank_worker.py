@@ -35,6 +35,8 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.movers import select, select_object
+from nixl_offload.movers.nixl import NixlMover
+from nixl_offload.movers.nixl_agent import NixlAgent
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.shared.tier import SharedPlace
 from nixl_offload.tiers.shared_dir.link import TreeLink
@@ -567,6 +569,40 @@ def test_storage_that_hangs_delays_no_other_tier_of_the_rank(
     assert rig.status().open == {0}
     rig.store([0, 1, 2, 3], 0)
     go_on.set()
+    rig.worker.shutdown()
+
+
+def test_no_two_tiers_start_a_library_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor register memory with it."""
+    inside, most, calls = 0, 0, 0
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal inside, most, calls
+            if real is register and arguments[1] != "memory":
+                return real(*arguments)
+            inside, calls = inside + 1, calls + 1
+            most = max(most, inside)
+            time.sleep(0.05)
+            try:
+                return real(*arguments)
+            finally:
+                inside -= 1
+
+        return call
+
+    register = NixlMover._register
+    monkeypatch.setattr(NixlAgent, "_make", watched(NixlAgent._make))
+    monkeypatch.setattr(NixlMover, "_register", watched(register))
+    tree = {"kind": "shared_dir", "path": str(tmp_path / "tree"), "capacity": "1GiB"}
+    rig = Rig(tmp_path / "slab", tree, is_open=False)
+    told = rig.open(rig.place, SharedPlace("n" * 32, (b"r" * 32,)))
+    while len(told.open) < 2:
+        told = rig.status()
+    if not calls:
+        pytest.skip("NIXL is not installed")
+    assert calls >= 4
+    assert most == 1
     rig.worker.shutdown()
 
 
