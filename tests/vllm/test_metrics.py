@@ -167,10 +167,10 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     looks.set_state(LookupStatistics(0, CHUNK_TOKENS, CHUNK_TOKENS))
     rig.manager.tokens_to_load(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
     rig.manager.count_lookup(looks)
+    rig.offer(*range(10, 16))
+    rig.offer(*range(10, 16))
     rig.manager.take_ranks({0: RankStatus(frozenset({0}), tiers=(STATUS,))})
     rig.manager.take_work(WORK)
-    rig.offer(*range(10, 16))
-    rig.offer(*range(10, 16))
     shutil.rmtree(tmp_path / "tree")
 
     def looked() -> bool:
