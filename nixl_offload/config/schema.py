@@ -76,7 +76,7 @@ class _Tier(_Model):
     @property
     def where(self) -> str:
         """For people: the directory, or the bucket and prefix."""
-        raise NotImplementedError
+        return "host memory"
 
 
 class MemoryConfig(_Tier):

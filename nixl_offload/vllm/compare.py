@@ -73,7 +73,7 @@ def describe(words: Sequence[str], other: Sequence[str] | None, transfer: Mappin
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="--vllm-args", add_help=False)  # type: ignore[no-untyped-call]
+    parser = _EngineArguments(prog="--vllm-args", add_help=False)  # type: ignore[no-untyped-call]
     serve.cmd_init()[0].subparser_init(parser.add_subparsers(dest="subparser"))
     try:
         found: argparse.Namespace = parser.parse_args(["serve", *words])
@@ -84,7 +84,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-class _Parser(FlexibleArgumentParser):
+class _EngineArguments(FlexibleArgumentParser):
     """vLLM's, which leaves the process when an argument is wrong."""
 
     def error(self, message: str) -> NoReturn:
