@@ -75,7 +75,7 @@ class _Tier(_Model):
 
     @property
     def where(self) -> str:
-        """For people: the directory, or the bucket and prefix."""
+        """For people: the directory, or the bucket and prefix; of memory, that it is no place to look into."""
         return "host memory"
 
 
@@ -97,11 +97,6 @@ class MemoryConfig(_Tier):
     unsaved_limit_bytes: SizeBytes | None = Field(default=None, alias="unsaved_limit", ge=8192)
     """How much may wait, pinned, for the next tier; what exceeds it may be evicted. If omitted, a quarter of
     ``capacity``."""
-
-    @property
-    def where(self) -> str:
-        """Say that it is no place that an operator could look into."""
-        return "host memory"
 
 
 class DirectoryConfig(_Tier):
