@@ -101,8 +101,10 @@ class Table:
         with broken or down(self.proxy):
             answers = self.reference.check(self.engine, asked)
             in_time(answers, deadlines_s=LOOKUP_S + LOAD_S)
+            # A store is under way only some steps after the answer, and an endless one is not waited for.
+            if broken:
+                broken.wait()
             assert endless or self.engine.settle(), said(self.engine)
-        assert broken is None or broken.hits, "nothing was broken"
         assert self.engine.settle(), said(self.engine)
         until_loaded(self.reference, self.engine, [*asked, *later])
 
