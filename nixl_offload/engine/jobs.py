@@ -105,6 +105,8 @@ class JobTable:
 
     def drain(self) -> list[Completion]:
         """Return the completions since the last call."""
+        if not self._completions:
+            return []  # asked in every step: what comes this moment is seen in the next
         with self._lock:
             completions, self._completions = self._completions, []
             return completions
@@ -242,10 +244,10 @@ class JobTable:
 
         For both sides: a pump that hangs in a system call cannot do it. Looks at most every ``EXPIRE_EVERY_S``.
         """
+        now_s = self._clock()
+        if now_s < self._expire_s:
+            return
         with self._lock:
-            now_s = self._clock()
-            if now_s < self._expire_s:
-                return
             self._expire_s = now_s + EXPIRE_EVERY_S
             limit_s = now_s - timeout_s
             late = [job for job in self._jobs.values() if not job.kind.writes and job.submitted_s <= limit_s]

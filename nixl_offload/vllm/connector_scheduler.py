@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from nixl_offload.vllm.idling import Idling
@@ -22,6 +21,7 @@ from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
 from nixl_offload.vllm.server_load import ServerLoadCounter
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.vllm_internals import (
+    ChunkwiseScheduler,
     first_lookup_group,
     forget_descriptions,
     offer_again,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class NixlOffloadScheduler(OffloadingConnectorScheduler):
+class NixlOffloadScheduler(ChunkwiseScheduler):
     """vLLM's scheduler half; hears of failures before it hears of completions."""
 
     recompute = True

@@ -68,6 +68,8 @@ SMALL_WEIGHTS_WAIT_S = 30.0
 """Likewise, for a model that is read in a second: it takes longer only where the machine is too busy."""
 TIERS_WAIT_S = 30.0
 """Likewise, for the scheduler's half of the tiers to be open: only storage that hangs takes longer."""
+STATS_EVERY_S = 0.1
+"""How often metrics are looked at while no chunk is looked up, stored, loaded or moved."""
 STORE_BACKLOG_STAGINGS = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
 
@@ -107,6 +109,8 @@ class NixlOffloadManager(OffloadingManager):
         self._decider: LoadDecider | None = None
         self._metrics = MetricsReporter([tier.kind for tier in config.tiers])
         self._metrics_failed = False
+        self._stats_s = 0.0
+        """When to look at the metrics again."""
 
     def open(
         self,
@@ -214,6 +218,7 @@ class NixlOffloadManager(OffloadingManager):
         """Take the word of ranks whose status has changed. A tier serves when all of them have opened it."""
         if not ranks:
             return
+        self._stats_s = 0.0
         self._rank_opening.update(ranks)
         for rank, status in ranks.items():
             self._disabled[rank] = {position for position, tier in enumerate(status.tiers) if tier.trouble}
@@ -252,7 +257,9 @@ class NixlOffloadManager(OffloadingManager):
             return
         now_s = time.monotonic()
         self._catalog.flush(now_s)
-        self._moves += self._catalog.begin_write_throughs(now_s)
+        if moves := self._catalog.begin_write_throughs(now_s):
+            self._moves += moves
+            self._stats_s = 0.0
 
     def take_moves(self) -> list[WriteThroughTicket]:
         """Return the moves to tell the ranks of."""
@@ -288,6 +295,7 @@ class NixlOffloadManager(OffloadingManager):
         """
         if self._catalog is None or self._decider is None:
             return tokens
+        self._stats_s = 0.0
         allowed, now_s = self._allowed(req_context), time.monotonic()
         return self._decider.tokens_to_load(
             keys, req_context, first_token, tokens, chunk_tokens, windows, allowed, now_s, server
@@ -299,6 +307,7 @@ class NixlOffloadManager(OffloadingManager):
         if looked is None or not looked.asked_tokens:
             return
         req_context.set_state(LookupStatistics(0, 0, 0))
+        self._stats_s = 0.0
         decision = req_context.get_state(LoadDecision) if looked.found_tokens else None
         if decision is None or decision[:2] != (looked.first_token, looked.found_tokens):
             self._metrics.looked_up(looked.asked_tokens, (), 0)
@@ -332,6 +341,7 @@ class NixlOffloadManager(OffloadingManager):
         ticket = None
         if self._catalog is not None and req_context.get_state(Refused) is None:
             ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic())
+            self._stats_s = 0.0
             self._collect_events()
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput([OffloadKey(key) for key in ticket.keys], TicketSpec(ticket), [])
@@ -347,6 +357,8 @@ class NixlOffloadManager(OffloadingManager):
         lost: set[OffloadKey] = set()
         if self._catalog is None or self._decider is None:
             return lost
+        if reports:
+            self._stats_s = 0.0
         now_s = time.monotonic()
         self._decider.observe_loads(loads, now_s)
         for ticket, report in reports.items():
@@ -367,6 +379,7 @@ class NixlOffloadManager(OffloadingManager):
         """Take note, for metrics, of what the ranks have moved."""
         try:
             if work is not None:
+                self._stats_s = 0.0
                 self._metrics.worked(work)
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
@@ -385,9 +398,14 @@ class NixlOffloadManager(OffloadingManager):
         return self.has_pending_work() or any(tier.is_looking for tier in self._tiers)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what has changed in our metrics since the last call."""
-        if self._catalog is None:
+        """Return what has changed in our metrics since the last call.
+
+        Asked in every step: a change that came with no chunk is told ``STATS_EVERY_S`` late.
+        """
+        now_s = time.monotonic()
+        if self._catalog is None or now_s < self._stats_s:
             return None
+        self._stats_s = now_s + STATS_EVERY_S
         decisions = self._decider.counts() if self._decider is not None else {}
         try:
             return self._metrics.take(self._tiers, self._catalog.counts(), decisions)
@@ -409,6 +427,7 @@ class NixlOffloadManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Forget everything. Slots that a rank may still touch come back as their tickets settle."""
+        self._stats_s = 0.0
         if self._catalog is not None:
             self._catalog.clear()
         for position, tier in enumerate(self._tiers):

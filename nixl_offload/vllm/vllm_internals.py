@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import OffloadKey
 
 from nixl_offload.vllm.compat import check_version
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-        RequestOffloadState,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,6 +32,31 @@ def set_canonical_layout(connector: OffloadingConnector, offloading: OffloadingC
 
 
 # The scheduler's half.
+
+
+class ChunkwiseScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler half, which looks only at requests that have completed a chunk, or ended, when it stores.
+
+    vLLM goes through every running request in every step, at some microseconds each; with hundreds of them that is
+    a good part of a step that decodes, and nearly all of it finds nothing.
+    """
+
+    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        chunk_tokens = [group.tokens_per_chunk for group in self.config.kv_group_configs]
+        states = self._req_status
+        worthwhile: dict[str, int] = {}
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            state = states.get(request_id)
+            if state is None:
+                continue
+            storable = self._calc_num_offloadable_tokens(state, state.req.num_computed_tokens + tokens)
+            for whole, group in zip(chunk_tokens, state.group_states, strict=True):
+                if storable >= (group.next_stored_chunk_idx + 1) * whole or state.req.is_finished():
+                    worthwhile[request_id] = tokens
+                    break
+        if not worthwhile and not scheduler_output.finished_req_ids:
+            return {}
+        return super()._build_store_jobs(replace(scheduler_output, num_scheduled_tokens=worthwhile))
 
 
 def request_state(scheduler: OffloadingConnectorScheduler, request_id: str) -> RequestOffloadState | None:

@@ -43,6 +43,8 @@ from nixl_offload.vllm.rank_engine import RankMemory, open_host, open_tier_engin
 
 logger = logging.getLogger(__name__)
 
+STATUS_EVERY_S = 0.05
+"""How often a rank looks at its tiers while nothing is submitted and nothing ends."""
 CLOSE_OPENING_S = 2.0
 """How long a shutdown waits for storage that is just being opened."""
 
@@ -111,6 +113,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Ticket of promotions or write-throughs that were refused -> how many chunks."""
         self._status: RankStatus | None = None
         """As it was told last."""
+        self._look_s = 0.0
+        """When to look for a new one."""
         self._is_shut_down = off
 
     def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
@@ -164,6 +168,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         ``job_id`` and ``blocks``: vLLM's job and its KV blocks; a move has neither. A store or load ends in
         ``take_finished``, a move in ``take_tickets``, and so does what a load leaves in memory.
         """
+        self._look_s = 0.0
         self._take_opened()
         if isinstance(ticket, WriteThroughTicket):
             self._engine.submit_moves(ticket.ticket, self._moves(ticket))
@@ -202,6 +207,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._refused_tickets = {}
         for result in self._engine.settled():
             ended[result.job_id] = failures_of(result.outcomes)
+        if ended:
+            self._look_s = 0.0
         return ended
 
     def take_work(self) -> Work | None:
@@ -209,7 +216,14 @@ class NixlOffloadingWorker(OffloadingWorker):
         return self._engine.take_work()
 
     def take_status(self) -> dict[int, RankStatus]:
-        """Return which tiers this rank has open, under its number; empty while that is as it was at the last call."""
+        """Return which tiers this rank has open, under its number; empty while that is as it was at the last call.
+
+        Asked in every step: a change that came with no job is told ``STATUS_EVERY_S`` late.
+        """
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return {}
+        self._look_s = now_s + STATUS_EVERY_S
         self._take_opened()
         failed = frozenset(position for position, opening in self._openings.items() if opening.error is not None)
         every = frozenset(range(len(self._config.tiers)))
@@ -227,6 +241,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Return vLLM's jobs that ended since the last call, each exactly once."""
         results, self._refused = self._refused, []
         results = results + self._engine.finished()
+        if results:
+            self._look_s = 0.0
         return [FinishedJob(*self._jobs.pop(result.job_id), result) for result in results]
 
     def get_finished(self) -> list[TransferResult]:

@@ -288,7 +288,7 @@ def test_bases_set_the_attributes_that_we_use(path: str, names: set[str]) -> Non
         (f"{OFFLOADING}.scheduler:SchedulerOffloadConfig", ["kv_group_configs"]),
         (f"{OFFLOADING}.scheduler:GroupOffloadConfig", ["group_idx", "tokens_per_chunk"]),
         (f"{OFFLOADING}.scheduler:RequestGroupState", ["offload_keys", "next_stored_chunk_idx"]),
-        (f"{OFFLOADING}.scheduler:RequestOffloadState", ["req_context", "group_states"]),
+        (f"{OFFLOADING}.scheduler:RequestOffloadState", ["req", "req_context", "group_states"]),
         (f"{OFFLOADING}.scheduler:TransferJobStatus", ["req_id", "keys", "is_store"]),
         (
             "vllm.v1.core.sched.output:SchedulerOutput",

@@ -6,6 +6,7 @@ As ``test_contract``: asked of the vLLM that is installed, its source where only
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -353,3 +354,38 @@ def test_moves_go_out_with_the_step_in_which_they_began(matching: Callable[[int]
     assert not isinstance(asked.scheduler.build_connector_meta(empty()), StepMetadata)
     asked.manager.settle({meta.moves[0].ticket: TicketReport()})
     assert not asked.scheduler.has_pending_push_work()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_without_a_new_chunk_are_passed_over_and_nothing_else_is(seed: int, tmp_path: Path) -> None:
+    """Step by step what is stored, and what counts as stored, is as by vLLM's own loop over all requests."""
+    scheduler_class = named(f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler")
+    make_empty = named("vllm.v1.core.sched.output:SchedulerOutput.make_empty")
+    finished = named("vllm.v1.request:RequestStatus.FINISHED_STOPPED")
+
+    def go_on(name: str, build: Callable[..., dict[int, Any]]) -> list[Any]:
+        chances = random.Random(seed)
+        side = Matching(tmp_path / name, 2, memory=False)
+        request, state = side.request, side.scheduler._req_status["request"]
+        request.status, request.num_computed_tokens = None, 0
+        request.is_finished = lambda: request.status is not None
+        state.update_offload_keys()
+        [group] = state.group_states
+        group.block_ids = list(range(1, 5 * manager_rig.BLOCKS_PER_CHUNK + 1))
+        told: list[Any] = []
+        while not request.is_finished():
+            tokens = chances.choice([1, 1, 1, 7, manager_rig.CHUNK_TOKENS - 1, manager_rig.CHUNK_TOKENS])
+            output = dataclasses.replace(make_empty(), num_scheduled_tokens={"request": tokens, "unknown": 1})
+            if chances.random() < 0.05:
+                output = dataclasses.replace(make_empty(), finished_req_ids={"request"})
+                request.status = finished
+            jobs = build(side.scheduler, output).values()
+            told.append([(job.src_spec.block_ids.tolist(), job.dst_spec.ticket.keys) for job in jobs])
+            told.append(group.next_stored_chunk_idx)
+            request.num_computed_tokens = min(request.num_computed_tokens + tokens, request.num_tokens - 1)
+        side.manager.shutdown()
+        return told
+
+    ours = go_on("ours", NixlOffloadScheduler._build_store_jobs)
+    assert ours == go_on("vllm", scheduler_class._build_store_jobs)
+    assert any(ours[::2]), "nothing was stored"
