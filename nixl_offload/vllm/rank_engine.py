@@ -133,6 +133,7 @@ def open_host(
     farther, memory_bytes = len(config.stored), 0
     if config.memory is not None:
         memory_bytes = rank_memory_bytes(config.memory.capacity_bytes, parallel.world_size, parallel.data_parallel_size)
+        _compare_with_kv_cache(memory_bytes, tensors, parallel.rank)
     if not memory_bytes and farther < 2:
         return None
     largest = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
@@ -145,6 +146,19 @@ def open_host(
         device=device.number,
         sharers=parallel.world_size * parallel.data_parallel_size,
     )
+
+
+def _compare_with_kv_cache(memory_bytes: int, tensors: Sequence[torch.Tensor], rank: int) -> None:
+    """Warn, once for all ranks, of a memory tier that can hold little but copies of what the KV cache has."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}
+    kv_cache_bytes = sum(storages.values())
+    if rank == 0 and memory_bytes < kv_cache_bytes:
+        logger.warning(
+            "The memory tier (%.1f GiB on each rank) is smaller than the KV cache (%.1f GiB): chunks leave it before "
+            "they leave the KV cache, so few hits come from it. A capacity of twice the KV cache or more does better",
+            memory_bytes / 2**30,
+            kv_cache_bytes / 2**30,
+        )
 
 
 @unbound()

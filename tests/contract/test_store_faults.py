@@ -30,6 +30,8 @@ KEY_ID = "AKIAFAKEFAKEFAKEFAKE"
 SECRET = "SECRETSECRETSECRETSECRETSECRETSECRETSECR"
 TOKEN = "TOKENTOKENTOKENTOKENTOKENTOKEN"
 TIMEOUT_S = 0.3
+PATIENCE_S = 30.0
+"""A client that ignored the timeout would take a minute or more; one on a busy machine needs some seconds."""
 LAST_MODIFIED = "Sat, 21 Nov 2026 10:00:00 GMT"
 
 pytestmark = pytest.mark.parametrize("client", ["obstore", "boto3"])
@@ -94,7 +96,7 @@ def test_a_dead_server_is_unreachable(client: str, operation: str) -> None:
     start_s = time.monotonic()
     failure = failure_of(store_at(f"http://127.0.0.1:{free_port()}", client), operation)
     assert failure.cause == "unreachable"
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < PATIENCE_S
 
 
 @pytest.mark.parametrize("operation", ["head", "read", "write"])
@@ -104,7 +106,7 @@ def test_a_hung_server_times_out(client: str, operation: str) -> None:
         start_s = time.monotonic()
         failure = failure_of(store_at(server.endpoint, client), operation)
         assert failure.cause == "timeout"
-        assert time.monotonic() - start_s < 10 * TIMEOUT_S + 3
+        assert time.monotonic() - start_s < PATIENCE_S
         assert 1 <= len(server.requests) <= 3
 
 
@@ -122,7 +124,7 @@ def test_a_body_that_stalls_times_out(client: str) -> None:
     with Stalling(HANG) as server:
         start_s = time.monotonic()
         assert failure_of(store_at(server.endpoint, client), "read").cause == "timeout"
-        assert time.monotonic() - start_s < 10 * TIMEOUT_S + 3
+        assert time.monotonic() - start_s < PATIENCE_S
 
 
 def test_a_reset_connection_is_unreachable(client: str) -> None:

@@ -45,6 +45,7 @@ from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm import background, rank_engine
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
+from nixl_offload.vllm.rank_engine import open_host
 from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker
 from tests.unit.device_rig import ThreadedStreams, emulated
 
@@ -75,6 +76,7 @@ class Rig:
             data_parallel_rank_local=None,
             is_parallelism_agnostic=False,
         )
+        self.parallel = parallel
         offloading = OffloadingConfig(
             groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a", "b", "c"), group_id=0),),
             worker_kv_bytes_per_block=LAYERS * PAGE,
@@ -671,3 +673,19 @@ def test_a_directory_that_cannot_be_written_to_is_not_measured(tmp_path: Path, m
 
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     assert rank_engine._touch([str(tmp_path / "good")]) == set()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_memory_tier_smaller_than_the_kv_cache_is_warned_of_once(
+    rank: int, share: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a tier stores much and serves little; of several ranks the first says so."""
+    rig = Rig(tmp_path, is_open=False)
+    capacity_bytes = int(share * sum(tensor.nbytes for tensor in rig.tensors))
+    config = parse_config({"tiers": [{"kind": "memory", "capacity": f"{capacity_bytes}B"}]})
+    host = open_host(config, dataclasses.replace(rig.parallel, rank=rank), rig.worker.layout, rig.tensors)
+    assert host is not None
+    host.close()
+    rig.worker.shutdown()
+    assert ("smaller than the KV cache" in caplog.text) == (rank == 0 and share < 1)
