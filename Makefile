@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports
 
-.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench test-vllm-upstream bench-s3 bench-documents bench-serving bench-copies gpu-kit gpu-check env clean
+.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench test-vllm-upstream bench-s3 bench-serving bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -76,10 +76,7 @@ bench: $(STAMP) ## Benchmarks of the file path against fio, and of the index
 bench-s3: $(STAMP) ## Benchmarks of the S3 path and of its peers, against a local S3 server
 	@$(BIN)/python -m benchmarks.s3 $(ARGS)
 
-bench-documents: $(STAMP) ## Long documents asked about again and again: every way of keeping KV, vLLM's own included
-	@$(BIN)/python -m benchmarks.long_documents $(ARGS)
-
-bench-serving: $(STAMP) ## A server's day at a GPU's pace, without a GPU: sides in turns (ARGS="--workload all --rounds 3")
+bench-serving: $(STAMP) ## Serving by ways of keeping KV, vLLM's own included, at a GPU's pace (ARGS="--workload all --rounds 3", --model)
 	@$(BIN)/python -m benchmarks.serving $(ARGS)
 
 bench-copies: $(STAMP) ## Copies of the memory tier, batched against per layer, on CUDA where there is a GPU

@@ -1,5 +1,5 @@
-"""Serving at a GPU's pace, without a GPU: real vLLM engines with a model that only takes time, one for each way of
-keeping KV, in turns. ``python -m benchmarks.serving``; ``make bench-serving ARGS=...``.
+"""Serving: real vLLM engines, one for each way of keeping KV, in turns, with a model that only takes time, at a GPU's
+pace without a GPU, or with a real one. ``python -m benchmarks.serving``; ``make bench-serving ARGS=...``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.serving import report, sides, workloads
-from benchmarks.serving.model import SHAPES, Pace
+from benchmarks.serving.model import SHAPES, Pace, shape_of
 from benchmarks.serving.records import Run, figures
 from benchmarks.serving.turns import Plan, measure
 from examples.demo import terminal
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     add("--at-a-time", type=int, default=4, help="requests under way, closed loop (4)")
     add("--rate", type=float, default=0.0, help="sessions that arrive each second, open loop (0: closed)")
     add("--shape", choices=SHAPES, default="8b", help="the KV of what model (8b)")
+    add("--model", default="", help="a real model's directory or name, instead of a shape and a pace")
     add("--step-ms", type=float, default=10.0, help="time of a step (10)")
     add("--token-ms", type=float, default=0.1, help="time of a token in it (0.1)")
     add("--batched-tokens", type=int, default=2048, help="most tokens in a step (2048)")
@@ -69,7 +70,8 @@ def plans(chosen: argparse.Namespace) -> list[Plan]:
     for name in names:
         plan = Plan(
             workload=workloads.Spec(kind=name, seed=chosen.seed, **numbers),
-            shape=chosen.shape,
+            shape=shape_of(chosen.model) if chosen.model else SHAPES[chosen.shape],
+            model=chosen.model,
             pace=Pace(chosen.step_ms / 1e3, chosen.token_ms / 1e3),
             at_a_time=chosen.at_a_time,
             rate_per_s=chosen.rate,

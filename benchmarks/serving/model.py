@@ -41,6 +41,16 @@ SHAPES = {
 }
 
 
+def shape_of(model: str) -> Shape:
+    """The shape of a real model, by its directory or name, on one rank. OSError: there is no such model."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(config.num_hidden_layers, heads, size, model)
+
+
 @dataclass(frozen=True)
 class Pace:
     """How long a step takes: ``step_s``, and ``token_s`` for each token in it, of prompts and answers alike."""

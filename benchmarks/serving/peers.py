@@ -1,7 +1,8 @@
-"""vLLM's own offloading specs, where their platform check would refuse them. Imported in the engine's process.
+"""vLLM's own offloading specs, also where their platform check would refuse them. Imported in the engine's process.
 
 Their managers, policies, tiers and host memory are as they are. Only the copies, which vLLM hands to CUDA's copy
-engine, are made by a thread here, which releases the interpreter while it copies. There are no checksums.
+engine, are made by a thread where there is no CUDA; it releases the interpreter while it copies. There are no
+checksums.
 
 Threading: vLLM's thread submits and asks; one copying thread per worker, ended by ``shutdown``.
 """
@@ -15,6 +16,7 @@ import time
 from concurrent.futures import Future
 
 import numpy as np
+import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -32,14 +34,14 @@ class PlayedCPUOffloadingSpec(CPUOffloadingSpec):
     """vLLM's memory, in the file that it takes on CUDA."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return _worker(self, kv_caches)
+        return super().get_worker(kv_caches) if torch.cuda.is_available() else _worker(self, kv_caches)
 
 
 class PlayedTieringOffloadingSpec(TieringOffloadingSpec):
     """vLLM's memory with tiers behind it."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return _worker(self, kv_caches)
+        return super().get_worker(kv_caches) if torch.cuda.is_available() else _worker(self, kv_caches)
 
 
 def _worker(spec: CPUOffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

