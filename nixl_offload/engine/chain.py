@@ -17,8 +17,10 @@ from dataclasses import dataclass, field, replace
 from nixl_offload.engine.moves import MoveIO, Moves, RelayHost
 from nixl_offload.engine.records import ChunkIO, Completion, Share
 from nixl_offload.engine.states import WorkKind
+from nixl_offload.engine.streams import Fence
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_statistics import TierStatus, TransferStatistics, Work
+from nixl_offload.engine.waiting import wait_source_free
 from nixl_offload.types import Outcome
 
 __all__ = ["ChainEngine", "MoveIO"]
@@ -104,11 +106,22 @@ class ChainEngine:
         for tier, part in self._deal(job_id, chunks, kind=WorkKind.STORE):
             self._engine(tier).submit_store(job_id, part)
 
+    def compute_fence(self) -> Fence | None:
+        """Mark this point of the compute stream for loads that are submitted later; None: there is no tier yet."""
+        return self._live[0][1].compute_fence() if self._live else None
+
     def submit_load(
-        self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False, promotion_ticket: int = 0
+        self,
+        job_id: int,
+        chunks: Sequence[ChunkIO],
+        *,
+        expedited: bool = False,
+        promotion_ticket: int = 0,
+        fence: Fence | None = None,
     ) -> None:
         """Queue a load, each chunk from the tier of its location. ``promotion_ticket``: under which ``settled`` tells
-        of the chunks that have a ``host_offset``, in their order; 0: there are none.
+        of the chunks that have a ``host_offset``, in their order; 0: there are none. ``fence``: as
+        ``TierEngine.submit_load``.
         """
         if job_id in self._jobs:
             self._refuse_twice(job_id)
@@ -118,7 +131,7 @@ class ChainEngine:
             return
         chunks = self._expect_promotions(job_id, chunks, promotion_ticket)
         for tier, part in self._deal(job_id, chunks, kind=WorkKind.LOAD):
-            self._engine(tier).submit_load(job_id, part, expedited=expedited)
+            self._engine(tier).submit_load(job_id, part, expedited=expedited, fence=fence)
 
     def submit_moves(self, ticket: int, moves: Sequence[MoveIO]) -> None:
         """Queue moves behind everything else. ``settled`` tells of them, in their order, when the last has ended.
@@ -150,17 +163,16 @@ class ChainEngine:
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Stores: return as soon as their source blocks may be reused. Loads: return when they are finished.
 
-        The tiers are waited for from the nearest, which is the quickest, within one limit (``WAIT_LIMIT_S``), after
-        which each gives up what it can: see ``Engine.wait``. Unknown ids are done.
+        All tiers get the job at once, and one limit for all (``WAIT_LIMIT_S``), after which each gives up what it can:
+        see ``waiting``. Unknown ids are done.
         """
         of_tier: dict[int, list[int]] = {}
         for job_id in job_ids:
             job = self._jobs.get(job_id)
             for tier in job.parts if job is not None else ():
                 of_tier.setdefault(tier, []).append(job_id)
-        give_up_s = self._clock() + (WAIT_LIMIT_S if limit_s is None else limit_s)
-        for tier in sorted(of_tier):
-            self._engine(tier).wait(of_tier[tier], max(WAIT_LEAST_S, give_up_s - self._clock()))
+        asked = [(self._engine(tier).jobs, of_tier[tier]) for tier in sorted(of_tier)]
+        wait_source_free(asked, WAIT_LIMIT_S if limit_s is None else limit_s, self._clock, least_s=WAIT_LEAST_S)
 
     def idle(self) -> bool:
         """True if no job is live, no ticket is open, and there is nothing to tell."""

@@ -37,6 +37,8 @@ from nixl_offload.types import Outcome
 logger = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 0.05
+FENCE_POLL_S = 0.0005
+"""Between two looks at a step that stores are waited for. Nothing tells of its end."""
 MOVE_QUEUE_LIMIT_S = 30.0
 """Background work that has not begun by then is DROPPED: it keeps a host slot from being used for something better."""
 
@@ -111,50 +113,55 @@ class JobTable:
             completions, self._completions = self._completions, []
             return completions
 
-    def wait_source_free(self, job_ids: Collection[int], grace_s: float, limit_s: float) -> None:
-        """Block until no store among ``job_ids`` needs its KV blocks any more. What is still queued ``grace_s`` after
-        its fence was done is DROPPED, and what is still reading after ``limit_s`` is given up. Loads among them are
-        waited for until they are finished; after ``limit_s`` those are FAILED whose KV blocks nobody touches.
-        """
+    def expedite(self, job_ids: Collection[int]) -> list[Job]:
+        """Put what is queued of these jobs before everything else. Return those that are live."""
         with self._lock:
             jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
-            if not jobs:
-                return
             for job in jobs:
                 queued = [task for task in job.tasks if task.state is ChunkState.QUEUED]
                 queued.sort(key=lambda task: task.io.group)
                 self._lanes[Lane.URGENT_STORE if job.kind.writes else Lane.EXPEDITED_LOAD].extend(queued)
-            self._wake()
-            stores = [job for job in jobs if job.kind.writes]
-            self._grant_grace(stores, grace_s, limit_s)
-            late = [task for job in stores for task in job.tasks if task.state is ChunkState.QUEUED]
-            for task in late:
-                self._finish(
-                    task, Outcome.DROPPED, "its blocks were needed before storage had time for it", "needed_back"
-                )
-            if late:
-                self._sweep()
-            if not self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)), limit_s):
-                for job in jobs:
-                    for task in job.tasks:
-                        self._give_up(
-                            task, f"its blocks were needed and storage did not answer in {limit_s:g} s", "no_answer"
-                        )
-                self._sweep()
-                self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)))
+            if jobs:
+                self._wake()
+            return jobs
 
-    def _grant_grace(self, stores: Sequence[Job], grace_s: float, limit_s: float) -> None:
-        """Wait until ``stores`` have read their blocks, or nothing but storage can be what keeps them from it.
+    def await_steps(self, jobs: Sequence[Job], until_s: float) -> None:
+        """Return once the steps of all stores among ``jobs`` have ended, at ``until_s`` of the clock at the latest.
 
-        A fence that is not done is a step that still runs. The next one queues up behind it all the same, so waiting
-        for it costs little; a dropped store would cost computing its blocks again.
+        The next step queues up behind one that still runs all the same, so waiting for it costs little.
         """
-        ends_s = self._clock() + limit_s
-        behind = True
-        while behind and self._clock() < ends_s:
-            behind = any(map(_is_behind, stores))
-            if self._progress.wait_for(lambda: not any(map(_needs_blocks, stores)), grace_s):
+        stores = [job for job in jobs if job.kind.writes]
+        with self._lock:
+            while any(_needs_blocks(job) and _is_behind(job) for job in stores) and self._clock() < until_s:
+                self._progress.wait(FENCE_POLL_S)
+
+    def await_slots(self, jobs: Sequence[Job], until_s: float) -> None:
+        """Return once no store among ``jobs`` is queued any more. What still is at ``until_s`` is DROPPED then."""
+        stores = [job for job in jobs if job.kind.writes]
+        with self._lock:
+            while any(map(_has_queued, stores)):
+                left_s = until_s - self._clock()
+                if left_s > 0.0:
+                    self._progress.wait(left_s)
+                    continue
+                for task in [task for job in stores for task in job.tasks if task.state is ChunkState.QUEUED]:
+                    words = "its blocks were needed before storage had time for it"
+                    self._finish(task, Outcome.DROPPED, words, "needed_back")
+                self._sweep()
+
+    def await_blocks(self, jobs: Sequence[Job], limit_s: float) -> None:
+        """Return once no store among ``jobs`` needs its KV blocks and all loads are finished. After ``limit_s`` stores
+        that are still reading are given up, and those loads are FAILED whose KV blocks nobody touches.
+        """
+        with self._lock:
+            if self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)), limit_s):
                 return
+            for job in jobs:
+                for task in job.tasks:
+                    words = f"its blocks were needed and storage did not answer in {limit_s:g} s"
+                    self._give_up(task, words, "no_answer")
+            self._sweep()
+            self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)))
 
     def idle(self) -> bool:
         """True if no job is live, no host slot is being filled, and nothing waits to be drained."""
@@ -370,6 +377,11 @@ def _is_behind(job: Job) -> bool:
         return not job.fence.done()
     except Exception:  # noqa: BLE001 - see above
         return False
+
+
+def _has_queued(job: Job) -> bool:
+    """Whether the pump has yet to begin with a chunk."""
+    return any(task.state is ChunkState.QUEUED for task in job.tasks)
 
 
 def _needs_blocks(job: Job) -> bool:

@@ -18,11 +18,10 @@ from nixl_offload.engine.records import ChunkIO, Completion, Job
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.engine.transfer_statistics import TierStatus
+from nixl_offload.engine.waiting import wait_source_free
 
 logger = logging.getLogger(__name__)
 
-STORE_GRACE_S = 0.020
-"""How long ``wait`` gives queued stores to be gathered before it drops them."""
 WAIT_LIMIT_S = 2.0
 """How long ``wait`` lets a store read its blocks, or a load finish. Only hung storage takes longer, and it shall not
 hang the engine."""
@@ -51,6 +50,11 @@ class TierEngine(ABC):
         self._pump = Pump(table, driven, load_timeout_s=load_timeout_s, clock=self._clock, name=name, pauses=pauses)
         self._pump.start()
 
+    @property
+    def jobs(self) -> JobTable:
+        """What is live here, for ``waiting``."""
+        return self._table
+
     def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
         """Queue a store of blocks that the compute stream has written, or will have when it gets here.
 
@@ -58,11 +62,14 @@ class TierEngine(ABC):
         """
         self._submit(job_id, chunks, WorkKind.STORE, Lane.STORE)
 
-    def submit_load(self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False) -> None:
+    def submit_load(
+        self, job_id: int, chunks: Sequence[ChunkIO], *, expedited: bool = False, fence: Fence | None = None
+    ) -> None:
         """Queue a load to KV blocks, some of it by way of host slots that keep it. ``expedited`` puts it before the
-        loads that wait already.
+        loads that wait already. ``fence``: behind it nothing but this load touches the blocks; None: that is so from
+        this point of the compute stream on.
         """
-        self._submit(job_id, chunks, WorkKind.LOAD, Lane.EXPEDITED_LOAD if expedited else Lane.LOAD)
+        self._submit(job_id, chunks, WorkKind.LOAD, Lane.EXPEDITED_LOAD if expedited else Lane.LOAD, fence)
 
     def submit_background(self, job_id: int, chunks: Sequence[ChunkIO], kind: WorkKind) -> None:
         """Queue whole images behind all loads and stores: from host slots to the tier (WRITE_THROUGH) or back (FETCH).
@@ -71,6 +78,10 @@ class TierEngine(ABC):
         """
         assert kind.in_background
         self._submit(job_id, chunks, kind, Lane.BACKGROUND)
+
+    def compute_fence(self) -> Fence:
+        """Mark this point of the compute stream, the caller's own: a fence for any engine of the same device."""
+        return self._compute_fence()
 
     def finished(self) -> list[Completion]:
         """Return what was completed since the last call, each exactly once over all calls."""
@@ -92,12 +103,12 @@ class TierEngine(ABC):
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Stores: return as soon as their source blocks may be reused. Loads: return when they are finished.
 
-        Chunks not yet begun get ``STORE_GRACE_S``, then they are DROPPED; chunks of which the blocks were read do not
-        hold this up, however slow the storage. After ``limit_s`` (``WAIT_LIMIT_S``) the rest is given up too: a store
-        whose blocks are still being read can then only end as FAILED. Only a load that is writing to its blocks is
-        waited for without limit. Unknown ids are done.
+        Chunks not yet begun are DROPPED ``waiting.STORE_GRACE_S`` after their step; chunks of which the blocks were
+        read do not hold this up, however slow the storage. After ``limit_s`` (``WAIT_LIMIT_S``) the rest is given up
+        too: a store whose blocks are still being read can then only end as FAILED. Only a load that is writing to its
+        blocks is waited for without limit. Unknown ids are done.
         """
-        self._table.wait_source_free(job_ids, STORE_GRACE_S, WAIT_LIMIT_S if limit_s is None else limit_s)
+        wait_source_free([(self._table, job_ids)], WAIT_LIMIT_S if limit_s is None else limit_s, self._clock)
 
     def idle(self) -> bool:
         """True if no job is live, no host slot is being filled, and there is nothing to tell."""
@@ -118,8 +129,11 @@ class TierEngine(ABC):
             self._closed = True
             self._pump.stop(deadline_s)
 
-    def _submit(self, job_id: int, chunks: Sequence[ChunkIO], kind: WorkKind, lane: Lane) -> None:
-        fence = READY if kind.in_background else self._compute_fence()
+    def _submit(
+        self, job_id: int, chunks: Sequence[ChunkIO], kind: WorkKind, lane: Lane, fence: Fence | None = None
+    ) -> None:
+        if fence is None:
+            fence = READY if kind.in_background else self._compute_fence()
         sized = [(io, self._payload_bytes(io)) for io in chunks]
         self._table.add(Job(job_id, kind, fence, self._clock()), sized, lane)
 

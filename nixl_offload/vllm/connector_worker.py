@@ -65,9 +65,21 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
         return self.rank_worker.geometry(self._allocated, backends)
 
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        """As vLLM's, before the step's forward pass is launched; and fence the loads of this step off what ran before.
+
+        vLLM submits them when it has launched the forward pass: fenced there they would wait for all of it.
+        """
+        super().handle_preemptions(kv_connector_metadata)
+        if kv_connector_metadata.load_jobs:
+            self.rank_worker.fence_loads()
+
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Submit vLLM's jobs, then our moves; and open the tiers that the message names."""
-        super().start_kv_transfers(metadata)
+        try:
+            super().start_kv_transfers(metadata)
+        finally:
+            self.rank_worker.end_step()
         if isinstance(metadata, StepMetadata):
             self.rank_worker.open(metadata.places)
             for ticket in metadata.moves:

@@ -1,110 +1,192 @@
-"""Proves what ``wait`` gives a queued store: as long as its step still runs, and a grace after that; never more."""
+"""Proves what stores are given when their KV blocks are to be reused: as long as their step runs, then 5 ms to find a
+slot, then as long as a gather takes. Time is played: it goes on only where the engine's caller waits.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import pytest
 
-from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.records import ChunkIO, Ending, Job
+from nixl_offload.engine.jobs import FENCE_POLL_S, JobTable
+from nixl_offload.engine.records import ChunkIO, Ending, Job, Task
 from nixl_offload.engine.states import ChunkState, Lane, WorkKind
-from nixl_offload.engine.streams import Fence
+from nixl_offload.engine.streams import READY, Fence
+from nixl_offload.engine.waiting import STORE_GRACE_S, wait_source_free
 from nixl_offload.types import Key, Location, Outcome
 
-GRACE_S = 0.05
+OK, DROPPED = Outcome.OK, Outcome.DROPPED
+LIMIT_S = 2.0
 
 
-class Step:
-    """The fence of a step that ends when it is told to, or after so many looks."""
+class World:
+    """A clock that stands still, and what happens at which of its times."""
 
-    def __init__(self, looks: int | None = None) -> None:
-        self._looks = looks
-        self._over = threading.Event()
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self._plans: list[tuple[float, Callable[[], None]]] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self._plans.append((100.0 + seconds, act))
+        self._plans.sort(key=lambda plan: plan[0])
+
+    def step(self, seconds: float) -> Fence:
+        """The fence of a step that ends then."""
+        return _Step(self, 100.0 + seconds)
+
+    def pass_time(self, seconds: float) -> None:
+        """Go on, at most to the next thing that happens."""
+        until_s = self.now_s + seconds
+        if self._plans and self._plans[0][0] <= until_s:
+            self.now_s, act = self._plans.pop(0)
+            act()
+        else:
+            self.now_s = until_s
+
+    def table(self) -> JobTable:
+        """A table whose callers wait in played time."""
+        table = JobTable(store_queue_limit_bytes=1 << 20, clock=self.clock)
+        table._progress = _PlayedCondition(self, table._lock)  # type: ignore[assignment]
+        return table
+
+    def wait(self, *asked: tuple[JobTable, Collection[int]]) -> float:
+        """Return how long the caller was held up, in played seconds."""
+        began_s = self.now_s
+        wait_source_free(asked, LIMIT_S, self.clock)
+        return self.now_s - began_s
+
+
+class _Step:
+    def __init__(self, world: World, ends_s: float) -> None:
+        self._world, self._ends_s = world, ends_s
 
     def done(self) -> bool:
         """See Fence."""
-        if self._looks is not None:
-            self._looks -= 1
-            if self._looks < 0:
-                self._over.set()
-        return self._over.is_set()
+        return self._world.now_s >= self._ends_s
 
 
-def _table(step: Fence) -> JobTable:
-    table = JobTable(store_queue_limit_bytes=1 << 20, clock=time.monotonic)
-    io = ChunkIO(Key(bytes(36)), Location(0, 0, 4096), 0, np.zeros(1, dtype=np.int32), 0)
-    table.add(Job(1, WorkKind.STORE, step, time.monotonic()), [(io, 4096)], Lane.STORE)
-    return table
+class _PlayedCondition:
+    """As ``threading.Condition``, in the time of a world."""
+
+    def __init__(self, world: World, lock: threading.Lock) -> None:
+        self._world, self._lock = world, lock
+
+    def wait(self, timeout: float) -> None:
+        """Without the lock, as a real one."""
+        self._lock.release()
+        try:
+            self._world.pass_time(timeout)
+        finally:
+            self._lock.acquire()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float = 1e9) -> bool:
+        ends_s = self._world.now_s + timeout
+        while not predicate():
+            if self._world.now_s >= ends_s:
+                return False
+            self.wait(ends_s - self._world.now_s)
+        return True
+
+    def notify_all(self) -> None:
+        return
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    began_s = time.monotonic()
-    call()
-    return time.monotonic() - began_s
+def add(table: JobTable, job_id: int, step: Fence, chunks: int = 1) -> None:
+    """Queue a store."""
+    ios = [ChunkIO(Key(bytes(36)), Location(0, 0, 4096), 0, np.zeros(1, dtype=np.int32), 0) for _ in range(chunks)]
+    table.add(Job(job_id, WorkKind.STORE, step, table._clock()), [(io, 4096) for io in ios], Lane.STORE)
 
 
-def test_a_step_that_runs_longer_than_the_grace_costs_no_store() -> None:
-    """The step ends after the fourth look; then a pump takes the chunk, within the grace."""
-    step = Step(looks=3)
-    table = _table(step)
-
-    def pump() -> None:
-        while not step._over.is_set():
-            time.sleep(0.001)
-        (task,) = table.take(Lane.URGENT_STORE, lambda task: 1)
-        assert table.advance([task], ChunkState.TRANSFER) == [True]
-        table.complete([Ending(task, Outcome.OK)])
-
-    thread = threading.Thread(target=pump)
-    thread.start()
-    took_s = _seconds(lambda: table.wait_source_free([1], GRACE_S, 30.0))
-    thread.join()
-    (result,) = table.drain()
-    assert result.outcomes == (Outcome.OK,)
-    assert took_s >= 3 * GRACE_S
+def take(table: JobTable, count: int = 16) -> list[Task]:
+    """As the pump, which has so many slots."""
+    return table.take(Lane.URGENT_STORE, lambda task: count)
 
 
-@pytest.mark.parametrize("looks", [0, 2])
-def test_storage_without_time_gets_one_grace_after_the_step(looks: int) -> None:
-    """Nobody takes the chunk."""
-    table = _table(Step(looks=looks))
-    took_s = _seconds(lambda: table.wait_source_free([1], GRACE_S, 30.0))
-    (result,) = table.drain()
-    assert result.outcomes == (Outcome.DROPPED,)
-    assert (looks + 1) * GRACE_S <= took_s < 15.0
+def gathered(table: JobTable, tasks: Sequence[Task]) -> None:
+    """As the pump: they are read, and written soon."""
+    table.advance(tasks, ChunkState.TRANSFER)
+    table.complete([Ending(task, OK) for task in tasks])
 
 
-def test_a_step_that_never_ends_holds_nobody_for_ever() -> None:
-    table = _table(Step())
-    took_s = _seconds(lambda: table.wait_source_free([1], GRACE_S, 0.3))
-    (result,) = table.drain()
-    assert result.outcomes == (Outcome.DROPPED,)
-    assert took_s < 15.0
+def outcomes(table: JobTable) -> list[Outcome]:
+    return [outcome for done in table.drain() for outcome in done.outcomes]
 
 
-def test_a_load_that_is_expedited_and_waited_for_is_claimed_once() -> None:
-    """It stands in its lane twice then; read twice, its blocks would be written after its request has them."""
-    table = JobTable(store_queue_limit_bytes=1 << 20, clock=time.monotonic)
-    chunks = [
-        ChunkIO(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * 4096, 4096), 0, np.array([at], dtype=np.int32), 0)
-        for at in range(3)
-    ]
-    job = Job(1, WorkKind.LOAD, Step(looks=0), time.monotonic())
-    table.add(job, [(io, 4096) for io in chunks], Lane.EXPEDITED_LOAD)
-    waiter = threading.Thread(target=table.wait_source_free, args=([1], GRACE_S, 30.0))
-    waiter.start()
-    give_up_s = time.monotonic() + 30.0
-    while len(table._lanes[Lane.EXPEDITED_LOAD]) < 6 and time.monotonic() < give_up_s:
-        time.sleep(0.001)
-    taken = table.take(Lane.EXPEDITED_LOAD, lambda task: 16)
-    table.complete([Ending(task, Outcome.OK) for task in taken])
-    waiter.join()
-    assert [int(task.io.block_ids[0]) for task in taken] == [0, 1, 2]
-    assert table.take(Lane.EXPEDITED_LOAD, lambda task: 16) == []
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_step_that_runs_long_costs_no_store(world: World) -> None:
+    """A slot is free, and the gather comes behind the step."""
+    table = world.table()
+    add(table, 1, world.step(0.080))
+    tasks: list[Task] = []
+    world.after(0.001, lambda: tasks.extend(take(table)))
+    world.after(0.081, lambda: gathered(table, tasks))
+    assert world.wait((table, [1])) == pytest.approx(0.081)
+    assert outcomes(table) == [OK]
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.0013, 0.0199, 0.0371, 0.5])
+def test_without_a_slot_the_next_step_begins_5_ms_after_this_one_has_ended(world: World, step_s: float) -> None:
+    """There were grains of 20 ms, the first of which began anywhere within the step: 20 to 60 ms for nothing."""
+    table = world.table()
+    add(table, 1, world.step(step_s), chunks=3)
+    assert step_s <= world.wait((table, [1])) <= step_s + STORE_GRACE_S + FENCE_POLL_S + 1e-9
+    assert outcomes(table) == [DROPPED] * 3
+    assert STORE_GRACE_S <= 0.005
+
+
+def test_tiers_without_slots_share_the_5_ms(world: World) -> None:
+    """One after the other they held a step up for as long as there were tiers."""
+    tables = [world.table() for _ in range(4)]
+    for at, table in enumerate(tables):
+        add(table, at, world.step(0.010 * (4 - at)))
+    held_s = world.wait(*((table, [at]) for at, table in enumerate(tables)))
+    assert 0.040 + STORE_GRACE_S <= held_s <= 0.040 + STORE_GRACE_S + FENCE_POLL_S + 1e-9
+    assert [outcomes(table) for table in tables] == [[DROPPED]] * 4
+
+
+def test_what_has_a_slot_is_gathered_and_the_rest_dropped(world: World) -> None:
+    """Staging has two slots left; their gather takes longer than the grace, and cannot be stopped."""
+    table = world.table()
+    add(table, 1, world.step(0.010), chunks=5)
+    tasks: list[Task] = []
+    world.after(0.002, lambda: tasks.extend(take(table, 2)))
+    world.after(0.018, lambda: gathered(table, tasks))
+    assert world.wait((table, [1])) == pytest.approx(0.018)
+    assert outcomes(table) == [OK, OK, DROPPED, DROPPED, DROPPED]
+    assert take(table) == [], "nothing is left in the queue"
+
+
+def test_a_slot_that_comes_in_time_is_taken(world: World) -> None:
+    table = world.table()
+    add(table, 1, world.step(0.010), chunks=2)
+    for at_s in (0.012, 0.0145):
+        world.after(at_s, lambda: gathered(table, take(table, 1)))
+    assert world.wait((table, [1])) == pytest.approx(0.0145)
+    assert outcomes(table) == [OK, OK]
+
+
+def test_a_step_that_never_ends_holds_nobody_for_ever(world: World) -> None:
+    table = world.table()
+    add(table, 1, world.step(1e6))
+    assert world.wait((table, [1])) <= LIMIT_S + STORE_GRACE_S + FENCE_POLL_S + 1e-9
+    assert outcomes(table) == [DROPPED]
+
+
+def test_a_store_that_has_ended_waits_for_no_step(world: World) -> None:
+    table = world.table()
+    add(table, 1, world.step(1.0))
+    world.after(0.001, lambda: table.complete([Ending(task, Outcome.FAILED) for task in take(table)]))
+    assert world.wait((table, [1, 7])) == pytest.approx(0.001)
 
 
 class Broken:
@@ -115,9 +197,30 @@ class Broken:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_a_device_out_of_order_drops_the_store_and_raises_nothing() -> None:
+def test_a_device_out_of_order_drops_the_store_and_raises_nothing(world: World) -> None:
     """What ``wait`` raises ends the engine; whoever uses the device next will say so, if it is so."""
-    table = _table(Broken())
-    table.wait_source_free([1], GRACE_S, 30.0)
-    (result,) = table.drain()
-    assert result.outcomes == (Outcome.DROPPED,)
+    table = world.table()
+    add(table, 1, Broken())
+    assert world.wait((table, [1])) == pytest.approx(STORE_GRACE_S)
+    assert outcomes(table) == [DROPPED]
+
+
+def test_a_load_that_is_expedited_and_waited_for_is_claimed_once() -> None:
+    """It stands in its lane twice then; read twice, its blocks would be written after its request has them."""
+    table = JobTable(store_queue_limit_bytes=1 << 20, clock=time.monotonic)
+    chunks = [
+        ChunkIO(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * 4096, 4096), 0, np.array([at], dtype=np.int32), 0)
+        for at in range(3)
+    ]
+    job = Job(1, WorkKind.LOAD, READY, time.monotonic())
+    table.add(job, [(io, 4096) for io in chunks], Lane.EXPEDITED_LOAD)
+    waiter = threading.Thread(target=wait_source_free, args=([(table, [1])], 30.0, time.monotonic))
+    waiter.start()
+    give_up_s = time.monotonic() + 30.0
+    while len(table._lanes[Lane.EXPEDITED_LOAD]) < 6 and time.monotonic() < give_up_s:
+        time.sleep(0.001)
+    taken = table.take(Lane.EXPEDITED_LOAD, lambda task: 16)
+    table.complete([Ending(task, Outcome.OK) for task in taken])
+    waiter.join()
+    assert [int(task.io.block_ids[0]) for task in taken] == [0, 1, 2]
+    assert table.take(Lane.EXPEDITED_LOAD, lambda task: 16) == []

@@ -59,7 +59,7 @@ def test_waiting_bytes_are_those_that_nobody_has_begun(table: JobTable, clock: C
     (task,) = table.take(Lane.LOAD, lambda task: 1)
     assert table.waiting_bytes() == (SIZE, SIZE, 3 * SIZE), "one is under way"
     table.complete([Ending(task, Outcome.CORRUPT, "corrupt: key", "key")])
-    table.wait_source_free([2], 0.0, 1.0)
+    table.await_slots(table.expedite([2]), clock())
     assert table.waiting_bytes() == (SIZE, 0, 3 * SIZE)
     table.give_up("the engine is closed")
     assert table.waiting_bytes() == (0, 0, 0)

@@ -481,6 +481,31 @@ def test_stores_are_flushed_before_their_blocks_are_reused() -> None:
     in_order("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.pre_forward", "handle_preemptions(", "_start_load_kv(")
 
 
+def test_a_step_touches_no_block_of_a_load_that_comes_with_it() -> None:
+    """What the fence of loads rests on, which is recorded in ``handle_preemptions``: decision 0014."""
+    runner, second = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+    # Before the forward pass, in either runner, and on the thread that launches it.
+    in_order(f"{runner}.execute_model", "handle_preemptions(", "self._update_states(", "self._model_forward(")
+    launches = ("pre_forward(", "run_fullgraph(", "pre_forward(", "model(")
+    in_order(f"{second}.execute_model", "self.update_requests(", *launches)
+    in_order("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward", "_start_load_kv()", "wait_for_save()")
+    # The first one zeroes blocks behind it: not those of a load, of any group that we load.
+    assert "zero_block_ids" in source(f"{runner}._zero_block_ids")
+    scheduler = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
+    in_order(scheduler, "delay_cache_blocks=load_kv_async", "get_loaded_kv_cache_group_ids(request)")
+    coordinator = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks"
+    assert "record_for_zeroing=i not in skip_zeroing_group_ids" in source(coordinator)
+    loaded = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_loaded_kv_cache_group_ids"
+    assert "prefix_cacheable_group_ids" in source(loaded)
+    assert "get_loaded_kv_cache_group_ids" not in vars(NixlOffloadConnector)
+    assert "get_loaded_kv_cache_group_ids" not in source(f"{CONNECTOR}.offloading_connector")
+    assert "prefix_cacheable_group_ids" in source(f"{OFFLOADING}.config:get_offloading_group_ids")
+    # Nor does the step have freed blocks in its hands: after a preemption it admits no load.
+    in_order(scheduler, "self._preempt_request(", "if not preempted_reqs", "get_num_new_matched_tokens(")
+    # The request of a load waits: it is no part of the step, and its blocks are in nobody's prefix.
+    in_order(scheduler, "if load_kv_async:", "WAITING_FOR_REMOTE_KVS", "skip_request(request_queue)", "continue")
+
+
 # Our messages.
 
 

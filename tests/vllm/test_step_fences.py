@@ -1,0 +1,131 @@
+"""Proves that a rank's half, called in the order of vLLM's model runner, fences loads between the steps before its own
+and its own. The KV cache plays device memory, whose model's stream is held up by the test.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+from nixl_offload.engine import engine, packer
+from nixl_offload.vllm import rank_engine
+from nixl_offload.vllm.connector_worker import NixlConnectorWorker
+from nixl_offload.vllm.messages import StepMetadata
+from tests.unit.device_rig import LIMIT_S, ThreadedStreams, emulated
+from tests.vllm.test_rank_worker import Rig, gpu
+
+
+class Runner:
+    """Plays vLLM's model runner: one step after the other is put on the model's stream."""
+
+    def __init__(self, rig: Rig, streams: ThreadedStreams) -> None:
+        self.rig, self._streams = rig, streams
+        spec = SimpleNamespace(
+            replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
+        )
+        self.connector = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+        self.connector.worker = rig.worker
+        self.received: set[str] = set()
+        self._gates: list[threading.Event] = []
+
+    def step(self, forward: Callable[[], None], loads: dict[int, list[int]] | None = None) -> threading.Event:
+        """Do a step that loads the chunk in slot 0 to blocks, by job. The forward pass waits for the returned event."""
+        blocks = {job: GPULoadStoreSpec(ids, group_sizes=[4], block_indices=[0]) for job, ids in (loads or {}).items()}
+        jobs = {job: TransferJob(f"request {job}", self.rig.to_load(0), spec) for job, spec in blocks.items()}
+        metadata = StepMetadata(jobs, {}, set(), [])
+        gate = threading.Event()
+        self._gates.append(gate)
+
+        def held() -> None:
+            assert gate.wait(LIMIT_S)
+            forward()
+
+        self.connector.handle_preemptions(metadata)
+        self._streams.compute.run(held)
+        self.connector.start_kv_transfers(metadata)
+        self.connector.prepare_store_kv(metadata)
+        self.look()
+        return gate
+
+    def look(self) -> None:
+        self.received |= self.connector.get_finished(set())[1]
+
+    def wait_for(self, request: str, seconds: float = LIMIT_S) -> bool:
+        """Whether its load is finished by then."""
+        until_s = time.monotonic() + seconds
+        while request not in self.received and time.monotonic() < until_s:
+            time.sleep(0.001)
+            self.look()
+        return request in self.received
+
+    def close(self) -> None:
+        for gate in self._gates:
+            gate.set()
+        self.rig.worker.shutdown()
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
+    """The chunk in slot 0 holds blocks 0 to 3."""
+    with ThreadedStreams() as streams:
+        device = emulated(streams)
+        for module in (engine, packer, rank_engine):
+            monkeypatch.setattr(module, "device_of", lambda _: device)
+        rig = Rig(tmp_path)
+        for block in range(4):
+            rig.fill(block, 1)
+        rig.store([0, 1, 2, 3], 0)
+        runner = Runner(rig, streams)
+        yield runner
+        runner.close()
+
+
+def nothing() -> None:
+    """A forward pass that touches no block of a load."""
+
+
+def test_a_load_does_not_wait_for_its_own_step(runner: Runner) -> None:
+    forward = runner.step(nothing, {7: [8, 9, 10, 11]})
+    assert runner.wait_for("request 7"), "fenced behind the forward pass that was launched before it was submitted"
+    assert not forward.is_set()
+    assert runner.rig.block(8) == runner.rig.block(0)
+
+
+def test_a_load_waits_for_every_earlier_step(runner: Runner) -> None:
+    """An earlier step has a load of its own, and writes late to what is loaded now: its fence would be too early."""
+    first = runner.step(lambda: runner.rig.fill(20, 9), {7: [8, 9, 10, 11]})
+    assert runner.wait_for("request 7")
+    second = runner.step(nothing, {8: [20, 21, 22, 23]})
+    assert not runner.wait_for("request 8", 0.1)
+    first.set()
+    assert runner.wait_for("request 8")
+    assert not second.is_set()
+    assert runner.rig.block(20) == runner.rig.block(0), "written over by an earlier step"
+
+
+def test_a_step_without_a_load_leaves_no_fence(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one whose transfers could not be started; what is submitted between two steps waits for both."""
+    worker: Any = runner.rig.worker
+    runner.step(nothing).set()
+    assert worker._load_fence is None
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "submit_load", lambda *_, **__: False)
+        with pytest.raises(AssertionError):
+            runner.step(nothing, {5: [8, 9, 10, 11]})
+    assert worker._load_fence is None
+    runner._gates[-1].set()
+    forward = runner.step(nothing)
+    worker.submit_load(6, runner.rig.to_load(0), gpu([8, 9, 10, 11], 0))
+    assert not runner.wait_for("", 0.1)
+    assert worker._jobs.keys() == {6}
+    forward.set()
+    (item,) = runner.rig.results()
+    assert item.result.job_id == 6
