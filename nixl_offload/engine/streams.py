@@ -7,12 +7,14 @@ Threading: ``Streams.compute_fence`` on the thread that submits to the model's s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from nixl_offload.engine import own_streams
 from nixl_offload.movers.base import MemoryKind
 
 
@@ -62,7 +64,7 @@ class Streams(Protocol):
         """Mark this point of the caller's own stream, that of the model."""
 
     def new(self) -> Stream:
-        """Return a stream of our own, beside that of the model."""
+        """Return a stream of our own, beside that of the model. It is given back when the last reference goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,12 @@ class _CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        _take_thread_to(device)
+        own = own_streams.take(device)
+        self._stream = torch.Stream(device) if own is None else own.stream
+        if own is not None:
+            # Lent for as long as anybody can queue something on it.
+            weakref.finalize(self, own.give_back).atexit = False
 
     def run(self, work: Callable[[], None]) -> None:
         _take_thread_to(self._device)

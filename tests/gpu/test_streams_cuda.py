@@ -1,14 +1,25 @@
-"""Proves on a machine with two GPUs that a rank on the second one takes no memory of the first."""
+"""Proves on a GPU that copy streams are our own, and wait for no default stream; and on a machine with two that a rank
+on the second one takes no memory of the first.
+"""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import time
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from nixl_offload.engine.streams import Stream, device_of
+
 pytestmark = pytest.mark.gpu
+
+LONG_CYCLES = 1_500_000_000
+"""Most of a second."""
 
 PUMP = """
 import threading
@@ -40,3 +51,61 @@ def test_a_thread_of_the_second_gpu_makes_no_context_on_the_first() -> None:
         pytest.skip("one GPU")
     done = subprocess.run([sys.executable, "-c", PUMP], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def handle_of(stream: Any) -> int:
+    handle: int = stream._stream.cuda_stream
+    return handle
+
+
+def test_streams_are_our_own() -> None:
+    """Torch has 32, which it deals out in turn; ours are none of those, and lent again when they are let go."""
+    streams = device_of(torch.empty(0, device="cuda")).streams
+    torchs = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    made = [streams.new() for _ in range(40)]
+    handles = {handle_of(stream) for stream in made}
+    assert len(handles) == 40
+    assert not handles & torchs
+    del made
+    gc.collect()
+    again = [streams.new() for _ in range(40)]
+    assert {handle_of(stream) for stream in again} == handles
+
+
+def test_work_on_them_is_done_in_order_and_page_locked_memory_outlives_them() -> None:
+    """When it is freed, torch records an event on each stream that used it: none of them may be gone by then."""
+    source, target = torch.arange(1 << 20, dtype=torch.int32).pin_memory(), torch.empty(1 << 20, dtype=torch.int32)
+    target = target.pin_memory()
+    streams = device_of(torch.empty(0, device="cuda")).streams
+    there, back = streams.new(), streams.new()
+    on_device = torch.empty(1 << 20, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    there.run(partial(on_device.copy_, source, non_blocking=True))
+    back.wait(there.record())
+    back.run(partial(target.copy_, on_device, non_blocking=True))
+    back.synchronize()
+    assert torch.equal(source, target)
+    del there, back
+    gc.collect()
+    del source, target
+    torch.empty(1 << 20, dtype=torch.int32).pin_memory()
+    torch.cuda.synchronize()
+
+
+def test_they_do_not_wait_for_the_default_stream() -> None:
+    """Where a model runs there (eager, on one rank) copies go beside it all the same."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream: Stream = device_of(torch.empty(0, device=device)).streams.new()
+    buffer = torch.zeros(8, device=device)
+    stream.run(lambda: buffer.add_(1))  # compiled, or loaded, once
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.default_stream(device)):
+        torch.cuda._sleep(LONG_CYCLES)
+        model = torch.cuda.Event()
+        model.record()
+    stream.run(lambda: buffer.add_(1))
+    fence = stream.record()
+    until_s = time.monotonic() + 10
+    while not fence.done():
+        assert time.monotonic() < until_s
+    assert not model.query(), "the copy waited for the default stream"

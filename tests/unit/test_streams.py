@@ -1,12 +1,17 @@
-"""Proves that what a stream runs may write to tensors that vLLM made in torch's inference mode, from any thread."""
+"""Proves that what a stream runs may write to tensors that vLLM made in torch's inference mode, from any thread; and
+that streams of a GPU are our own, lent and lent again.
+"""
 
 from __future__ import annotations
 
+import gc
 import threading
+from typing import Any
 
 import pytest
 import torch
 
+from nixl_offload.engine import own_streams
 from nixl_offload.engine.streams import CudaStreams, HostStreams, Stream
 from tests.unit.device_rig import ThreadedStreams
 
@@ -96,3 +101,90 @@ def test_a_thread_works_on_the_device_of_its_streams(monkeypatch: pytest.MonkeyP
     thread.start()
     thread.join()
     assert set(found) == {3}
+
+
+class PlayedRuntime:
+    """CUDA's runtime, as far as it makes streams."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.flags: list[int] = []
+        self._error = error
+
+    def cudaStreamCreateWithFlags(self, stream: Any, flags: Any) -> int:  # noqa: N802 - its name
+        self.flags.append(flags.value)
+        stream._obj.value = 0x1000 + 16 * len(self.flags)
+        return self._error
+
+
+class _External(_Recorded):
+    def __init__(self, handle: int, device: torch.device) -> None:
+        super().__init__(device)
+        self.handle = handle
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
+    """As much of CUDA as makes streams; the calling thread's device is the one that is asked for."""
+    runtime = PlayedRuntime()
+    monkeypatch.setattr(own_streams, "_runtime", lambda: runtime)
+    monkeypatch.setattr(own_streams, "_FREE", {})
+    monkeypatch.setattr(torch.cuda, "ExternalStream", _External)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "Stream", _Recorded)
+    return runtime
+
+
+def handle_of(stream: Any) -> int:
+    handle: int = stream._stream.handle
+    return handle
+
+
+def test_streams_are_our_own_and_wait_for_no_default_stream(cuda: PlayedRuntime) -> None:
+    """Torch would deal the 33rd out twice; one of the common kind waits for the default stream, and that for it."""
+    streams = CudaStreams(torch.device("cuda", 0))
+    made = [streams.new() for _ in range(100)]
+    assert len({handle_of(stream) for stream in made}) == 100
+    assert cuda.flags == [1] * 100
+
+
+def test_streams_are_lent_again_and_never_destroyed(cuda: PlayedRuntime) -> None:
+    """Tiers that are opened again and again take no more streams than at once; another GPU's are not theirs."""
+    for _ in range(50):
+        devices = [CudaStreams(torch.device("cuda", number)) for number in (0, 1)]
+        made = [streams.new() for streams in devices for _ in range(3)]
+        handles = [handle_of(stream) for stream in made]
+        assert len(set(handles)) == 6
+        assert not set(handles[:3]) & set(own_streams._FREE.get(1, ()))
+        del made
+        gc.collect()
+    assert len(cuda.flags) == 6
+    assert {number: len(handles) for number, handles in own_streams._FREE.items()} == {0: 3, 1: 3}
+
+
+def test_a_stream_that_is_held_is_nobody_elses(cuda: PlayedRuntime) -> None:
+    """An engine that had to be left behind keeps its streams, and what may still be queued on them."""
+    streams = CudaStreams(torch.device("cuda", 0))
+    left_behind = streams.new()
+    del streams
+    gc.collect()
+    others = {handle_of(CudaStreams(torch.device("cuda", 0)).new()) for _ in range(9)}
+    assert handle_of(left_behind) not in others
+
+
+def test_without_streams_of_our_own_torchs_are_taken(
+    cuda: PlayedRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once; slower, perhaps, but no reason to end anything."""
+    own_streams._complain.cache_clear()
+    cuda._error = 2
+    streams = CudaStreams(torch.device("cuda", 0))
+    assert all(type(streams.new()._stream) is _Recorded for _ in range(3))  # type: ignore[attr-defined]
+    assert caplog.text.count("No CUDA streams of our own (error 2") == 1
+
+    def missing() -> None:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(own_streams, "_runtime", missing)
+    assert type(streams.new()._stream) is _Recorded  # type: ignore[attr-defined]
+    assert caplog.text.count("cannot open shared object file") == 1
