@@ -190,3 +190,11 @@ def device_of(tensor: torch.Tensor) -> Device:
     if tensor.is_cuda:
         return Device(tensor.device, MemoryKind.VRAM, CudaStreams(tensor.device))
     return Device(tensor.device, MemoryKind.DRAM, HostStreams())
+
+
+def model_on_default_stream(tensor: torch.Tensor) -> bool:
+    """Whether the caller's current stream, on which the model runs, is CUDA's default one.
+
+    Streams of the common kind, as libraries make them, wait for what is queued there, and it for them.
+    """
+    return tensor.is_cuda and torch.cuda.current_stream(tensor.device).cuda_stream == 0

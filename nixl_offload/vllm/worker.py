@@ -32,7 +32,7 @@ from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, TierEn
 from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED
-from nixl_offload.engine.streams import Fence
+from nixl_offload.engine.streams import Fence, model_on_default_stream
 from nixl_offload.errors import LayoutError
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Outcome, key_group
@@ -299,6 +299,20 @@ class NixlOffloadingWorker(OffloadingWorker):
             if engine is not None:
                 self._engine.join(position, engine)
                 del self._openings[position]
+                self._look_at_streams(position, engine)
+
+    def _look_at_streams(self, position: int, engine: TierEngine) -> None:
+        """Say so where a mover and the model are in each other's way. Asked when steps run, for vLLM chooses the
+        model's stream after the KV caches are registered.
+        """
+        access = engine.status().access
+        if access is not None and access.mover == "kvikio" and model_on_default_stream(self._tensors[0]):
+            logger.warning(
+                "%s: KvikIO's copies wait for CUDA's default stream, where this model runs (--enforce-eager on one "
+                "GPU does that): a load may take as long as a step, and hold up the next. Drop --enforce-eager, or set "
+                "mover: gds_mt or posix",
+                name_of(self._config.tiers[position]),
+            )
 
     def _moves(self, ticket: WriteThroughTicket) -> list[MoveIO]:
         return [

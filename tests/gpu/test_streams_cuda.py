@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nixl_offload.engine.streams import Stream, device_of
+from nixl_offload.engine.streams import Stream, device_of, model_on_default_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -109,3 +109,11 @@ def test_they_do_not_wait_for_the_default_stream() -> None:
     while not fence.done():
         assert time.monotonic() < until_s
     assert not model.query(), "the copy waited for the default stream"
+
+
+def test_a_model_on_the_default_stream_is_noticed() -> None:
+    """Tests run beside it, as vLLM does with CUDA graphs or several ranks."""
+    tensor = torch.empty(1, device="cuda")
+    assert not model_on_default_stream(tensor)
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        assert model_on_default_stream(tensor)

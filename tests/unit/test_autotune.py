@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,14 @@ from nixl_offload.cli.main import main
 from nixl_offload.config import SlabConfig
 from nixl_offload.engine.autotune import compare as compare_module
 from nixl_offload.engine.autotune import plan as plan_module
-from nixl_offload.engine.autotune.candidates import MeasuredPath, Shape, TransferPlan, best_of, candidates_of
+from nixl_offload.engine.autotune.candidates import (
+    MeasuredPath,
+    Shape,
+    TransferPlan,
+    best_of,
+    candidates_of,
+    told_to_bounce,
+)
 from nixl_offload.engine.autotune.compare import compare
 from nixl_offload.engine.autotune.plan import plan_transfers
 from nixl_offload.engine.autotune.scratch import TrialMemory, new_scratch_path
@@ -29,6 +36,7 @@ from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverUnavailableError
+from nixl_offload.hardware.gds import GdsReport
 from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover
@@ -152,6 +160,72 @@ def test_gds_mt_before_kvikio() -> None:
         if mover != "posix"
     ]
     assert best_of(measured) == replace(kvikio, mover="gds_mt")
+
+
+def figures(mover: str, path: TransferPath, read_gb_s: float) -> MeasuredPath:
+    return MeasuredPath(mover, path, True, "", read_bytes_s=read_gb_s * 1e9, write_bytes_s=2e9)
+
+
+@pytest.mark.parametrize(
+    ("direct", "device", "host", "slot_bytes", "bounces"),
+    [
+        (5.9, 5.5, 6.0, 2 << 20, False),
+        (2.0, 4.3, 6.0, 2 << 20, False),  # many small pieces; packed it is as fast as the drive
+        (2.0, 4.1, 6.0, 2 << 20, True),
+        (2.0, 1.0, 6.0, 256 * KIB, False),
+        (2.0, 1.0, 0.0, 2 << 20, False),
+    ],
+)
+def test_bouncing_is_told_by_its_speed(
+    direct: float, device: float, host: float, slot_bytes: int, bounces: bool
+) -> None:
+    """Against what the drive gives to host memory; not of small images, where calls count, nor without a figure."""
+    found = [
+        figures("gds_mt", "direct", direct),
+        figures("gds_mt", "device", device),
+        figures("kvikio", "device", 1.0),
+        figures("posix", "host", host),
+    ]
+    told = told_to_bounce(found, Shape(slot_bytes, 64 * KIB))
+    assert (told == (found[1], found[3])) is bounces
+    assert (told is not None) is bounces
+
+
+@pytest.mark.parametrize("mover", ["auto", "gds_mt"])
+@pytest.mark.parametrize(
+    ("real", "verdict", "warnings"),
+    [
+        (True, "GPUDirect Storage: real (nvidia-fs 2.27, xfs on nvme0n1)", 1),
+        (False, "GPUDirect Storage: not certain, because the driver's options cannot be told", 1),
+        (False, "compatibility mode: cuFile copies through host memory, because ...", 0),
+    ],
+)
+def test_it_is_said_where_nothing_else_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mover: str,
+    real: bool,
+    verdict: str,
+    warnings: int,
+) -> None:
+    """Also of a mover that the config names: what it is held against is measured then, and never taken."""
+    speeds = {("gds_mt", "direct"): 1.0, ("gds_mt", "device"): 1.5, ("posix", "host"): 6.0}
+
+    def compared(candidates: Sequence[tuple[str, TransferPath]], *_: Any, **__: Any) -> tuple[MeasuredPath, ...]:
+        return tuple(
+            figures(name, path, speeds[name, path]) if name != "kvikio" else MeasuredPath(name, path, False, "gone")
+            for name, path in candidates
+        )
+
+    monkeypatch.setattr(plan_module, "compare", compared)
+    monkeypatch.setattr(plan_module, "gds_report", lambda _: GdsReport(real, verdict, ()))
+    plan = planned(tmp_path, mover=mover, shape=Shape(2 << 20, 256 * KIB))
+    assert plan.mover == ("posix" if mover == "auto" else "gds_mt")
+    assert all(found.mover != "posix" for found in plan.candidates) is (mover == "gds_mt")
+    said = [record.message for record in caplog.records if "copies through host memory, or drive" in record.message]
+    assert len(said) == warnings
+    assert all("gds_mt reads 1.5 GB/s" in words and "takes 6 GB/s" in words and verdict in words for words in said)
 
 
 def test_without_figures_there_is_no_best() -> None:

@@ -4,15 +4,15 @@ that streams of a GPU are our own, lent and lent again.
 
 from __future__ import annotations
 
-import gc
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nixl_offload.engine import own_streams
-from nixl_offload.engine.streams import CudaStreams, HostStreams, Stream
+from nixl_offload.engine.streams import CudaStreams, HostStreams, Stream, model_on_default_stream
 from tests.unit.device_rig import ThreadedStreams
 
 
@@ -157,7 +157,6 @@ def test_streams_are_lent_again_and_never_destroyed(cuda: PlayedRuntime) -> None
         assert len(set(handles)) == 6
         assert not set(handles[:3]) & set(own_streams._FREE.get(1, ()))
         del made
-        gc.collect()
     assert len(cuda.flags) == 6
     assert {number: len(handles) for number, handles in own_streams._FREE.items()} == {0: 3, 1: 3}
 
@@ -167,7 +166,6 @@ def test_a_stream_that_is_held_is_nobody_elses(cuda: PlayedRuntime) -> None:
     streams = CudaStreams(torch.device("cuda", 0))
     left_behind = streams.new()
     del streams
-    gc.collect()
     others = {handle_of(CudaStreams(torch.device("cuda", 0)).new()) for _ in range(9)}
     assert handle_of(left_behind) not in others
 
@@ -188,3 +186,14 @@ def test_without_streams_of_our_own_torchs_are_taken(
     monkeypatch.setattr(own_streams, "_runtime", missing)
     assert type(streams.new()._stream) is _Recorded  # type: ignore[attr-defined]
     assert caplog.text.count("cannot open shared object file") == 1
+
+
+@pytest.mark.parametrize(("handle", "is_default"), [(0, True), (2, False), (0x7F00, False)])
+def test_a_model_on_the_default_stream_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, handle: int, is_default: bool
+) -> None:
+    """CUDA's is 0; 2 is the one of its own that a thread may have as default."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=handle))
+    tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    assert model_on_default_stream(tensor) is is_default  # type: ignore[arg-type]
+    assert not model_on_default_stream(torch.empty(1))

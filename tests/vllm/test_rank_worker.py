@@ -30,9 +30,10 @@ from vllm.v1.kv_offload.config import (
 
 from nixl_offload.catalog import NOWHERE, LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import parse_config
-from nixl_offload.engine import TierEngine
+from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.streams import Device
+from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.movers import select, select_object
 from nixl_offload.movers.nixl import NixlMover
@@ -622,6 +623,30 @@ def test_kernels_are_compiled_at_start(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(rank_engine, "device_of", lambda _: emulated(streams))
         Rig(tmp_path / "device", is_open=False).worker.shutdown()
     assert made == [(LAYERS, [LAYERS])]
+
+
+@pytest.mark.parametrize(
+    ("mover", "on_default", "warnings"), [("kvikio", True, 1), ("kvikio", False, 0), ("", True, 0)]
+)
+def test_kvikio_beside_a_model_on_the_default_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log, mover: str, on_default: bool, warnings: int
+) -> None:
+    """Loads and steps would wait for each other: it is said once for the tier, when steps run."""
+    asked: list[int] = []
+
+    def on_default_stream(_: torch.Tensor) -> bool:
+        asked.append(threading.get_ident())
+        return on_default
+
+    status = TierStatus(access=TierAccess(mover, ("device",)))
+    monkeypatch.setattr(worker_module, "model_on_default_stream", on_default_stream)
+    monkeypatch.setattr(Engine, "status", lambda _: status)
+    rig = Rig(tmp_path)
+    for _ in range(3):
+        rig.worker.take_status()
+    rig.worker.shutdown()
+    assert caplog.text.count("KvikIO's copies wait for CUDA's default stream") == warnings
+    assert set(asked) <= {threading.get_ident()}, "each thread has a current stream of its own"
 
 
 def test_a_directory_that_hangs_does_not_hold_up_the_start(

@@ -15,6 +15,14 @@ MARGIN: Final = 0.1
 """Candidates this close to the best are as good as it: what is measured in two seconds is no better than that."""
 DIRECT_UNMEASURED_BYTES: Final = 256 << 10
 """Pieces from this size on go direct where nothing could be measured."""
+BOUNCE_SHARE: Final = 0.7
+"""GPUDirect Storage reads as fast as the drive. Page-locked host memory does so too, with a copy over the bus behind
+it: what reads at less than this share of its speed does not go from the drive to the GPU."""
+BOUNCE_LEAST_BYTES: Final = 1 << 20
+"""Below this size of an image the cost of each call counts, and speed tells nothing of copies."""
+HOST_REFERENCE: Final[tuple[str, TransferPath]] = ("posix", "host")
+"""What others are held against."""
+_CUFILE: Final = ("gds", "gds_mt", "kvikio")
 _PATHS: Final[tuple[TransferPath, ...]] = ("direct", "device", "host")
 
 
@@ -95,3 +103,16 @@ def best_of(candidates: Sequence[MeasuredPath]) -> MeasuredPath | None:
     limit = (1 + MARGIN) * min((candidate.cost_s_byte for candidate in measured), default=0)
     close = [candidate for candidate in measured if candidate.cost_s_byte <= limit]
     return min(close, key=lambda candidate: _PATHS.index(candidate.path), default=None)
+
+
+def told_to_bounce(candidates: Sequence[MeasuredPath], shape: Shape) -> tuple[MeasuredPath, MeasuredPath] | None:
+    """Return the fastest reader by cuFile and the host path that it is held against, if its speed says that it copies
+    through host memory; None: it does not, or nothing can be told.
+    """
+    measured = [candidate for candidate in candidates if candidate.measured]
+    host = next((candidate for candidate in measured if (candidate.mover, candidate.path) == HOST_REFERENCE), None)
+    by_cufile = [candidate for candidate in measured if candidate.mover in _CUFILE]
+    if host is None or not by_cufile or shape.slot_bytes < BOUNCE_LEAST_BYTES:
+        return None
+    best = max(by_cufile, key=lambda candidate: candidate.read_bytes_s)
+    return (best, host) if best.read_bytes_s < BOUNCE_SHARE * host.read_bytes_s else None
