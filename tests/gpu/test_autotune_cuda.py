@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from nixl_offload.config import SlabConfig
-from nixl_offload.engine.autotune.candidates import Shape
+from nixl_offload.engine.autotune import plan as plan_module
+from nixl_offload.engine.autotune.candidates import BOUNCE_SHARE, Shape
 from nixl_offload.engine.autotune.plan import BUDGET_S, plan_transfers
 from nixl_offload.engine.streams import Device, device_of
+from nixl_offload.errors import MoverUnavailableError
+from nixl_offload.hardware.gds import GdsReport
 from nixl_offload.movers.base import MemoryRegion
 from nixl_offload.movers.select import SCRATCH_BYTES, open_mover
 from nixl_offload.types import PAGE_BYTES
@@ -53,3 +56,30 @@ def test_something_is_chosen(tmp_path: Path, piece_bytes: int) -> None:
     del memory
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] > free_bytes - (256 << 20)
+
+
+def test_what_cufile_is_held_against_is_measured_and_never_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a mover that the config names. The share is printed: run with -s; below 0.7 a warning must say so."""
+    found: list[Any] = []
+    compare = plan_module.compare
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        found.extend(compare(*arguments, **options))
+        return tuple(found)
+
+    monkeypatch.setattr(plan_module, "compare", kept)
+    monkeypatch.setattr(plan_module, "gds_report", lambda _: GdsReport(True, "as it would be where it is real", ()))
+    tier = SlabConfig.model_validate({"kind": "slab", "path": str(tmp_path), "capacity": "10GiB", "mover": "gds_mt"})
+    shape = Shape((8 << 20) + PAGE_BYTES, 2 << 20)
+    try:
+        plan = plan_transfers(tier, str(tmp_path), the_device(), shape)
+    except MoverUnavailableError as error:
+        pytest.skip(str(error))
+    assert plan is not None
+    assert plan.mover == "gds_mt"
+    speeds = {(each.mover, each.path): each.read_bytes_s for each in found if each.measured}
+    share = max(speeds["gds_mt", "direct"], speeds["gds_mt", "device"]) / speeds["posix", "host"]
+    print(f"\ncuFile reads at {share:.2f} of what host memory takes")
+    assert caplog.text.count("It probably copies through host memory") == (share < BOUNCE_SHARE)
