@@ -1,31 +1,39 @@
 """One run of ``nixl-offload gc`` over a shared tier: counts what it holds, and deletes by a plan.
 
-Threading: one thread; the store is the caller's. Memory does not grow with the number of objects: see
-``tiers.shared.sweep``. Nothing is locked and no server need stop: one whose chunk goes computes it anew. After an
-interruption the next run goes on; the worst that is left behind is a chunk without some of its shards, which costs the
-server that asks for it one failed load.
+Threading: one thread decides. Listings (``cli.gc.listing``) and bulk deletes have threads, which end with the run. The
+store is the caller's. Memory does not grow with the number of objects: see ``tiers.shared.sweep``. Nothing is locked
+and no server need stop: one whose chunk goes computes it anew. After an interruption the next run goes on; the worst
+that is left behind is a chunk without some of its shards, which costs the server that asks for it one failed load.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
+from nixl_offload.cli.gc.listing import list_chunks
 from nixl_offload.cli.terminal import Progress, plural
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.tiers.inspect import NamespaceInfo
-from nixl_offload.tiers.shared.inspect import group_chunks, list_namespaces, read_manifest
+from nixl_offload.tiers.inspect import ChunkInfo, NamespaceInfo
+from nixl_offload.tiers.shared.inspect import list_namespaces, read_manifest
 from nixl_offload.tiers.shared.naming import parse_manifest_name, parse_shard_name
-from nixl_offload.tiers.shared.sweep import NOTHING, Ages, Plan, Sweep, manifest_goes
+from nixl_offload.tiers.shared.sweep import NOTHING, Ages, Plan, Sweep, Totals, manifest_goes
 
 STALE_DRAFT_S: Final = 3600.0
 """Drafts in a shared directory that are older belong to writers that died."""
 _BATCH_NAMES: Final = 1000
 """What one bulk delete of S3 takes."""
+_DELETES: Final = 16
+"""Bulk deletes at a time, at most."""
+_DELETES_PER_STEP: Final = 8
+"""So many in a row must have worked before one more goes out at a time. After a failure they go one by one again."""
 _FAILURES_IN_A_ROW: Final = 3
 """After so many the store counts as down."""
 _FAILURES_TOLD: Final = 5
@@ -60,7 +68,10 @@ class Collection:
         self._progress = Progress(sys.stderr)
         self._names: list[str] = []
         self._batch = NOTHING
-        self._failures_in_a_row = 0
+        self._deleter = ThreadPoolExecutor(_DELETES, "nixl-offload-gc-delete")
+        self._deleting: deque[tuple[Future[None], int, Totals]] = deque()
+        """Bulk deletes that are out, in order: how many names, and what is gone with them."""
+        self._successes_in_a_row = self._failures_in_a_row = 0
 
     @property
     def is_selection(self) -> bool:
@@ -85,7 +96,8 @@ class Collection:
     def delete(self, plan: Plan, now_s: float) -> None:
         """Delete by ``plan`` from a fresh listing. Raises nothing of the store's.
 
-        Single failures are noted and the rest goes on; after three in a row it gives up.
+        Single failures are noted and the rest goes on; after three in a row it gives up. After an interruption it waits
+        for what is out.
         """
         sweep = Sweep(plan)
         try:
@@ -98,6 +110,9 @@ class Collection:
         except StoreError as error:
             self._fail(error)
         finally:
+            self._deleter.shutdown()
+            with contextlib.suppress(BaseException):  # of an interruption, raised already
+                self._settle_all()
             self._progress.clear()
 
     def _list(self, entry: NamespaceAges) -> None:
@@ -108,17 +123,19 @@ class Collection:
                 self._count_other(info)
 
         try:
-            for chunk in group_chunks(self._counted(self._store.list(f"{entry.info.name}/")), other):
-                entry.ages.add(chunk)
+            with contextlib.closing(list_chunks(self._store, entry.info.name, other)) as chunks:
+                for chunk in self._counted(chunks):
+                    entry.ages.add(chunk)
         finally:
             self._progress.clear()
 
-    def _counted(self, listing: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
-        before = sum(entry.ages.total.objects for entry in self.namespaces)
-        for number, info in enumerate(listing, before + 1):
+    def _counted(self, chunks: Iterable[ChunkInfo]) -> Iterator[ChunkInfo]:
+        objects = sum(entry.ages.total.objects for entry in self.namespaces)
+        for number, chunk in enumerate(chunks, 1):
+            objects += len(chunk.shards)
             if not number % 500:
-                self._progress(f"{plural(number, 'object')} counted so far")
-            yield info
+                self._progress(f"{plural(objects, 'object')} counted so far")
+            yield chunk
 
     def _count_other(self, info: ObjectInfo) -> None:
         self.other_objects += 1
@@ -126,19 +143,21 @@ class Collection:
     def _sweep(self, entry: NamespaceAges, sweep: Sweep, now_s: float) -> None:
         empty = True
         try:
-            for chunk in group_chunks(self._store.list(f"{entry.info.name}/")):
-                empty = False
-                if sweep.takes(chunk):
-                    if self._names and len(self._names) + len(chunk.shards) > _BATCH_NAMES:
-                        self._flush()
-                    self._names += [shard.place for shard in chunk.shards]
-                    self._batch = self._batch.plus(1, len(chunk.shards), chunk.size_bytes)
-                if self.gave_up:
-                    return
+            with contextlib.closing(list_chunks(self._store, entry.info.name, lambda info: None)) as chunks:
+                for chunk in chunks:
+                    empty = False
+                    if sweep.takes(chunk):
+                        if self._names and len(self._names) + len(chunk.shards) > _BATCH_NAMES:
+                            self._flush()
+                        self._names += [shard.place for shard in chunk.shards]
+                        self._batch = self._batch.plus(1, len(chunk.shards), chunk.size_bytes)
+                    if self.gave_up:
+                        return
         except StoreError as error:
             self._fail(error)
             empty = False
         self._flush()
+        self._settle_all()
         if entry.manifest and empty and manifest_goes(entry.ages, entry.manifest.modified_s, now_s=now_s):
             try:
                 self._store.delete([entry.manifest.name])
@@ -147,18 +166,30 @@ class Collection:
                 self._fail(error, 1)
 
     def _flush(self) -> None:
-        """Delete whole chunks, about a thousand names at a time."""
+        """Delete whole chunks, about a thousand names at a time, and several times at a time while that works."""
         names, batch = self._names, self._batch
         self._names, self._batch = [], NOTHING
-        if not names or self.gave_up:
-            return
+        while self._deleting and len(self._deleting) > min(self._successes_in_a_row // _DELETES_PER_STEP, _DELETES - 1):
+            self._settle()
+        if names and not self.gave_up:
+            self._deleting.append((self._deleter.submit(self._store.delete, names), len(names), batch))
+
+    def _settle_all(self) -> None:
+        while self._deleting:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the oldest bulk delete. Raises what a store must not."""
+        future, names, batch = self._deleting.popleft()
         try:
-            self._store.delete(names)
+            future.result()
         except StoreError as error:
-            self._fail(error, len(names))
+            self._fail(error, names)
+            self._successes_in_a_row = 0
             self._failures_in_a_row += 1
-            self.gave_up = self._failures_in_a_row >= _FAILURES_IN_A_ROW
+            self.gave_up = self.gave_up or self._failures_in_a_row >= _FAILURES_IN_A_ROW
             return
+        self._successes_in_a_row += 1
         self._failures_in_a_row = 0
         self.deleted = self.deleted.plus(*batch)
         self._progress(f"{plural(self.deleted.objects, 'object')} deleted so far")

@@ -7,9 +7,11 @@ taken stops the listing rather than piling up. Neither waits for the other for l
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from nixl_offload.errors import StoreError
@@ -24,6 +26,8 @@ BUFFER_KEYS = 16_384
 PROGRESS_S = 10.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
+SAMPLE_CHUNKS = 4096
+"""After so many it is known how many there are, within some percent: names are hashes."""
 
 
 class Listed(NamedTuple):
@@ -35,10 +39,19 @@ class Listed(NamedTuple):
 
 
 class Listing:
-    """Goes through a namespace once, front to back. After an error it waits, and goes on behind the last name seen."""
+    """Goes through a namespace once. After an error it waits, and goes on behind the last name seen.
 
-    def __init__(self, store: Store, namespace: Namespace, *, name: str, max_keys: int) -> None:
-        """Begin at once. Ends after ``max_keys`` chunks, and says so. ``name`` opens each message."""
+    It begins at one of 256 places in the order of names and ends there: servers that start together would all read the
+    same part of a bucket at the same time. A namespace of more than ``max_keys`` chunks is left as soon as that shows:
+    a part of its chunks, chosen by hash, holds hardly a whole prompt.
+    """
+
+    def __init__(
+        self, store: Store, namespace: Namespace, *, name: str, max_keys: int, start: int | None = None
+    ) -> None:
+        """Begin at once. Ends after ``max_keys`` chunks, and says so. ``name`` opens each message. ``start``: behind
+        the keys whose first byte that is; None: at random.
+        """
         self.chunks = 0
         """ProbeResult so far; written by the listing thread."""
         self.objects = 0
@@ -54,6 +67,13 @@ class Listing:
         }
         """By KV group, then by rank: what a whole chunk consists of."""
         self._max_keys = max_keys
+        self._estimate: int | None = None
+        """How many chunks there are, after ``SAMPLE_CHUNKS``."""
+        self._first_byte = random.randrange(256) if start is None else start
+        # "0" follows "/": behind all shards of that byte, and before those of the next.
+        self._start = self._last = f"{namespace.name}/{self._first_byte:02x}0"
+        self._is_second_part = False
+        """From the beginning to ``_start``, after all that lies behind it."""
         self._found: deque[Listed] = deque()
         self._wake = threading.Event()
         """Set when there is room again, and when it is to stop."""
@@ -88,13 +108,13 @@ class Listing:
     # On the listing thread.
 
     def _run(self) -> None:
-        pause_s, last = FIRST_PAUSE_S, ""
+        pause_s = FIRST_PAUSE_S
         while not self._stop.is_set():
             try:
-                for info in self._store.list(self._prefix, start_after=last):
+                for info in self._rest():
                     self._take_in(info)
-                    last, pause_s = info.name, FIRST_PAUSE_S
-                    if self._stop.is_set() or self.chunks >= self._max_keys:
+                    pause_s = FIRST_PAUSE_S
+                    if self._stop.is_set() or self.chunks >= self._max_keys or self._is_too_large():
                         break
                 else:
                     self._emit()
@@ -108,6 +128,27 @@ class Listing:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._tell("warm start found" if not self._stop.is_set() else "warm start stopped at", final=True)
         self.done = True
+
+    def _rest(self) -> Iterator[ObjectInfo]:
+        """Yield what was not seen yet. Raises StoreError."""
+        if not self._is_second_part:
+            for info in self._store.list(self._prefix, start_after=self._last):
+                self._last = info.name
+                yield info
+            self._last, self._is_second_part = "", True
+        for info in self._store.list(self._prefix, start_after=self._last):
+            if info.name > self._start:
+                return
+            self._last = info.name
+            yield info
+
+    def _is_too_large(self) -> bool:
+        """Whether there are more chunks than may be remembered, by the part of all hashes that was seen; asked once."""
+        if self.chunks < SAMPLE_CHUNKS or self._estimate is not None or self._key is None:
+            return False
+        seen = (int.from_bytes(self._key[:4], "big") - ((self._first_byte + 1) << 24)) % (1 << 32)
+        self._estimate = round(self.chunks * (1 << 32) / max(seen, 1))
+        return self._estimate > self._max_keys
 
     def _take_in(self, info: ObjectInfo) -> None:
         self.objects += 1
@@ -141,6 +182,10 @@ class Listing:
 
     def _tell(self, what: str, *, final: bool) -> None:
         bound = f" (no more than lookup.max_keys, {self._max_keys})" if self.chunks >= self._max_keys else ""
+        if self._estimate is not None and self._estimate > self._max_keys:
+            bound = (
+                f" of about {self._estimate}, too many for lookup.max_keys, {self._max_keys}; requests look for theirs"
+            )
         logger.info(
             "%s: %s %d chunks in %d objects, %.1f s%s%s",
             self._name,
