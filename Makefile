@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports
 
-.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench test-vllm-upstream bench-s3 bench-serving bench-copies gpu-kit gpu-check env clean
+.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench test-vllm-upstream bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -78,6 +78,9 @@ bench-s3: $(STAMP) ## Benchmarks of the S3 path and of its peers, against a loca
 
 bench-serving: $(STAMP) ## Serving by ways of keeping KV, vLLM's own included, at a GPU's pace (ARGS="--workload all --rounds 3", --model)
 	@$(BIN)/python -m benchmarks.serving $(ARGS)
+
+bench-scale: $(STAMP) ## Costs by keys, requests and ranks; 1,000 servers on one bucket (ARGS="--full --plot docs/scale.png")
+	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
 bench-copies: $(STAMP) ## Copies of the memory tier, batched against per layer, on CUDA where there is a GPU
 	@$(BIN)/python -m benchmarks.copies $(ARGS)
