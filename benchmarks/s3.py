@@ -27,6 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.file import KIB, MIB, cpu_s
+from benchmarks.s3_engine import ENGINES, open_engine
 from benchmarks.s3_ours import OURS, open_ours
 from benchmarks.s3_peers import PlainNixl, VllmTier, prepare_nixl
 from benchmarks.s3_sides import Buffer, Keys, Side
@@ -34,8 +35,8 @@ from examples.s3_server import RcloneServer
 from nixl_offload.types import Key
 
 REFERENCE = PlainNixl.name
-SIDES = (*OURS, PlainNixl.name, VllmTier.name)
-ASKING = tuple(name for name in SIDES if OURS.get(name) != "obj")
+SIDES = (*ENGINES, *OURS, PlainNixl.name, VllmTier.name)
+ASKING = tuple(name for name in SIDES if OURS.get(name) != "obj" and name not in ENGINES)
 """Who is asked what exists: ours asks by obstore, or by boto3 where that is missing, whatever moves the bytes."""
 
 
@@ -184,6 +185,8 @@ class Bench:
             try:
                 if name in peers:
                     yield peers[name](server, buffer, connections)
+                elif name in ENGINES:
+                    yield open_engine(name, server, buffer, connections)
                 else:
                     yield open_ours(name, server, buffer, connections)
             except Exception as error:  # noqa: BLE001 - whatever keeps a side from running is said in the output

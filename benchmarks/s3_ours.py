@@ -65,9 +65,17 @@ NAMESPACE = make_namespace(
 def open_ours(name: str, server: RcloneServer, buffer: Buffer, connections: int) -> Side:
     """Open one of ``OURS``, with obstore for the control plane, as in a server."""
     kind = OURS[name]
-    tier = S3Config.model_validate({**server.tier(kind), "mover": kind, "connections": connections})
+    mover, open_client = connect(kind, kind, server, connections)
+    return Ours(name, kind, mover, open_client, buffer, connections)
+
+
+def connect(
+    kind: Literal["obj", "obstore"], prefix: str, server: RcloneServer, connections: int
+) -> tuple[Mover, Callable[[], Store]]:
+    """Return a mover of this kind under ``prefix``, and what opens a store beside it."""
+    tier = S3Config.model_validate({**server.tier(prefix), "mover": kind, "connections": connections})
     mover = make_mover(kind, tier, lambda client: open_store(tier, client))
-    return Ours(name, kind, mover, lambda: open_store(tier, "obstore"), buffer, connections)
+    return mover, lambda: open_store(tier, "obstore")
 
 
 class Ours(Side):
@@ -105,19 +113,18 @@ class Ours(Side):
                 target = self._mover.open_object(_shard(key), size)
                 piece = np.array([[row * size, size]], dtype=np.int64)
                 flying.append((self._mover.submit(Op[move], self._memory, piece, target, whole), target))
-            moved_on = False
+            quiet_s = self._mover.look()
+            if quiet_s:
+                time.sleep(max(quiet_s, POLL_S))
+                continue
             for _ in range(len(flying)):
                 transfer, target = flying.popleft()
-                state = self._mover.poll(transfer)
-                if state is TransferState.PENDING:
+                if transfer.state is TransferState.PENDING:
                     flying.append((transfer, target))
                     continue
-                if state is TransferState.FAILED:
+                if transfer.state is TransferState.FAILED:
                     raise MoverError(transfer.error or "failed")
                 self._mover.close_file(target)
-                moved_on = True
-            if not moved_on:
-                time.sleep(POLL_S)
 
     def exists(self, keys: Keys) -> int:
         """A HEAD per key."""

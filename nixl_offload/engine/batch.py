@@ -92,6 +92,11 @@ class Batch:
         return bool(self.fences) or any(transfer.state is TransferState.PENDING for transfer in self.transfers)
 
     @property
+    def waits_for_mover(self) -> bool:
+        """Whether the next step can do nothing unless a transfer has ended meanwhile."""
+        return not self.fences and any(transfer.state is TransferState.PENDING for transfer in self.transfers)
+
+    @property
     def is_quarantined(self) -> bool:
         """Whether late I/O of a failed transfer is possible."""
         return any(transfer.quarantine for transfer in self.transfers)

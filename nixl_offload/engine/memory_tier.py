@@ -152,6 +152,10 @@ class MemoryPaths:
         batch.steps = self._steps(batch)
         return batch
 
+    def look(self) -> float | None:
+        """There is no mover."""
+        return None
+
     def abandon(self, batch: Batch, error: str | None) -> None:
         """Do nothing: a copy begins nothing at a tier."""
 

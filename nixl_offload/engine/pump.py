@@ -27,6 +27,8 @@ POLL_S = 0.0005
 """Pause between polls of I/O that nothing holds up."""
 STUCK_POLL_S = 0.005
 """The pause once nothing has moved for long: a hung disk shall not cost a core."""
+STEP_ALL_S = 0.25
+"""So often a batch is moved on even while its mover has nothing new: it may have been given up meanwhile."""
 MAX_FAILED_PASSES = 100
 """In a row; then the pump gives up and every job fails, rather than have callers wait for a loop that does nothing."""
 
@@ -88,6 +90,9 @@ class PumpPaths(Protocol):
         cannot be moved.
         """
 
+    def look(self) -> float | None:
+        """As ``movers.base.Mover.look``, of the tier's mover. None where there is none."""
+
     def abandon(self, batch: Batch, error: str | None) -> None:
         """Undo at the tier what was begun for a batch and not ended."""
 
@@ -116,6 +121,12 @@ class Pump:
         self._batches: list[Batch] = []
         self._in_flight = InFlight()
         self._failed_passes = 0
+        self._quiet_s: float | None = None
+        """See ``PumpPaths.look``."""
+        self._all_wait = False
+        """No batch can go on before the mover has news."""
+        self._step_all_s = 0.0
+        """When the next pass moves all batches on."""
         self._moved_s = clock()
         self._stop_by_s: float | None = None
         self._log = RateLog(logger, clock)
@@ -195,7 +206,13 @@ class Pump:
         pauses = self._pauses
         if now_s - self._moved_s >= pauses.slow_after_s:
             return pauses.slow_poll_s
-        return pauses.poll_s if len(self._batches) <= pauses.crowd else pauses.crowd_poll_s
+        pause_s = pauses.poll_s if len(self._batches) <= pauses.crowd else pauses.crowd_poll_s
+        if self._quiet_s is None:
+            return pause_s
+        self._all_wait = self._all_wait or all(batch.waits_for_mover for batch in self._batches)
+        if not self._all_wait:
+            return pause_s
+        return max(pause_s, min(self._quiet_s, pauses.slow_poll_s))
 
     def _launch(self) -> bool:
         """Start queued chunks as far as there is room; True if any was started."""
@@ -223,14 +240,23 @@ class Pump:
     def _adopt(self, batch: Batch) -> bool:
         """Begin a batch; True if it has ended already."""
         self._batches.append(batch)
+        self._all_wait = False
         self._in_flight.add(batch, 1)
         return self._step(batch)
 
     def _push(self) -> bool:
-        """Move every batch on; True if any of them ended."""
-        ended = False
+        """Move every batch on that can go on; True if any of them ended."""
+        ended, now_s = False, self._clock()
+        self._quiet_s = self._driven.look()
+        steps_all = self._quiet_s is None or now_s >= self._step_all_s
+        if self._all_wait and self._quiet_s and not steps_all:
+            return False
+        if steps_all:
+            self._step_all_s = now_s + STEP_ALL_S
         for batch in tuple(self._batches):
-            ended |= self._step(batch)
+            if steps_all or not batch.waits_for_mover:
+                ended |= self._step(batch)
+        self._all_wait = False
         return ended
 
     def _step(self, batch: Batch) -> bool:

@@ -81,6 +81,8 @@ class MoverLimits:
     """A WRITE is one extent from offset 0 and becomes the whole target: objects have no parts to overwrite."""
     tells_short_reads: bool = True
     """Where False, a READ past what the target really holds may be DONE with the end of its memory untouched."""
+    moves_unpolled: bool = False
+    """Bytes move whether or not anybody polls, so nobody need ask before an end is to be expected."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +160,13 @@ class Mover(ABC):
     @abstractmethod
     def poll(self, transfer: Transfer) -> TransferState:
         """Push the transfer on and return its state. Must be called until final; idempotent afterwards."""
+
+    def look(self) -> float | None:
+        """Poll each transfer that may have ended; from then on ``Transfer.state`` says so, and no pending one needs a
+        poll. Returns 0 if any has ended since the last look, or else for how many seconds another would tell nothing
+        new. None: poll each transfer yourself.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:

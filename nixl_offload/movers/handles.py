@@ -117,6 +117,11 @@ def copy_extents(extents: Extents, what: str) -> Extents:
     return array
 
 
+def total_bytes(extents: Extents) -> int:
+    """The sum of their lengths."""
+    return int(extents[0, 1]) if len(extents) == 1 else int(extents[:, 1].sum())
+
+
 def check_inside(extents: Extents, length_bytes: int, what: str) -> None:
     """Raise MoverError unless every extent is longer than 0 and inside ``[0, length_bytes)``. There must be one."""
     offsets, lengths = extents[:, 0], extents[:, 1]
@@ -146,6 +151,20 @@ def check_limits(mover: str, extents: int, largest_bytes: int, limits: MoverLimi
         raise MoverError(f"{mover}: {extents} extents in one transfer, at most {limits.max_extents_per_transfer}")
     if largest_bytes > limits.max_extent_bytes:
         raise MoverError(f"{mover}: an extent of {largest_bytes} bytes, at most {limits.max_extent_bytes}")
+
+
+def _is_fine(limits: MoverLimits, op: Op, m: MemoryEntry, mem: Extents, f: FileEntry, fil: Extents) -> bool:
+    """Whether nothing stands against a single extent; False also where that takes a closer look. For objects, each of
+    which is a transfer: numpy takes ten times as long.
+    """
+    [(memory_offset, memory_length)], [(offset, length)] = mem.tolist(), fil.tolist()
+    return (
+        0 < length == memory_length <= limits.max_extent_bytes
+        and 0 <= memory_offset <= m.region.length_bytes - length
+        and 0 <= offset <= f.length_bytes - length
+        and not f.direct_asked
+        and not (limits.whole_writes and op is Op.WRITE and length != f.length_bytes)
+    )
 
 
 class HandleTable:
@@ -213,6 +232,8 @@ class HandleTable:
         """Everything that makes ``submit`` refuse, limits included; returns the looked-up sides. Raises MoverError."""
         m, f = self.memory(memory), self.file(file)
         mem, fil = copy_extents(memory_extents, f"memory {memory}"), copy_extents(file_extents, f.path)
+        if len(mem) == 1 == len(fil) and _is_fine(limits, op, m, mem, f, fil):
+            return m, mem, f, fil
         if mem[:, 1].tobytes() != fil[:, 1].tobytes():
             raise MoverError(f"{self._mover}: memory and file extents must have the same lengths, row by row")
         if not len(mem):

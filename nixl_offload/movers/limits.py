@@ -25,7 +25,8 @@ from nixl_offload.movers.base import (
     Transfer,
     TransferState,
 )
-from nixl_offload.movers.handles import FileEntry, HandleTable, MemoryEntry, check_limits, fork_message
+from nixl_offload.movers.handles import FileEntry, HandleTable, MemoryEntry, check_limits, fork_message, total_bytes
+from nixl_offload.movers.poll_schedule import PollSchedule
 
 
 def split_extents(memory_extents: Extents, file_extents: Extents, max_extent_bytes: int) -> tuple[Extents, Extents]:
@@ -69,6 +70,8 @@ class LimitedMover(Mover):
 
     A transfer is final only when all its parts are. One failed part fails it: parts not yet started never start, those
     that run are waited for, and it is quarantined if any of them is. Parts start in the order of ``submit``.
+    Where bytes move unpolled, the wrapped mover is asked only when the end of a part is to be expected, by whichever
+    ``poll`` comes first.
     """
 
     def __init__(self, mover: Mover, *, close_timeout_s: float = 30.0) -> None:
@@ -82,6 +85,7 @@ class LimitedMover(Mover):
             max_extents_in_flight=UNLIMITED,
             whole_writes=inner.whole_writes,
             tells_short_reads=inner.tells_short_reads,
+            moves_unpolled=inner.moves_unpolled,
         )
         self.inner = mover
         self._inner_limits = inner
@@ -93,6 +97,9 @@ class LimitedMover(Mover):
         self._queue: deque[_QueuedPart] = deque()
         self._running: dict[Transfer, _LimitedTransfer] = {}
         self._extents_running = 0
+        self._schedule = PollSchedule() if inner.moves_unpolled else None
+        self._ended: dict[_LimitedTransfer, None] = {}
+        """Those with nothing in flight any more that nobody was told of."""
         self._inner_ids: dict[int, int] = {}
         self._closed = False
         self._pid = os.getpid()
@@ -150,16 +157,17 @@ class LimitedMover(Mover):
         """Never refuses for size or number, but for a whole write that the wrapped mover cannot take."""
         m, mem, f, fil = self._table.check(self.limits, op, memory, memory_extents, file, file_extents)
         if self.limits.whole_writes and op is Op.WRITE:
-            check_limits(self.name, len(mem), int(mem[:, 1].max(initial=0)), self._inner_limits)
+            check_limits(self.name, len(mem), total_bytes(mem), self._inner_limits)  # of one extent, or none
         if os.getpid() != self._pid:
             raise MoverError(fork_message(self.name, self._pid))
         if self._closed:
             raise MoverError(f"{self.name}: this mover is closed")
         if not len(mem):
             return Transfer(op, 0, TransferState.DONE)
-        transfer = _LimitedTransfer(op, int(mem[:, 1].sum()), entries=(m, f))
-        mem, fil = split_extents(mem, fil, self._piece_bytes)
         ids = MemoryId(self._inner_ids[memory]), FileId(self._inner_ids[file])
+        transfer = _LimitedTransfer(op, total_bytes(mem), entries=(m, f))
+        if transfer.bytes_total > self._piece_bytes:
+            mem, fil = split_extents(mem, fil, self._piece_bytes)
         for start in range(0, len(mem), self._per_transfer):
             rows = slice(start, start + self._per_transfer)
             self._queue.append(_QueuedPart(transfer, ids[0], mem[rows], ids[1], fil[rows]))
@@ -181,15 +189,42 @@ class LimitedMover(Mover):
             transfer.error, transfer.quarantine = fork_message(self.name, self._pid), True
             transfer.state = TransferState.FAILED
             return transfer.state
-        for inner in list(self._running if transfer.waiting else transfer.running):
-            self._poll_inner(inner)
-        self._start_waiting()
+        if not self._poll_due():
+            for inner in list(self._running if transfer.waiting else transfer.running):
+                self._poll_inner(inner)
+            self._start_waiting()
         self._settle(transfer)
         return transfer.state
 
-    def _poll_inner(self, inner: Transfer) -> None:
+    def look(self) -> float | None:
+        """Also starts what waits."""
+        if self._schedule is None or not self._poll_due():
+            return None
+        if not self._ended:
+            return max(self._schedule.next_s - time.monotonic(), 0.0)
+        for owner in list(self._ended):
+            self._settle(owner)
+        return 0.0
+
+    def _poll_due(self) -> bool:
+        """Poll what may have ended; False where that is not known of any."""
+        schedule = self._schedule
+        if schedule is None or self._closed or os.getpid() != self._pid:
+            return False
+        now_s = time.monotonic()
+        if now_s >= schedule.next_s:
+            for began_s, inner in schedule.take(now_s):
+                if self._poll_inner(inner):
+                    schedule.ended(inner, began_s, now_s)
+                else:
+                    schedule.pending(inner, began_s, now_s)
+            self._start_waiting()
+        return True
+
+    def _poll_inner(self, inner: Transfer) -> bool:
+        """Whether it is final."""
         if self.inner.poll(inner) is TransferState.PENDING:
-            return
+            return False
         owner = self._running.pop(inner)
         self._extents_running -= owner.running.pop(inner)
         if inner.state is TransferState.FAILED:
@@ -197,7 +232,9 @@ class LimitedMover(Mover):
             owner.quarantine |= inner.quarantine
             owner.missing |= inner.missing
             self._drop_waiting(owner)
-        # Its owner may not be the transfer that is polled now; it becomes final when its own turn comes.
+        # Its owner may not be the transfer that is polled now; it becomes final when its own turn comes, or by a look.
+        self._note_end(owner)
+        return True
 
     def _start_waiting(self, raise_for: _LimitedTransfer | None = None) -> MoverError | None:
         """Hand over parts while they fit. Returns the refusal of ``raise_for``'s part; others fail their owner."""
@@ -215,17 +252,25 @@ class LimitedMover(Mover):
                     return error
                 part.owner.error = part.owner.error or str(error)
                 self._drop_waiting(part.owner)
+                self._note_end(part.owner)
                 continue
             except Exception as error:  # noqa: BLE001 - a part that is lost without a word would end as DONE
                 # Only a MoverError promises that nothing was started.
                 part.owner.error = part.owner.error or f"{self.name}: {error!r}"
                 part.owner.quarantine = True
                 self._drop_waiting(part.owner)
+                self._note_end(part.owner)
                 continue
             part.owner.running[inner] = len(part.mem)
             self._running[inner] = part.owner
             self._extents_running += len(part.mem)
+            if self._schedule is not None:
+                self._schedule.began(inner, time.monotonic())
         return None
+
+    def _note_end(self, owner: _LimitedTransfer) -> None:
+        if not owner.waiting and not owner.running:
+            self._ended[owner] = None
 
     def _drop_waiting(self, owner: _LimitedTransfer) -> None:
         if owner.waiting:
@@ -235,6 +280,7 @@ class LimitedMover(Mover):
     def _settle(self, transfer: _LimitedTransfer) -> None:
         if transfer.waiting or transfer.running:
             return
+        self._ended.pop(transfer, None)
         transfer.state = TransferState.DONE if transfer.error is None else TransferState.FAILED
         if not transfer.quarantine:
             self._let_go(transfer)

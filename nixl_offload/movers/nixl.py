@@ -18,7 +18,7 @@ from typing import Any
 
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op
-from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
+from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain, total_bytes
 from nixl_offload.movers.library_lock import LIBRARIES
 from nixl_offload.movers.nixl_agent import NixlAgent, descriptors, words
 from nixl_offload.movers.nixl_plugins import NixlPlugin
@@ -141,8 +141,8 @@ class NixlMover(TrackedMover[_NixlTransfer]):
     # Transfers
 
     def _make(self, op: Op, memory: MemoryEntry, mem: Extents, file: FileEntry, fil: Extents) -> _NixlTransfer:
-        total_bytes = int(mem[:, 1].sum())
-        if total_bytes > self.limits.max_extent_bytes:
+        moved_bytes = total_bytes(mem)
+        if moved_bytes > self.limits.max_extent_bytes:
             mem, fil = mem[::-1], fil[::-1]  # neighbours in falling order are not merged past the limit
         agent, region = self._nixl.get(), memory.region
         handle = self._nixl.call(
@@ -156,7 +156,7 @@ class NixlMover(TrackedMover[_NixlTransfer]):
                 [self._plugin.plugin],
             ),
         )
-        return _NixlTransfer(op, total_bytes, memory=memory, file=file, handle=handle)
+        return _NixlTransfer(op, moved_bytes, memory=memory, file=file, handle=handle)
 
     def _launch(self, transfer: _NixlTransfer) -> None:
         try:

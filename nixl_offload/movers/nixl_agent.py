@@ -84,8 +84,11 @@ class NixlAgent:
         return agent
 
 
-def descriptors(extents: Extents, base: int, device_id: int) -> npt.NDArray[np.uint64]:
+def descriptors(extents: Extents, base: int, device_id: int) -> npt.NDArray[np.uint64] | list[tuple[int, int, int]]:
     """Rows of (address, length, device id), as NIXL wants them."""
+    if len(extents) == 1:
+        offset, length = extents.tolist()[0]
+        return [(base + offset, length, device_id)]
     rows = np.empty((len(extents), 3), dtype=np.uint64)
     rows[:, 0] = extents[:, 0] + base
     rows[:, 1] = extents[:, 1]

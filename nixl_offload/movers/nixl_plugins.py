@@ -64,8 +64,9 @@ _MAX_OBJECT_BYTES: Final = 5 << 30
 def object_plugin(tier: S3Config) -> NixlPlugin:
     """NIXL's OBJ plugin for a bucket. Credentials are no parameter: its SDK goes through the AWS chain.
 
-    One object per transfer, because the siblings of a failed one would go on writing; no more of them than there are
-    threads in the plugin, because what waits inside it cannot be called back.
+    One object per transfer, because the siblings of a failed one would go on writing. Half as many again in flight as
+    there are threads in the plugin, so that none of these is idle until somebody polls; no more, because what waits
+    inside it cannot be called back.
     """
     address = S3Address.of(tier)
     checksums = "required" if tier.checksums == "when_required" else "supported"
@@ -91,9 +92,10 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
             alignment_bytes=1,
             max_extent_bytes=_MAX_OBJECT_BYTES,
             max_extents_per_transfer=1,
-            max_extents_in_flight=tier.connections,
+            max_extents_in_flight=tier.connections + tier.connections // 2,
             whole_writes=True,
             tells_short_reads=False,
+            moves_unpolled=True,
         ),
         target="OBJ",
         key_prefix=address.prefix,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from nixl_offload.errors import StoreError
 from nixl_offload.movers.base import UNLIMITED, Extents, FileId, MemoryKind, Mover, MoverLimits, Op
-from nixl_offload.movers.handles import FileEntry, MemoryEntry
+from nixl_offload.movers.handles import FileEntry, MemoryEntry, total_bytes
 from nixl_offload.movers.tracked import ExtentTransfer, TrackedMover
 from nixl_offload.stores.base import Store
 
@@ -48,8 +48,9 @@ class StoreMover(TrackedMover[_StoreTransfer]):
             alignment_bytes=1,
             max_extent_bytes=UNLIMITED,
             max_extents_per_transfer=1,
-            max_extents_in_flight=threads,
+            max_extents_in_flight=threads + threads // 2,  # so that no thread is idle until somebody polls
             whole_writes=True,
+            moves_unpolled=True,
         )
         super().__init__(store.name, frozenset({MemoryKind.DRAM}), limits)
         self._store = store
@@ -70,7 +71,7 @@ class StoreMover(TrackedMover[_StoreTransfer]):
         self._table.pop_file(file)
 
     def _make(self, op: Op, memory: MemoryEntry, mem: Extents, file: FileEntry, fil: Extents) -> _StoreTransfer:
-        return _StoreTransfer(op, int(mem[:, 1].sum()), memory=memory, file=file, mem=mem, fil=fil)
+        return _StoreTransfer(op, total_bytes(mem), memory=memory, file=file, mem=mem, fil=fil)
 
     def _launch(self, transfer: _StoreTransfer) -> None:
         if self._workers < min(self._threads, len(self._in_flight)):

@@ -89,6 +89,10 @@ class LinkPaths:
         batch.steps = self._steps(batch)
         return batch
 
+    def look(self) -> float | None:
+        """Look at the transfers of the link's mover."""
+        return self._context.link_memory.link.mover.look()
+
     def abandon(self, batch: Batch, error: str | None) -> None:
         """Have the link undo what was begun for a batch and not ended."""
         self._context.abandon(batch, error)
