@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.s3_ours import NAMESPACE, connect
-from benchmarks.s3_sides import POLL_S, Buffer, Keys, Move, Side
+from benchmarks.s3_sides import Buffer, Keys, Move, Side
 from examples.s3_server import RcloneServer
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import Engine
@@ -28,6 +28,8 @@ ENGINES = {"engine, NIXL OBJ": "obj", "engine, obstore": "obstore"}
 """Names of these sides, and the mover of each."""
 BLOCKS_PER_CHUNK = 16
 JOB_CHUNKS = 16
+ASK_S = 0.002
+"""What was completed is asked for so often, as the steps of a server would."""
 _QUEUE_SHARE = 4
 """An engine queues stores of so many times its staging memory, and drops the rest."""
 
@@ -73,7 +75,7 @@ class EngineSide(Side):
                 if set(done.outcomes) != {Outcome.OK}:
                     raise RuntimeError(f"{self.name}: {done.errors}")
                 waiting.discard(done.job_id)
-            time.sleep(POLL_S)
+            time.sleep(ASK_S)
 
     def exists(self, keys: Keys) -> int:
         raise NotImplementedError("the scheduler's half is asked: see s3_ours")

@@ -35,6 +35,8 @@ UNLIMITED = 1 << 62
 class Op(Enum):
     """Direction, seen from memory."""
 
+    __hash__ = object.__hash__  # Enum's own is Python code
+
     READ = "read"
     """File to memory."""
     WRITE = "write"
