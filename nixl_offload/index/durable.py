@@ -14,7 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from nixl_offload.index.database import BATCH_OPS, Database, Delete, Put, Row, UnusableError, is_damage, translate
+from nixl_offload.index.database import BATCH_OPS, Database, Delete, Put, UnusableError, is_damage, translate
+from nixl_offload.index.rows import Rows
 from nixl_offload.types import Key, Location
 
 _log = logging.getLogger(__name__)
@@ -69,11 +70,11 @@ class DurableIndex:
         batch_delay_s: float = 0.05,
         retry_interval_s: float = 5.0,
         max_queued_ops: int = 1_000_000,
-    ) -> tuple[DurableIndex, Iterator[Row]]:
+    ) -> tuple[DurableIndex, Iterator[Rows]]:
         """Open or create the database at ``path``, whose directory must exist, and start the writer.
 
-        ``geometry`` is all that gives offsets their meaning. Returns the journal and the rows it held, as (key, offset,
-        slot_bytes), the oldest put first, to be read before the first ``put``. Never raises for storage trouble: then
+        ``geometry`` is all that gives offsets their meaning. Returns the journal and the rows it held, thousands at a
+        time, the oldest put first, to be read before the first ``put``. Never raises for storage trouble: then
         rows are missing, and the writer goes on trying.
 
         ``batch_delay_s``: how long a call waits for company, and so what a kill -9 costs.
@@ -170,7 +171,7 @@ class DurableIndex:
             self._note_failure(error)
         return 0
 
-    def _rows(self, newest: int) -> Iterator[Row]:
+    def _rows(self, newest: int) -> Iterator[Rows]:
         if not newest:
             return
         try:

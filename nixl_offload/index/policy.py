@@ -1,7 +1,7 @@
 """Which chunk to give up when a tier is full: LRU and S3-FIFO over small integer nodes.
 
 Threading: none; owned by one index and called by its thread. No I/O, no clock, no Python object per node: several
-policies (one per size class) thread their queues through the two columns of one shared ``Links``.
+policies (one per size class) thread their queues through the two columns of one shared ``Links`` (``links.py``).
 A pinned node is *parked*: out of its queue, so that ``victim`` never meets it, and back at the young end when unparked.
 """
 
@@ -11,117 +11,9 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
 
+from nixl_offload.index.links import Links, Nodes, Queue
+
 POLICY_NAMES = ("lru", "s3fifo")
-
-
-class Links:
-    """The node space: hands out node numbers and holds the columns through which queues are threaded.
-
-    Costs 9 bytes per node. A node that is in no queue is linked to itself. Node 0 is never handed out, so that other
-    columns can use 0 for "none".
-    """
-
-    __slots__ = ("_free", "after", "before", "mark")
-
-    def __init__(self) -> None:
-        self.before = array("I", [0])
-        self.after = array("I", [0])
-        self.mark = bytearray(1)
-        """One byte per node for the policy that holds it."""
-        self._free = array("I")
-
-    def __len__(self) -> int:
-        """Count of nodes ever handed out, plus one: every node number is below it."""
-        return len(self.after)
-
-    def node(self) -> int:
-        """Hand out a node that nobody uses, unlinked and with mark 0."""
-        if self._free:
-            return self._free.pop()
-        node = len(self.after)
-        self.before.append(node)
-        self.after.append(node)
-        self.mark.append(0)
-        return node
-
-    def free(self, node: int) -> None:
-        """Take back a node. It must be in no queue."""
-        self.mark[node] = 0
-        self._free.append(node)
-
-    @property
-    def in_use(self) -> int:
-        """Count of nodes handed out and not taken back, the roots of queues among them."""
-        return len(self.after) - 1 - len(self._free)
-
-    def linked(self, node: int) -> bool:
-        """Whether ``node`` is in a queue."""
-        return self.after[node] != node
-
-
-class Queue:
-    """A queue of nodes, oldest first. A node is in at most one queue at a time."""
-
-    __slots__ = ("_after", "_before", "_length", "_links", "_root")
-
-    def __init__(self, links: Links) -> None:
-        self._links = links
-        self._before = links.before
-        self._after = links.after
-        self._root = links.node()
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[int]:
-        """Oldest first. The queue must not change meanwhile."""
-        node = self._after[self._root]
-        while node != self._root:
-            yield node
-            node = self._after[node]
-
-    def push(self, node: int) -> None:
-        """Put an unlinked node at the young end."""
-        root, before, after = self._root, self._before, self._after
-        last = before[root]
-        before[node] = last
-        after[node] = root
-        after[last] = node
-        before[root] = node
-        self._length += 1
-
-    def remove(self, node: int) -> None:
-        """Take out a node that is in this queue."""
-        before, after = self._before, self._after
-        left, right = before[node], after[node]
-        after[left] = right
-        before[right] = left
-        before[node] = after[node] = node
-        self._length -= 1
-
-    def pop(self) -> int | None:
-        """Take out the oldest, or None."""
-        node = self._after[self._root]
-        if node == self._root:
-            return None
-        self.remove(node)
-        return node
-
-    def renew(self, node: int) -> None:
-        """Move a node of this queue to the young end."""
-        root, before, after = self._root, self._before, self._after
-        right = after[node]
-        if right == root:
-            return
-        left = before[node]
-        after[left] = right
-        before[right] = left
-        last = before[root]
-        before[node] = last
-        after[node] = root
-        after[last] = node
-        before[root] = node
 
 
 class Policy(ABC):
@@ -142,6 +34,10 @@ class Policy(ABC):
     @abstractmethod
     def add(self, node: int) -> None:
         """Unknown -> candidate."""
+
+    @abstractmethod
+    def add_many(self, nodes: Nodes) -> None:
+        """``add`` each, in this order. Their mark is 0."""
 
     @abstractmethod
     def touch(self, node: int) -> None:
@@ -182,6 +78,10 @@ class LruPolicy(Policy):
     def add(self, node: int) -> None:
         """Enter as the youngest."""
         self._queue.push(node)
+
+    def add_many(self, nodes: Nodes) -> None:
+        """Enter as the youngest."""
+        self._queue.push_many(nodes)
 
     def touch(self, node: int) -> None:
         """Become the youngest; a parked node does when it is unparked."""
@@ -286,6 +186,14 @@ class S3FifoPolicy(Policy):
         else:
             self._mark[node] = 0
             self._small.push(node)
+
+    def add_many(self, nodes: Nodes) -> None:
+        """Enter ``small``, or, each for itself, ``main``."""
+        if self._ghosts is None:
+            self._small.push_many(nodes)
+        else:
+            for node in nodes.tolist():
+                self.add(node)
 
     def touch(self, node: int) -> None:
         """Count a use, three at most."""

@@ -51,7 +51,7 @@ def check_slab(engine: Engine, position: int, tier: SlotTier) -> None:
     index.check()
     for key, place in engine.ready(position).items():
         assert world.is_whole(key, place) or (key, place.offset) in world.doubtful, "READY and not whole"
-    places = {key: index.location(key) for key in index._nodes}
+    places = {key: index.location(key) for key in index}
     tainted = [place for place in engine.tainted if place.tier == position]
     for place in places.values():
         assert not any(overlap(place, other) for other in tainted), "a chunk lies in a tainted place"
@@ -84,8 +84,8 @@ def check_bounds(engine: Engine, seen: Counter[str]) -> None:
     assert all(size <= max(chain.write_through_backlog_bytes, SLOT_MAX) for size in writing_through.values())
     unsaved_bytes = 0
     for position, tier in engine.slots.items():
-        for key, node in tier._index._nodes.items():
-            surplus = tier._index._pins.get(node, 0) - pinned[position, key]
+        for key in tier._index:
+            surplus = tier._index.pins(key) - pinned[position, key]
             assert surplus == 0 or (surplus == 1 and position == chain.memory and chain.pin_unsaved), "a wrong pin"
             unsaved_bytes += surplus * slot_bytes(key)
     assert unsaved_bytes <= chain.unsaved_limit_bytes

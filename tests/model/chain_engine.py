@@ -105,7 +105,7 @@ class Engine:
     def ready(self, tier: int) -> dict[Key, Location]:
         """Return what a slab's index calls READY, and where."""
         index = self.slots[tier]._index
-        return {key: index.location(key) for key in index._nodes if index.state(key) is State.READY}
+        return {key: index.location(key) for key in index if index.state(key) is State.READY}
 
     def nearest(self, key: Key, allowed: Collection[int] | None = None) -> int | None:
         """Return the first tier, among those allowed, that says READY; one that is out of use only if no other does."""

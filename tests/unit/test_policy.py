@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nixl_offload.index import Index, State
-from nixl_offload.index.policy import Ghosts, Links, LruPolicy, Policy, Queue, S3FifoPolicy, make_policy
+from nixl_offload.index.links import Links, Queue
+from nixl_offload.index.policy import Ghosts, LruPolicy, Policy, S3FifoPolicy, make_policy
 from nixl_offload.types import Key, Location
 
 OPS = st.lists(

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nixl_offload.config import SlabConfig
-from nixl_offload.errors import IndexStateError, TierError
+from nixl_offload.errors import TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.tiers.slab.directory import TierDirectory
+from nixl_offload.tiers.slab.reopen import adopt_rows
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Outcome
@@ -100,17 +101,7 @@ class SlabTier(SlotTier):
             directory.close()
             raise
         index = Index(policy=config.policy)
-        stale: list[Key] = []
-        for key, offset, slot_bytes in rows:
-            location = Location(position, offset, slot_bytes)
-            if slot_bytes not in slot_classes or not allocator.adopt(offset, slot_bytes):
-                stale.append(key)
-                continue
-            try:
-                index.insert_ready(key, location)
-            except IndexStateError:
-                allocator.free(offset, slot_bytes)
-                stale.append(key)
+        stale = adopt_rows(rows, position, index, allocator)
         for number, key in enumerate(stale, 1):
             durable.delete(key)
             if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
