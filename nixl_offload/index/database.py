@@ -31,8 +31,8 @@ _PAGE_BYTES = 4096
 _CHECKPOINT_PAGES = 1000
 _PAGES_DIRTIED_PER_OP = 8
 """A put that replaces two rows touches a leaf of each tree for each row, and may split or merge a few."""
-_ROWS_PER_READ = 32_768
-"""Some 20 ms of SQLite, which leaves the interpreter to others, and a few of ours."""
+_ROWS_PER_READ = 16_384
+"""Some 10 ms of SQLite, which leaves the interpreter to others, and then some 10 of ours."""
 _CHECKED_BYTES = 64 << 20
 """A file up to this size (some 600,000 keys) is checked whole when it is opened, which takes 0.15 s. SQLite itself
 notices damage only where it stumbles over it, and may until then lose what it is given."""

@@ -128,7 +128,7 @@ class Index:
         self._insert(key, location, Event.INSERT_READY)
 
     def insert_many(self, tier: int, rows: Rows) -> None:
-        """``insert_ready`` each row, in their order, at a sixth of the price. Raises like it, and changes nothing then.
+        """``insert_ready`` each row, in their order, at a sixth of the cost. Raises like it, and changes nothing then.
 
         Also raises for keys of several lengths, which can only be inserted singly.
         """

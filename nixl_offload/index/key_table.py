@@ -143,6 +143,7 @@ class KeyTable:
             cell = cell + 1 & _LAST
         cells[start + cell] = node
         self._counts[start >> _SEGMENT_BITS] += 1
+        self._guess = node  # what was stored is committed next
 
     def add_many(self, keys: Sequence[Key], first: int) -> bool:
         """Add keys under the unused nodes from ``first`` on.

@@ -2,7 +2,7 @@
 
 Threading: none; the scheduler's thread alone. No I/O, no clock: time is passed in (monotonic seconds).
 States, pins and the choice of what to forget are ``index.Index``'s, whose locations serve here as numbers of rows.
-Memory: some 250 bytes per chunk remembered as present, 150 per absent one.
+Memory: some 110 bytes per chunk remembered as present, 150 per absent one.
 """
 
 from __future__ import annotations
