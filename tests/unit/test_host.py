@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nixl_offload.engine import host as host_module
+from nixl_offload.engine import host_pages
 from nixl_offload.engine.host import HUGE_PAGE_BYTES, HostSlab
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.hardware import memory_limits
@@ -96,7 +97,7 @@ def test_memory_is_present_at_once_and_gone_after_the_last_view(caplog: pytest.L
 
 def test_a_kernel_that_cannot_prefault_is_helped_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:
     """An advice that no kernel knows gives the same EINVAL as MADV_POPULATE_WRITE before Linux 5.14."""
-    monkeypatch.setattr(host_module, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(host_pages, "_MADV_POPULATE_WRITE", 9999)
     before = resident_bytes()
     slab = HostSlab(memory_bytes=64 * MIB, relay_slots=0, slot_bytes=4096)
     assert resident_bytes() - before > 60 * MIB
@@ -104,7 +105,7 @@ def test_a_kernel_that_cannot_prefault_is_helped_by_touching(monkeypatch: pytest
 
 
 def test_progress_is_told_in_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(host_module, "STEP_BYTES", 8 * MIB)
+    monkeypatch.setattr(host_pages, "STEP_BYTES", 8 * MIB)
     told: list[tuple[int, int]] = []
     HostSlab(memory_bytes=20 * MIB, relay_slots=0, slot_bytes=4096, progress=lambda *step: told.append(step)).close()
     assert told[-1] == (20 * MIB, 20 * MIB)
@@ -169,7 +170,7 @@ def test_memory_that_others_take_meanwhile_is_noticed(tmp_path: Path, monkeypatc
 
     How much of 8 MiB is there by then depends on where the memory lies.
     """
-    monkeypatch.setattr(host_module, "STEP_BYTES", 8 * MIB)
+    monkeypatch.setattr(host_pages, "STEP_BYTES", 8 * MIB)
     root = machine(tmp_path, available_mib=1024)
 
     def others_take_it(done_bytes: int, total_bytes: int) -> None:

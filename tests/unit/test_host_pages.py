@@ -1,0 +1,210 @@
+"""Proves: host memory is brought in by several threads, in order for who looks on; an error of one of them is the
+caller's, and none is left at work; huge pages are given up where they crawl for want of free memory in one piece, and
+only there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from nixl_offload.engine import host_pages
+from nixl_offload.engine.host_pages import CRAWL_BYTES_PER_S, TRIAL_STEPS, PageSize, compaction_stalls, populate
+from nixl_offload.errors import TierError
+
+MIB = 1 << 20
+HUGE = 2 * MIB
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "STEP_BYTES", HUGE)
+
+
+def mapped(length_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that is not there yet, from the begin of a huge page on."""
+    area = mmap.mmap(-1, length_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    everything: npt.NDArray[np.uint8] = np.frombuffer(area, dtype=np.uint8)
+    begin = -everything.ctypes.data % HUGE
+    area.madvise(mmap.MADV_HUGEPAGE, begin, length_bytes)
+    return everything[begin : begin + length_bytes]
+
+
+def nothing(_: int) -> None:
+    return
+
+
+def small_page_bytes(memory: npt.NDArray[np.uint8]) -> int:
+    """How much of ``memory`` asks for small pages."""
+    address, found, size = memory.ctypes.data, 0, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name = line.split(maxsplit=1)[0]
+        if not name.endswith(":"):
+            begin, end = (int(part, 16) for part in name.split("-"))
+            size = max(0, min(end, address + len(memory)) - max(begin, address))
+        elif name == "VmFlags:" and "nh" in line.split():
+            found += size
+    return found
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, bring_in: Callable[[npt.NDArray[np.uint8]], float]) -> None:
+    monkeypatch.setattr(host_pages, "_bring_in", bring_in)
+
+
+def test_several_threads_are_at_work_at_once_and_steps_are_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, both, names = host_pages._bring_in, threading.Barrier(2, timeout=20), set()
+
+    def together(memory: npt.NDArray[np.uint8]) -> float:
+        both.wait()  # fails unless two steps are under way at the same time
+        names.add(threading.current_thread().name)
+        return real(memory)
+
+    watched(monkeypatch, together)
+    memory, asked = mapped(9 * MIB + 4096 * 3), []
+    with closing(populate(memory[: 8 * MIB], 2, asked.append)) as steps:
+        assert list(steps) == [2 * MIB, 4 * MIB, 6 * MIB, 8 * MIB]
+    assert asked == [8 * MIB, 6 * MIB, 4 * MIB, 2 * MIB]
+    assert len(names) == 2
+    assert all(name.startswith("nixl-offload-populate") for name in names)
+
+
+def test_the_last_step_may_be_short() -> None:
+    memory = mapped(4 * MIB)[: 3 * MIB + 4096]
+    with closing(populate(memory, 3, nothing)) as steps:
+        assert list(steps) == [2 * MIB, 3 * MIB + 4096]
+
+
+@pytest.mark.parametrize("where", ["helper", "room", "consumer"])
+def test_an_error_comes_out_and_nobody_is_left_at_work(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, begun = host_pages._bring_in, []
+
+    def fails(memory: npt.NDArray[np.uint8]) -> float:
+        begun.append(memory.ctypes.data)
+        if where == "helper" and len(begun) == 2:
+            raise TierError("host memory cannot be had", cause="full")
+        return real(memory)
+
+    def room(wanted_bytes: int) -> None:
+        if where == "room" and wanted_bytes <= 56 * MIB:
+            raise TierError("others have it", cause="full")
+
+    def consume() -> None:
+        with closing(populate(mapped(64 * MIB), 2, room)) as steps:
+            for ready_bytes in steps:
+                if where == "consumer" and ready_bytes >= 4 * MIB:
+                    raise TierError("cannot be locked", cause="full")
+
+    watched(monkeypatch, fails)
+    with pytest.raises(TierError):
+        consume()
+    assert len(begun) < 32
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nixl-offload-populate")]
+
+
+def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> Future[float]:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(host_pages.ThreadPoolExecutor, "submit", refuses)
+    with closing(populate(mapped(4 * MIB), 2, nothing)) as steps:
+        assert list(steps) == [2 * MIB, 4 * MIB]
+
+
+def test_what_the_kernel_refuses_is_a_tier_error() -> None:
+    gone = np.frombuffer((host_pages.ctypes.c_uint8 * 4096).from_address(4096), dtype=np.uint8)
+    with pytest.raises(TierError, match="host memory cannot be had") as caught:
+        host_pages._bring_in(gone)
+    assert caught.value.cause == "full"
+
+
+# -- huge pages -----------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """Counts stalls as a kernel that has to compact memory does."""
+
+    def __init__(self, *, tells: bool = True) -> None:
+        self.stalls = 5
+        self.tells = tells
+
+    def __call__(self) -> int | None:
+        return self.stalls if self.tells else None
+
+
+def rates(pages: PageSize, kernel: Kernel, huge_bytes_per_s: float, small_bytes_per_s: float, steps: int) -> list[bool]:
+    """The sizes that so many steps have, one after the other; each huge one makes somebody wait."""
+    sizes = []
+    for _ in range(steps):
+        huge = pages.are_huge
+        pages.began()
+        kernel.stalls += huge
+        pages.told(huge_bytes_per_s if huge else small_bytes_per_s, huge=huge, left_bytes=0)
+        sizes.append(huge)
+    return sizes
+
+
+def test_crawling_huge_pages_are_given_up_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    kernel = Kernel()
+    pages = PageSize(kernel)
+    sizes = rates(pages, kernel, CRAWL_BYTES_PER_S / 10, CRAWL_BYTES_PER_S, 20)
+    assert sizes == [True] * TRIAL_STEPS + [False] * 17
+    assert pages.is_decided
+    assert "huge pages come at 0.10 GiB/s a thread and small ones at 1.00" in caplog.text
+
+
+@pytest.mark.parametrize(("huge", "small", "tried"), [(2.0, 9.0, 0), (0.5, 0.9, TRIAL_STEPS), (0.5, 0.1, TRIAL_STEPS)])
+def test_quick_ones_are_kept_and_so_are_those_that_small_ones_do_not_outdo(
+    huge: float, small: float, tried: int
+) -> None:
+    kernel = Kernel()
+    pages = PageSize(kernel)
+    sizes = rates(pages, kernel, huge * CRAWL_BYTES_PER_S, small * CRAWL_BYTES_PER_S, 60)
+    assert sizes.count(False) == tried
+    assert not pages.is_decided
+    # They may get worse yet: at less than half the speed they are doubted again.
+    assert rates(pages, kernel, huge * CRAWL_BYTES_PER_S / 9, CRAWL_BYTES_PER_S, 20)[-1] is False
+
+
+def test_slow_ones_are_kept_while_nobody_waits_for_compaction() -> None:
+    """A virtual machine whose host has to find the memory is slow with either size."""
+    kernel = Kernel()
+    pages = PageSize(kernel)
+    for _ in range(40):
+        assert pages.are_huge
+        pages.began()
+        pages.told(1.0, huge=True, left_bytes=0)
+    kernel.tells = False
+    assert PageSize(kernel).are_huge
+    assert rates(PageSize(kernel), kernel, 1.0, 1e9, 20)[-1] is False  # it does not tell: the rates decide
+
+
+def test_the_rest_is_asked_for_in_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = host_pages._bring_in
+
+    def crawls(memory: npt.NDArray[np.uint8]) -> float:
+        is_small = small_page_bytes(memory) == len(memory)
+        real(memory)
+        return 0.001 if is_small else 1.0
+
+    watched(monkeypatch, crawls)
+    monkeypatch.setattr(host_pages, "compaction_stalls", lambda: None)
+    memory = mapped(64 * MIB)
+    with closing(populate(memory, 2, nothing)) as steps:
+        assert list(steps)[-1] == 64 * MIB
+    assert small_page_bytes(memory) > 32 * MIB
+    assert small_page_bytes(memory[: 2 * MIB]) == 0
+    assert not memory.any()
+
+
+def test_the_kernel_tells_of_stalls() -> None:
+    found = compaction_stalls()
+    assert found is None or found >= 0
