@@ -21,7 +21,9 @@ from nixl_offload.engine.engine_memory import Staging
 from nixl_offload.engine.staging import MIN_SLOTS
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverUnavailableError
-from nixl_offload.movers.base import Mover
+from nixl_offload.movers.base import MemoryKind, Mover
+from nixl_offload.movers.paired import PairedMover
+from nixl_offload.movers.select import open_mover
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 NEVER_DIRECT: Final = 1 << 62
 """As ``direct_min_extent_bytes``."""
+REGISTERS_HOST_WITH_CUFILE: Final = frozenset({"gds_mt"})
+"""Movers. KvikIO registers device memory only, and NIXL's POSIX and OBJ know nothing of cuFile."""
 SPARED_SHARE: Final = 0.25
 """Of the device memory that the model has not claimed. The rest is for CUDA graphs, libraries and neighbours."""
 
@@ -109,12 +113,29 @@ def open_planned(tier: DirectoryConfig, directory: str, device: Device, plan: Tr
     """
     if plan is not None:
         try:
-            return OpenedMover(open_file_mover(plan.mover, tier, directory, device), plan)
+            return OpenedMover(_open(plan.mover, tier, directory, device), plan)
         except MoverUnavailableError as error:
             if plan.mover == tier.mover:
                 raise
             logger.warning("%s was found best and opens no more; using another mover: %s", plan.mover, error)
-    return OpenedMover(open_file_mover(tier.mover, tier, directory, device))
+    return OpenedMover(_open(tier.mover, tier, directory, device))
+
+
+def _open(name: str, tier: DirectoryConfig, directory: str, device: Device) -> Mover:
+    """Open a mover by name, with another for host memory beside it where it would register that with cuFile, too.
+
+    The memory tier may have a hundred GB, and gains nothing by that. Raises MoverUnavailableError.
+    """
+    mover = open_file_mover(name, tier, directory, device)
+    if not device.is_accelerator or mover.name not in REGISTERS_HOST_WITH_CUFILE:
+        return mover
+    try:
+        host = open_mover("auto", MemoryKind.DRAM, directory, tier.posix_api).mover
+    except BaseException:
+        mover.close()
+        raise
+    logger.info("%s: device memory goes by %s, host memory by %s", directory, mover.name, host.name)
+    return PairedMover(mover, host)
 
 
 def spared_bytes(device: Device, claimed_share: float) -> int | None:

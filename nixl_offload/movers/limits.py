@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import (
@@ -43,6 +44,21 @@ def split_extents(memory_extents: Extents, file_extents: Extents, max_extent_byt
         np.stack([memory_extents[row, 0] + skipped, size], axis=1),
         np.stack([file_extents[row, 0] + skipped, size], axis=1),
     )
+
+
+def split_at(memory_extents: Extents, file_extents: Extents, cuts: npt.NDArray[np.int64]) -> tuple[Extents, Extents]:
+    """Cut every row that goes over one of ``cuts``, which are rising offsets in the memory, both sides alike. Pure."""
+    begins, ends = memory_extents[:, 0], memory_extents.sum(axis=1)
+    first, last = np.searchsorted(cuts, begins, side="right"), np.searchsorted(cuts, ends - 1, side="right")
+    pieces = last - first + 1
+    if not len(pieces) or int(pieces.max()) == 1:
+        return memory_extents, file_extents
+    row = np.repeat(np.arange(len(pieces)), pieces)
+    number = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    bounds = np.concatenate([[0], cuts, [np.iinfo(np.int64).max]])
+    begin = np.maximum(begins[row], bounds[number])
+    size = np.minimum(ends[row], bounds[number + 1]) - begin
+    return np.stack([begin, size], axis=1), np.stack([file_extents[row, 0] + begin - begins[row], size], axis=1)
 
 
 @dataclass(slots=True, eq=False)

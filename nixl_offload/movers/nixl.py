@@ -14,15 +14,20 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain, total_bytes
 from nixl_offload.movers.library_lock import LIBRARIES
+from nixl_offload.movers.limits import split_at
 from nixl_offload.movers.nixl_agent import NixlAgent, descriptors, words
 from nixl_offload.movers.nixl_plugins import NixlPlugin
-from nixl_offload.movers.pinning import check_pinning
+from nixl_offload.movers.pinning import check_pinning, find_cuts
 from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
 
 logger = logging.getLogger(__name__)
@@ -53,6 +58,8 @@ class NixlMover(TrackedMover[_NixlTransfer]):
         self._nixl = NixlAgent(plugin, {**plugin.params, **(params or {})})
         self._close_timeout_s = close_timeout_s
         self._registered: dict[MemoryId | FileId, Any] = {}
+        self._cuts: dict[MemoryEntry, npt.NDArray[np.int64]] = {}
+        """Of regions that are registered in several pieces: where one ends and the next begins."""
         self._quarantined: list[_NixlTransfer] = []
 
     def connect(self) -> None:
@@ -67,16 +74,25 @@ class NixlMover(TrackedMover[_NixlTransfer]):
     # Regions, files and objects
 
     def register_memory(self, region: MemoryRegion) -> MemoryId:
+        """Where cuFile does not take a piece of device memory as a whole it is registered in several, for NIXL's
+        plugins would only warn, and bounce.
+        """
         memory = super().register_memory(region)
         try:
-            if self._plugin.plugin.startswith("GDS"):
+            by_cufile = self._plugin.plugin.startswith("GDS")
+            if by_cufile:
                 others = (entry.region for other, entry in self._table.memories.items() if other != memory)
                 held_bytes = sum(other.length_bytes for other in others if other.kind is MemoryKind.VRAM)
                 check_pinning(self.name, region, held_bytes)
             with LIBRARIES:
-                self._registered[memory] = self._register(
-                    "memory", region.kind.name, (region.address, region.length_bytes, region.device_id, "")
-                )
+                cuts = find_cuts(self.name, region) if by_cufile and region.kind is MemoryKind.VRAM else []
+                bounds = [0, *cuts, region.length_bytes]
+                pieces = [
+                    (region.address + begin, end - begin, region.device_id, "") for begin, end in pairwise(bounds)
+                ]
+                self._registered[memory] = self._register("memory", region.kind.name, *pieces)
+            if cuts:
+                self._cuts[self._table.memory(memory)] = np.array(cuts, dtype=np.int64)
         except MoverError:
             self._table.pop_memory(memory)
             raise
@@ -84,7 +100,9 @@ class NixlMover(TrackedMover[_NixlTransfer]):
 
     def unregister_memory(self, memory: MemoryId) -> None:
         self._check_usable()
+        entry = self._table.memory(memory)
         super().unregister_memory(memory)
+        self._cuts.pop(entry, None)
         with LIBRARIES:
             self._deregister("memory", memory)
 
@@ -128,10 +146,10 @@ class NixlMover(TrackedMover[_NixlTransfer]):
             if self._plugin.target == "FILE":
                 os.close(entry.fd)
 
-    def _register(self, what: str, kind: str, descriptor: tuple[int, int, int, str]) -> Any:
+    def _register(self, what: str, kind: str, *descriptors: tuple[int, int, int, str]) -> Any:
         agent = self._nixl.get()
         return self._nixl.call(
-            f"register {what}", lambda: agent.register_memory([descriptor], kind, [self._plugin.plugin])
+            f"register {what}", lambda: agent.register_memory(list(descriptors), kind, [self._plugin.plugin])
         )
 
     def _deregister(self, what: str, handle: MemoryId | FileId) -> None:
@@ -141,9 +159,11 @@ class NixlMover(TrackedMover[_NixlTransfer]):
     # Transfers
 
     def _make(self, op: Op, memory: MemoryEntry, mem: Extents, file: FileEntry, fil: Extents) -> _NixlTransfer:
-        moved_bytes = total_bytes(mem)
-        if moved_bytes > self.limits.max_extent_bytes:
-            mem, fil = mem[::-1], fil[::-1]  # neighbours in falling order are not merged past the limit
+        moved_bytes, cuts = total_bytes(mem), self._cuts.get(memory)
+        if cuts is not None:
+            mem, fil = split_at(mem, fil, cuts)
+        if moved_bytes > self.limits.max_extent_bytes or cuts is not None:
+            mem, fil = mem[::-1], fil[::-1]  # neighbours in falling order are not merged past the limit, or a cut
         agent, region = self._nixl.get(), memory.region
         handle = self._nixl.call(
             "initialize transfer",

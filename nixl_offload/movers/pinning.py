@@ -1,15 +1,17 @@
-"""Whether device memory of this size can be registered with cuFile at all, asked before anything is registered.
+"""Whether device memory of this size can be registered with cuFile at all, and in which pieces, asked before NIXL is.
 
 NIXL's GDS plugins only warn when cuFileBufRegister fails, and then bounce every transfer through host memory for good;
 so the limits are looked at here first, and a refusal says what to change.
 
-Threading: a pure function that reads files and asks NVIDIA's driver; safe anywhere. It pins nothing.
+Threading: ``check_pinning`` reads files and asks NVIDIA's driver, and pins nothing; safe anywhere. ``find_cuts`` pins
+and lets go again: on the thread that registers, with the library lock.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from nixl_offload.errors import MoverError
@@ -23,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 NVML: Final = "libnvidia-ml.so.1"
 CUDA: Final = "libcuda.so.1"
+
+CUFILE: Final = "libcufile.so.0"
+SHARD_BYTES: Final = (4 << 30, 1 << 30, 256 << 20)
+"""What is tried where cuFile does not take a region whole, one after the other. Cuts lie at addresses that are
+multiples of it, so that no page of a GPU's is in two pieces."""
 
 _BAR1_LINE: Final = 1
 """Of a GPU's ``resource`` file in sysfs: start, end and flags of each window, one a line."""
@@ -88,6 +95,66 @@ def _check_settings(what: str, region: MemoryRegion, registered_bytes: int, sett
         f"{limit_kb} ({_words(limit_kb << 10)}); set it to {needed_kb} or more under `properties` in {settings.where}, "
         f"or {_PACKED}"
     )
+
+
+def find_cuts(name: str, region: MemoryRegion, *, root: str = "/") -> list[int]:
+    """Return the offsets at which to cut device memory, so that cuFile pins each piece while it holds all the others.
+
+    None where it takes the region whole, and where nothing is pinned anyhow. Raises MoverError when it takes no pieces
+    either, where something pins.
+    """
+    cufile = _cufile()
+    if cufile is None or _takes(cufile, region, []):
+        return []
+    for shard_bytes in SHARD_BYTES:
+        cuts = list(range(-region.address % shard_bytes or shard_bytes, region.length_bytes, shard_bytes))
+        if cuts and _takes(cufile, region, cuts):
+            logger.warning(
+                "%s: cuFile does not register %s of device memory at once; it is registered in %d pieces of at most %s",
+                name,
+                _words(region.length_bytes),
+                len(cuts) + 1,
+                _words(shard_bytes),
+            )
+            return cuts
+    if pinning_route(root, read_settings(root)) is None:
+        return []  # NIXL warns, and cuFile bounces, as it does here with what is registered
+    raise MoverError(
+        f"{name}: cuFile refuses to register {_words(region.length_bytes)} of device memory, in pieces too; its log "
+        f"(cufile.log) may say why; {_PACKED}"
+    )
+
+
+class _CufileError(ctypes.Structure):
+    """CUfileError_t."""
+
+    _fields_ = (("error", ctypes.c_int), ("cuda_error", ctypes.c_int))
+
+
+def _cufile() -> ctypes.CDLL | None:
+    """The library that NIXL's plugin has loaded by now; None: there is none to ask."""
+    try:
+        cufile = ctypes.CDLL(CUFILE)
+        cufile.cuFileBufRegister.restype = cufile.cuFileBufDeregister.restype = _CufileError
+        cufile.cuFileBufRegister.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        cufile.cuFileBufDeregister.argtypes = (ctypes.c_void_p,)
+    except (OSError, AttributeError):
+        return None
+    return cufile
+
+
+def _takes(cufile: ctypes.CDLL, region: MemoryRegion, cuts: list[int]) -> bool:
+    """Whether all pieces can be registered at the same time. Nothing stays registered."""
+    held: list[int] = []
+    try:
+        for begin, end in pairwise([0, *cuts, region.length_bytes]):
+            if cufile.cuFileBufRegister(region.address + begin, end - begin, 0).error:
+                return False
+            held.append(region.address + begin)
+        return True
+    finally:
+        for address in held:
+            cufile.cuFileBufDeregister(address)
 
 
 def find_bar1(device: int, root: str = "/") -> Bar1 | None:

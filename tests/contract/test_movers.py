@@ -19,8 +19,10 @@ from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
+from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import probe_round_trip
 from nixl_offload.testing.mover_suite import HugeExtentSuite, MoverSuite
+from tests.unit.kv_shapes import DeviceCopyMover
 
 HERE = Path(__file__).parent
 
@@ -85,6 +87,21 @@ class TestPosixUringLimited(MoverSuite):
 
     def make_mover(self) -> Mover:
         return LimitedMover(posix("posix_uring"))
+
+
+class TestPairedByHost(MoverSuite):
+    """Two movers as one: host memory goes by the second."""
+
+    def make_mover(self) -> Mover:
+        return PairedMover(
+            LimitedMover(DeviceCopyMover(frozenset({MemoryKind.VRAM}))), LimitedMover(posix("posix_aio"))
+        )
+
+
+class TestPairedByDevice(TestPairedByHost):
+    """The same: what plays device memory goes by the first."""
+
+    memory_kind = MemoryKind.VRAM
 
 
 class TestHuge(HugeExtentSuite):

@@ -30,7 +30,7 @@ from nixl_offload.movers.base import (
     TransferState,
 )
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.limits import LimitedMover, split_extents
+from nixl_offload.movers.limits import LimitedMover, split_at, split_extents
 from nixl_offload.movers.select import SCRATCH_BYTES, candidates, open_mover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.testing.mover_suite import KIB, MIB, MoverSuite, Rig, extents
@@ -364,3 +364,25 @@ def test_a_descriptor_that_cannot_be_looked_at_is_closed(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(fd)
     mover.close()
+
+
+def test_extents_are_cut_where_registered_memory_is() -> None:
+    """Against a byte-by-byte reckoning; an extent that touches a cut is left whole."""
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        cuts = np.unique(rng.integers(1, 400, rng.integers(1, 6)))
+        begins, lengths = rng.integers(0, 300, 7), rng.integers(1, 100, 7)
+        mem = np.stack([begins, lengths], axis=1)
+        fil = np.stack([rng.integers(0, 10_000, 7), lengths], axis=1)
+        cut_mem, cut_fil = split_at(mem, fil, cuts)
+        pairs = [
+            (m + n, f + n) for (m, size), (f, _) in zip(mem.tolist(), fil.tolist(), strict=True) for n in range(size)
+        ]
+        found = []
+        for (m, size), (f, same) in zip(cut_mem.tolist(), cut_fil.tolist(), strict=True):
+            assert size == same > 0
+            assert not [cut for cut in cuts if m < cut < m + size]
+            found += [(m + n, f + n) for n in range(size)]
+        assert found == pairs
+    touching = np.array([[0, 100], [100, 50]])
+    assert split_at(touching, touching, np.array([100, 150]))[0] is touching

@@ -25,6 +25,9 @@ PLACES = [
     "short_bytes",
     "delay_us",
     "fail_register",
+    "max_register",
+    "largest",
+    "bounced",
 ]
 """As the enum in cufile.c."""
 

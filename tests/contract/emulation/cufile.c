@@ -30,6 +30,9 @@ enum {
     SHORT_BYTES,      /* missing at the end of a short one */
     DELAY_US,         /* before each I/O */
     FAIL_REGISTER,    /* cuFileBufRegister refuses: a warning in the plugins, not an error */
+    MAX_REGISTER,     /* bytes that it takes at once; 0: any number */
+    LARGEST,          /* bytes that were registered at once, at most */
+    BOUNCED,          /* reads and writes of memory that is not registered as one piece */
     PLACES
 };
 
@@ -71,7 +74,22 @@ static char *bytes_at(char *memory, size_t size) {
     return translate ? translate(memory, size) : memory;
 }
 
+typedef struct Buffer { const char *base; size_t length; struct Buffer *next; } Buffer;
+static Buffer *buffers;
+static pthread_mutex_t buffers_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void note_bouncing(const char *memory, size_t size) {
+    pthread_mutex_lock(&buffers_lock);
+    const Buffer *at = buffers;
+    while (at && !(memory >= at->base && memory + size <= at->base + at->length))
+        at = at->next;
+    pthread_mutex_unlock(&buffers_lock);
+    if (!at)
+        add(BOUNCED, 1);
+}
+
 static ssize_t move(int fd, char *memory, size_t size, off_t offset, int write) {
+    note_bouncing(memory, size);
     if (!(memory = bytes_at(memory, size))) {
         errno = EFAULT;
         return -1;
@@ -123,9 +141,6 @@ void cuFileHandleDeregister(void *handle) {
     free(handle);
 }
 
-typedef struct Buffer { const void *base; struct Buffer *next; } Buffer;
-static Buffer *buffers;
-static pthread_mutex_t buffers_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static Buffer **find_buffer(const void *base) {
     Buffer **at = &buffers;
@@ -135,14 +150,16 @@ static Buffer **find_buffer(const void *base) {
 }
 
 Error cuFileBufRegister(const void *base, size_t length, int flags) {
-    (void)length, (void)flags;
-    if (get(FAIL_REGISTER))
+    (void)flags;
+    if (get(FAIL_REGISTER) || (get(MAX_REGISTER) && (int64_t)length > get(MAX_REGISTER)))
         return error_of(ERROR_MEMORY);
+    if ((int64_t)length > get(LARGEST))
+        add(LARGEST, (int64_t)length - get(LARGEST));
     pthread_mutex_lock(&buffers_lock);
     int known = *find_buffer(base) != NULL;
     if (!known) {
         Buffer *buffer = malloc(sizeof *buffer);
-        *buffer = (Buffer){base, buffers};
+        *buffer = (Buffer){base, length, buffers};
         buffers = buffer;
         add(BUFFERS, 1);
     }

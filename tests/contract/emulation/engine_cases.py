@@ -8,17 +8,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.config import SlabConfig
+from nixl_offload.engine.autotune.candidates import TransferPlan
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.opened_mover import open_planned
+from nixl_offload.engine.states import WorkKind
+from nixl_offload.movers import pinning
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.types import Outcome
 from tests.unit.device_lab import Lab, open_lab
+from tests.unit.device_rig import emulated
 from tests.unit.kv_shapes import Way, assert_round_trip
 
 from .build import Control
@@ -93,3 +101,46 @@ def test_what_is_wrong_with_the_medium_reaches_nobody(lab: Lab, control: Control
     with rig.slab.path.open("r+b") as file:
         file.truncate(HEADER_BYTES + 50000)
     refused(6, {FAILED, CORRUPT})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_host_memory_is_none_of_cufiles(lab: Lab, control: Control, tmp_path: Path, way: Way) -> None:
+    """A memory tier larger than anything else: neither it nor its relay slots, nor header pages, are registered with
+    cuFile, and chunks go between them and the tier all the same.
+    """
+    tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
+    device, plan = emulated(lab.streams), TransferPlan("gds_mt", way, "the test says so")
+    mover = open_planned(tier, str(tmp_path), device, plan).mover
+    assert mover is not None
+    host = HostSlab(memory_bytes=64 << 20, relay_slots=1, slot_bytes=1 << 20)
+    control.reset()
+    rig = lab.make(mover, "blhnc", way, host=host)
+    assert 0 < control["largest"] < host.length_bytes
+    rig.write(range(8))
+    wanted = rig.rows([0, 1, 2, 3])
+    assert rig.store(0, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
+    moved = control["reads"], control["writes"]
+    for job, kind, slot in ((1, WorkKind.FETCH, 0), (2, WorkKind.WRITE_THROUGH, 5)):
+        offset = host.relay_offsets[0]
+        chunk = replace(rig.chunk(0, [], slot=slot), host_offset=offset)
+        rig.engine.submit_background(job, [chunk], kind)
+        assert rig.collect(job).outcomes == (OK,)
+    assert (control["reads"], control["writes"]) == moved
+    assert rig.load(3, [rig.chunk(0, [4, 5, 6, 7], slot=5)]) == (OK,)
+    rig.expect([4, 5, 6, 7], wanted)
+    rig.assert_as_expected()
+    assert control["reads"] > moved[0]
+    assert control["bounced"] == 0
+
+
+def test_kv_memory_that_cufile_takes_in_pieces_only(
+    lab: Lab, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks lie across the cuts; nothing bounces, and what is stored comes back."""
+    monkeypatch.setattr(pinning, "SHARD_BYTES", (256 << 10, 128 << 10))
+    control["max_register"] = 128 << 10
+    rig = lab.make(LimitedMover(NixlMover(PLUGINS["gds_mt"])), "blhnc", "direct")
+    assert rig.engine._link_memory.plans[0].path == "direct"
+    assert control["buffers"] > 10
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+    assert control["bounced"] == 0

@@ -5,6 +5,7 @@ The child's loader must find the emulation, so this module is not collected on i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ import numpy as np
 import pytest
 
 from nixl_offload.errors import MoverError
+from nixl_offload.movers import pinning
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
+from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import open_mover
-from nixl_offload.testing.mover_suite import KIB, MIB, MoverRigs, MoverSuite, Rig, extents
+from nixl_offload.testing.mover_suite import KIB, MIB, HostMemory, MoverRigs, MoverSuite, Rig, extents
 
 from .build import Control
 
@@ -49,6 +52,38 @@ class TestThreadedLimited(TestThreaded):
 
     def make_mover(self) -> Mover:
         return LimitedMover(NixlMover(PLUGINS["gds_mt"]))
+
+
+class TestThreadedInPieces(TestThreaded):
+    """GDS_MT where cuFile takes no more than 256 KiB at once: whatever moves lies in registered memory all the same."""
+
+    @pytest.fixture(autouse=True)
+    def in_pieces(self, control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(pinning, "SHARD_BYTES", (MIB, 256 * KIB, 64 * KIB))
+        control["max_register"] = 256 * KIB
+        yield
+        assert control["bounced"] == 0
+        assert control["largest"] <= 256 * KIB
+
+
+class TestPaired(MoverSuite):
+    """GDS_MT for device memory, POSIX for that of the host."""
+
+    memory_kind = MemoryKind.VRAM
+
+    def make_mover(self) -> Mover:
+        return PairedMover(LimitedMover(NixlMover(PLUGINS["gds_mt"])), LimitedMover(NixlMover(PLUGINS["posix_aio"])))
+
+
+class TestPairedHostMemory(TestPaired):
+    """CuFile hears of no host memory, and moves none."""
+
+    memory_kind = MemoryKind.DRAM
+
+    @pytest.fixture(autouse=True)
+    def without_cufile(self, control: Control) -> Iterator[None]:
+        yield
+        assert control["largest"] == control["reads"] == control["writes"] == 0
 
 
 WHERE = extents(np.arange(64) * 64 * KIB, 64 * KIB)
@@ -99,6 +134,24 @@ class TestThreadedFaults(MoverRigs):
         with self.open_rig(tmp_path / "data") as rig:
             assert rig.move(Op.READ, WHERE, WHERE).state is TransferState.DONE
             assert np.array_equal(rig.memory, rig.stored)
+
+    def test_pieces_that_are_refused_too_are_given_back(
+        self, tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where something pins, that is an error, so that the caller packs; NIXL would bounce without a word."""
+        monkeypatch.setattr(pinning, "SHARD_BYTES", (MIB,))
+        monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
+        before = control["buffers"]
+        control["max_register"] = 64 * KIB
+        with contextlib.closing(self.make_mover()) as mover:
+            memory = HostMemory(4 * MIB)
+            region = MemoryRegion(memory.region.address, 4 * MIB, MemoryKind.VRAM)
+            with pytest.raises(MoverError, match="in pieces too"):
+                mover.register_memory(region)
+            assert control["buffers"] == before
+            control["max_register"] = 0
+            mover.unregister_memory(mover.register_memory(region))
+            assert control["buffers"] == before
 
     def test_auto_takes_it(self, tmp_path: Path) -> None:
         """Device memory: auto takes GDS_MT when a round trip through it works."""
