@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nixl_offload.engine.brought import Rows
 from nixl_offload.engine.records import ChunkIO, Ending, Task
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
 from nixl_offload.engine.streams import Fence
@@ -43,6 +44,9 @@ class BatchChunk:
     """A slot of the host slab that holds its image, or is to."""
     is_kept: bool = False
     """The image in ``host`` is whole and verified."""
+    brought: Rows | None = None
+    """Its blocks from ``brought_from`` on, where they were summed and verified; given up with the chunk."""
+    brought_from: int = 0
     sums: npt.NDArray[np.uint64] | None = None
     """Checksums of its blocks, where a device computed them."""
     row: int = 0
@@ -58,7 +62,7 @@ class BatchChunk:
     def end(self, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
         """Decide the outcome; the first one counts."""
         if self.outcome is None:
-            self.outcome, self.error, self.cause = outcome, error, cause
+            self.outcome, self.error, self.cause, self.brought = outcome, error, cause, None
 
 
 def _nothing() -> Steps:

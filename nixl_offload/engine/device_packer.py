@@ -16,7 +16,7 @@ import torch
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.packer import BlockIds
-from nixl_offload.engine.queued import DeviceGroups, QueuedSums, taken_back
+from nixl_offload.engine.queued import DeviceGroups, QueuedSums, keep, taken_back
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
 
@@ -48,7 +48,7 @@ class DevicePacker:
         kernels, ids = self._groups.kernels[group], self._checked(group, block_ids, rows)
 
         def gathered() -> torch.Tensor:
-            _keep(rows)
+            keep(rows)
             return kernels.gather_summed(self._groups.upload(ids), rows)
 
         return QueuedSums.begin(self._out, self._device, len(ids), gathered, fence)
@@ -61,7 +61,7 @@ class DevicePacker:
         kernels, ids = self._groups.kernels[group], self._checked(group, block_ids, rows)
 
         def scattered() -> None:
-            _keep(rows)
+            keep(rows)
             kernels.scatter(self._groups.upload(ids), rows)
 
         with taken_back(self._in):
@@ -80,7 +80,7 @@ class DevicePacker:
                 raise LayoutError(f"bytes {begin} to {end} of a slot of {len(slot)} cannot be cleared")
 
         def finished() -> None:
-            _keep(slot)
+            keep(slot)
             slot[:HEADER_BYTES].copy_(torch.from_numpy(header), non_blocking=True)
             for begin, end in clear:
                 slot[begin:end].zero_()
@@ -103,7 +103,7 @@ class DevicePacker:
             count, sums = len(rows), partial(kernels.sums_of_rows, rows)
 
         def inspected() -> torch.Tensor:
-            _keep(slot)
+            keep(slot)
             torch.from_numpy(header_out).copy_(slot[:HEADER_BYTES], non_blocking=True)
             return sums()
 
@@ -115,9 +115,3 @@ class DevicePacker:
         if len(rows) != len(block_ids):
             raise LayoutError(f"{len(rows)} rows for {len(block_ids)} blocks")
         return self._groups.ids(group, block_ids)
-
-
-def _keep(memory: torch.Tensor) -> None:
-    """Within work on a stream: whoever lets go of ``memory`` gives it back to the allocator only after that work."""
-    if memory.is_cuda:
-        memory.record_stream(torch.cuda.current_stream(memory.device))

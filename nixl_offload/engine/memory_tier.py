@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header_rows import check_headers, verify_rows
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
@@ -29,6 +28,7 @@ from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState, WorkKind
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.tier_engine import TierEngine
+from nixl_offload.engine.transfer_paths.common import rows_to_scatter
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Outcome, Verify
@@ -191,14 +191,16 @@ class MemoryPaths:
         for chunk in chunks:
             image.invalidate(_slot(chunk))
             parts.append((chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)))
-        yield from batch.passes([self._packer.gather_many(io.group, parts, chunks[0].task.job.fence)])
+        gathered = self._packer.gather_many(io.group, parts, chunks[0].task.job.fence)
+        yield from batch.passes([gathered])
         # All source blocks are free before the first checksum is computed.
         if not self._advance(batch, ChunkState.TRANSFER):
             return
+        if self._sums or gathered.by_device:
+            for chunk, found in zip(chunks, gathered.values(), strict=True):
+                chunk.sums = found
         chunks = batch.alive
-        sums = None
-        if self._sums:
-            sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks])
+        sums = [chunk.sums for chunk in chunks if chunk.sums is not None] or None
         pages = image.encode(self._namespace, plan, [chunk.io for chunk in chunks], sums)
         for chunk, page in zip(chunks, pages, strict=True):
             slot = _slot(chunk)
@@ -214,10 +216,15 @@ class MemoryPaths:
         pages = [image.header_page(_slot(chunk)) for chunk in chunks]
         headers = check(pages, image.expected(self._namespace, plan, ios))
         image.refuse_absent(headers, ios)
-        if self._sums:
-            rows = [row for row in range(len(chunks)) if row not in headers.errors]
-            sums = payload_checksums([image.rows(_slot(chunks[row]), plan, ios[row]) for row in rows])
-            verify_rows(headers, rows, [ios[row].first_block for row in rows], sums)
+        rows = [row for row in range(len(chunks)) if row not in headers.errors]
+        if self._sums and rows:
+            payloads = [image.rows(_slot(chunks[row]), plan, ios[row]) for row in rows]
+            while (summed := self._packer.bring(ios[0].group, payloads)) is None:
+                yield
+            yield from batch.passes([summed])
+            verify_rows(headers, rows, [ios[row].first_block for row in rows], summed.values())
+            for row, brought in zip(rows, summed.rows(), strict=True):
+                chunks[row].brought, chunks[row].brought_from = brought, ios[row].first_block
         for row, error in headers.errors.items():
             words = f"corrupt: {error.reason}"
             self._log.warning(words, "A chunk in memory was refused and will be recomputed: %s", error)
@@ -225,7 +232,7 @@ class MemoryPaths:
         if not self._advance(batch, ChunkState.SCATTER):
             return
         chunks = batch.alive
-        parts = [(chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)) for chunk in chunks]
+        parts = [(chunk.io.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in chunks]
         yield from batch.passes([self._packer.scatter_many(ios[0].group, parts, chunks[0].task.job.fence)])
         for chunk in chunks:
             chunk.end(Outcome.OK)

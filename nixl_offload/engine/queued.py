@@ -94,6 +94,12 @@ def page_locked(count: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
     return torch.empty(count, dtype=dtype, pin_memory=device.page_locks)
 
 
+def keep(memory: torch.Tensor) -> None:
+    """Within work on a stream: whoever lets go of ``memory`` gives it back to the allocator only after that work."""
+    if memory.is_cuda:
+        memory.record_stream(torch.cuda.current_stream(memory.device))
+
+
 @contextmanager
 def taken_back(stream: Stream) -> Iterator[None]:
     """When an exception comes out, nothing that was queued on ``stream`` touches anything any more."""

@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import ChunkIO, Completion
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.packer import HostPacker, Parts, pages_of
+from nixl_offload.engine.packer import HostPacker, Parts, ScatterParts, pages_of
 from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Location
 from tests.unit.engine_rig import NAMESPACE, SHAPES, Driven, Shape, kv_cache
@@ -30,7 +31,9 @@ class SlowFence:
 
     copy: Any
     packer: SlowPacker
+    payloads: list[npt.NDArray[np.uint8]]
     over: bool = False
+    by_device: bool = False
 
     def go(self) -> None:
         self.copy()
@@ -38,6 +41,13 @@ class SlowFence:
 
     def done(self) -> bool:
         return self.over or self.packer.released
+
+    def values(self) -> list[npt.NDArray[np.uint64]]:
+        assert self.done()
+        return payload_checksums(self.payloads)
+
+    def rows(self) -> list[Any]:
+        return list(self.payloads)
 
 
 class SlowPacker(HostPacker):
@@ -50,16 +60,16 @@ class SlowPacker(HostPacker):
         self.released = False
         """Nothing is copied any more, and every fence is done: for the end of a test."""
 
-    def gather_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+    def gather_many(self, group: int, parts: Parts, fence: Fence) -> SlowFence:
         return self._queue(super().gather_many, group, parts, fence)
 
-    def scatter_many(self, group: int, parts: Parts, fence: Fence) -> Fence:
+    def scatter_many(self, group: int, parts: ScatterParts, fence: Fence) -> Fence:
         return self._queue(super().scatter_many, group, parts, fence)
 
-    def _queue(self, copy: Any, group: int, parts: Parts, fence: Fence) -> Fence:
+    def _queue(self, copy: Any, group: int, parts: Any, fence: Fence) -> SlowFence:
         if group in self.broken:
             raise RuntimeError("the device is out of order")
-        self.fences.append(SlowFence(lambda: copy(group, parts, fence), self))
+        self.fences.append(SlowFence(lambda: copy(group, parts, fence), self, [payload for _, payload in parts]))
         return self.fences[-1]
 
 

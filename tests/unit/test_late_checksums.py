@@ -17,6 +17,7 @@ import pytest
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.chunk.header_rows import lacks_checksums
+from nixl_offload.engine import brought
 from nixl_offload.engine import image as image_module
 from nixl_offload.engine.transfer_paths import host_slot
 from nixl_offload.movers.base import Mover
@@ -46,7 +47,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 @pytest.fixture
 def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images each call summed on the way to a farther tier, or verified on the way from one."""
+    """How many images each call summed, in memory and on the way to a farther tier, or verified on the way from one."""
     calls: list[int] = []
 
     def counted(payloads: Sequence[npt.NDArray[np.uint8]]) -> Sums:
@@ -54,7 +55,8 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             calls.append(len(payloads))
         return payload_checksums(payloads)
 
-    monkeypatch.setattr(host_slot, "payload_checksums", counted)
+    for module in (host_slot, brought):
+        monkeypatch.setattr(module, "payload_checksums", counted)
     return calls
 
 
@@ -117,8 +119,9 @@ def test_an_image_is_summed_once(make: Make, summed: list[int]) -> None:
 def test_always_leaves_nothing_to_sum(make: Make, summed: list[int]) -> None:
     rig = make(verify="always")
     assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
+    assert summed == [1]
     assert rig.moves(2, [rig.move(0, MEMORY, FILE), rig.move(0, MEMORY, BUCKET)]) == (OK, OK)
-    assert summed == []
+    assert summed == [1]
 
 
 def test_two_tiers_that_take_a_chunk_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

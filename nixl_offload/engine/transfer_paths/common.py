@@ -18,6 +18,7 @@ from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, chec
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.brought import Payload, Rows
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.engine_memory import EngineMemory
 from nixl_offload.engine.image import GroupPlan, Spans
@@ -43,6 +44,14 @@ Submit = Callable[[Op, SlotParts], Iterator[Transfer]]
 """One of ``LinkMemory``'s, by where the slots lie."""
 PlaceOf = Callable[[BatchChunk], tuple[Slot | DeviceSlot, Spans]]
 """The slot of a chunk, and what of it to move."""
+
+
+def rows_to_scatter(chunk: BatchChunk, slot: Slot, plan: GroupPlan) -> Rows:
+    """Return the blocks that a load wants of an image in ``slot``: on the device, if they were summed there."""
+    if chunk.brought is None:
+        return image.rows(slot, plan, chunk.io)
+    begin = chunk.io.first_block - chunk.brought_from
+    return chunk.brought[begin : begin + len(chunk.io.block_ids)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +289,27 @@ class Context:
     def encode(self, batch: Batch, plan: GroupPlan, sums: Sequence[npt.NDArray[np.uint64]]) -> Pages:
         """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks."""
         return image.encode(self.namespace, plan, [chunk.io for chunk in batch.alive], sums)
+
+    def verify(
+        self,
+        batch: Batch,
+        checked: CheckedChunks,
+        chunks: Sequence[BatchChunk],
+        first_blocks: Sequence[int],
+        payloads: Sequence[Payload],
+    ) -> Steps:
+        """Compare the checksums of blocks in host memory, by the device where there is one; a chunk with a wrong one is
+        CORRUPT. Others have their rows in ``brought``.
+        """
+        if not chunks:
+            return
+        while (summed := self.packer.bring(chunks[0].io.group, payloads)) is None:
+            yield
+        yield from batch.passes([summed])
+        checked.verify(chunks, first_blocks, summed.values())
+        for chunk, first, rows in zip(chunks, first_blocks, summed.rows(), strict=True):
+            if chunk.outcome is None:
+                chunk.brought, chunk.brought_from = rows, first
 
     def check(
         self,

@@ -8,11 +8,12 @@ from __future__ import annotations
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.brought import Payload
 from nixl_offload.engine.image import GroupPlan
-from nixl_offload.engine.packer import BlockIds, Payload
+from nixl_offload.engine.packer import BlockIds
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import Context
+from nixl_offload.engine.transfer_paths.common import Context, rows_to_scatter
 from nixl_offload.types import Outcome
 
 
@@ -25,8 +26,12 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.may_go(batch):
         return
     job, group = batch.chunks[0].task.job, batch.chunks[0].io.group
-    parts = [_part(chunk, plan) for chunk in batch.alive]
-    yield from batch.passes([context.packer.gather_many(group, parts, job.fence)])
+    chunks = batch.alive
+    gathered = context.packer.gather_many(group, [_part(chunk, plan) for chunk in chunks], job.fence)
+    yield from batch.passes([gathered])
+    if gathered.by_device:
+        for chunk, sums in zip(chunks, gathered.values(), strict=True):
+            chunk.sums = sums
     yield from context.run(batch, plan, _seal)
 
 
@@ -35,7 +40,9 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.advance_or_end(batch, ChunkState.TRANSFER):
         return
     chunks = batch.alive
-    sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks])
+    sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
+    if not sums:
+        sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks])
     for chunk, page in zip(chunks, context.encode(batch, plan, sums), strict=True):
         slot = _slot(chunk)
         image.header_page(slot)[:] = page
@@ -78,8 +85,8 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         for chunk in batch.alive
         if context.verify_checksum or canary.may_be_short(_slot(chunk), image.spans(plan, chunk.io))
     ]
-    sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in suspects])
-    checked.verify(suspects, [chunk.io.first_block for chunk in suspects], sums)
+    rows = [image.rows(_slot(chunk), plan, chunk.io) for chunk in suspects]
+    yield from context.verify(batch, checked, suspects, [chunk.io.first_block for chunk in suspects], rows)
     # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
     yield from context.run(batch, plan, scatter)
 
@@ -90,7 +97,7 @@ def scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         return
     chunks = batch.alive
     job, group = chunks[0].task.job, chunks[0].io.group
-    parts = [_part(chunk, plan) for chunk in chunks]
+    parts = [(chunk.io.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in chunks]
     yield from batch.passes([context.packer.scatter_many(group, parts, job.fence)])
     for chunk in chunks:
         chunk.end(Outcome.OK)

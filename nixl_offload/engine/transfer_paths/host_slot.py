@@ -12,7 +12,7 @@ from nixl_offload.engine.batch import Batch, BatchChunk, Steps
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import Context
+from nixl_offload.engine.transfer_paths.common import Context, rows_to_scatter
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Outcome
 
@@ -84,7 +84,7 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     suspects = [chunk for chunk in batch.alive if context.verify_checksum or canary.may_be_short(_slot(chunk), spans)]
     firsts = [checked.first_valid_block(chunk) for chunk in suspects]
     rows = [image.valid_rows(_slot(chunk), plan, first) for chunk, first in zip(suspects, firsts, strict=True)]
-    checked.verify(suspects, firsts, payload_checksums(rows))
+    yield from context.verify(batch, checked, suspects, firsts, rows)
     for chunk in batch.alive:
         image.clear_around(_slot(chunk), plan, checked.first_valid_block(chunk))
     checked.refuse_absent()
@@ -101,7 +101,7 @@ def _serve(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     going = context.table.advance([chunk.task for chunk in wanted], ChunkState.SCATTER)
     served = [chunk for chunk, goes in zip(wanted, going, strict=True) if goes]
     if served:
-        copies = [(chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)) for chunk in served]
+        copies = [(chunk.io.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in served]
         group, fence = served[0].io.group, served[0].task.job.fence
         yield from batch.passes([context.packer.scatter_many(group, copies, fence)])
     for chunk in batch.alive:
