@@ -26,7 +26,18 @@ from typing import IO
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent.parent
-ORDER = ("kernels", "checksum", "streams", "packer", "device_packer", "memory", "engine", "movers", "autotune")
+ORDER = (
+    "kernels",
+    "checksum",
+    "streams",
+    "packer",
+    "batched_copy",
+    "device_packer",
+    "memory",
+    "engine",
+    "movers",
+    "autotune",
+)
 """``tests/gpu/test_NAME_cuda.py``: what others rest on comes before them."""
 OPTIONS = ["-m", "gpu", "-v", "-c", "pyproject.toml", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.run_tests"]
 OPTIONS += ["--timeout=60", "--durations=5", "--durations-min=1"]

@@ -22,6 +22,9 @@ from nixl_offload.engine.streams import Fence
 
 Payload = npt.NDArray[np.uint8]
 """Shape (blocks, block_bytes); contiguous."""
+BlockIds = npt.NDArray[np.int32]
+Parts = Sequence[tuple[BlockIds, Payload]]
+"""The chunks of one call: which KV blocks, and where their bytes lie."""
 Sums = npt.NDArray[np.uint64]
 
 
@@ -47,6 +50,10 @@ class DeviceRows:
 
 Rows = Payload | DeviceRows
 """Where blocks can be scattered from."""
+
+
+ScatterParts = Sequence[tuple[BlockIds, Rows]]
+"""``Parts`` of a scatter, of which some may be on the device already."""
 
 
 class Summed(Fence, Protocol):

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.engine.brought import BlockIds
 from nixl_offload.engine.kernels.base import Page
-from nixl_offload.engine.packer import BlockIds
 from nixl_offload.engine.queued import DeviceGroups, QueuedSums, keep, taken_back
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError

@@ -14,9 +14,9 @@ import torch
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine import staging
+from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page
-from nixl_offload.engine.packer import BusPacker
 from nixl_offload.engine.queued import page_locked
 from nixl_offload.engine.staging import DeviceStagingPool
 from nixl_offload.engine.streams import READY, Device, device_of

@@ -13,12 +13,14 @@ import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import ChunkIO
+from nixl_offload.engine import brought as brought_module
+from nixl_offload.engine import bus_packer as packer_module
 from nixl_offload.engine import host as host_module
-from nixl_offload.engine import packer as packer_module
+from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.packer import BusPacker, HostPacker
+from nixl_offload.engine.packer import HostPacker
 from nixl_offload.engine.staging import StagingPool
 from nixl_offload.engine.streams import READY, Fence, device_of
 from nixl_offload.types import Key, Location, Outcome
@@ -131,6 +133,37 @@ def test_batches_equal_the_host_whatever_fits_in_scratch(
     _settled(packer.scatter_many(0, list(zip(back, payloads, strict=True)), packer.fence()))
     for index in range(2):
         assert (device[index].cpu() == host[index]).all()
+    slots.slab.close()
+
+
+def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the gather, and on its way back before it is scattered; the processor sums nothing."""
+    host = torch.randint(0, 256, (64, 16384), dtype=torch.uint8)
+    tensor, pages = host.cuda(), [Page(0, 0, 16384)]
+    torch.cuda.synchronize()
+    reference, packer = HostPacker([host.numpy()], [pages]), BusPacker([tensor], [pages], device_of(tensor))
+    slots = _PinnedSlots(3, 4 * 16384)
+    ids = [np.array([4 * n, 9, 30, 1], dtype=np.int32) for n in range(3)]
+    payloads = [slots.payload(n, 4) for n in range(3)]
+    wanted = reference.gather_many(0, [(each, np.empty((4, 16384), dtype=np.uint8)) for each in ids], READY).values()
+
+    def refuse(_: object) -> None:
+        raise AssertionError("the processor was to sum")
+
+    monkeypatch.setattr(brought_module, "payload_checksums", refuse)
+    gathered = packer.gather_many(0, list(zip(ids, payloads, strict=True)), packer.fence())
+    _settled(gathered)
+    summed = packer.bring(0, payloads)
+    assert summed is not None
+    _settled(summed)
+    for found in (gathered.values(), summed.values()):
+        assert all((one == other).all() for one, other in zip(found, wanted, strict=True))
+    for payload in payloads:
+        payload[:] = 0  # what was brought is scattered from where it was summed
+    targets = [np.arange(40 + 4 * n, 44 + 4 * n, dtype=np.int32) for n in range(3)]
+    _settled(packer.scatter_many(0, list(zip(targets, summed.rows(), strict=True)), packer.fence()))
+    for sources, target in zip(ids, targets, strict=True):
+        assert torch.equal(tensor[target.tolist()].cpu(), host[sources.tolist()])
     slots.slab.close()
 
 

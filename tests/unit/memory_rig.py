@@ -15,9 +15,10 @@ import torch
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import ChunkIO, Completion
+from nixl_offload.engine.brought import Parts, ScatterParts
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.packer import HostPacker, Parts, ScatterParts, pages_of
+from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Location
 from tests.unit.engine_rig import NAMESPACE, SHAPES, Driven, Shape, kv_cache

@@ -17,11 +17,12 @@ import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.header_rows import lacks_checksums
-from nixl_offload.engine import ChunkIO, Completion, brought, packer
+from nixl_offload.engine import ChunkIO, Completion, brought, bus_packer
 from nixl_offload.engine.brought import DeviceRows
+from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.packer import BusPacker, HostPacker, pages_of
+from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import READY
 from nixl_offload.engine.transfer_paths import host, host_slot
@@ -219,7 +220,7 @@ def test_always_verifies_memory_on_the_device(tmp_path: Path) -> None:
 
 def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is room for none beside another, one goes after the other, and all arrive."""
-    monkeypatch.setattr(packer, "BROUGHT_BYTES", 1)
+    monkeypatch.setattr(bus_packer, "BROUGHT_BYTES", 1)
     refused: list[None] = []
     real = BusPacker.bring
 
@@ -267,7 +268,7 @@ def test_a_packer_sums_what_it_gathers_and_what_it_brings(
     where they were summed.
     """
     monkeypatch.undo()
-    monkeypatch.setattr(packer, "SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(bus_packer, "SCRATCH_BYTES", scratch_bytes)
     with open_lab(tmp_path) as lab:
         rig = lab.make(None, "lbhnc", "host")
         bus = BusPacker(rig.tensors, pages_of(rig.layout), rig.device)

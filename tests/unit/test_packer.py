@@ -15,11 +15,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from nixl_offload.engine import bus_packer as packer_module
 from nixl_offload.engine import host_copies as copies_module
-from nixl_offload.engine import packer as packer_module
+from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.host_copies import SMALL_PAGE_BYTES, runs_of
 from nixl_offload.engine.kernels.base import Page
-from nixl_offload.engine.packer import BusPacker, HostPacker
+from nixl_offload.engine.packer import HostPacker
 from nixl_offload.engine.streams import READY, Device, HostStreams
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import MemoryKind

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.engine import packer as packer_module
+from nixl_offload.engine import bus_packer as packer_module
+from nixl_offload.engine.brought import BlockIds
+from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page
-from nixl_offload.engine.packer import BlockIds, BusPacker
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.types import Outcome
 from tests.unit.device_rig import ThreadedFence, ThreadedStream, ThreadedStreams, emulated, settled

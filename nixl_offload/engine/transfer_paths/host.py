@@ -8,9 +8,8 @@ from __future__ import annotations
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
-from nixl_offload.engine.brought import Payload
+from nixl_offload.engine.brought import BlockIds, Payload
 from nixl_offload.engine.image import GroupPlan
-from nixl_offload.engine.packer import BlockIds
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context, rows_to_scatter
