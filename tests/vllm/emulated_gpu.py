@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from nixl_offload.engine import engine, opened_mover, packer
+from nixl_offload.engine import brought, engine, opened_mover, packer
 from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.streams import Device
+from nixl_offload.engine.transfer_paths import host, host_slot
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.vllm import rank_engine
 from tests.unit.device_rig import ThreadedStreams
@@ -31,6 +33,9 @@ LIBRARIES = "NIXL_OFFLOAD_TEST_LIBRARIES"
 WAY = "NIXL_OFFLOAD_TEST_WAY"
 """Environment: the way that chunks take, instead of the one that is found fastest on this day."""
 
+NO_SUMS = "NIXL_OFFLOAD_TEST_NO_SUMS"
+"""Environment: the processor's checksums of payloads raise; what plays the device's kernels goes on."""
+
 for _library in ("libcudart.so.12", "libcufile.so.0"):
     ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / _library), mode=ctypes.RTLD_GLOBAL)
 
@@ -41,6 +46,15 @@ if WAY in os.environ:
     opened_mover.plan_transfers = lambda *_: TransferPlan(
         "gds_mt", cast(TransferPath, os.environ[WAY]), "the test says so"
     )
+if NO_SUMS in os.environ:
+
+    def _refuse(payloads: Sequence[Any]) -> list[Any]:
+        if payloads:
+            raise AssertionError("the processor was to sum")
+        return []
+
+    for _path in (brought, host, host_slot):
+        _path.payload_checksums = _refuse  # type: ignore[attr-defined]
 
 
 class EmulatedGpuExtension(BlocksOutermostExtension):
