@@ -196,11 +196,11 @@ class MemoryPaths:
         # All source blocks are free before the first checksum is computed.
         if not self._advance(batch, ChunkState.TRANSFER):
             return
+        sums = None
         if self._sums or gathered.by_device:
-            for chunk, found in zip(chunks, gathered.values(), strict=True):
-                chunk.sums = found
+            found = zip(chunks, gathered.values(), strict=True)
+            sums = [values for chunk, values in found if chunk.outcome is None]
         chunks = batch.alive
-        sums = [chunk.sums for chunk in chunks if chunk.sums is not None] or None
         pages = image.encode(self._namespace, plan, [chunk.io for chunk in chunks], sums)
         for chunk, page in zip(chunks, pages, strict=True):
             slot = _slot(chunk)
@@ -216,8 +216,8 @@ class MemoryPaths:
         pages = [image.header_page(_slot(chunk)) for chunk in chunks]
         headers = check(pages, image.expected(self._namespace, plan, ios))
         image.refuse_absent(headers, ios)
-        rows = [row for row in range(len(chunks)) if row not in headers.errors]
-        if self._sums and rows:
+        rows = [row for row in range(len(chunks)) if row not in headers.errors] if self._sums else []
+        if rows:
             payloads = [image.rows(_slot(chunks[row]), plan, ios[row]) for row in rows]
             while (summed := self._packer.bring(ios[0].group, payloads)) is None:
                 yield
