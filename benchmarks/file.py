@@ -3,6 +3,7 @@
 ``python -m benchmarks.file [--dir DIR] [--json] [--rounds N] [--movers posix_aio,posix_uring,copy]``. Ours and fio take
 turns on the same written file, in random order of pieces, so a noisy disk is equally unkind to both: believe the ratio.
 The mover is used as the engine uses it: many extents a transfer, from and to slots of staging memory, polled at 2 kHz.
+Then the whole engine, from and to KV blocks, checksums and all, against fio on a file in the same directory.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.file_engine import WholeEngine
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, MemoryRegion, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.limits import LimitedMover
@@ -213,6 +215,28 @@ def compare(movers: list[str], path: Path, rounds: int, console: Console) -> lis
     return [summary(name, shape, op, pairs) for (name, shape, op), pairs in runs.items()]
 
 
+def compare_engine(movers: list[str], path: Path, rounds: int) -> list[Result]:
+    """The whole engine against fio: as ``compare``."""
+    results = []
+    for name in movers:
+        for shape in SHAPES:
+            runs: dict[Op, list[tuple[Run, Run]]] = {Op.WRITE: [], Op.READ: []}
+            with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+                engine = WholeEngine(name, Path(directory), shape.pieces, shape.piece_bytes)
+                try:
+                    for number, op in ((number, op) for number in range(rounds) for op in runs):
+                        order = np.random.default_rng(number).permutation(shape.pieces).astype(np.int32)
+                        peer = run_fio(ENGINES[name], path, shape, op, number) if number % 2 else None
+                        cpu, seconds = cpu_s(), engine.run(op, order)
+                        ours = as_run(shape.total_bytes, seconds, cpu_s() - cpu)
+                        peer = peer or run_fio(ENGINES[name], path, shape, op, number)
+                        runs[op].append((ours, peer))
+                finally:
+                    engine.close()
+            results += [summary(f"engine, {name}", shape, op, pairs) for op, pairs in runs.items()]
+    return results
+
+
 def summary(name: str, shape: Shape, op: Op, pairs: list[tuple[Run, Run]]) -> Result:
     def median(values: Iterator[float]) -> float:
         return statistics.median(values)
@@ -287,6 +311,7 @@ def main() -> int:
     console = Console(stderr=True)
     with scratch_file(arguments.dir, max(shape.total_bytes for shape in SHAPES)) as path:
         results = compare(movers, path, arguments.rounds, console)
+        results += compare_engine(movers, path, arguments.rounds)
         costs = {name: submit_cost(name, path) for name in movers}
     if arguments.json:
         print(json.dumps({"results": [asdict(result) for result in results], "submit": costs}, indent=1))

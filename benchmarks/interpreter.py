@@ -17,7 +17,14 @@ Two figures, which fail in different ways:
   interpreter beside a busy thread it gets it back only after the switch interval, 5 ms. The loop alone and the loop
   beside the engine take turns. It means something on an idle machine only: any other process is as much in the way.
 
-Each figure is the median over rounds. Only ``open_rank`` knows the package.
+- **copies**: what of the first figure are copies between KV blocks and slots, which let go of the interpreter. What is
+  left is the upper bound that counts.
+- **stretch**: CPU time of the pump between two moments in which it lets go of the interpreter, to copy, to wait or on
+  purpose, over all jobs of the CPU figure, in microseconds: the 99th percentile and the longest. System calls between
+  them let go of it too and are counted all the same; on a busy machine the longest is mostly the machine.
+
+Each figure is the median over rounds, of stretches the median of each round's. Only ``open_rank`` and ``Probes`` know
+the package.
 """
 
 from __future__ import annotations
@@ -183,6 +190,46 @@ def memory_of_a_rank() -> tuple[list[torch.Tensor], OffloadingConfig]:
     return tensors, offloading
 
 
+class Probes:
+    """Notes how long pumps go on without letting go, and how long they copy."""
+
+    def __init__(self) -> None:
+        from nixl_offload.engine.host_copies import HostCopy
+        from nixl_offload.engine.jobs import JobTable
+        from nixl_offload.engine.turn import Turn
+
+        self._copies_s = 0.0
+        self._stretches_s: list[float] = []
+        self._began_s: dict[int, float] = {}
+        self._wrap(Turn, "_let_go", self._wait)
+        self._wrap(JobTable, "sleep", self._wait)
+        self._wrap(HostCopy, "gather", self._copy)
+        self._wrap(HostCopy, "scatter", self._copy)
+
+    def take_us(self) -> tuple[float, float, float]:
+        """Since the last call: of all stretches the 99th percentile and the longest, and all copies."""
+        stretches_s, copies_s = sorted(self._stretches_s), self._copies_s
+        self._stretches_s.clear()
+        self._copies_s = 0.0
+        return stretches_s[len(stretches_s) * 99 // 100] * 1e6, stretches_s[-1] * 1e6, copies_s * 1e6
+
+    def _wrap(self, owner: type, name: str, around: Callable[..., None]) -> None:
+        call = getattr(owner, name)
+        setattr(owner, name, lambda *arguments: around(call, *arguments))
+
+    def _wait(self, call: Callable[..., None], *arguments: Any) -> None:
+        """One stretch ends here, another begins behind it."""
+        thread, now_s = threading.get_ident(), time.thread_time()
+        self._stretches_s.append(now_s - self._began_s.get(thread, now_s))
+        call(*arguments)
+        self._began_s[thread] = time.thread_time()
+
+    def _copy(self, call: Callable[..., None], *arguments: Any) -> None:
+        began_s = time.thread_time()
+        self._wait(call, *arguments)
+        self._copies_s += time.thread_time() - began_s
+
+
 def others_cpu_s() -> float:
     """CPU seconds of all Python threads but this one."""
     here = threading.get_ident()
@@ -251,14 +298,23 @@ def held(rank: Rank, operation: str, rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in figures.items()}
 
 
-def measure(rank: Rank, operation: str, rounds: int) -> dict[str, Any]:
+def measure(rank: Rank, operation: str, rounds: int, probes: Probes) -> dict[str, Any]:
     result: dict[str, Any] = {"cpu_us": {}}
+    stretches_us = []
     for size in JOBS:
         cpu_us(rank, operation, size)
-        runs = [cpu_us(rank, operation, size) for _ in range(rounds)]
-        caller, others = (statistics.median(column) for column in zip(*runs, strict=True))
-        total = statistics.median(map(sum, runs))
-        result["cpu_us"][size] = {"caller": round(caller, 1), "others": round(others, 1), "total": round(total, 1)}
+        probes.take_us()
+        runs = []
+        for _ in range(rounds):
+            caller, others = cpu_us(rank, operation, size)
+            *stretch_us, copies_us = probes.take_us()
+            stretches_us.append(stretch_us)
+            runs.append((caller, others, caller + others, copies_us / RUN_CHUNKS))
+        names = ("caller", "others", "total", "copies")
+        medians = (statistics.median(column) for column in zip(*runs, strict=True))
+        result["cpu_us"][size] = {name: round(value, 1) for name, value in zip(names, medians, strict=True)}
+    p99_us, longest_us = (statistics.median(column) for column in zip(*stretches_us, strict=True))
+    result |= {"stretch_p99_us": round(p99_us), "stretch_longest_us": round(longest_us)}
     return result | {name: round(value, 3) for name, value in held(rank, operation, rounds).items()}
 
 
@@ -270,24 +326,35 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     results: dict[str, Any] = {}
+    probes = Probes()
     for medium in ("slab", "memory"):
         with (
             tempfile.TemporaryDirectory(dir=arguments.directory) as directory,
             open_rank(medium, Path(directory)) as rank,
         ):
             for operation in OPERATIONS:
-                result = measure(rank, operation, arguments.rounds)
+                result = measure(rank, operation, arguments.rounds, probes)
                 results[f"{operation}, {medium}"] = {"mover": rank.mover, **result}
     if arguments.json:
         print(json.dumps(results, indent=1))
         return
-    print("| µs per chunk | " + " | ".join(f"CPU, jobs of {size}" for size in JOBS) + " | held | slowdown | chunks/s |")
-    print("|---|" + "---|" * (len(JOBS) + 3))
+    print(
+        "| µs per chunk | "
+        + " | ".join(f"CPU, jobs of {size}" for size in JOBS)
+        + " | held | slowdown | chunks/s | stretch p99 | longest |"
+    )
+    print("|---|" + "---|" * (len(JOBS) + 5))
     for name, result in results.items():
-        cells = [f"{cpu['total']:.0f} ({cpu['caller']:.0f} + {cpu['others']:.0f})" for cpu in result["cpu_us"].values()]
+        columns = result["cpu_us"].values()
+        cells = [
+            f"{cpu['total']:.0f} ({cpu['caller']:.0f} + {cpu['others']:.0f}), {cpu['copies']:.0f}" for cpu in columns
+        ]
         cells += [f"{result['held_us']:.0f}", f"{result['slowdown']:.2f}", f"{result['beside_chunks_per_s']:.0f}"]
+        cells += [str(result["stretch_p99_us"]), str(result["stretch_longest_us"])]
         print(f"| {name} ({result['mover']}) | " + " | ".join(cells) + " |")
-    print("\nCPU: total (caller's thread + others). Slowdown: at so many chunks a second, in jobs of 8.")
+    print(
+        "\nCPU: total (caller's thread + others), copies in that. Slowdown: at so many chunks a second, in jobs of 8."
+    )
 
 
 if __name__ == "__main__":

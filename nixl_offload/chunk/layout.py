@@ -48,11 +48,11 @@ class GroupLayout:
     refs: tuple[tuple[int, int], ...]
     """``(tensor_index, page_bytes)`` in payload order. None: the worker has no layer of the group and stores nothing of
     its chunks, as a pipeline stage may."""
+    block_bytes: int = field(init=False, compare=False)
+    """Bytes of one block in the payload."""
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block in the payload."""
-        return sum(page_bytes for _, page_bytes in self.refs)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_bytes", sum(page_bytes for _, page_bytes in self.refs))
 
 
 class ChunkBlocks(NamedTuple):
@@ -175,24 +175,6 @@ class KVLayout:
         )
 
 
-def sub_block_ids(chunk_ids: npt.ArrayLike, blocks_per_chunk: int, skip: int, count: int) -> Int64Array:
-    """Number the blocks inside chunks: chunk ``c`` holds ``c * blocks_per_chunk`` and the following.
-
-    Returns ``count`` numbers, shape ``(count,)``, of the blocks of ``chunk_ids`` one after the other, the first
-    ``skip`` left out. Raises LayoutError unless they begin in the first chunk and end in the last.
-    """
-    chunks = np.asarray(chunk_ids, dtype=np.int64)
-    if not 0 <= skip < blocks_per_chunk:
-        raise LayoutError(f"{skip} blocks to skip in a chunk of {blocks_per_chunk}")
-    if count < 1 or -(-(skip + count) // blocks_per_chunk) != len(chunks):
-        raise LayoutError(
-            f"{count} blocks from block {skip} of the first chunk on do not end in the last "
-            f"of {len(chunks)} chunks of {blocks_per_chunk}"
-        )
-    numbers: Int64Array = chunks[:, np.newaxis] * blocks_per_chunk + np.arange(blocks_per_chunk, dtype=np.int64)
-    return numbers.ravel()[skip : skip + count]
-
-
 def split_job(
     key_groups: Sequence[int],
     block_ids: npt.NDArray[np.integer],
@@ -242,23 +224,23 @@ def split_job(
             continue
         if block_index < 0:
             raise LayoutError(f"group {group_ids[position]} begins with block {block_index}")
-        skip = block_index % blocks_per_chunk
-        if require_full_tail and skip + size != len(keys) * blocks_per_chunk:
+        skip, room = block_index % blocks_per_chunk, len(keys) * blocks_per_chunk
+        if require_full_tail and skip + size != room:
             raise LayoutError(
                 f"group {group_ids[position]}: {size} blocks from block {skip} of the first chunk on do not fill "
                 f"{len(keys)} chunks of {blocks_per_chunk} to the end"
             )
-        try:
-            numbers = sub_block_ids(range(len(keys)), blocks_per_chunk, skip, size)
-        except LayoutError as error:
-            raise LayoutError(f"group {group_ids[position]}: {error}") from error
-        cuts = np.flatnonzero(numbers % blocks_per_chunk == 0).tolist()
-        starts = cuts if skip == 0 else [0, *cuts]
-        for key_index, start, end in zip(keys, starts, [*starts[1:], size], strict=True):
-            chunks[key_index] = ChunkBlocks(
-                key_index, position, ids[begin + start : begin + end], skip if start == 0 else 0
+        if not size or not room - blocks_per_chunk < skip + size <= room:
+            raise LayoutError(
+                f"group {group_ids[position]}: {size} blocks from block {skip} of the first chunk on do not end in the "
+                f"last of {len(keys)} chunks of {blocks_per_chunk}"
             )
-        begin += size
+        at, end = begin, begin + size
+        for key_index in keys:
+            until = min(at + blocks_per_chunk - skip, end)
+            chunks[key_index] = ChunkBlocks(key_index, position, ids[at:until], skip)
+            at, skip = until, 0
+        begin = end
     return [chunk for chunk in chunks if chunk is not None]
 
 

@@ -6,7 +6,7 @@ until nothing of the batch is in flight any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from nixl_offload.engine.brought import Rows
 from nixl_offload.engine.records import ChunkIO, Ending, Task
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
+from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import Fence
 from nixl_offload.movers.base import Mover, Transfer, TransferState
 from nixl_offload.tiers.base import Target
@@ -30,11 +31,13 @@ class BatchChunk:
     """One chunk of a batch."""
 
     task: Task
+    io: ChunkIO
+    """What was submitted."""
     outcome: Outcome | None = None
     """None while the chunk is alive. It is told when the batch ends."""
     error: str | None = None
     cause: str = ""
-    held: list[tuple[SlotPool[Any], Slot | DeviceSlot]] = field(default_factory=list)
+    held: tuple[tuple[SlotPool[Any], Slot | DeviceSlot], ...] = ()
     """Slots to give back to their pools."""
     slot: Slot | DeviceSlot | None = None
     """The staging slot in which it is packed."""
@@ -54,11 +57,6 @@ class BatchChunk:
     target: Target | None = None
     """Its place in the tier, from the begin of a read or write to its end."""
 
-    @property
-    def io(self) -> ChunkIO:
-        """What was submitted."""
-        return self.task.io
-
     def end(self, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
         """Decide the outcome; the first one counts."""
         if self.outcome is None:
@@ -69,12 +67,16 @@ def _nothing() -> Steps:
     yield from ()
 
 
+_NO_STEPS = _nothing()
+
+
 @dataclass(slots=True, eq=False)
 class Batch:
     """Chunks of one job, group and kind."""
 
     chunks: list[BatchChunk]
-    steps: Steps = field(default_factory=_nothing)
+    kind: WorkKind
+    steps: Steps = _NO_STEPS
     mover: Mover | None = None
     """Of every transfer."""
     transfers: list[Transfer] = field(default_factory=list)
@@ -84,6 +86,13 @@ class Batch:
     """A mover is, or was, at the KV blocks themselves."""
     parts: list[Batch] = field(default_factory=list)
     """What goes on in its place, once it has ended."""
+    chunks_begun: int = 0
+    """How many the pump has counted in."""
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> Batch:
+        """Return a batch of chunks that were just taken."""
+        return cls([BatchChunk(task, task.io) for task in tasks], tasks[0].kind)
 
     @property
     def alive(self) -> list[BatchChunk]:
@@ -131,26 +140,29 @@ class Batch:
     def split(self, steps_of: Callable[[Batch], Steps]) -> None:
         """Have the chunks that are alive go on singly, by ``steps_of``. Nothing may be in flight."""
         for chunk in self.alive:
-            part = Batch([chunk], touches_blocks=self.touches_blocks)
+            part = Batch([chunk], self.kind, touches_blocks=self.touches_blocks)
             part.steps = steps_of(part)
             self.parts.append(part)
         self.chunks = [chunk for chunk in self.chunks if chunk.outcome is not None]
 
     def endings(self, *, tainted: bool) -> list[Ending]:
         """Return what to tell of the chunks. ``tainted``: something may still touch their slots."""
+        if not self.kind.fills_slot:
+            return [
+                Ending(chunk.task, chunk.outcome or Outcome.FAILED, chunk.error, chunk.cause) for chunk in self.chunks
+            ]
         return [_ending(chunk, tainted=tainted) for chunk in self.chunks]
 
 
 def _ending(chunk: BatchChunk, *, tainted: bool) -> Ending:
+    """As ``endings``, of a chunk that was to fill a host slot."""
     outcome = chunk.outcome or Outcome.FAILED
-    slot = None
-    if chunk.task.kind.fills_slot:
-        if tainted and chunk.host is not None:
-            slot = Outcome.TAINTED
-        elif chunk.is_kept:
-            slot = Outcome.OK
-        else:
-            # What the caller was told when it gave the load up says more than what the batch thinks of it.
-            told = chunk.task.outcome or outcome
-            slot = Outcome.FAILED if told is Outcome.OK else told
+    if tainted and chunk.host is not None:
+        slot = Outcome.TAINTED
+    elif chunk.is_kept:
+        slot = Outcome.OK
+    else:
+        # What the caller was told when it gave the load up says more than what the batch thinks of it.
+        told = chunk.task.outcome or outcome
+        slot = Outcome.FAILED if told is Outcome.OK else told
     return Ending(chunk.task, outcome, chunk.error, chunk.cause, slot)

@@ -298,7 +298,8 @@ class ChainEngine:
         share = Share(tier, done.bytes_moved, done.seconds)
         if not job.shared:
             del self._jobs[done.job_id]
-            self._results.append(replace(done, slots=(), shares=(share,)))
+            told = done.job_id, done.kind, done.outcomes, (), done.bytes_moved, done.seconds, done.errors, done.causes
+            self._results.append(Completion(*told, (share,)))
             return
         for position, outcome in zip(job.parts.pop(tier), done.outcomes, strict=True):
             job.outcomes[position] = outcome

@@ -19,7 +19,7 @@ Staging = Literal["host", "device"]
 """Where chunks are packed that do not go direct."""
 
 
-HEADER_PAGES = 32
+HEADER_PAGES = 256
 """One for each chunk that may be in flight: see ``transfer_paths.link_paths``."""
 
 

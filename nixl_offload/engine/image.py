@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from nixl_offload.types import PAGE_BYTES, align_up, key_group
 
 Spans = Sequence[tuple[int, int]]
 """(offset, length) pairs in bytes, the same in a slot and in what it is copied from or to."""
+
+MAX_CUTS = 1024
+"""Of one group that are remembered."""
 
 TransferPath = Literal["direct", "device", "host"]
 """Between KV blocks and a tier: the mover at the blocks themselves, or a chunk packed in device or in host memory."""
@@ -48,6 +51,20 @@ class GroupPlan:
     """The mover's limit of that name."""
     goes_singly: bool = False
     """Becomes True, for good, when a batch is quarantined: the next failure shall not cost the slots of so many."""
+    cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
+    """By first block and number of blocks: see ``cut``."""
+
+
+class Cut(NamedTuple):
+    """Where blocks of a chunk lie in its image, and what is moved for their sake."""
+
+    begin: int
+    """Of the first block, in bytes from the begin of the image."""
+    end: int
+    spans: Spans
+    store_spans: Spans
+    padding: tuple[slice, ...]
+    """Of ``store_spans``."""
 
 
 def make_plan(
@@ -83,8 +100,8 @@ def faults(plan: GroupPlan, chunks: Sequence[ChunkIO]) -> list[str | None]:
     found = [_fault(plan, io) for io in chunks]
     ids = [io.block_ids for io, words in zip(chunks, found, strict=True) if words is None and len(io.block_ids)]
     if ids:
-        every = np.concatenate(ids)
-        if every.min() < 0 or every.max() >= plan.num_blocks:
+        every = np.concatenate(ids).view(np.uint32)  # of which a negative one is the largest
+        if np.maximum.reduce(every) >= plan.num_blocks:
             return [words or _fault_of_ids(plan, io) for io, words in zip(chunks, found, strict=True)]
     return found
 
@@ -123,7 +140,12 @@ def encode(
     Raises LayoutError when a chunk's blocks do not reach its end.
     """
     firsts, table = [io.first_block for io in chunks], None
-    if sums is not None:
+    if sums is not None and not any(firsts):
+        table = np.concatenate(sums)
+        if len(table) != len(chunks) * plan.blocks:
+            raise LayoutError(f"{len(table)} checksums for {len(chunks)} chunks of {plan.blocks} blocks")
+        table = table.reshape(len(chunks), plan.blocks)
+    elif sums is not None:
         table = np.zeros((len(chunks), plan.blocks), dtype=np.uint64)
         for row, (first, found) in enumerate(zip(firsts, sums, strict=True)):
             if first + len(found) != plan.blocks:
@@ -155,32 +177,50 @@ def invalidate(slot: Slot) -> None:
 
 def rows(slot: Slot, plan: GroupPlan, io: ChunkIO) -> npt.NDArray[np.uint8]:
     """Return the blocks of a staged chunk that ``io`` is about: a view of shape (blocks, block_bytes)."""
-    return _blocks(slot, plan, io.first_block, len(io.block_ids))
+    at = cut(plan, io)
+    return slot.memory[at.begin : at.end].reshape(-1, plan.block_bytes)
 
 
 def device_rows(slot: DeviceSlot, plan: GroupPlan, io: ChunkIO) -> torch.Tensor:
     """``rows`` of a slot in device memory."""
-    start, count = HEADER_BYTES + io.first_block * plan.block_bytes, len(io.block_ids)
-    return slot.memory[start : start + count * plan.block_bytes].view(count, plan.block_bytes)
+    at = cut(plan, io)
+    return slot.memory[at.begin : at.end].view(-1, plan.block_bytes)
 
 
 def valid_rows(slot: Slot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.uint8]:
     """Return the blocks of an image from ``first_block`` to the last, as ``rows`` does."""
-    return _blocks(slot, plan, first_block, plan.blocks - first_block)
+    begin, end = (HEADER_BYTES + block * plan.block_bytes for block in (first_block, plan.blocks))
+    return slot.memory[begin:end].reshape(-1, plan.block_bytes)
+
+
+def cut(plan: GroupPlan, io: ChunkIO) -> Cut:
+    """Return where the blocks lie that ``io`` is about. Nearly all chunks are whole, so it is worked out once."""
+    first, count = io.first_block, len(io.block_ids)
+    known = plan.cuts.get((first, count))
+    if known is not None:
+        return known
+    if len(plan.cuts) >= MAX_CUTS:
+        plan.cuts.clear()
+    begin, end = HEADER_BYTES + first * plan.block_bytes, HEADER_BYTES + (first + count) * plan.block_bytes
+    page = HEADER_BYTES + first * plan.block_bytes // PAGE_BYTES * PAGE_BYTES
+    last = align_up(end)
+    moved: Spans = ((0, last),) if page == HEADER_BYTES else ((0, HEADER_BYTES), (page, last - page))
+    stored = whole(plan) if plan.whole_writes else moved
+    written_from, written = stored[-1]
+    around = (max(written_from, HEADER_BYTES), begin), (end, written_from + written)
+    padding = tuple(slice(a, b) for a, b in around if a < b)
+    plan.cuts[first, count] = found = Cut(begin, end, moved, stored, padding)
+    return found
 
 
 def spans(plan: GroupPlan, io: ChunkIO) -> Spans:
     """Return what to read into a slot: header page and the pages that cover the blocks; one span if they touch."""
-    begin = HEADER_BYTES + io.first_block * plan.block_bytes // PAGE_BYTES * PAGE_BYTES
-    end = HEADER_BYTES + align_up((io.first_block + len(io.block_ids)) * plan.block_bytes)
-    if begin == HEADER_BYTES:
-        return ((0, end),)
-    return ((0, HEADER_BYTES), (begin, end - begin))
+    return cut(plan, io).spans
 
 
 def store_spans(plan: GroupPlan, io: ChunkIO) -> Spans:
     """Return what to write of a slot: as much as is read, or the slot as a whole where there are no parts."""
-    return whole(plan) if plan.whole_writes else spans(plan, io)
+    return cut(plan, io).store_spans
 
 
 def whole(plan: GroupPlan) -> Spans:
@@ -188,27 +228,26 @@ def whole(plan: GroupPlan) -> Spans:
     return ((0, plan.slot_bytes),)
 
 
-def padding(plan: GroupPlan, io: ChunkIO, moved: Spans) -> list[tuple[int, int]]:
-    """Return what is written around the blocks, as (begin, end) in the slot: to be zeroed, so that nothing stored holds
-    what an earlier chunk left there.
+def padding(plan: GroupPlan, io: ChunkIO) -> tuple[slice, ...]:
+    """Return what is written around the blocks: to be zeroed, so that nothing stored holds what an earlier chunk left
+    there.
     """
-    begin, length = moved[-1]
-    rows_begin = HEADER_BYTES + io.first_block * plan.block_bytes
-    rows_end = rows_begin + len(io.block_ids) * plan.block_bytes
-    around = [(max(begin, HEADER_BYTES), rows_begin), (rows_end, begin + length)]
-    return [(first, last) for first, last in around if first < last]
+    return cut(plan, io).padding
 
 
-def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO, moved: Spans) -> None:
+def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO) -> None:
     """Zero the ``padding`` of a slot in host memory."""
-    for begin, end in padding(plan, io, moved):
-        slot.memory[begin:end] = 0
+    for part in cut(plan, io).padding:
+        slot.memory[part] = 0
 
 
 def clear_around(slot: Slot, plan: GroupPlan, first_block: int) -> None:
     """Zero what of an image is neither header nor a block from ``first_block`` on: it goes wherever the image goes."""
-    slot.memory[HEADER_BYTES : HEADER_BYTES + first_block * plan.block_bytes] = 0
-    slot.memory[HEADER_BYTES + plan.blocks * plan.block_bytes : plan.slot_bytes] = 0
+    if first_block:
+        slot.memory[HEADER_BYTES : HEADER_BYTES + first_block * plan.block_bytes] = 0
+    end = HEADER_BYTES + plan.blocks * plan.block_bytes
+    if end < plan.slot_bytes:
+        slot.memory[end : plan.slot_bytes] = 0
 
 
 class Canary:
@@ -230,8 +269,3 @@ class Canary:
         if self._byte is None:
             return False
         return any(slot.memory[begin + length - 1] == self._byte for begin, length in moved)
-
-
-def _blocks(slot: Slot, plan: GroupPlan, first_block: int, count: int) -> npt.NDArray[np.uint8]:
-    start = HEADER_BYTES + first_block * plan.block_bytes
-    return slot.memory[start : start + count * plan.block_bytes].reshape(count, plan.block_bytes)

@@ -30,6 +30,7 @@ from nixl_offload.engine.streams import Device
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths.common import rows_to_scatter
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
+from nixl_offload.engine.turn import Turn
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Outcome, Verify
 
@@ -39,6 +40,8 @@ STORE_BATCH_BYTES = 64 << 20
 """Copied by one call: a load that comes meanwhile waits for no more than that."""
 LOAD_BATCH_BYTES = 16 << 20
 """Smaller, so that the next batch is verified while a device fetches this one."""
+MAX_BATCH_CHUNKS = 16
+"""So that no step of a batch holds the interpreter for long: see ``turn``."""
 MAX_BATCHES = 8
 """In flight on a device."""
 MAX_STORE_BATCHES = 4
@@ -130,6 +133,7 @@ class MemoryPaths:
         self._sums = sums
         self._log = RateLog(logger, clock)
         self._keep_alive = keep_alive
+        self.turn = Turn()
 
     def room(self, task: Task, in_flight: InFlight) -> int:
         """Return how many chunks like ``task`` make a batch; 0 while as many batches as allowed are in flight."""
@@ -140,7 +144,7 @@ class MemoryPaths:
         if not 0 <= task.io.group < len(self._plans):
             return 1  # it will be rejected
         plan = self._plans[task.io.group]
-        return max(1, batch_bytes // max(1, plan.blocks * plan.block_bytes))
+        return min(MAX_BATCH_CHUNKS, max(1, batch_bytes // max(1, plan.blocks * plan.block_bytes)))
 
     def why_not(self, task: Task) -> str | None:
         """Return None: memory always answers."""
@@ -148,7 +152,7 @@ class MemoryPaths:
 
     def begin(self, tasks: list[Task]) -> Batch:
         """Make a batch, whose first step looks the slots up."""
-        batch = Batch([BatchChunk(task) for task in tasks])
+        batch = Batch.of(tasks)
         batch.steps = self._steps(batch)
         return batch
 
@@ -166,6 +170,7 @@ class MemoryPaths:
         self._admit(batch)
         if not batch.alive:
             return
+        self.turn.pause()
         copy = self._store if batch.chunks[0].task.kind.writes else self._load
         try:
             yield from copy(batch)
@@ -191,6 +196,7 @@ class MemoryPaths:
         for chunk in chunks:
             image.invalidate(_slot(chunk))
             parts.append((chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)))
+        self.turn.pause()
         gathered = self._packer.gather_many(io.group, parts, chunks[0].task.job.fence)
         yield from batch.passes([gathered])
         # All source blocks are free before the first checksum is computed.
@@ -202,8 +208,10 @@ class MemoryPaths:
             sums = [values for chunk, values in found if chunk.outcome is None]
         chunks = batch.alive
         pages = image.encode(self._namespace, plan, [chunk.io for chunk in chunks], sums)
+        self.turn.pause()
         for chunk, page in zip(chunks, pages, strict=True):
             slot = _slot(chunk)
+            self.turn.pause()
             image.header_page(slot)[:] = page
             image.clear_around(slot, plan, chunk.io.first_block)
             chunk.end(Outcome.OK)
@@ -229,6 +237,7 @@ class MemoryPaths:
             words = f"corrupt: {error.reason}"
             self._log.warning(words, "A chunk in memory was refused and will be recomputed: %s", error)
             chunks[row].end(Outcome.CORRUPT, words, error.reason)
+        self.turn.pause()
         if not self._advance(batch, ChunkState.SCATTER):
             return
         chunks = batch.alive

@@ -18,7 +18,8 @@ from nixl_offload.engine.batch import Batch
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Ending, Task
-from nixl_offload.engine.states import Lane
+from nixl_offload.engine.states import Lane, WorkKind
+from nixl_offload.engine.turn import Turn
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -48,12 +49,11 @@ class InFlight:
     background: int = 0
     """Chunks."""
 
-    def add(self, batch: Batch, sign: int) -> None:
+    def add(self, kind: WorkKind, chunks: int, sign: int) -> None:
         """Count a batch in (1) or out (-1)."""
-        count = sign * len(batch.chunks)
+        count = sign * chunks
         self.batches += sign
         self.chunks += count
-        kind = batch.chunks[0].task.kind
         if kind.in_background:
             self.background += count
         elif kind.writes:
@@ -85,6 +85,10 @@ class PumpPaths(Protocol):
     def why_not(self, task: Task) -> str | None:
         """Why a load that found no room shall not wait for it; None: it shall. Pure and quick, as ``room``."""
 
+    @property
+    def turn(self) -> Turn:
+        """The pump's stretches without a wait."""
+
     def begin(self, tasks: list[Task]) -> Batch:
         """Start chunks of one job, group and kind. Does no I/O before the first step; no step raises for a chunk that
         cannot be moved.
@@ -115,6 +119,7 @@ class Pump:
     ) -> None:
         self._table = table
         self._driven = driven
+        self._turn = driven.turn
         self._load_timeout_s = load_timeout_s
         self._clock = clock
         self._pauses = pauses
@@ -195,11 +200,11 @@ class Pump:
         if self._stop_by_s is not None:
             if not self._batches and self._table.empty():
                 return True
-            self._table.sleep(self._pauses.poll_s)
-        elif self._batches:
-            self._table.sleep(self._pause_s(now_s))
+            pause_s: float | None = self._pauses.poll_s
         else:
-            self._table.sleep(None)
+            pause_s = self._pause_s(now_s) if self._batches else None
+        self._table.sleep(pause_s)
+        self._turn.begin()
         return False
 
     def _pause_s(self, now_s: float) -> float:
@@ -217,9 +222,10 @@ class Pump:
     def _launch(self) -> bool:
         """Start queued chunks as far as there is room; True if any was started."""
         started = False
-        for lane in Lane:
+        for lane in self._table.busy_lanes():
             while tasks := self._table.take(lane, self._room):
                 started = True
+                self._turn.pause()
                 try:
                     batch = self._driven.begin(tasks)
                 except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
@@ -230,7 +236,7 @@ class Pump:
                     continue
                 if self._adopt(batch):
                     return True  # it copied within its first step: look at the first lane again
-            if lane in {Lane.EXPEDITED_LOAD, Lane.LOAD}:
+            if lane is Lane.LOAD or lane is Lane.EXPEDITED_LOAD:
                 self._table.refuse(lane, self._driven.why_not)
         return started
 
@@ -241,7 +247,8 @@ class Pump:
         """Begin a batch; True if it has ended already."""
         self._batches.append(batch)
         self._all_wait = False
-        self._in_flight.add(batch, 1)
+        batch.chunks_begun = len(batch.chunks)
+        self._in_flight.add(batch.kind, batch.chunks_begun, 1)
         return self._step(batch)
 
     def _push(self) -> bool:
@@ -256,6 +263,7 @@ class Pump:
         for batch in tuple(self._batches):
             if steps_all or not batch.waits_for_mover:
                 ended |= self._step(batch)
+                self._turn.pause()
         self._all_wait = False
         return ended
 
@@ -282,9 +290,9 @@ class Pump:
 
     def _end(self, batch: Batch) -> None:
         """Tell of the chunks that have ended and give their slots back; the others go on as parts."""
+        self._turn.pause()
         self._batches.remove(batch)
-        # Counted with all the chunks it began with, as they were counted in.
-        self._in_flight.add(Batch([*batch.chunks, *(part.chunks[0] for part in batch.parts)]), -1)
+        self._in_flight.add(batch.kind, batch.chunks_begun, -1)
         try:
             self._driven.abandon(batch, "the chunk crashed")
         except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine

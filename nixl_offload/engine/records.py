@@ -108,8 +108,10 @@ class Job:
     submitted_s: float
     tasks: list[Task] = field(default_factory=list)
     unfinished: int = 0
+    slots_total: int = 0
+    """Host slots to fill."""
     unknown_slots: int = 0
-    """Host slots to fill of which nothing is known yet."""
+    """Of those, how many of which nothing is known yet."""
 
 
 class Ending(NamedTuple):
@@ -136,20 +138,19 @@ def travel_together(task: Task, other: Task) -> bool:
 
 def slots_of(job: Job) -> tuple[Outcome, ...]:
     """Return what became of the host slots that a job fills."""
-    return tuple(task.slot or Outcome.FAILED for task in job.tasks if task.kind.fills_slot)
+    return tuple([task.slot or Outcome.FAILED for task in job.tasks if task.kind.fills_slot])
 
 
 def completion_of(job: Job, seconds: float) -> Completion:
     """Return what to tell of a job whose chunks are all DONE."""
-    failed = [task for task in job.tasks if task.outcome is not Outcome.OK]
-    counts = Counter((task.outcome or Outcome.FAILED, task.cause or "io") for task in failed)
-    return Completion(
-        job.job_id,
-        job.kind,
-        tuple(task.outcome or Outcome.FAILED for task in job.tasks),
-        slots=None if job.unknown_slots else slots_of(job),
-        bytes_moved=sum(task.size_bytes for task in job.tasks if task.outcome is Outcome.OK),
-        seconds=seconds,
-        errors=tuple(dict.fromkeys(task.error for task in failed if task.error is not None)),
-        causes=tuple((outcome, cause, shards) for (outcome, cause), shards in counts.items()),
-    )
+    tasks, is_ok, failed_as = job.tasks, Outcome.OK, Outcome.FAILED
+    outcomes = tuple([task.outcome or failed_as for task in tasks])
+    slots = None if job.unknown_slots else slots_of(job) if job.slots_total else ()
+    bytes_moved = sum([task.size_bytes for task in tasks if task.outcome is is_ok])
+    failed = [task for task in tasks if task.outcome is not is_ok]
+    if not failed:
+        return Completion(job.job_id, job.kind, outcomes, slots, bytes_moved, seconds)
+    errors = dict.fromkeys([task.error for task in failed if task.error is not None])
+    counts = Counter([(task.outcome or failed_as, task.cause or "io") for task in failed])
+    causes = tuple([(outcome, cause, shards) for (outcome, cause), shards in counts.items()])
+    return Completion(job.job_id, job.kind, outcomes, slots, bytes_moved, seconds, tuple(errors), causes)

@@ -46,6 +46,9 @@ class Lane(Enum):
     BACKGROUND = "background"
 
 
+LANES = tuple(Lane)
+
+
 class ChunkState(Enum):
     """Where a chunk stands."""
 

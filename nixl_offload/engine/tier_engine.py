@@ -38,7 +38,8 @@ class TierEngine(ABC):
     """
 
     def __init__(self, layout: KVLayout, compute_fence: Callable[[], Fence], clock: Callable[[], float]) -> None:
-        self._layout = layout
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._block_bytes = [group.block_bytes for group in layout.groups]
         self._compute_fence = compute_fence
         self._clock = clock
         self._closed = False
@@ -138,9 +139,9 @@ class TierEngine(ABC):
         self._table.add(Job(job_id, kind, fence, self._clock()), sized, lane)
 
     def _payload_bytes(self, io: ChunkIO) -> int:
-        if not 0 <= io.group < len(self._layout.groups):
+        if not 0 <= io.group < len(self._block_bytes):
             return 0
         blocks = len(io.block_ids)
         if not blocks and io.host_offset is not None:
-            blocks = self._layout.blocks_per_chunk
-        return blocks * self._layout.groups[io.group].block_bytes
+            blocks = self._blocks_per_chunk
+        return blocks * self._block_bytes[io.group]

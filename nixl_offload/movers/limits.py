@@ -171,13 +171,12 @@ class LimitedMover(Mover):
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
     ) -> Transfer:
         """Never refuses for size or number, but for a whole write that the wrapped mover cannot take."""
+        if self._fits_at_once(memory, memory_extents):
+            return self._submit_whole(op, memory, memory_extents, file, file_extents)
         m, mem, f, fil = self._table.check(self.limits, op, memory, memory_extents, file, file_extents)
         if self.limits.whole_writes and op is Op.WRITE:
             check_limits(self.name, len(mem), total_bytes(mem), self._inner_limits)  # of one extent, or none
-        if os.getpid() != self._pid:
-            raise MoverError(fork_message(self.name, self._pid))
-        if self._closed:
-            raise MoverError(f"{self.name}: this mover is closed")
+        self._check_usable()
         if not len(mem):
             return Transfer(op, 0, TransferState.DONE)
         ids = MemoryId(self._inner_ids[memory]), FileId(self._inner_ids[file])
@@ -196,6 +195,45 @@ class LimitedMover(Mover):
             self._let_go(transfer)
             raise refused
         return transfer
+
+    def _fits_at_once(self, memory: MemoryId, extents: Extents) -> bool:
+        """Whether the wrapped mover takes a transfer as it is, now: nearly every one."""
+        limits, count = self._inner_limits, len(extents)
+        if self._schedule is not None or self._queue or not 0 < count <= self._per_transfer or extents.ndim != 2:
+            return False
+        if self._extents_running + count > limits.max_extents_in_flight:
+            return False
+        if self._table.memory(memory).region.length_bytes <= limits.max_extent_bytes:
+            return True
+        return int(np.maximum.reduce(extents[:, 1])) <= limits.max_extent_bytes
+
+    def _submit_whole(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        """Hand a transfer over as it is; the wrapped mover checks it."""
+        transfer = _LimitedTransfer(op, 0, entries=(self._table.memory(memory), self._table.file(file)))
+        self._check_usable()
+        ids = MemoryId(self._inner_ids[memory]), FileId(self._inner_ids[file])
+        try:
+            inner = self.inner.submit(op, ids[0], memory_extents, ids[1], file_extents)
+        except MoverError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in _start_waiting: who knows what was started
+            transfer.error, transfer.quarantine, transfer.state = f"{self.name}: {error!r}", True, TransferState.FAILED
+        else:
+            transfer.bytes_total = inner.bytes_total
+            transfer.running[inner] = len(memory_extents)
+            self._running[inner] = transfer
+            self._extents_running += len(memory_extents)
+        self._hold(transfer)
+        return transfer
+
+    def _check_usable(self) -> None:
+        """Raise MoverError in a fork and after ``close``."""
+        if os.getpid() != self._pid:
+            raise MoverError(fork_message(self.name, self._pid))
+        if self._closed:
+            raise MoverError(f"{self.name}: this mover is closed")
 
     def poll(self, transfer: Transfer) -> TransferState:
         """While parts of it wait in the queue this pushes everything on, so that their turn comes."""

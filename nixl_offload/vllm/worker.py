@@ -294,6 +294,8 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def _take_opened(self) -> None:
         """Give the engine what was opened since the last call."""
+        if not self._openings:
+            return
         for position, opening in list(self._openings.items()):
             engine = opening.take()
             if engine is not None:
@@ -331,17 +333,12 @@ class NixlOffloadingWorker(OffloadingWorker):
             require_full_tail=isinstance(ticket, StoreTicket),
         )
         slots = ticket.promotion_slots if isinstance(ticket, LoadTicket) else ()
-        slots = slots or (None,) * len(ticket.keys)
+        keys, locations = ticket.keys, ticket.locations
+        if not slots:
+            return tuple([ChunkIO(keys[at], locations[at], group, ids, first) for at, group, ids, first in parts])
+        offsets = [None if slot is None else slot.offset for slot in slots]
         return tuple(
-            ChunkIO(
-                ticket.keys[part.key_index],
-                ticket.locations[part.key_index],
-                part.group,
-                part.block_ids,
-                part.first_block,
-                None if (slot := slots[part.key_index]) is None else slot.offset,
-            )
-            for part in parts
+            [ChunkIO(keys[at], locations[at], group, ids, first, offsets[at]) for at, group, ids, first in parts]
         )
 
     def _whole_job(self, ticket: StoreTicket | LoadTicket, blocks: GPULoadStoreSpec) -> tuple[ChunkIO, ...]:

@@ -22,7 +22,6 @@ from nixl_offload.chunk.layout import (
     is_direct_capable,
     job_extents,
     split_job,
-    sub_block_ids,
 )
 from nixl_offload.errors import LayoutError
 
@@ -265,26 +264,6 @@ def test_direct_needs_every_address_offset_and_length_aligned() -> None:
 
 
 # From a job's numbers to the blocks of each chunk.
-
-
-def test_sub_blocks_of_chunks_0_1_3_with_the_first_skipped() -> None:
-    """A case that others got wrong: chunks of four blocks each, the first sub-block left out."""
-    assert sub_block_ids([0, 1, 3], 4, 1, 11).tolist() == [1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]
-
-
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=8), st.integers(1, 7), st.data())
-def test_sub_blocks_are_those_of_the_model(chunk_ids: list[int], blocks_per_chunk: int, data: st.DataObject) -> None:
-    skip = data.draw(st.integers(0, blocks_per_chunk - 1))
-    least = (len(chunk_ids) - 1) * blocks_per_chunk + 1 - skip
-    count = data.draw(st.integers(max(1, least), len(chunk_ids) * blocks_per_chunk - skip))
-    everything = [chunk * blocks_per_chunk + block for chunk in chunk_ids for block in range(blocks_per_chunk)]
-    assert sub_block_ids(chunk_ids, blocks_per_chunk, skip, count).tolist() == everything[skip : skip + count]
-
-
-@pytest.mark.parametrize(("skip", "count"), [(0, 13), (1, 12), (0, 8), (1, 7), (4, 8), (-1, 12), (0, 0)])
-def test_sub_blocks_that_do_not_end_in_the_last_chunk_are_refused(skip: int, count: int) -> None:
-    with pytest.raises(LayoutError):
-        sub_block_ids([0, 1, 3], 4, skip, count)
 
 
 def plain(chunks: Sequence[ChunkBlocks]) -> list[tuple[int, int, list[int], int]]:

@@ -9,7 +9,7 @@ is raised, or told by a transfer; then the chunks of the batch are tried again, 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import DeviceSlot, S, Slot, SlotPool
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.checked import CheckedChunks
+from nixl_offload.engine.turn import Turn
 from nixl_offload.errors import LayoutError, MoverError, TierError
 from nixl_offload.movers.base import Op, Transfer
 from nixl_offload.types import Outcome
@@ -70,6 +71,7 @@ class Context:
     verify_checksum: bool
     clock: Callable[[], float]
     rate_log: RateLog
+    turn: Turn = field(default_factory=Turn)
 
     # -- a batch as a whole -----------------------------------------------------------------------------------------
 
@@ -126,11 +128,9 @@ class Context:
 
     def abandon(self, batch: Batch, error: str | None) -> None:
         """Have the link undo what was begun and not ended. ``error``: None says that storage is not to blame."""
-        link = self.link_memory.link
         for chunk in batch.chunks:
-            target, chunk.target = chunk.target, None
-            if target is not None:
-                (link.fail_write if chunk.task.kind.writes else link.fail_read)(target, error)
+            if chunk.target is not None:
+                self._let_go(chunk, error)
 
     def advance_or_end(self, batch: Batch, state: ChunkState) -> bool:
         """Move the chunks of a batch on; end those that were given up. Whether any is left."""
@@ -155,7 +155,7 @@ class Context:
                 )
                 chunk.end(Outcome.FAILED, "storage: io", "io")
                 continue
-            chunk.held.append((pool, slot))
+            chunk.held += ((pool, slot),)
             taken.append((chunk, slot))
         return taken
 
@@ -179,6 +179,7 @@ class Context:
         """Begin a read or write of each chunk; return those that can be moved. A chunk that cannot be is FAILED."""
         link = self.link_memory.link
         for chunk in batch.alive:
+            self.turn.pause()
             io, begin = chunk.io, link.begin_write if chunk.task.kind.writes else link.begin_read
             try:
                 chunk.target = yield from begin(io.key, io.location, plan.slot_bytes)
@@ -207,9 +208,11 @@ class Context:
 
     def _move(self, batch: Batch, plan: GroupPlan, op: Op, submit: Submit, place_of: PlaceOf) -> Steps:
         chunks = yield from self.open_targets(batch, plan)
+        self.turn.pause()
         parts = [(slot, chunk.target, spans) for chunk in chunks for slot, spans in [place_of(chunk)]]
         for transfer in submit(op, parts):
             batch.transfers.append(transfer)  # at once: the next one may raise
+            self.turn.pause()
 
     def settle(self, batch: Batch, *, tells_overdue: bool = False) -> Iterator[None]:
         """Poll until nothing of the batch is under way. ``tells_overdue``: the link hears of each load that is given up
@@ -254,6 +257,7 @@ class Context:
                 self._let_go(chunk, None)
                 chunk.end(Outcome.FAILED, "its blocks were given away while they were written", "needed_back")
                 continue
+            self.turn.pause()
             target, chunk.target = chunk.target, None
             assert target is not None
             try:
@@ -282,7 +286,9 @@ class Context:
         return []
 
     def _let_go(self, chunk: BatchChunk, error: str | None) -> None:
-        self.abandon(Batch([chunk]), error)
+        link, target, chunk.target = self.link_memory.link, chunk.target, None
+        if target is not None:
+            (link.fail_write if chunk.task.kind.writes else link.fail_read)(target, error)
 
     # -- headers and checksums --------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     for chunk, encoded in zip(chunks, context.encode(batch, plan, sums), strict=True):
         page = _page(chunk)
         page.memory[:] = encoded
-        clear = image.padding(plan, chunk.io, image.store_spans(plan, chunk.io))
+        clear = [(part.start, part.stop) for part in image.padding(plan, chunk.io)]
         batch.fences.append(packer.finish_image(page.memory, _slot(chunk).memory, clear))
     yield from batch.passes(())
     yield from context.run(batch, plan, _write)

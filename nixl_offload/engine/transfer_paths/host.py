@@ -24,6 +24,7 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     _take_slots(context, batch)
     if not context.may_go(batch):
         return
+    context.turn.pause()
     job, group = batch.chunks[0].task.job, batch.chunks[0].io.group
     chunks = batch.alive
     gathered = context.packer.gather_many(group, [_part(chunk, plan) for chunk in chunks], job.fence)
@@ -41,11 +42,13 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     chunks = batch.alive
     sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
     if not sums:
-        sums = payload_checksums([image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks])
+        rows = [image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks]
+        sums = payload_checksums(rows, context.turn.pause)
     for chunk, page in zip(chunks, context.encode(batch, plan, sums), strict=True):
         slot = _slot(chunk)
+        context.turn.pause()
         image.header_page(slot)[:] = page
-        image.clear_padding(slot, plan, chunk.io, image.store_spans(plan, chunk.io))
+        image.clear_padding(slot, plan, chunk.io)
     yield from context.run(batch, plan, _write)
 
 

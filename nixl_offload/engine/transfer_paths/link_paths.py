@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.engine_memory import HEADER_PAGES
 from nixl_offload.engine.image import GroupPlan, TransferPath
 from nixl_offload.engine.pump import InFlight
@@ -22,12 +22,16 @@ from nixl_offload.types import Outcome
 LOAD_RESERVE = 0.25
 """Share of the staging slots that stores leave to loads."""
 MAX_CHUNKS = HEADER_PAGES
-"""In flight. Bounds descriptors in the mover; 32 chunks keep any NVMe busy."""
-MAX_STORES = 24
+"""In flight, however small. Bounds descriptors in the mover."""
+MIN_CHUNKS = 32
+"""In flight, however large: they keep any NVMe busy."""
+IN_FLIGHT_BYTES = 64 << 20
+"""Between the two: what is in flight at once."""
+STORE_SHARE = 3 / 4
 """Of those, stores and background work; the rest is left for loads, so that no load waits behind a wall of writes."""
 MAX_BACKGROUND = 8
 """Of those, background work, which holds no staging: what hangs leaves room for stores."""
-MAX_BATCH_CHUNKS = 16
+MAX_BATCH_CHUNKS = 32
 MAX_BATCH_BYTES = 16 << 20
 """A batch is gathered or scattered in one go: a load that comes meanwhile waits for no more than that."""
 BATCH_SHARE = 4
@@ -50,19 +54,25 @@ class LinkPaths:
         self._plans = plans
         self._tier = tier
         self._keep_alive = keep_alive
+        self.turn = context.turn
 
     def room(self, task: Task, in_flight: InFlight) -> int:
         """Return how many chunks like ``task`` there are slots and I/O for: one batch at most."""
         plan = self._plan(task)
         if plan is None:
             return 1  # it will be rejected
-        limit = min(MAX_BATCH_CHUNKS, max(1, MAX_BATCH_BYTES // max(1, plan.slot_bytes)), MAX_CHUNKS - in_flight.chunks)
+        slot_bytes = max(1, plan.slot_bytes)
+        total = MIN_CHUNKS
+        if self._context.link_memory.link.shares_file:  # else each has a transfer of its own
+            total = max(total, min(MAX_CHUNKS, IN_FLIGHT_BYTES // slot_bytes))
+        stores = int(total * STORE_SHARE)
+        limit = min(MAX_BATCH_CHUNKS, max(1, MAX_BATCH_BYTES // slot_bytes), total - in_flight.chunks)
         if plan.goes_singly:
             limit = min(limit, 1)
         if task.kind.in_background:
-            limit = min(limit, MAX_BACKGROUND - in_flight.background, MAX_STORES - in_flight.chunks)
+            limit = min(limit, MAX_BACKGROUND - in_flight.background, stores - in_flight.chunks)
         elif task.kind.writes:
-            limit = min(limit, MAX_STORES - in_flight.stores - in_flight.background)
+            limit = min(limit, stores - in_flight.stores - in_flight.background)
         if self._by_host_slot(task):
             return limit
         pools = self._context.memory.pools_of(plan.path)
@@ -85,7 +95,7 @@ class LinkPaths:
 
     def begin(self, tasks: list[Task]) -> Batch:
         """Make a batch, whose first step checks its numbers and chooses its path."""
-        batch = Batch([BatchChunk(task) for task in tasks])
+        batch = Batch.of(tasks)
         batch.steps = self._steps(batch)
         return batch
 
@@ -118,6 +128,7 @@ class LinkPaths:
                 chunk.end(Outcome.FAILED, words, "layout")
         if plan is None or not batch.alive:
             return
+        self.turn.pause()
         if self._by_host_slot(task):
             phase: Phase = host_slot.store if task.kind.writes else host_slot.load
         else:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
-from nixl_offload.tiers.base import NOTHING_STORED, Link, Target, at_once
+from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.types import Key, Location
 
@@ -103,11 +103,12 @@ class SlabLink(Link):
         except OSError as error:
             self._stores.failed("io", str(error), self._clock())
             raise TierError(str(error), cause="io") from error
-        return (yield from at_once(Target(file, location.offset)))
+        yield from ()  # at once
+        return Target(file, location.offset)
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
         """A slot becomes visible by the index, when all ranks have reported."""
-        yield from at_once(None)
+        yield from ()
 
     def fail_write(self, target: Target, error: str | None) -> None:
         """Looks whether the slab knows why."""
@@ -120,7 +121,8 @@ class SlabLink(Link):
         self._stores.failed(cause, error, self._clock())
 
     def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        return (yield from at_once(Target(self._opened(), location.offset)))
+        yield from ()
+        return Target(self._opened(), location.offset)
 
     def end_read(self, target: Target) -> None:
         """Nothing is to be done: the file stays open for the next read."""
