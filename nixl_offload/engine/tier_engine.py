@@ -88,7 +88,7 @@ class TierEngine(ABC):
         """Return what was completed since the last call, each exactly once over all calls."""
         self._table.expire_loads(self._load_timeout_s)
         completions = self._table.drain()
-        if logger.isEnabledFor(logging.DEBUG):
+        if completions and logger.isEnabledFor(logging.DEBUG):
             for done in completions:
                 logger.debug(
                     "job %d (%s): %d chunks, %d bytes, %.1f ms %s",
