@@ -138,8 +138,12 @@ class Batch:
             yield
 
     def split(self, steps_of: Callable[[Batch], Steps]) -> None:
-        """Have the chunks that are alive go on singly, by ``steps_of``. Nothing may be in flight."""
+        """Have the chunks that are alive go on singly, by ``steps_of``. Nothing may be in flight.
+
+        Their ``brought`` is given up: what waits for that memory must not hold some of it. Their slots have the bytes.
+        """
         for chunk in self.alive:
+            chunk.brought = None
             part = Batch([chunk], self.kind, touches_blocks=self.touches_blocks)
             part.steps = steps_of(part)
             self.parts.append(part)

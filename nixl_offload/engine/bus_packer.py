@@ -6,6 +6,7 @@ streams of its own and answered by fences: nothing here waits for a device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakSet
@@ -29,6 +30,8 @@ from nixl_offload.engine.kernels.base import GroupKernels, Page
 from nixl_offload.engine.queued import DeviceGroups, QueuedSums, keep, page_locked, taken_back
 from nixl_offload.engine.streams import READY, Device, Fence, Stream
 from nixl_offload.errors import LayoutError
+
+logger = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 32 << 20
 """Device memory for copies: what goes over the bus at once. A batch that is larger takes turns."""
@@ -111,9 +114,10 @@ class BusPacker:
         there = [(block_ids, rows) for block_ids, rows in parts if isinstance(rows, DeviceRows)]
         if not there:
             return self._move(self._in, self._scatter, group, here, fence)
-        if here:
-            self._move(self._in, self._scatter, group, here, fence)
-        return self._scatter_brought(group, there, fence)
+        with taken_back(self._in):  # the first half is queued when the second is looked at
+            if here:
+                self._move(self._in, self._scatter, group, here, fence)
+            return self._scatter_brought(group, there, fence)
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Summed | None:
         """Payloads must be page-locked. Raises LayoutError for rows that do not fit the group.
@@ -124,10 +128,10 @@ class BusPacker:
             self._groups.check_width(group, payload.shape[1])
         if self._groups.sums_slowly:
             return SummedByHost(READY, payloads)
-        summed = OnDevice(payloads, self._room_for_sums(payloads))
         taken_bytes = sum(other.bytes for other in self._brought)
-        if taken_bytes and taken_bytes + summed.bytes > BROUGHT_BYTES:
+        if taken_bytes and taken_bytes + sum(payload.nbytes for payload in payloads) > BROUGHT_BYTES:
             return None
+        summed = OnDevice(payloads, self._room_for_sums(payloads))
         kernels, parts = self._groups.kernels[group], [(_NO_IDS, payload) for payload in payloads]
 
         def brought() -> None:
@@ -202,10 +206,15 @@ class BusPacker:
             else:
                 copy(device, host, sizes)
 
-        with taken_back(stream):
-            stream.wait(fence)
-            stream.run(copied)
-            return stream.record()
+        try:
+            with taken_back(stream):
+                stream.wait(fence)
+                stream.run(copied)
+                return stream.record()
+        except RuntimeError as error:  # of the trial's memory the driver took it: then these chunks are tried again
+            if not isinstance(error, torch.OutOfMemoryError) and self._batched.pop(group, None) is not None:
+                logger.warning("Copies of KV group %d are not batched any more: %s", group, error)
+            raise
 
     def _copy(self, stream: Stream, turn_of: _Turn, group: int, parts: Parts, fence: Fence) -> Fence:
         """Queue turn after turn, each a piece of work of its own: its scratch is free again when the next one asks."""

@@ -1,4 +1,4 @@
-"""The engine's own memory: staging slots on the host or on the device, made when the first port needs them, and header
+"""The engine's own memory: staging slots on the host or on the device, made when the first group needs them, and header
 pages.
 
 Threading: made at start; afterwards the pump's.

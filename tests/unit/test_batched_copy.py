@@ -25,8 +25,9 @@ from nixl_offload.engine.batched_copy import (
 from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.packer import HostPacker, pages_of
-from nixl_offload.engine.streams import READY
+from nixl_offload.engine.streams import READY, Device, HostStreams
 from nixl_offload.errors import LayoutError
+from nixl_offload.movers.base import MemoryKind
 from tests.unit.device_lab import open_lab
 from tests.unit.device_rig import ThreadedStreams, emulated, settled
 from tests.unit.kv_shapes import SHAPES, allocate, assert_round_trip, layout_of
@@ -138,6 +139,27 @@ def test_copies_wait_for_the_model_and_errors_leave_nothing_queued(streams: Thre
             with pytest.raises(LayoutError):
                 call(0, wrong, READY)
     assert len(copy.calls) == 2
+
+
+def test_what_the_driver_refuses_is_gathered_from_then_on() -> None:
+    """It took the trial's memory, and does not take that of the KV cache: without this no chunk would ever move."""
+    tensors, refusals = noise("blhnc"), list[None]()
+
+    def refused(*_: Addresses) -> None:
+        refusals.append(None)
+        raise RuntimeError("cuMemcpyBatchAsync: CUDA error 1")
+
+    device = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
+    bus = BusPacker(tensors, pages_of(layout_of(SHAPES["blhnc"], tensors)), device, batched=lambda *_: refused)
+    ids = np.array([1, 2], dtype=np.int32)
+    payload = np.zeros((2, bus._groups.block_bytes[0]), dtype=np.uint8)
+    with pytest.raises(RuntimeError):
+        bus.gather_many(0, [(ids, payload)], READY)
+    assert bus.gather_many(0, [(ids, payload)], READY).done()
+    assert np.array_equal(payload, tensors[0][[1, 2]].view(torch.uint8).numpy())
+    bus.scatter_many(0, [(ids + 2, payload)], READY)
+    assert torch.equal(tensors[0][3:5], tensors[0][1:3])
+    assert len(refusals) == 1
 
 
 @pytest.mark.parametrize("shape", ["blhnc", "lbhnc_strided", "hybrid"])

@@ -4,6 +4,7 @@ store into memory has summed goes on to storage with it; and what is damaged rea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import READY
 from nixl_offload.engine.transfer_paths import host, host_slot
+from nixl_offload.errors import LayoutError
 from nixl_offload.types import Location, Outcome
 from tests.unit.device_lab import Lab, open_lab
 from tests.unit.device_rig import settled
@@ -244,6 +246,53 @@ def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.Monk
             assert rig.collect(n + 1).outcomes == (OK,)
         rig.expect(range(16, 32), wanted)
         rig.assert_as_expected()
+
+
+def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fill it, and their chunks, tried singly, want some of it again: kept, all would wait for each other."""
+    with opened(tmp_path, verify="always") as (_, rank):
+        rig, paths = rank.rig, rank.memory._pump._driven
+        bus = paths._packer  # type: ignore[attr-defined]
+        rig.write(range(16))
+        wanted = rig.rows(range(16))
+        assert rank.store(0, [rank.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
+        monkeypatch.setattr(bus_packer, "BROUGHT_BYTES", 16 * bus._groups.block_bytes[0])
+        monkeypatch.setattr(paths._log, "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
+        real, failures = bus.scatter_many, [1, 2]
+
+        def scatter(*arguments: Any) -> Any:
+            if failures:
+                failures.pop()
+                raise torch.OutOfMemoryError
+            return real(*arguments)
+
+        monkeypatch.setattr(bus, "scatter_many", scatter)
+        with bus._ready.held():
+            for job in (1, 2):
+                numbers = (2 * job - 2, 2 * job - 1)
+                rank.memory.submit_load(job, [rank.chunk(n, list(range(16 + 4 * n, 20 + 4 * n))) for n in numbers])
+            until(lambda: len(bus._brought) == 2)
+        for job in (1, 2):
+            assert rank._collect(job) == (OK, OK)
+        assert not failures
+        rig.expect(range(16, 32), wanted)
+        rig.assert_as_expected()
+
+
+def test_a_scatter_that_raises_leaves_nothing_queued(tmp_path: Path) -> None:
+    """Nor its first half, from host memory, when the second, from scratch, is refused."""
+    with opened(tmp_path) as (_, rank):
+        bus = rank.rig.engine._pump._driven._context.packer
+        payload = np.full((2, bus._groups.block_bytes[0]), 7, dtype=np.uint8)
+        summed = bus.bring(0, [payload])
+        settled(summed)
+        bus._in.run(lambda: time.sleep(0.1))
+        parts = [(np.array([3, 4], dtype=np.int32), payload), (np.array([5], dtype=np.int32), summed.rows()[0])]
+        with pytest.raises(LayoutError):
+            bus.scatter_many(0, parts, READY)
+        found = [tensor.clone() for tensor in rank.rig.tensors]
+        bus._in.synchronize()
+        assert all(torch.equal(tensor, before) for tensor, before in zip(rank.rig.tensors, found, strict=True))
 
 
 def test_a_device_without_memory_has_the_host_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
