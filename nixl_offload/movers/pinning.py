@@ -27,9 +27,14 @@ NVML: Final = "libnvidia-ml.so.1"
 CUDA: Final = "libcuda.so.1"
 
 CUFILE: Final = "libcufile.so.0"
-SHARD_BYTES: Final = (4 << 30, 1 << 30, 256 << 20)
+PIECE_BYTES: Final = (4 << 30, 1 << 30, 256 << 20)
 """What is tried where cuFile does not take a region whole, one after the other. Cuts lie at addresses that are
 multiples of it, so that no page of a GPU's is in two pieces."""
+
+_ALREADY_REGISTERED: Final = 5023
+"""CU_FILE_MEMORY_ALREADY_REGISTERED: one registration serves all movers of the process."""
+_CUTS: Final[dict[MemoryRegion, list[int]]] = {}
+"""Of regions that were cut: the mover of another tier, to which cuFile refuses what it has, cuts them alike."""
 
 _BAR1_LINE: Final = 1
 """Of a GPU's ``resource`` file in sysfs: start, end and flags of each window, one a line."""
@@ -100,23 +105,31 @@ def _check_settings(what: str, region: MemoryRegion, registered_bytes: int, sett
 def find_cuts(name: str, region: MemoryRegion, *, root: str = "/") -> list[int]:
     """Return the offsets at which to cut device memory, so that cuFile pins each piece while it holds all the others.
 
-    None where it takes the region whole, and where nothing is pinned anyhow. Raises MoverError when it takes no pieces
-    either, where something pins.
+    None where it takes the region whole, and where nothing is pinned anyhow; those found before, where another tier's
+    mover has it registered. Raises MoverError when it takes no pieces either, where something pins.
     """
     cufile = _cufile()
-    if cufile is None or _takes(cufile, region, []):
+    error = 0 if cufile is None else _refusal(cufile, region, [])
+    if cufile is None or not error:
+        _CUTS.pop(region, None)
         return []
-    for shard_bytes in SHARD_BYTES:
-        cuts = list(range(-region.address % shard_bytes or shard_bytes, region.length_bytes, shard_bytes))
-        if cuts and _takes(cufile, region, cuts):
+    for piece_bytes in PIECE_BYTES:
+        cuts = list(range(-region.address % piece_bytes or piece_bytes, region.length_bytes, piece_bytes))
+        if not cuts or error == _ALREADY_REGISTERED:
+            continue
+        error = _refusal(cufile, region, cuts)
+        if not error:
             logger.warning(
                 "%s: cuFile does not register %s of device memory at once; it is registered in %d pieces of at most %s",
                 name,
                 _words(region.length_bytes),
                 len(cuts) + 1,
-                _words(shard_bytes),
+                _words(piece_bytes),
             )
+            _CUTS[region] = cuts
             return cuts
+    if error == _ALREADY_REGISTERED:
+        return _CUTS.get(region, [])
     if pinning_route(root, read_settings(root)) is None:
         return []  # NIXL warns, and cuFile bounces, as it does here with what is registered
     raise MoverError(
@@ -143,15 +156,16 @@ def _cufile() -> ctypes.CDLL | None:
     return cufile
 
 
-def _takes(cufile: ctypes.CDLL, region: MemoryRegion, cuts: list[int]) -> bool:
-    """Whether all pieces can be registered at the same time. Nothing stays registered."""
+def _refusal(cufile: ctypes.CDLL, region: MemoryRegion, cuts: list[int]) -> int:
+    """Register all pieces at the same time, and let go of them; return cuFile's error, 0 where it took them."""
     held: list[int] = []
     try:
         for begin, end in pairwise([0, *cuts, region.length_bytes]):
-            if cufile.cuFileBufRegister(region.address + begin, end - begin, 0).error:
-                return False
+            error: int = cufile.cuFileBufRegister(region.address + begin, end - begin, 0).error
+            if error:
+                return error
             held.append(region.address + begin)
-        return True
+        return 0
     finally:
         for address in held:
             cufile.cuFileBufDeregister(address)

@@ -137,7 +137,7 @@ def test_kv_memory_that_cufile_takes_in_pieces_only(
     lab: Lab, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks lie across the cuts; nothing bounces, and what is stored comes back."""
-    monkeypatch.setattr(pinning, "SHARD_BYTES", (256 << 10, 128 << 10))
+    monkeypatch.setattr(pinning, "PIECE_BYTES", (256 << 10, 128 << 10))
     control["max_register"] = 128 << 10
     rig = lab.make(LimitedMover(NixlMover(PLUGINS["gds_mt"])), "blhnc", "direct")
     assert rig.engine._link_memory.plans[0].path == "direct"

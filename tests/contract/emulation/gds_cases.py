@@ -59,7 +59,7 @@ class TestThreadedInPieces(TestThreaded):
 
     @pytest.fixture(autouse=True)
     def in_pieces(self, control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(pinning, "SHARD_BYTES", (MIB, 256 * KIB, 64 * KIB))
+        monkeypatch.setattr(pinning, "PIECE_BYTES", (MIB, 256 * KIB, 64 * KIB))
         control["max_register"] = 256 * KIB
         yield
         assert control["bounced"] == 0
@@ -139,7 +139,7 @@ class TestThreadedFaults(MoverRigs):
         self, tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Where something pins, that is an error, so that the caller packs; NIXL would bounce without a word."""
-        monkeypatch.setattr(pinning, "SHARD_BYTES", (MIB,))
+        monkeypatch.setattr(pinning, "PIECE_BYTES", (MIB,))
         monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
         before = control["buffers"]
         control["max_register"] = 64 * KIB
@@ -152,6 +152,26 @@ class TestThreadedFaults(MoverRigs):
             control["max_register"] = 0
             mover.unregister_memory(mover.register_memory(region))
             assert control["buffers"] == before
+
+    @pytest.mark.parametrize("most_bytes", [0, 256 * KIB])
+    def test_memory_of_two_tiers_is_registered_once_and_cut_alike(
+        self, control: Control, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+    ) -> None:
+        """CuFile refuses the second what it has of the first: no reason to pack, or to bounce."""
+        monkeypatch.setattr(pinning, "PIECE_BYTES", (256 * KIB,))
+        monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
+        control["max_register"] = most_bytes
+        memory = HostMemory(4 * MIB)
+        region = MemoryRegion(memory.region.address, 4 * MIB, MemoryKind.VRAM)
+        with contextlib.closing(NixlMover(PLUGINS["gds_mt"])) as first:
+            first.register_memory(region)
+            held = control["buffers"]
+            with contextlib.closing(NixlMover(PLUGINS["gds_mt"])) as second:
+                second.register_memory(region)
+                assert control["buffers"] == held
+                cuts = [[each.tolist() for each in mover._cuts.values()] for mover in (first, second)]
+        assert cuts[0] == cuts[1]
+        assert bool(cuts[0]) == bool(most_bytes)
 
     def test_auto_takes_it(self, tmp_path: Path) -> None:
         """Device memory: auto takes GDS_MT when a round trip through it works."""
