@@ -51,7 +51,6 @@ class PairedMover(Mover):
         """``device`` takes VRAM and ``host`` DRAM; what else they take is not used."""
         first, second = device.limits, host.limits
         self.name = device.name
-        self.host_name = host.name
         self.memory_kinds = frozenset({MemoryKind.VRAM, MemoryKind.DRAM})
         self.limits = MoverLimits(
             alignment_bytes=max(first.alignment_bytes, second.alignment_bytes),
@@ -185,6 +184,11 @@ class PairedMover(Mover):
         if entry.of_host is None:
             if entry.spare_fd < 0:
                 raise MoverError(f"{self.name}: {entry.path} is being closed")
-            fd, entry.spare_fd = entry.spare_fd, -1
+            try:
+                fd = os.dup(entry.spare_fd)  # a mover that refuses closes what it was given, and may be asked again
+            except OSError as error:
+                raise MoverError(f"cannot use {entry.path}: {error.strerror}") from error
             entry.of_host = self._host.adopt_file(fd, entry.path, entry.length_bytes, direct=entry.direct)
+            os.close(entry.spare_fd)
+            entry.spare_fd = -1
         return entry.of_host

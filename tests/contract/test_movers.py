@@ -8,12 +8,14 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from nixl_offload.errors import MoverUnavailableError
-from nixl_offload.movers.base import MemoryKind, Mover
+from nixl_offload.errors import MoverError, MoverUnavailableError
+from nixl_offload.movers.base import FileId, MemoryKind, Mover, Op, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.limits import LimitedMover
@@ -21,7 +23,7 @@ from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import probe_round_trip
-from nixl_offload.testing.mover_suite import HugeExtentSuite, MoverSuite
+from nixl_offload.testing.mover_suite import HostMemory, HugeExtentSuite, MoverSuite
 from tests.unit.kv_shapes import DeviceCopyMover
 
 HERE = Path(__file__).parent
@@ -102,6 +104,39 @@ class TestPairedByDevice(TestPairedByHost):
     """The same: what plays device memory goes by the first."""
 
     memory_kind = MemoryKind.VRAM
+
+
+class RefusesOnce(DeviceCopyMover):
+    """Does not take the first file that it is given."""
+
+    refused = False
+
+    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        """See Mover."""
+        if self.refused:
+            return super().adopt_file(fd, path, length_bytes, direct=direct)
+        self.refused = True
+        os.close(fd)
+        raise MoverError("too many open files")
+
+
+def test_a_pair_asks_the_second_again_for_a_file_that_it_refused(tmp_path: Path) -> None:
+    """A slab is one file: refused for good, no chunk would go from host memory to it any more."""
+    path = tmp_path / "data"
+    path.write_bytes(bytes(range(256)) * 16)
+    memory = HostMemory(4096)
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.closing(PairedMover(DeviceCopyMover(), RefusesOnce())) as mover:
+        region, file = mover.register_memory(memory.region), mover.open_file(str(path), 4096, direct_io=False)
+        whole = np.array([[0, 4096]], dtype=np.int64)
+        with pytest.raises(MoverError, match="too many"):
+            mover.submit(Op.READ, region, whole, file, whole)
+        transfer = mover.submit(Op.READ, region, whole, file, whole)
+        while mover.poll(transfer) is TransferState.PENDING:
+            time.sleep(0.001)
+        assert transfer.state is TransferState.DONE
+        mover.close_file(file)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 class TestHuge(HugeExtentSuite):
