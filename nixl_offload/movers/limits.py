@@ -268,7 +268,13 @@ class LimitedMover(Mover):
         now_s = time.monotonic()
         if now_s >= schedule.next_s:
             for began_s, inner in schedule.take(now_s):
-                if self._poll_inner(inner):
+                try:
+                    is_final = self._poll_inner(inner)
+                except Exception as error:  # noqa: BLE001 - a poll must not raise: here it would cost all that is due
+                    self._running[inner].quarantine = True
+                    self._end_part(inner, f"{self.name}: {error!r}")
+                    continue
+                if is_final:
                     schedule.ended(inner, began_s, now_s)
                 else:
                     schedule.pending(inner, began_s, now_s)
@@ -279,16 +285,21 @@ class LimitedMover(Mover):
         """Whether it is final."""
         if self.inner.poll(inner) is TransferState.PENDING:
             return False
+        owner = self._running[inner]
+        owner.quarantine |= inner.quarantine
+        owner.missing |= inner.missing
+        self._end_part(inner, (inner.error or f"{self.name}: failed") if inner.state is TransferState.FAILED else None)
+        return True
+
+    def _end_part(self, inner: Transfer, error: str | None) -> None:
+        """A part runs no longer. ``error``: None says that it is DONE."""
         owner = self._running.pop(inner)
         self._extents_running -= owner.running.pop(inner)
-        if inner.state is TransferState.FAILED:
-            owner.error = owner.error or inner.error
-            owner.quarantine |= inner.quarantine
-            owner.missing |= inner.missing
+        if error is not None:
+            owner.error = owner.error or error
             self._drop_waiting(owner)
         # Its owner may not be the transfer that is polled now; it becomes final when its own turn comes, or by a look.
         self._note_end(owner)
-        return True
 
     def _start_waiting(self, raise_for: _LimitedTransfer | None = None) -> MoverError | None:
         """Hand over parts while they fit. Returns the refusal of ``raise_for``'s part; others fail their owner."""

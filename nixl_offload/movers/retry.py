@@ -213,8 +213,13 @@ class RetryingMover(Mover):
 
     def _ask(self, question: _Lookup) -> None:
         if self._asker is None:
-            self._asker = threading.Thread(target=self._answer, name=f"nixl-offload-{self.name}-ask", daemon=True)
-            self._asker.start()
+            asker = threading.Thread(target=self._answer, name=f"nixl-offload-{self.name}-ask", daemon=True)
+            try:
+                asker.start()
+            except RuntimeError:  # no thread to be had now, so nobody knows
+                question.answer = _Answer.GO_ON
+                return
+            self._asker = asker
         self._questions.put(question)
 
     def _answer(self) -> None:

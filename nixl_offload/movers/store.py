@@ -75,9 +75,14 @@ class StoreMover(TrackedMover[_StoreTransfer]):
 
     def _launch(self, transfer: _StoreTransfer) -> None:
         if self._workers < min(self._threads, len(self._in_flight)):
-            self._workers += 1
-            name = f"nixl-offload-{self.name}-{self._workers}"
-            threading.Thread(target=self._work, name=name, daemon=True).start()
+            name = f"nixl-offload-{self.name}-{self._workers + 1}"
+            try:
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+                self._workers += 1
+            except RuntimeError as error:  # no thread to be had now; those that there are go on
+                if not self._workers:
+                    self._finish(transfer, f"{self.name}: {error}")
+                    return
         self._jobs.put(transfer)
 
     def _advance(self, transfer: _StoreTransfer) -> None:

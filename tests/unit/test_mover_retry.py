@@ -104,6 +104,45 @@ def test_memory_and_object_are_kept_between_two_attempts(setup: Setup) -> None:
     setup.mover.close_file(file)
 
 
+def test_a_machine_without_a_thread_to_spare_reads_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks whether the object is there, and no poll raises."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("-ask"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert setup.rig.wait(setup.read(Fault(0, FaultKind.FAIL))).state is DONE
+    assert (setup.reads, setup.control.asked) == (2, 0)
+
+
+def test_a_store_without_a_thread_to_serve_it_fails_a_transfer_and_nothing_else(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is one thread already, it serves on alone."""
+    start = threading.Thread.start
+    spare: list[None] = []
+
+    def take(thread: threading.Thread) -> None:
+        if not spare:
+            raise RuntimeError("can't start new thread")
+        spare.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", take)
+    whole = extents([0], len(DATA))
+    for threads, expected in ((0, FAILED), (1, DONE), (0, DONE)):
+        spare.extend([None] * threads)
+        files = [setup.rig.open(setup.name, len(DATA)) for _ in range(3)]
+        transfers = [setup.faulty.submit(Op.READ, setup.rig.memory_id, whole, file, whole) for file in files]
+        for transfer, file in zip(transfers, files, strict=True):
+            until(lambda transfer=transfer: setup.faulty.poll(transfer) is not PENDING)
+            assert (transfer.state, transfer.quarantine) == (expected, False)
+            setup.mover.close_file(file)
+
+
 def test_what_is_gone_is_not_read_again(setup: Setup) -> None:
     setup.control.delete([setup.name])
     transfer = setup.rig.wait(setup.read(Fault(0, FaultKind.FAIL, every=True)))

@@ -129,3 +129,31 @@ def test_what_moves_only_when_polled_is_polled(tmp_path: Path) -> None:
     rig = Rig(LimitedMover(SmallMover()), tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=False)
     assert rig.mover.look() is None
     rig.close()
+
+
+class Raising(Unpolled):
+    """The first of whose polls raises, which no poll must."""
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        if not self.polls:
+            self.polls += 1
+            raise RuntimeError("can't start new thread")
+        return super().poll(transfer)
+
+
+def test_a_poll_that_raises_costs_its_own_transfer_alone(tmp_path: Path) -> None:
+    """Those that were due with it are polled all the same, and nobody waits for ever."""
+    rig = Rig(LimitedMover(Raising()), tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=False)
+    rows = [extents([number * 8 * KIB], 8 * KIB) for number in range(5)]
+    transfers = [rig.submit(Op.READ, each, each) for each in rows]
+    give_up_s = time.monotonic() + 30
+    while any(transfer.state is TransferState.PENDING for transfer in transfers):
+        assert time.monotonic() < give_up_s
+        quiet_s = rig.mover.look()
+        assert quiet_s is not None
+        time.sleep(min(quiet_s, 0.01))
+    lost, *others = sorted(transfers, key=lambda transfer: transfer.state is TransferState.DONE)
+    assert (lost.state, lost.quarantine) == (TransferState.FAILED, True)
+    assert "can't start new thread" in (lost.error or "")
+    assert {transfer.state for transfer in others} == {TransferState.DONE}
+    rig.close()
