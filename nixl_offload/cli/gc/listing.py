@@ -18,6 +18,7 @@ from typing import Final
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.tiers.inspect import ChunkInfo
 from nixl_offload.tiers.shared.inspect import group_chunks
+from nixl_offload.tiers.shared.naming import end_of
 
 LISTS: Final = 16
 SPLIT_OBJECTS: Final = 10_000
@@ -37,8 +38,8 @@ def list_chunks(store: Store, namespace: str, others: Callable[[ObjectInfo], Non
     if len(first) <= SPLIT_OBJECTS:
         yield from group_chunks(first, others)
         return
-    for chunks, foreign in _Lists(store, namespace).parts():
-        for info in foreign:
+    for chunks, other_objects in _Lists(store, namespace).parts():
+        for info in other_objects:
             others(info)
         yield from chunks
 
@@ -46,9 +47,9 @@ def list_chunks(store: Store, namespace: str, others: Callable[[ObjectInfo], Non
 def ranges_of(namespace: str) -> list[tuple[str, str]]:
     """Return 256 ranges that hold every name of the namespace once: behind the first name, up to the second.
 
-    "0" follows "/": all shards of ``xx`` sort before ``<namespace>/xx0``. The last range has no end.
+    All ranks of a key are in one range. The last range has no end.
     """
-    ends = [f"{namespace}/{first:02x}0" for first in range(255)]
+    ends = [end_of(namespace, first_byte) for first_byte in range(255)]
     return list(zip(["", *ends], [*ends, ""], strict=True))
 
 
@@ -67,10 +68,12 @@ class _Lists:
 
     def parts(self) -> Iterator[_Part]:
         """Yield what the threads have found. Raises what stopped one of them."""
-        threads = [threading.Thread(target=self._work, name=f"nixl-offload-gc-{n}", daemon=True) for n in range(LISTS)]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
         try:
+            for number in range(LISTS):
+                thread = threading.Thread(target=self._work, name=f"nixl-offload-gc-{number}", daemon=True)
+                thread.start()
+                threads.append(thread)
             left = len(threads)
             while left:
                 part = self._ready.get()
@@ -98,12 +101,12 @@ class _Lists:
         self._put(None)
 
     def _list(self, after: str, last: str) -> None:
-        foreign: list[ObjectInfo] = []
-        chunks = group_chunks(self._names(after, last), foreign.append)
+        others: list[ObjectInfo] = []
+        chunks = group_chunks(self._names(after, last), others.append)
         while True:
             found = list(islice(chunks, _BATCH_CHUNKS))
-            self._put((found, foreign.copy()))
-            foreign.clear()
+            self._put((found, others.copy()))
+            others.clear()
             if len(found) < _BATCH_CHUNKS:
                 return
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.tiers.shared.naming import parse_shard_name
+from nixl_offload.tiers.shared.naming import end_of, parse_shard_name
 from nixl_offload.types import Key, key_group
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Listing:
         the keys whose first byte that is; None: at random.
         """
         self.chunks = 0
-        """ProbeResult so far; written by the listing thread."""
+        """Found so far; written by the listing thread."""
         self.objects = 0
         """Looked at so far; likewise."""
         self.done = False
@@ -70,8 +70,7 @@ class Listing:
         self._estimate: int | None = None
         """How many chunks there are, after ``SAMPLE_CHUNKS``."""
         self._first_byte = random.randrange(256) if start is None else start
-        # "0" follows "/": behind all shards of that byte, and before those of the next.
-        self._start = self._last = f"{namespace.name}/{self._first_byte:02x}0"
+        self._start = self._last = end_of(namespace.name, self._first_byte)
         self._is_second_part = False
         """From the beginning to ``_start``, after all that lies behind it."""
         self._found: deque[Listed] = deque()
