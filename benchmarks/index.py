@@ -160,20 +160,20 @@ def measure_reopen(count: int, policy: str, directory: str) -> dict[str, Any]:
     """
     material = np.random.default_rng(1).bytes(32 * CHAIN)
     path = os.path.join(directory, f"index-{count}.sqlite")
-    twin, _ = DurableIndex.open(path, GEOMETRY)
+    journal, _ = DurableIndex.open(path, GEOMETRY)
     for number in range(count - CHAIN):
-        twin.put(Key(number.to_bytes(KEY_BYTES, "big")), Location(0, number * SLOT_BYTES, SLOT_BYTES))
+        journal.put(Key(number.to_bytes(KEY_BYTES, "big")), Location(0, number * SLOT_BYTES, SLOT_BYTES))
         if number % CHAIN == 0:
-            assert twin.flush(600.0)
-    assert twin.flush(600.0)
+            assert journal.flush(600.0)
+    assert journal.flush(600.0)
     locations = [Location(0, number * SLOT_BYTES, SLOT_BYTES) for number in range(count - CHAIN, count)]
     start_s, start_cpu_s = time.perf_counter(), time.thread_time()
     for key, location in zip(keys_of(material, range(CHAIN)), locations, strict=True):
-        twin.put(key, location)
+        journal.put(key, location)
     put_s = time.thread_time() - start_cpu_s
-    assert twin.flush(600.0)
+    assert journal.flush(600.0)
     written_s = time.perf_counter() - start_s
-    assert twin.close(600.0)
+    assert journal.close(600.0)
 
     gc.collect()
     before_bytes = peak_bytes()
@@ -186,9 +186,9 @@ def measure_reopen(count: int, policy: str, directory: str) -> dict[str, Any]:
         "reopen_cpu_s": round(reopened_cpu_s, 2),
         "reopen_beside_a_busy_thread_s": round(beside_s, 2),
         "reopen_peak_bytes_per_key": round(reopened_peak_bytes / count),
-        "twin_put_ns": round(put_s * 1e9 / CHAIN),
-        "twin_random_rows_written_per_s": round(CHAIN / written_s),
-        "twin_max_bytes_per_key": round(max_bytes(count, KEY_BYTES) / count, 1),
+        "journal_put_ns": round(put_s * 1e9 / CHAIN),
+        "journal_random_rows_written_per_s": round(CHAIN / written_s),
+        "journal_max_bytes_per_key": round(max_bytes(count, KEY_BYTES) / count, 1),
     }
 
 

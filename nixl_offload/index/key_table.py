@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from nixl_offload.index.links import Nodes
 from nixl_offload.types import Key
 
 _SEGMENT_BITS = 13
@@ -32,7 +33,6 @@ _DEPTH_MAX = 31 - _SEGMENT_BITS
 _IN_USE = 1 << 31
 """Marks a node's hash as one of a key in the table; 31 bits of the hash lie below."""
 
-_Nodes = npt.NDArray[np.uint32]
 _Numbers = npt.NDArray[np.int64]
 
 
@@ -256,7 +256,7 @@ class KeyTable:
         self._depths[segment] = depth + 1
         self._depths.append(depth + 1)
 
-    def _place(self, nodes: _Nodes, places: _Numbers) -> bool:
+    def _place(self, nodes: Nodes, places: _Numbers) -> bool:
         """Enter nodes at the first free cells from ``places`` on. False, half done: two nodes have one key."""
         cells = np.frombuffer(self._cells, dtype=np.uint32)
         hashes = np.frombuffer(self._hashes, dtype=np.uint32)
