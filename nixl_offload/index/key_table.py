@@ -15,9 +15,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from nixl_offload.index.links import Nodes
+from nixl_offload.index.links import Nodes, Numbers
 from nixl_offload.types import Key
 
 _SEGMENT_BITS = 13
@@ -32,8 +31,6 @@ _DEPTH_MAX = 31 - _SEGMENT_BITS
 """Bits of the hash that choose a segment; the bits above choose a cell in it. Enough for 800 million keys."""
 _IN_USE = 1 << 31
 """Marks a node's hash as one of a key in the table; 31 bits of the hash lie below."""
-
-_Numbers = npt.NDArray[np.int64]
 
 
 class KeyTable:
@@ -210,12 +207,12 @@ class KeyTable:
                 return start
             self._split(number & self._mask)
 
-    def _make_room_for_many(self, numbers: _Numbers) -> _Numbers | None:
+    def _make_room_for_many(self, numbers: Numbers) -> Numbers | None:
         """Split segments until these hashes have room; return the segment of each. None: they cannot have it."""
         while True:
             # Splitting moves hashes between segments, but never makes a segment of one hash fuller.
             starts = np.array(self._starts, dtype=np.int64)
-            segments: _Numbers = starts[numbers & self._mask] >> _SEGMENT_BITS
+            segments: Numbers = starts[numbers & self._mask] >> _SEGMENT_BITS
             filled = np.bincount(segments, minlength=len(self._counts)) + np.array(self._counts)
             crowded = np.flatnonzero(filled >= _SPLIT_AT)
             if not len(crowded):
@@ -256,7 +253,7 @@ class KeyTable:
         self._depths[segment] = depth + 1
         self._depths.append(depth + 1)
 
-    def _place(self, nodes: Nodes, places: _Numbers) -> bool:
+    def _place(self, nodes: Nodes, places: Numbers) -> bool:
         """Enter nodes at the first free cells from ``places`` on. False, half done: two nodes have one key."""
         cells = np.frombuffer(self._cells, dtype=np.uint32)
         hashes = np.frombuffer(self._hashes, dtype=np.uint32)

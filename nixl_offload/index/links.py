@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Nodes = npt.NDArray[np.uint32]
+Numbers = npt.NDArray[np.int64]
 
 
 class Links:

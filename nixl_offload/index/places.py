@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from nixl_offload.errors import IndexStateError
-from nixl_offload.index.links import Nodes
+from nixl_offload.index.links import Nodes, Numbers
 from nixl_offload.index.policy import Policy
 from nixl_offload.index.rows import Rows
 from nixl_offload.index.size_class import SizeClass
@@ -91,11 +91,7 @@ class Places:
         high = max(starts.max(), rows.slot_bytes.max())
         if starts.min() < 0 or rows.slot_bytes.min() <= 0 or high > _FAR or self.tier not in (None, tier):
             raise IndexStateError(f"no such places, or not of tier {self.tier}")
-        order = np.argsort(starts, kind="stable")
-        offsets = np.frombuffer(self.offsets, dtype=np.int64)
-        if (ends[order][:-1] > starts[order][1:]).any() or any(
-            size_class.slots.clashes(starts, ends, offsets) for size_class in self.classes
-        ):
+        if self._overlaps(starts, ends):
             raise IndexStateError("a location overlaps one that is in use")
 
     def put(self, node: int, location: Location) -> SizeClass:
@@ -118,6 +114,15 @@ class Places:
             np.frombuffer(self._class_of_node, dtype=np.uint16)[nodes[wanted]] = number
             self.classes[number].slots.set_many(rows.offsets[wanted], nodes[wanted])
             yield self.classes[number], nodes[wanted]
+
+    def _overlaps(self, starts: Numbers, ends: Numbers) -> bool:
+        """Whether one of these ranges overlaps another, or a slot in use."""
+        # Here, not where it is raised: as long as an exception keeps its frame, no column of that frame can grow.
+        order = np.argsort(starts, kind="stable")
+        offsets = np.frombuffer(self.offsets, dtype=np.int64)
+        return bool((ends[order][:-1] > starts[order][1:]).any()) or any(
+            size_class.slots.clashes(starts, ends, offsets) for size_class in self.classes
+        )
 
     def _number(self, slot_bytes: int) -> int:
         number = self._numbers.get(slot_bytes)

@@ -9,13 +9,10 @@ from array import array
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-from nixl_offload.index.links import Nodes
+from nixl_offload.index.links import Nodes, Numbers
 
 _PAGE_SLOTS = 1024
-
-_Numbers = npt.NDArray[np.int64]
 
 
 class SlotMap:
@@ -41,7 +38,7 @@ class SlotMap:
             start = self._new_page(number)
         self._cells[start + place] = node
 
-    def set_many(self, offsets: _Numbers, nodes: Nodes) -> None:
+    def set_many(self, offsets: Numbers, nodes: Nodes) -> None:
         """``set`` each."""
         numbers, places = np.divmod(offsets // self.slot_bytes, _PAGE_SLOTS)
         for number in np.unique(numbers).tolist():
@@ -73,7 +70,7 @@ class SlotMap:
             return node
         return 0
 
-    def clashes(self, starts: _Numbers, ends: _Numbers, offsets: _Numbers) -> bool:
+    def clashes(self, starts: Numbers, ends: Numbers, offsets: Numbers) -> bool:
         """Whether a slot here overlaps any range ``[start, end)``. ``offsets`` is by node."""
         if not self._pages:
             return False
@@ -122,7 +119,7 @@ class SlotMap:
         self._cells.frombytes(bytes(4 * _PAGE_SLOTS))
         return start
 
-    def _starts(self, numbers: _Numbers) -> _Numbers:
+    def _starts(self, numbers: Numbers) -> Numbers:
         """Return where each page starts, -1 for one that does not exist."""
         unique, inverse = np.unique(numbers, return_inverse=True)
         known = [self._pages.get(number, -1) for number in unique.tolist()]

@@ -134,3 +134,18 @@ def test_a_bulk_that_is_refused_changes_nothing() -> None:
     assert index.drop(keys[3]) == Location(0, 12288, 4096)
     index.insert_many(0, columns([(keys[5], 12288, 4096)]))
     index.check()
+
+
+def test_an_index_grows_while_somebody_keeps_the_refusal() -> None:
+    """Whose frames must hold no view of a column."""
+    index = Index()
+    keys = [Key(number.to_bytes(36, "big")) for number in range(200)]
+    index.insert_many(0, columns([(keys[0], 0, 4096)]))
+    for offset in (0, 4096):  # an overlap, and a key that is here
+        with pytest.raises(IndexStateError) as refusal:
+            index.insert_many(0, columns([(keys[0], offset, 4096)]))
+        first = len(index)
+        for number in range(first, first + 99):
+            index.insert_ready(keys[number], Location(0, number * 4096, 4096))
+        assert refusal.tb is not None
+    index.check()
