@@ -31,6 +31,6 @@ class Turn:
             self.begin()
 
     def _let_go(self) -> None:
-        # The kernel makes some 80 us of it, long enough for a thread that waits to wake up. ``sched_yield`` takes half a
-        # microsecond, and whoever calls it has the interpreter back before anybody else could take it.
+        # The kernel makes some 80 us of it, long enough for a thread that waits to wake up. ``sched_yield`` takes half
+        # a microsecond: its caller has the interpreter back before anybody else could take it.
         time.sleep(0)

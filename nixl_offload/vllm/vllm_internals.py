@@ -42,7 +42,7 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
     """
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        chunk_tokens = [group.tokens_per_chunk for group in self.config.kv_group_configs]
+        configs = self.config.kv_group_configs
         states = self._req_status
         worthwhile: dict[str, int] = {}
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
@@ -50,8 +50,11 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
             if state is None:
                 continue
             storable = self._calc_num_offloadable_tokens(state, state.req.num_computed_tokens + tokens)
-            for whole, group in zip(chunk_tokens, state.group_states, strict=True):
-                if storable >= (group.next_stored_chunk_idx + 1) * whole or state.req.is_finished():
+            for config, group in zip(configs, state.group_states, strict=True):
+                stored = group.next_stored_chunk_idx
+                # The first question is quick; the second knows that a draft's last chunk may still change.
+                has_chunk = storable // config.tokens_per_chunk > stored
+                if state.req.is_finished() or (has_chunk and state.storable_chunks(config, group, storable) > stored):
                     worthwhile[request_id] = tokens
                     break
         if not worthwhile and not scheduler_output.finished_req_ids:
