@@ -7,15 +7,26 @@ from pathlib import Path
 import pytest
 
 from benchmarks import interpreter
+from nixl_offload.engine.host_copies import HostCopy
+from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.turn import Turn
 
 
 @pytest.mark.parametrize(("medium", "mover"), [("slab", "posix"), ("memory", "copy")])
 def test_it_measures_a_round(medium: str, mover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOBS": (1, 8), "RUN_CHUNKS": 8, "LOOP_S": 0.3}.items():
         monkeypatch.setattr(interpreter, name, value)
+    for owner, name in ((Turn, "_let_go"), (JobTable, "sleep"), (HostCopy, "gather"), (HostCopy, "scatter")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # probes replace them; undone with the test
+    probes = interpreter.Probes()
     with interpreter.open_rank(medium, tmp_path) as rank:
         assert rank.mover.startswith(mover)
-        found = {operation: interpreter.measure(rank, operation, rounds=1) for operation in interpreter.OPERATIONS}
+        found = {
+            operation: interpreter.measure(rank, operation, rounds=1, probes=probes)
+            for operation in interpreter.OPERATIONS
+        }
     for result in found.values():
         assert all(cpu["caller"] > 0 and cpu["others"] > 0 for cpu in result["cpu_us"].values())
+        assert all(cpu["copies"] > 0 for cpu in result["cpu_us"].values())
+        assert result["stretch_longest_us"] >= result["stretch_p99_us"] > 0
         assert result["beside_chunks_per_s"] > 0
