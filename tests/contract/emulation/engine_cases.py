@@ -24,6 +24,7 @@ from nixl_offload.movers import pinning
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
+from nixl_offload.movers.paired import PairedMover
 from nixl_offload.types import Outcome
 from tests.unit.device_lab import Lab, open_lab
 from tests.unit.device_rig import emulated
@@ -139,7 +140,9 @@ def test_kv_memory_that_cufile_takes_in_pieces_only(
     """Blocks lie across the cuts; nothing bounces, and what is stored comes back."""
     monkeypatch.setattr(pinning, "PIECE_BYTES", (256 << 10, 128 << 10))
     control["max_register"] = 128 << 10
-    rig = lab.make(LimitedMover(NixlMover(PLUGINS["gds_mt"])), "blhnc", "direct")
+    # Header pages are host memory, more than a piece of it, which never goes to cuFile.
+    host = LimitedMover(NixlMover(PLUGINS["posix_aio"]))
+    rig = lab.make(PairedMover(LimitedMover(NixlMover(PLUGINS["gds_mt"])), host), "blhnc", "direct")
     assert rig.engine._link_memory.plans[0].path == "direct"
     assert control["buffers"] > 10
     assert_round_trip(rig, lambda: time.sleep(0.005))
