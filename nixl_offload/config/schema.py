@@ -80,7 +80,9 @@ class _Tier(_Model):
 
 
 class MemoryConfig(_Tier):
-    """Chunks in host memory."""
+    """Chunks in host memory. Give it at least twice what the GPUs' KV caches hold together: a smaller one keeps what
+    they still have, and serves little.
+    """
 
     outlives_process: ClassVar[bool] = False
     ttl_s: ClassVar[None] = None

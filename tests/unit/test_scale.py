@@ -79,6 +79,8 @@ def test_gc_lists_twice_and_deletes_what_is_too_much() -> None:
     pages = 11 + 256  # a first look, then a page for each range
     assert run.lists == 2 + 2 * pages, "two to find the namespaces"
     assert run.deletes == 3
+    # What it took here depends on the machine; the model is held to a figure of its own.
+    run = replace(run, processor_us_per_listed=12.0)
     before, now = (run.scaled(PETABYTE / SMALL.shard_bytes, 3e6, parallel=parallel) for parallel in (False, True))
     assert now["hours"] < 50 / 60 < before["hours"]
 
