@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -105,9 +106,12 @@ def _check_settings(what: str, region: MemoryRegion, registered_bytes: int, sett
 def find_cuts(name: str, region: MemoryRegion, *, root: str = "/") -> list[int]:
     """Return the offsets at which to cut device memory, so that cuFile pins each piece while it holds all the others.
 
-    None where it takes the region whole, and where nothing is pinned anyhow; those found before, where another tier's
-    mover has it registered. Raises MoverError when it takes no pieces either, where something pins.
+    None where it takes the region whole; those found before, where another tier's mover has it registered. Raises
+    MoverError when it takes no pieces either. Where nothing is pinned cuFile is not asked: it bounces, registered or
+    not, and without a GPU's driver ``cuFileBufRegister`` may never return.
     """
+    if pinning_route(root, read_settings(root)) is None:
+        return []
     cufile = _cufile()
     error = 0 if cufile is None else _refusal(cufile, region, [])
     if cufile is None or not error:
@@ -130,8 +134,6 @@ def find_cuts(name: str, region: MemoryRegion, *, root: str = "/") -> list[int]:
             return cuts
     if error == _ALREADY_REGISTERED:
         return _CUTS.get(region, [])
-    if pinning_route(root, read_settings(root)) is None:
-        return []  # NIXL warns, and cuFile bounces, as it does here with what is registered
     raise MoverError(
         f"{name}: cuFile refuses to register {_words(region.length_bytes)} of device memory, in pieces too; its log "
         f"(cufile.log) may say why; {_PACKED}"
@@ -145,9 +147,9 @@ class _CufileError(ctypes.Structure):
 
 
 def _cufile() -> ctypes.CDLL | None:
-    """The library that NIXL's plugin has loaded by now; None: there is none to ask."""
+    """The library that NIXL's plugin has loaded; None: it has loaded none, so there is none to ask."""
     try:
-        cufile = ctypes.CDLL(CUFILE)
+        cufile = ctypes.CDLL(CUFILE, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         cufile.cuFileBufRegister.restype = cufile.cuFileBufDeregister.restype = _CufileError
         cufile.cuFileBufRegister.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         cufile.cuFileBufDeregister.argtypes = (ctypes.c_void_p,)

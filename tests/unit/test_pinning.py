@@ -183,6 +183,13 @@ def test_what_the_driver_says_of_the_window(tmp_path: Path, monkeypatch: pytest.
     assert find_bar1(0) is None
 
 
+def test_where_nothing_is_pinned_cufile_is_not_asked(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Where there is no driver NVIDIA's library never returns from registering."""
+    monkeypatch.setattr(pinning, "_cufile", lambda: pytest.fail("cuFile was asked"))
+    machine.remove("proc/driver/nvidia")
+    assert pinning.find_cuts("gds_mt", vram(GIB), root=str(machine.root)) == []
+
+
 def test_nixl_asks_before_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what they hold already; host memory is left alone. The agent is never reached by what is refused."""
     asked = []
@@ -206,7 +213,6 @@ def test_nixl_asks_before_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     agent = Agent()
     monkeypatch.setattr("nixl_offload.movers.nixl.check_pinning", refuse)
-    monkeypatch.setattr("nixl_offload.movers.nixl.find_cuts", lambda *_: ())  # these addresses are nobody's
     mover = NixlMover(PLUGINS["gds_mt"])
     monkeypatch.setattr(mover._nixl, "get", lambda: agent)
     mover.register_memory(vram(GIB))

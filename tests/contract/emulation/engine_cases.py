@@ -139,6 +139,7 @@ def test_kv_memory_that_cufile_takes_in_pieces_only(
 ) -> None:
     """Blocks lie across the cuts; nothing bounces, and what is stored comes back."""
     monkeypatch.setattr(pinning, "PIECE_BYTES", (256 << 10, 128 << 10))
+    monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
     control["max_register"] = 128 << 10
     # Header pages are host memory, more than a piece of it, which never goes to cuFile.
     host = LimitedMover(NixlMover(PLUGINS["posix_aio"]))

@@ -60,6 +60,7 @@ class TestThreadedInPieces(TestThreaded):
     @pytest.fixture(autouse=True)
     def in_pieces(self, control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(pinning, "PIECE_BYTES", (MIB, 256 * KIB, 64 * KIB))
+        monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
         control["max_register"] = 256 * KIB
         yield
         assert control["bounced"] == 0
