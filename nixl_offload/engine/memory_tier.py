@@ -198,6 +198,7 @@ class MemoryPaths:
             parts.append((chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)))
         self.turn.pause()
         gathered = self._packer.gather_many(io.group, parts, chunks[0].task.job.fence)
+        self.turn.begin()  # host memory has been copied by now, without the interpreter
         yield from batch.passes([gathered])
         # All source blocks are free before the first checksum is computed.
         if not self._advance(batch, ChunkState.TRANSFER):
@@ -242,7 +243,9 @@ class MemoryPaths:
             return
         chunks = batch.alive
         parts = [(chunk.io.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in chunks]
-        yield from batch.passes([self._packer.scatter_many(ios[0].group, parts, chunks[0].task.job.fence)])
+        scattered = self._packer.scatter_many(ios[0].group, parts, chunks[0].task.job.fence)
+        self.turn.begin()
+        yield from batch.passes([scattered])
         for chunk in chunks:
             chunk.end(Outcome.OK)
 

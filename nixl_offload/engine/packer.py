@@ -17,7 +17,7 @@ import xxhash
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.brought import BlockIds, DeviceRows, Parts, Payload, ScatterParts, Summed, SummedByHost
 from nixl_offload.engine.bus_packer import BusPacker
-from nixl_offload.engine.host_copies import HostCopy, host_copies_of
+from nixl_offload.engine.host_copies import HostCopy, host_copies_of, runs_of
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.streams import READY, Device, Fence, ReadyFence, device_of
 from nixl_offload.errors import LayoutError
@@ -85,16 +85,17 @@ class HostPacker:
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         """Raises LayoutError for block ids outside the KV cache."""
         block_ids, payloads = self._checked_ids(group, parts), [payload for _, payload in parts]
+        runs = runs_of(block_ids, [len(payload) for payload in payloads])
         for copy in self._copies[group]:
-            copy.gather(block_ids, payloads)
+            copy.gather(runs, payloads)
         return SummedByHost(READY, payloads)
 
     def scatter_many(self, group: int, parts: ScatterParts, fence: Fence) -> Fence:
         """Raises LayoutError for block ids outside the KV cache."""
-        block_ids = self._checked_ids(group, parts)
-        payloads = [rows for _, rows in parts if not isinstance(rows, DeviceRows)]
+        self._checked_ids(group, parts)
+        rows = [(block_ids, payload) for block_ids, payload in parts if not isinstance(payload, DeviceRows)]
         for copy in self._copies[group]:
-            copy.scatter(block_ids, payloads)
+            copy.scatter(rows)
         return READY
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Summed:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import Engine, WorkKind
+from nixl_offload.engine import Engine, WorkKind, waiting
 from nixl_offload.errors import LayoutError, MoverError
 from nixl_offload.movers.base import Mover, Op
 from nixl_offload.movers.copy import CopyMover
@@ -246,8 +246,9 @@ def test_blocks_overwritten_after_wait_do_not_change_what_was_stored(make: Make,
     assert stored > 60
 
 
-def test_wait_returns_at_once_when_storage_hangs(make: Make) -> None:
+def test_wait_returns_at_once_when_storage_hangs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Staged chunks do not hold ``wait`` up; those that never got a slot are DROPPED."""
+    monkeypatch.setattr(waiting, "STORE_GRACE_S", 0.5)  # for the pump of a busy machine
     mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.STUCK, every=True)])
     rig = make("per_layer", mover, staging_slots=4)
     rig.engine.submit_store(1, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(8)])
