@@ -281,7 +281,9 @@ class ChainEngine:
         logger.error("job %d was submitted twice; the second submit is ignored", job_id)
 
     def _poll(self) -> None:
-        """Take what the engines have to tell and let moves go on. Quick where there is nothing."""
+        """Take what the engines have to tell and let moves go on."""
+        if not self._jobs and self._moves.idle:
+            return  # as in most steps
         for tier, engine in self._live:
             for done in engine.finished():
                 if done.ends_job:

@@ -247,7 +247,7 @@ class NixlOffloadManager(OffloadingManager):
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
         context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
-        answer = self._catalog.lookup(Key(key), time.monotonic(), context, self._allowed(req_context))
+        answer = self._catalog.lookup(Key(key), time.monotonic(), context, allowed_tiers(req_context, self._labels))
         return _VLLM_HIT if answer is _HIT else _ANSWERS[answer]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -273,7 +273,9 @@ class NixlOffloadManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return what kind of tier serves a hit."""
-        position = self._catalog.where(Key(key), self._allowed(req_context)) if self._catalog is not None else None
+        if self._catalog is None:
+            return CacheHitSource.EXTERNAL_UNSPECIFIED
+        position = self._catalog.where(Key(key), allowed_tiers(req_context, self._labels))
         return CacheHitSource.EXTERNAL_UNSPECIFIED if position is None else self._labels[position].source
 
     def tokens_to_load(
@@ -295,11 +297,14 @@ class NixlOffloadManager(OffloadingManager):
         """
         if self._catalog is None or self._decider is None:
             return tokens
-        self._stats_s = 0.0
-        allowed, now_s = self._allowed(req_context), time.monotonic()
-        return self._decider.tokens_to_load(
+        before = req_context.get_state(LoadDecision)
+        allowed, now_s = allowed_tiers(req_context, self._labels), time.monotonic()
+        loaded_tokens = self._decider.tokens_to_load(
             keys, req_context, first_token, tokens, chunk_tokens, windows, allowed, now_s, server
         )
+        if req_context.get_state(LoadDecision) is not before:
+            self._stats_s = 0.0
+        return loaded_tokens
 
     def count_lookup(self, req_context: ReqContext) -> None:
         """Count what a request has looked up, once."""
@@ -330,10 +335,9 @@ class NixlOffloadManager(OffloadingManager):
         if self._catalog is None:
             return TicketSpec(LoadTicket(0, wanted, (NOWHERE,) * len(wanted)))
         now_s = time.monotonic()
-        ticket = self._catalog.prepare_load(wanted, now_s, self._allowed(req_context))
+        ticket = self._catalog.prepare_load(wanted, now_s, allowed_tiers(req_context, self._labels))
         if self._decider is not None:
             self._decider.begin_load(ticket, now_s)
-        self._collect_events()
         return TicketSpec(ticket)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -342,23 +346,21 @@ class NixlOffloadManager(OffloadingManager):
         if self._catalog is not None and req_context.get_state(Refused) is None:
             ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic())
             self._stats_s = 0.0
-            self._collect_events()
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput([OffloadKey(key) for key in ticket.keys], TicketSpec(ticket), [])
 
     # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
     # tickets settle here, from our own message, and those two have nothing left to do.
 
-    def settle(self, reports: Mapping[int, TicketReport], loads: Iterable[LoadSample] = ()) -> set[OffloadKey]:
+    def settle(self, reports: Mapping[int, TicketReport], loads: Sequence[LoadSample] = ()) -> set[OffloadKey]:
         """Take the ranks' word on tickets: READY, dropped, or gone; and on how long tiers took to serve loads.
 
         Returns the chunks that a load did not bring.
         """
         lost: set[OffloadKey] = set()
-        if self._catalog is None or self._decider is None:
+        if self._catalog is None or self._decider is None or not (reports or loads):
             return lost
-        if reports:
-            self._stats_s = 0.0
+        self._stats_s = 0.0
         now_s = time.monotonic()
         self._decider.observe_loads(loads, now_s)
         for ticket, report in reports.items():
@@ -372,7 +374,6 @@ class NixlOffloadManager(OffloadingManager):
             if settled.failed:
                 outcomes = Counter(outcome.value for outcome in settled.failed.values())
                 logger.debug("%s of %d chunks: %s", settled.kind, len(settled.keys), dict(outcomes))
-        self._collect_events()
         return lost
 
     def take_work(self, work: Work | None) -> None:
@@ -414,7 +415,9 @@ class NixlOffloadManager(OffloadingManager):
             return None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what was stored and removed since the last call."""
+        """Return what was stored and removed since the last call. Called in every step."""
+        if self._catalog is not None:
+            self._events.add(self._catalog.take_changes(), self._labels)
         return self._events.take()
 
     def take_removed(self) -> list[OffloadKey]:
@@ -456,10 +459,3 @@ class NixlOffloadManager(OffloadingManager):
         if not self._metrics_failed:
             logger.exception("Metrics are incomplete from now on; do all ranks run the same config and version?")
         self._metrics_failed = True
-
-    def _allowed(self, req_context: ReqContext) -> frozenset[int] | None:
-        return allowed_tiers(req_context, self._labels)
-
-    def _collect_events(self) -> None:
-        assert self._catalog is not None
-        self._events.add(self._catalog.take_changes(), self._labels)
