@@ -175,6 +175,18 @@ class BusPacker:
         kernels, ids = self._groups.kernels[group], self._groups.ids(group, block_ids)
         return QueuedSums.begin(stream, self._device, len(ids), lambda: kernels.sums(self._groups.upload(ids)), fence)
 
+    def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
+        kernels, ids = self._groups.kernels[group], self._groups.ids(group, block_ids)
+
+        def cleared() -> None:
+            row = torch.zeros(self._groups.block_bytes[group], dtype=torch.uint8, device=self._where)
+            kernels.scatter(self._groups.upload(ids), row.expand(len(ids), -1))
+
+        with taken_back(self._in):
+            self._in.wait(fence)
+            self._in.run(cleared)
+            return self._in.record()
+
     def _move(self, stream: Stream, turn_of: _Turn, group: int, parts: Parts, fence: Fence) -> Fence:
         """Copy by the group's way."""
         if group in self._batched:

@@ -45,7 +45,7 @@ class Engine(TierEngine):
     """Moves chunks between KV blocks, or host slots, and one tier.
 
     A load becomes OK only after identity, lengths and checksums were verified; on CORRUPT or FAILED the blocks of a
-    packed group are untouched, those of a direct group are garbage. A packed load that storage does not answer within
+    packed group are untouched, those of a direct group are zero. A packed load that storage does not answer within
     ``load_timeout_s`` is FAILED; its staging slot stays with the mover until the transfer is final. A store has no
     timeout.
     """

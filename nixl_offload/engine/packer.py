@@ -58,6 +58,9 @@ class Packer(Protocol):
     def sums(self, group: int, block_ids: BlockIds, fence: Fence) -> Sums:
         """The checksum of each block where it lies, read once ``fence`` is done. The blocks must not change before."""
 
+    def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
+        """Zero the group's pages of KV blocks once ``fence`` is done. The returned fence is done when they are zero."""
+
 
 class HostPacker:
     """KV blocks in host memory, as uint8 arrays of shape (num_blocks, page_bytes); rows contiguous, any stride."""
@@ -118,6 +121,12 @@ class HostPacker:
                 digest.update(self._tensors[page.tensor][block, : page.bytes].data)
             found[row] = digest.intdigest()
         return _ReadySums(found)
+
+    def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
+        """Zeroed when this returns."""
+        for page in self._pages[group]:
+            self._tensors[page.tensor][block_ids, : page.bytes] = 0
+        return READY
 
 
 class _ReadySums(ReadyFence):

@@ -70,6 +70,11 @@ def test_gather_scatter_and_checksums_equal_the_host(group: int) -> None:
     for index in range(2):
         assert (device[index].cpu() == host[index]).all()
 
+    reference.clear(group, IDS, READY)
+    _settled(packer.clear(group, IDS, packer.fence()))
+    for index in range(2):
+        assert (device[index].cpu() == host[index]).all()
+
 
 def test_a_gather_waits_for_the_compute_stream_and_the_caller_for_nothing() -> None:
     """The compute stream is busy for a good while and then writes the blocks; the gather must see what it wrote."""

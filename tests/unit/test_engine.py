@@ -384,7 +384,7 @@ def test_numbers_that_do_not_fit_fail_their_chunk_only(make: Make, direct: bool)
         tiny,
         elsewhere,
         group,
-        rig.chunk(10**6, [1, 2, 3, 4]),
+        rig.chunk(10**6, [5, 6, 7, 8]),
     ]
     assert rig.store(1, [good, *bad, good]) == (OK, *(FAILED,) * len(bad), OK)
     assert rig.load(2, [good, *bad, good]) == (OK, *(FAILED,) * len(bad), OK)

@@ -93,6 +93,17 @@ def test_pages_without_tiles_are_copied_by_torch_and_summed(
     check(kernels, group, slot_of(5, group.block_bytes, gap=16), IDS, TARGETS)
 
 
+@pytest.mark.usefixtures("_triton_alone")
+@pytest.mark.parametrize("sizes", [[4096, 8192], [1000, 24]])
+def test_one_row_can_go_to_many_blocks(sizes: list[int], code: ModuleType) -> None:
+    """Rows no distance apart: how blocks are cleared."""
+    group = group_of(sizes)
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    kernels.scatter(torch.tensor(IDS), torch.zeros(group.block_bytes, dtype=torch.uint8).expand(len(IDS), -1))
+    for tensor in group.tensors:
+        assert [row for row in range(len(tensor)) if not tensor[row].any()] == sorted(IDS)
+
+
 @pytest.mark.parametrize("shift", [8, 4])
 def test_rows_that_loads_cannot_take_are_left_to_torch(
     shift: int, code: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.streams import READY, Device, Fence
+from nixl_offload.errors import LayoutError
 from nixl_offload.types import Outcome
 from tests.unit.device_rig import ThreadedFence, ThreadedStream, ThreadedStreams, emulated, settled
 from tests.unit.memory_rig import MemoryRig
@@ -147,6 +148,22 @@ def test_sums_wait_for_the_model_and_only_where_they_must(streams: ThreadedStrea
         assert not of_store.done()
     settled(of_store)
     assert (of_store.values() == new).all()
+
+
+def test_blocks_are_cleared_behind_the_fence(streams: ThreadedStreams) -> None:
+    """Only the blocks that are named, and not before the model has written to them."""
+    kit = Kit(BusPacker, emulated(streams))
+    assert isinstance(kit.packer, BusPacker)
+    kit.fill(1)
+    with streams.compute.held():
+        streams.compute.run(partial(kit.fill, 7))
+        cleared = kit.packer.clear(0, IDS[:2], streams.compute_fence())
+        assert not cleared.done()
+    settled(cleared)
+    assert not kit.blocks()[:2].any()
+    assert (kit.blocks()[2:] == 7).all()
+    with pytest.raises(LayoutError):
+        kit.packer.clear(0, np.array([-1], dtype=np.int32), READY)
 
 
 def test_sums_are_not_to_be_had_before_they_are_there(streams: ThreadedStreams) -> None:

@@ -77,6 +77,10 @@ class Context:
 
     def run(self, batch: Batch, plan: GroupPlan, phase: Phase) -> Steps:
         """Do one phase. Whatever it raises becomes outcomes, told only when nothing of the batch is under way."""
+        yield from self._run(batch, plan, phase)
+        yield from self._clear_refused(batch)
+
+    def _run(self, batch: Batch, plan: GroupPlan, phase: Phase) -> Steps:
         fault: str | None = None
         try:
             yield from phase(self, batch, plan)
@@ -100,6 +104,23 @@ class Context:
             yield from self.wait_out_quarantine(batch)
         for chunk in batch.alive:
             chunk.end(Outcome.FAILED, words, cause)
+
+    def _clear_refused(self, batch: Batch) -> Steps:
+        """Zero the KV blocks into which a mover may have put what was not verified. vLLM computes them anew a few
+        tokens at a time, and attention may multiply what lies behind those by zero: a NaN there would spread.
+        """
+        if not batch.touches_blocks or batch.kind.writes:
+            return
+        refused = [chunk for chunk in batch.chunks if chunk.outcome is not None and chunk.outcome is not Outcome.OK]
+        refused = [chunk for chunk in refused if chunk.task.state is ChunkState.SCATTER]  # others' are vLLM's again
+        if not refused:
+            return
+        batch.touches_blocks = False  # phases are nested: once is enough
+        ids = np.concatenate([chunk.io.block_ids for chunk in refused])
+        try:
+            yield from batch.passes([self.packer.clear(refused[0].io.group, ids, refused[0].task.job.fence)])
+        except Exception as error:  # noqa: BLE001 - a device that is out of order ends the model as well
+            self.rate_log.error("clear", "A chunk failed unexpectedly: %r", error, exc_info=error)
 
     def tries_singly(self, batch: Batch, plan: GroupPlan, phase: Phase) -> bool:
         """After a failure: begin ``phase`` again with each chunk alone, if there are several and nothing stands

@@ -48,7 +48,7 @@ def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Read into the blocks, then verify them. If that fails they are garbage, and the chunk says so."""
+    """Read into the blocks, then verify them. If that fails they are zeroed, and the chunk says so."""
     if context.goes_singly(batch, plan, load):
         return
     _take_pages(context, batch)
