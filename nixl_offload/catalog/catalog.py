@@ -79,6 +79,7 @@ class Catalog:
         """Request -> when it was told first that a chunk is being written."""
         self._not_admitted = 0
         self._no_room = 0
+        self._unanswered = 0
 
     def join(self, position: int, tier: Tier) -> None:
         """From now on use ``tier`` at ``position``, where one stood that had nothing and took nothing."""
@@ -161,11 +162,12 @@ class Catalog:
 
     # What may begin
 
-    def reserve(self, keys: Iterable[Key], now_s: float) -> StoreTicket | None:
+    def reserve(self, keys: Iterable[Key], now_s: float, request_id: str = "") -> StoreTicket | None:
         """Reserve room for the chunks among ``keys`` that no tier has; for the first of them when room is short.
 
-        A chunk goes to the nearest tier that takes it. Returns None when there is nothing to store. Never an error: no
-        room means fewer keys.
+        A chunk goes to the nearest tier that takes it. Tiers that did not answer this request are left out, now and
+        when the chunks go on to farther tiers: they may have them already.
+        Returns None when there is nothing to store. Never an error: no room means fewer keys.
         Chunks that are known count as used: vLLM offers what its own cache still had, and tells of it in no other way.
         So a prompt's beginning is not evicted to make room for its end. Farther tiers that lack them get them written.
         """
@@ -175,9 +177,9 @@ class Catalog:
         locations: list[Location] = []
         refused: set[tuple[int, int]] = set()
         is_full = False
-        state_in = [tier.state for tier in self._tiers]
+        doubtful = tuple(position for position, tier in self._numbered if request_id and tier.doubts(request_id))
         for key in keys:
-            states = [state(key) for state in state_in]
+            states = self._states(key, doubtful)
             copies = states.count(_READY)
             if copies:
                 if copies < len(states):
@@ -191,13 +193,14 @@ class Catalog:
             location = None if is_full else self._placing.place(key, states, refused, now_s)
             if location is None:
                 is_full = True
-                self._no_room += 1
+                self._unanswered += bool(doubtful)
+                self._no_room += not doubtful
                 continue
             granted.append(key)
             locations.append(location)
         if not granted:
             return None
-        ticket = self._open("store", granted, locations, now_s)
+        ticket = self._open("store", granted, locations, now_s, doubtful=doubtful)
         return StoreTicket(ticket, tuple(granted), tuple(locations))
 
     def prepare_load(self, keys: Iterable[Key], now_s: float, allowed: Collection[int] | None = None) -> LoadTicket:
@@ -289,12 +292,21 @@ class Catalog:
             write_throughs=dict(writes.outcomes),
             not_admitted=self._not_admitted,
             no_room=self._no_room,
+            unanswered=self._unanswered,
         )
 
     # Inside
 
     def _among(self, allowed: Collection[int]) -> list[tuple[int, Tier]]:
         return [numbered for numbered in self._numbered if numbered[0] in allowed]
+
+    def _states(self, key: Key, doubtful: Collection[int]) -> list[State | None]:
+        """Return the state of ``key`` by tier; in those that are ``doubtful`` it counts as being written."""
+        states = [tier.state(key) for tier in self._tiers]
+        for position in doubtful:
+            if states[position] is not _READY:
+                states[position] = State.WRITING
+        return states
 
     def _removed(self, tier: int, keys: Iterable[Key]) -> None:
         self._changes.tell(tier, keys, removed=True)
@@ -311,9 +323,12 @@ class Catalog:
         locations: Sequence[Location],
         now_s: float,
         writes: Sequence[WriteThrough] = (),
+        doubtful: tuple[int, ...] = (),
     ) -> int:
         number = next(self._numbers)
-        self._tickets[number] = OpenTicket(kind, tuple(keys), tuple(locations), self._world_size, writes=tuple(writes))
+        self._tickets[number] = OpenTicket(
+            kind, tuple(keys), tuple(locations), self._world_size, writes=tuple(writes), doubtful=doubtful
+        )
         if kind != "load":
             for key, location in zip(keys, locations, strict=True):
                 self._writing_since[location.tier][key] = now_s
@@ -375,7 +390,7 @@ class Catalog:
             self._changes.tell(tier_position, (key,), removed=False)
             if record.kind != "write_through" and len(self._tiers) > 1:
                 # What a bucket has served, and memory kept, goes on to the files between them as well.
-                self._write_throughs.offer(key, [tier.state(key) for tier in self._tiers], now_s)
+                self._write_throughs.offer(key, self._states(key, record.doubtful), now_s)
 
     def _settle_write_through(self, write: WriteThrough, how: str, now_s: float) -> None:
         position, key = write.source.tier, write.chunk.key

@@ -29,3 +29,6 @@ class Counts:
     """Offers of chunks that were not asked for often enough yet."""
     no_room: int
     """Offers of chunks that no tier took: full, disabled, or too slow."""
+    unanswered: int
+    """Likewise, where a tier was left out that may have them: it had not said whether it has what the request asked
+    for."""

@@ -70,6 +70,8 @@ class OpenTicket:
     """By position: the worst that any rank has said."""
     writes: tuple[WriteThrough, ...] = ()
     """Of a write-through, by position."""
+    doubtful: tuple[int, ...] = ()
+    """Of a store: tiers that may have the chunks already."""
 
     def take(self, ranks: int, failures: Mapping[int, Outcome]) -> bool:
         """Take the word of ``ranks`` ranks. True: it was the last."""

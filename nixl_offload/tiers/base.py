@@ -157,6 +157,12 @@ class Tier(Protocol):
         """No more lookups will come for this request."""
         ...
 
+    def doubts(self, request_id: str) -> bool:
+        """Whether a lookup of this request was a MISS because the storage did not answer: what it computes may be there
+        already, so it is not stored there.
+        """
+        ...
+
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store has been settled (committed or aborted already): take note of how the storage did."""
         ...

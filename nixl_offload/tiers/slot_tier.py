@@ -101,6 +101,10 @@ class SlotTier:
     def forget_request(self, request_id: str) -> None:
         """Nothing is remembered of requests."""
 
+    def doubts(self, request_id: str) -> bool:
+        """Never: the index knows."""
+        return False
+
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         offset = self._allocator.allocate(slot_bytes)

@@ -101,6 +101,10 @@ class ClosedTier:
         if self._opened is not None:
             self._opened.forget_request(request_id)
 
+    def doubts(self, request_id: str) -> bool:
+        """It takes nothing either."""
+        return False
+
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """Nothing was stored."""
 

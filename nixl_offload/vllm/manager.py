@@ -344,7 +344,7 @@ class NixlOffloadManager(OffloadingManager):
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
         ticket = None
         if self._catalog is not None and req_context.get_state(Refused) is None:
-            ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic())
+            ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id)
             self._stats_s = 0.0
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput([OffloadKey(key) for key in ticket.keys], TicketSpec(ticket), [])

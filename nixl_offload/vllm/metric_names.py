@@ -180,8 +180,9 @@ NOT_STORED: Final = _of(
     "counter",
     ("cause",),
     "chunks",
-    "Chunks not stored: not_admitted (not yet computed store_after times) or no_room (every tier is full of chunks "
-    "in use, disabled, or too slow). They are offered again when computed again.",
+    "Chunks not stored: not_admitted (not yet computed store_after times), no_room (every tier is full of chunks in "
+    "use, disabled, or too slow) or unanswered (a bucket or directory did not say whether it has them). They are "
+    "offered again when computed again.",
     "no_room rises: staging or storage is too slow",
 )
 PENDING: Final = _of(

@@ -165,6 +165,7 @@ class MetricsReporter:
             self._show(names.UNSAVED, counts.unsaved_bytes)
         self._count(names.NOT_STORED, counts.not_admitted, ("not_admitted",))
         self._count(names.NOT_STORED, counts.no_room, ("no_room",))
+        self._count(names.NOT_STORED, counts.unanswered, ("unanswered",))
 
     def _take_slots(self, slots: SlotStatistics, label: _Labels) -> None:
         self._show(names.USED, slots.used_bytes, label)

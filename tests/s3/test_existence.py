@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from nixl_offload.catalog import Catalog
 from nixl_offload.config import S3Config, parse_config
 from nixl_offload.stores.select import Client, open_store
 from nixl_offload.types import Lookup
@@ -118,6 +119,29 @@ def test_errors_now_and_then_delay_an_answer_and_change_nothing(
     _put(rclone, prefix, rig, range(600))
     with proxy.inject(Answer(503, "SlowDown"), operation="HEAD", probability=0.3):
         assert rig.hits("a", keys) == 600
+
+
+def test_a_bucket_that_asks_to_slow_down_gets_nothing_anew(
+    make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str
+) -> None:
+    """Most HEADs are refused, then they are answered again. Requests compute what they were not told of, and none of it
+    is stored over what is there.
+    """
+    rig = make(timeout="1s")
+    _put(rclone, prefix, rig, range(640))
+    catalog = Catalog([rig.tier], world_size=1, slot_bytes=lambda key: SLOT, store_backlog_bytes=1000 * SLOT)
+    for number in range(10):
+        request, keys = f"r{number}", keys_of(64, first=64 * number)
+        with proxy.inject(Answer(503, "SlowDown"), operation="HEAD", probability=0.6):
+            hits = rig.hits(request, keys)
+        rig.ahead_s += 31  # the longest pause is over
+        rig.wait_for(lambda: 1 if rig.tier.in_use else None)
+        assert catalog.reserve(keys[hits:], rig.now(), request) is None
+        rig.tier.forget_request(request)
+    assert catalog.counts().unanswered > 0, "what was stored anew before"
+    assert rig.hits("again", keys_of(64)) == 64
+    ticket = catalog.reserve(keys_of(64, first=700), rig.now(), "again")
+    assert ticket is not None, "what is new is stored as soon as the bucket answers"
 
 
 def test_warm_start_lists_the_bucket(make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:

@@ -377,6 +377,49 @@ def test_errors_here_and_there_delay_but_do_not_lie(make: MakeRig, store: Memory
     assert rig.hits("a", keys) == 150
 
 
+def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: MemoryStore) -> None:
+    """No answer in time, and none at all while the tier is disabled, say nothing of what is there; an absence does."""
+    rig, keys = make(timeout="100ms"), keys_of(8)
+    rig.put(*keys[:4])
+    assert rig.hits("answered", keys) == 4
+    assert not rig.tier.doubts("answered")
+    gate = store.before = Gate()
+    assert rig.hits("late", keys_of(8, first=100)) == 0
+    gate.open()
+    assert rig.tier.doubts("late")
+    store.before = refuse
+    rig.wait_for(lambda: 1 if rig.hits("refused", keys_of(8, first=200)) == 0 and not rig.tier.in_use else None)
+    assert rig.ask("disabled", keys) == [Lookup.MISS]
+    assert rig.tier.doubts("disabled")
+    assert not rig.tier.doubts("answered")
+    store.before = lambda operation, name: None
+    rig.ahead_s += 5.0
+    rig.wait_for(lambda: 1 if rig.tier.in_use else None)
+    catalog = Catalog([rig.tier], world_size=1, slot_bytes=lambda key: SLOT, store_backlog_bytes=100 * SLOT)
+    assert catalog.reserve(keys[4:], rig.now(), "disabled") is None
+    counts = catalog.counts()
+    assert (counts.unanswered, counts.no_room) == (4, 0)
+    ticket = catalog.reserve(keys[4:], rig.now(), "answered")
+    assert ticket is not None
+    assert len(ticket.keys) == 4
+    catalog.report(ticket.ticket, 1, {}, rig.now())
+    rig.tier.forget_request("disabled")
+    assert not rig.tier.doubts("disabled")
+
+
+def test_trouble_that_comes_back_at_once_is_left_alone_for_longer(make: MakeRig, store: MemoryStore) -> None:
+    """A bucket that asks to slow down answers the one question that tries it. Each time the pause doubles."""
+    rig, pauses = make(), []
+    for number in range(4):
+        store.before = refuse
+        assert rig.hits(f"r{number}", keys_of(40, first=100 * number)) == 0
+        pauses.append(round(rig.tier._health._answers.until_s - rig.now()))
+        store.before = lambda operation, name: None
+        rig.ahead_s += pauses[-1] + 1
+        rig.wait_for(lambda: 1 if rig.tier.in_use else None)
+    assert pauses == [1, 2, 4, 8]
+
+
 # Stores and loads
 
 

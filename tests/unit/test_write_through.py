@@ -731,3 +731,20 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
         assert 0 <= counts.unsaved_bytes <= chain.catalog._chain.unsaved_limit_bytes
         for index in chain.indexes:
             index.check()
+
+
+def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: MakeChain) -> None:
+    """It may be there already. The nearer tiers take it, and it goes on once a request that was answered has it."""
+    chain = make(bucket=True)
+    bucket = chain.tiers[BUCKET]
+    assert isinstance(bucket, SharedTier)
+    bucket._doubted.add("doubtful")
+    grant = chain.catalog.reserve(keys(1, 2), chain.now_s, "doubtful")
+    assert grant is not None
+    chain.report(grant.ticket)
+    assert chain.write_through() == [(key(1), MEMORY, FILE), (key(2), MEMORY, FILE)]
+    assert chain.catalog.reserve(keys(1, 2), chain.now_s, "doubtful") is None
+    assert chain.write_through() == []
+    assert chain.catalog.reserve(keys(1, 2), chain.now_s, "answered") is None
+    assert chain.write_through() == [(key(1), MEMORY, BUCKET), (key(2), MEMORY, BUCKET)]
+    chain.come_to_rest()

@@ -14,6 +14,10 @@ from nixl_offload.types import Key, LookupContext, Outcome
 STORAGE_FAILED: Final = frozenset({Outcome.FAILED, Outcome.TAINTED})
 
 
+FLAP_WINDOW_S: Final = 30.0
+"""A bucket that asks to slow down answers the next trial: trouble that comes back so soon doubles the pause."""
+
+
 class StorageHealth:
     """Three breakers, for the tier may fail in three ways: the storage does not answer questions; it answers, but loads
     fail; it answers, but stores fail. The first disables everything, the others loads and stores alone.
@@ -21,7 +25,7 @@ class StorageHealth:
 
     def __init__(self, name: str) -> None:
         """``name`` opens each log line, such as "S3 tier s3://bucket/prefix"."""
-        self._answers = Breaker(name)
+        self._answers = Breaker(name, flap_window_s=FLAP_WINDOW_S)
         self._loads = Breaker(f"{name}, loading")
         self._stores = Breaker(f"{name}, storing")
         self._load_trial: str | None = None

@@ -124,6 +124,11 @@ class LookupQueue:
         batch.keys.append(key)
         return Lookup.RETRY
 
+    def is_late(self, request_id: str) -> bool:
+        """Whether this request has waited long enough, and something was not known."""
+        record = self._requests.get(request_id)
+        return record is not None and record.late
+
     def begin_searches(self, now_s: float) -> list[QueuedSearch]:
         """The step is over: return the searches that begin now."""
         self._step += 1

@@ -118,6 +118,8 @@ class SharedTier:
         self._health = StorageHealth(name)
         self._unanswered: set[Key] = set()
         """Asked about, and no answer for longer than a request may wait: nobody else waits for it."""
+        self._doubted: set[str] = set()
+        """Requests that were told MISS although nothing was known."""
         self._counts = SharedCounts()
         self._prober = Prober(
             store,
@@ -180,7 +182,7 @@ class SharedTier:
         if not self._taken_in:
             self._take_in()  # a step may be long, and an answer that is there must not come too late
         if not self._health.answers:
-            return Lookup.MISS
+            return self._unknown(context)
         state, fresh = self._presence.look(key, now_s)
         if fresh:
             return Lookup.HIT if self._health.may_load(context, now_s) else Lookup.MISS
@@ -189,7 +191,7 @@ class SharedTier:
         if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._maintenance.discarding:
             return Lookup.MISS
         if key in self._unanswered or not self._health.may_load(context, now_s):
-            return Lookup.MISS
+            return self._unknown(context)
         return self._lookups.ask(key, context, now_s)
 
     def flush(self, now_s: float) -> None:
@@ -221,6 +223,11 @@ class SharedTier:
         for number in self._lookups.forget(request_id):
             self._prober.cancel(number)
         self._health.forget_request(request_id)
+        self._doubted.discard(request_id)
+
+    def doubts(self, request_id: str) -> bool:
+        """Whether a lookup of this request was a MISS because the storage did not answer, not in time, or not now."""
+        return request_id in self._doubted or self._lookups.is_late(request_id)
 
     @property
     def in_use(self) -> bool:
@@ -449,6 +456,11 @@ class SharedTier:
             self._maintenance.manifest_failed(self._now_s)
 
     # Inside
+
+    def _unknown(self, context: LookupContext) -> Lookup:
+        if context.request_id:
+            self._doubted.add(context.request_id)
+        return Lookup.MISS
 
     def _expires_s(self, modified_s: float) -> float:
         """When what was modified then, by the store's clock, ceases to count, on the scheduler's clock."""
