@@ -27,7 +27,7 @@ from nixl_offload.movers.library_lock import LIBRARIES
 from nixl_offload.movers.limits import split_at
 from nixl_offload.movers.nixl_agent import NixlAgent, descriptors, words
 from nixl_offload.movers.nixl_plugins import NixlPlugin
-from nixl_offload.movers.pinning import check_pinning, find_cuts
+from nixl_offload.movers.pinning import add_holder, check_pinning, find_cuts, registered_bytes, remove_holder
 from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
 
 logger = logging.getLogger(__name__)
@@ -79,18 +79,18 @@ class NixlMover(TrackedMover[_NixlTransfer]):
         """
         memory = super().register_memory(region)
         try:
-            by_cufile = self._plugin.plugin.startswith("GDS")
-            if by_cufile:
-                others = (entry.region for other, entry in self._table.memories.items() if other != memory)
-                held_bytes = sum(other.length_bytes for other in others if other.kind is MemoryKind.VRAM)
-                check_pinning(self.name, region, held_bytes)
             with LIBRARIES:
-                cuts = find_cuts(self.name, region) if by_cufile and region.kind is MemoryKind.VRAM else []
+                cuts = []
+                if by_cufile := self._plugin.plugin.startswith("GDS") and region.kind is MemoryKind.VRAM:
+                    check_pinning(self.name, region, registered_bytes())
+                    cuts = find_cuts(self.name, region)
                 bounds = [0, *cuts, region.length_bytes]
                 pieces = [
                     (region.address + begin, end - begin, region.device_id, "") for begin, end in pairwise(bounds)
                 ]
                 self._registered[memory] = self._register("memory", region.kind.name, *pieces)
+                if by_cufile:
+                    add_holder(region, self._table.memory(memory), cuts)
             if cuts:
                 self._cuts[self._table.memory(memory)] = np.array(cuts, dtype=np.int64)
         except MoverError:
@@ -104,7 +104,10 @@ class NixlMover(TrackedMover[_NixlTransfer]):
         super().unregister_memory(memory)
         self._cuts.pop(entry, None)
         with LIBRARIES:
-            self._deregister("memory", memory)
+            if self._plugin.plugin.startswith("GDS") and entry.region.kind is MemoryKind.VRAM:
+                remove_holder(entry.region, entry, lambda: self._deregister("memory", memory))
+            else:
+                self._deregister("memory", memory)
 
     def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
         if self._plugin.target != "FILE":
@@ -155,6 +158,8 @@ class NixlMover(TrackedMover[_NixlTransfer]):
     def _deregister(self, what: str, handle: MemoryId | FileId) -> None:
         agent, registered = self._nixl.get(), self._registered.pop(handle)
         self._nixl.call(f"deregister {what}", lambda: agent.deregister_memory(registered, [self._plugin.plugin]))
+        if self._closed and not self._registered:
+            self._nixl.forget()
 
     # Transfers
 
@@ -238,5 +243,6 @@ class NixlMover(TrackedMover[_NixlTransfer]):
                 self.close_file(file)
             for memory in list(self._table.memories):
                 self.unregister_memory(memory)
-            self._nixl.forget()
+            if not self._registered:  # else the last mover that shares this memory ends the agent
+                self._nixl.forget()
         self._closed = True

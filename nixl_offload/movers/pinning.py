@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -34,8 +36,20 @@ multiples of it, so that no page of a GPU's is in two pieces."""
 
 _ALREADY_REGISTERED: Final = 5023
 """CU_FILE_MEMORY_ALREADY_REGISTERED: one registration serves all movers of the process."""
-_CUTS: Final[dict[MemoryRegion, list[int]]] = {}
-"""Of regions that were cut: the mover of another tier, to which cuFile refuses what it has, cuts them alike."""
+
+
+@dataclass(slots=True)
+class _Registration:
+    owner: object
+    """The holder whose plugin cuFile took the memory from; to the others it says that it has it."""
+    cuts: list[int]
+    holders: list[object]
+    left_over: Callable[[], None] | None = None
+    """How to let go of it, where its owner is gone and others are not."""
+
+
+_REGISTERED: Final[dict[MemoryRegion, _Registration]] = {}
+"""Device memory that NIXL's movers have registered with cuFile. Read anywhere; changed with the library lock."""
 
 _BAR1_LINE: Final = 1
 """Of a GPU's ``resource`` file in sysfs: start, end and flags of each window, one a line."""
@@ -59,10 +73,11 @@ class _Bar1Memory(ctypes.Structure):
 def check_pinning(name: str, region: MemoryRegion, registered_bytes: int, *, root: str = "/") -> None:
     """Refuse what cuFile could not pin: call it before ``region`` is registered, for device memory.
 
-    ``name`` is the mover's, for the message; ``registered_bytes`` is what it has registered already. Raises MoverError
-    that says which limit it is and what to change. Where nothing is pinned (compatibility mode) there is no limit.
+    ``name`` is the mover's, for the message; ``registered_bytes`` is what is registered already. Raises MoverError
+    that says which limit it is and what to change. Where nothing is pinned (compatibility mode), or nothing more as
+    another mover has the same memory registered, there is no limit.
     """
-    if region.kind is not MemoryKind.VRAM:
+    if region.kind is not MemoryKind.VRAM or region in _REGISTERED:
         return
     settings = read_settings(root)
     route = pinning_route(root, settings)
@@ -103,23 +118,52 @@ def _check_settings(what: str, region: MemoryRegion, registered_bytes: int, sett
     )
 
 
+def registered_bytes() -> int:
+    """Return how much device memory NIXL's movers have registered with cuFile."""
+    return sum(region.length_bytes for region in list(_REGISTERED))
+
+
+def add_holder(region: MemoryRegion, holder: object, cuts: list[int]) -> None:
+    """``holder``'s plugin has been asked to register ``region``, cut so. With the library lock."""
+    registration = _REGISTERED.setdefault(region, _Registration(holder, cuts, []))
+    registration.holders.append(holder)
+
+
+def remove_holder(region: MemoryRegion, holder: object, deregister: Callable[[], None]) -> None:
+    """``holder`` needs ``region`` no more: call ``deregister``, or have the last holder call it. With the library lock.
+
+    cuFile does not count registrations. When the plugin that made one takes it back, everybody else's transfers bounce.
+    """
+    registration = _REGISTERED[region]
+    registration.holders.remove(holder)
+    if registration.holders and holder is registration.owner:
+        registration.left_over = deregister
+        return
+    if not registration.holders:
+        del _REGISTERED[region]
+    deregister()
+    if not registration.holders and registration.left_over is not None:
+        registration.left_over()
+
+
 def find_cuts(name: str, region: MemoryRegion, *, root: str = "/") -> list[int]:
     """Return the offsets at which to cut device memory, so that cuFile pins each piece while it holds all the others.
 
-    None where it takes the region whole; those found before, where another tier's mover has it registered. Raises
-    MoverError when it takes no pieces either. Where nothing is pinned cuFile is not asked: it bounces, registered or
+    None where it takes the region whole; those of the mover of another tier that has it registered. Raises MoverError
+    when it takes no pieces either. Where nothing is pinned cuFile is not asked: it bounces, registered or
     not, and without a GPU's driver ``cuFileBufRegister`` may never return.
     """
+    if region in _REGISTERED:
+        return _REGISTERED[region].cuts
     if pinning_route(root, read_settings(root)) is None:
         return []
     cufile = _cufile()
     error = 0 if cufile is None else _refusal(cufile, region, [])
-    if cufile is None or not error:
-        _CUTS.pop(region, None)
+    if cufile is None or error in (0, _ALREADY_REGISTERED):  # by a library of somebody else's
         return []
     for piece_bytes in PIECE_BYTES:
         cuts = list(range(-region.address % piece_bytes or piece_bytes, region.length_bytes, piece_bytes))
-        if not cuts or error == _ALREADY_REGISTERED:
+        if not cuts:
             continue
         error = _refusal(cufile, region, cuts)
         if not error:
@@ -130,10 +174,7 @@ def find_cuts(name: str, region: MemoryRegion, *, root: str = "/") -> list[int]:
                 len(cuts) + 1,
                 _words(piece_bytes),
             )
-            _CUTS[region] = cuts
             return cuts
-    if error == _ALREADY_REGISTERED:
-        return _CUTS.get(region, [])
     raise MoverError(
         f"{name}: cuFile refuses to register {_words(region.length_bytes)} of device memory, in pieces too; its log "
         f"(cufile.log) may say why; {_PACKED}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,15 @@ def machine(tmp_path: Path) -> Machine:
 
 def vram(size_bytes: int, device: int = 0) -> MemoryRegion:
     return MemoryRegion(0x7F00_0000_0000, size_bytes, MemoryKind.VRAM, device)
+
+
+@contextmanager
+def registered(region: MemoryRegion) -> Iterator[None]:
+    """Another mover has ``region`` registered."""
+    holder = object()
+    pinning.add_holder(region, holder, [])
+    yield
+    pinning.remove_holder(region, holder, lambda: None)
 
 
 def window(machine: Machine, size_bytes: int) -> None:
@@ -175,6 +186,11 @@ def test_what_the_driver_says_of_the_window(tmp_path: Path, monkeypatch: pytest.
         else:
             check_pinning("kvikio", vram(2 * GIB), 0)
         check_pinning("kvikio", vram(GIB), 0)
+    with registered(vram(2 * GIB)):
+        monkeypatch.setattr(pinning, "pinning_route", lambda root, settings: "nvidia-fs")
+        check_pinning("gds_mt", vram(2 * GIB), 2 * GIB)  # another tier's mover has it: nothing more is pinned
+        with pytest.raises(MoverError, match="1GiB are free"):
+            check_pinning("gds_mt", vram(3 * GIB), 2 * GIB)
     monkeypatch.setenv("FAKE_BAR1_TOTAL", "0")
     assert find_bar1(0) is None, "NVML does not know, and the kernel has no such GPU"
     monkeypatch.setenv("FAKE_NO_CUDA", "1")
@@ -219,7 +235,7 @@ def test_nixl_asks_before_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     mover.register_memory(MemoryRegion(4096, 4096))
     with pytest.raises(MoverError, match="too much"):
         mover.register_memory(vram(GIB + 1))
-    assert asked == [("gds_mt", GIB, 0), ("gds_mt", 4096, GIB), ("gds_mt", GIB + 1, GIB)]
+    assert asked == [("gds_mt", GIB, 0), ("gds_mt", GIB + 1, GIB)]
     assert agent.registered == 2
     mover.close()
     assert agent.registered == 0

@@ -174,6 +174,27 @@ class TestThreadedFaults(MoverRigs):
         assert cuts[0] == cuts[1]
         assert bool(cuts[0]) == bool(most_bytes)
 
+    @pytest.mark.parametrize("most_bytes", [0, 256 * KIB])
+    @pytest.mark.parametrize("stays", [0, 1], ids=["the first stays", "the second stays"])
+    def test_a_tier_that_closes_leaves_the_memory_of_another_registered(
+        self, tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch, stays: int, most_bytes: int
+    ) -> None:
+        """CuFile counts no registrations: whoever lets go takes the memory from all, and they would bounce."""
+        monkeypatch.setattr(pinning, "PIECE_BYTES", (256 * KIB,))
+        monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
+        control["max_register"] = most_bytes
+        before = control["buffers"]
+        memory = HostMemory(4 * MIB)
+        region = MemoryRegion(memory.region.address, 4 * MIB, MemoryKind.VRAM)
+        movers = [NixlMover(PLUGINS["gds_mt"]) for _ in range(2)]
+        for mover in movers:
+            mover.register_memory(region)
+        held = control["buffers"]
+        movers.pop(1 - stays).close()
+        assert control["buffers"] == held
+        movers[0].close()
+        assert control["buffers"] == before
+
     def test_auto_takes_it(self, tmp_path: Path) -> None:
         """Device memory: auto takes GDS_MT when a round trip through it works."""
         page = np.zeros(5 * 4096, dtype=np.uint8)
