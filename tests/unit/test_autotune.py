@@ -191,7 +191,11 @@ def test_bouncing_is_told_by_its_speed(
     assert (told is not None) is bounces
 
 
-@pytest.mark.parametrize("mover", ["auto", "gds_mt"])
+@pytest.mark.parametrize(
+    ("mover", "piece_bytes"),
+    [("auto", 256 * KIB), ("gds_mt", 256 * KIB), ("gds_mt", 0)],
+    ids=["auto", "named", "named, with one path"],
+)
 @pytest.mark.parametrize(
     ("real", "verdict", "warnings"),
     [
@@ -205,6 +209,7 @@ def test_it_is_said_where_nothing_else_says_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     mover: str,
+    piece_bytes: int,
     real: bool,
     verdict: str,
     warnings: int,
@@ -220,7 +225,7 @@ def test_it_is_said_where_nothing_else_says_so(
 
     monkeypatch.setattr(plan_module, "compare", compared)
     monkeypatch.setattr(plan_module, "gds_report", lambda _: GdsReport(real, verdict, ()))
-    plan = planned(tmp_path, mover=mover, shape=Shape(2 << 20, 256 * KIB))
+    plan = planned(tmp_path, mover=mover, shape=Shape(2 << 20, piece_bytes))
     assert plan.mover == ("posix" if mover == "auto" else "gds_mt")
     assert all(found.mover != "posix" for found in plan.candidates) is (mover == "gds_mt")
     said = [record.message for record in caplog.records if "copies through host memory, or drive" in record.message]

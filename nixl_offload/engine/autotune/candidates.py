@@ -22,7 +22,8 @@ BOUNCE_LEAST_BYTES: Final = 1 << 20
 """Below this size of an image the cost of each call counts, and speed tells nothing of copies."""
 HOST_REFERENCE: Final[tuple[str, TransferPath]] = ("posix", "host")
 """What others are held against."""
-_CUFILE: Final = ("gds", "gds_mt", "kvikio")
+CUFILE: Final = ("gds", "gds_mt", "kvikio")
+"""Movers that may bounce without a word."""
 _PATHS: Final[tuple[TransferPath, ...]] = ("direct", "device", "host")
 
 
@@ -111,7 +112,7 @@ def told_to_bounce(candidates: Sequence[MeasuredPath], shape: Shape) -> tuple[Me
     """
     measured = [candidate for candidate in candidates if candidate.measured]
     host = next((candidate for candidate in measured if (candidate.mover, candidate.path) == HOST_REFERENCE), None)
-    by_cufile = [candidate for candidate in measured if candidate.mover in _CUFILE]
+    by_cufile = [candidate for candidate in measured if candidate.mover in CUFILE]
     if host is None or not by_cufile or shape.slot_bytes < BOUNCE_LEAST_BYTES:
         return None
     best = max(by_cufile, key=lambda candidate: candidate.read_bytes_s)

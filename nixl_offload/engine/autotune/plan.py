@@ -23,6 +23,7 @@ import torch
 
 from nixl_offload.config import DirectoryConfig
 from nixl_offload.engine.autotune.candidates import (
+    CUFILE,
     HOST_REFERENCE,
     MARGIN,
     MeasuredPath,
@@ -64,8 +65,8 @@ def plan_transfers(
     Raises MoverUnavailableError when nothing that the tier allows can run, with all reasons.
     """
     candidates = candidates_of(tier.mover, shape, accelerator=device.is_accelerator)
-    if len(candidates) == 1:
-        why = f"the only path of mover: {tier.mover}" if device.is_accelerator else "the KV cache is in host memory"
+    if len(candidates) == 1 and (candidates[0][0] not in CUFILE or not device.is_accelerator):
+        why = _only(tier) if device.is_accelerator else "the KV cache is in host memory"
         plan: TransferPlan | None = TransferPlan(*candidates[0], why)
     else:
         remove_leftovers(directory)
@@ -129,6 +130,8 @@ def _compared(
         logger.exception("%s: movers could not be compared", directory)
         return None
     best = best_of(found)
+    if best is not None and len(candidates) == 1:
+        return TransferPlan(best.mover, best.path, _only(tier), found)
     if best is not None:
         fastest = min(candidate.cost_s_byte for candidate in found if candidate.measured)
         why = "the fastest" if best.cost_s_byte == fastest else f"within {MARGIN:.0%} of the fastest, with fewer copies"
@@ -140,6 +143,10 @@ def _compared(
     raise MoverUnavailableError(
         f"mover {tier.mover!r} cannot move {device.kind.value} to files in {directory}: {reasons}"
     )
+
+
+def _only(tier: DirectoryConfig) -> str:
+    return f"the only path of mover: {tier.mover}"
 
 
 def _warn_of_bouncing(directory: str, shape: Shape, found: Sequence[MeasuredPath]) -> None:
