@@ -6,7 +6,7 @@ Cost: cells come in segments of 32 KiB. A full one is split in two, so growing c
 time however many keys there are. Keys that are asked for in the order of their nodes, up or down, as a chain is, are
 found without a hash: after node n the table first compares the key with that of its neighbour.
 
-Keys have one length, that of the first. Others, which only a damaged database has, are set aside in a dict.
+Keys have one length, that of most. Others, which only a damaged database has, are set aside in a dict.
 """
 
 from __future__ import annotations
@@ -123,6 +123,11 @@ class KeyTable:
         """Add an absent key under a node that has none."""
         if not self._width:
             self._set_width(len(key))
+        elif 2 * len(self._aside) > self._length and not self._length & self._length - 1:
+            self._mend_width()
+        self._enter(key, node)
+
+    def _enter(self, key: Key, node: int) -> None:
         number = hash(key)
         start = self._starts[number & self._mask]
         if self._counts[start >> _SEGMENT_BITS] >= _SPLIT_AT:
@@ -197,6 +202,21 @@ class KeyTable:
     def _set_width(self, width: int) -> None:
         self._width = width
         self._rows.extend(bytes(width * len(self._hashes)))
+
+    def _mend_width(self) -> None:
+        """Most keys were set aside: the first was a damaged one. Asked at powers of two, so it costs little in all."""
+        keys = [
+            (self.key(node), node) for node in [*np.flatnonzero(np.array(self._hashes)).tolist(), *self._aside_keys]
+        ]
+        width = sorted(len(key) for key, _ in keys)[len(keys) // 2]
+        if width == self._width:
+            return
+        nodes = len(self._hashes)
+        self.__init__()  # type: ignore[misc]
+        self.grow(nodes - 2)
+        self._set_width(width)
+        for key, node in keys:
+            self._enter(key, node)
 
     def _make_room(self, number: int) -> int:
         """Split the segment of this hash while it is too full; return where it starts now."""

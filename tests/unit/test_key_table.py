@@ -67,6 +67,22 @@ def test_in_any_order_a_key_is_found_and_an_absent_one_is_not(length: int) -> No
     table.check()
 
 
+@pytest.mark.parametrize("damaged", [0, 5, 64])
+def test_a_damaged_first_key_does_not_decide_the_length(damaged: int) -> None:
+    """A few keys later that of most counts: no more than those few are set aside, and all are found."""
+    table = KeyTable()
+    table.grow(1000)
+    names = [Key(bytes(damaged))] + [key(number) for number in range(2, 1000)]
+    for node, name in enumerate(names, 1):
+        table.add(name, node)
+        table.check()
+    assert len(table._aside) == 1
+    assert [table.find(name) for name in names] == list(range(1, 1000))
+    table.remove(1)
+    assert table.find(names[0]) == 0
+    table.check()
+
+
 def test_bulk_insertion_is_whole_or_not_at_all() -> None:
     """A key that is here, one twice, one of another length: each refuses all, and the same keys fit afterwards."""
     table = filled(10_000)
