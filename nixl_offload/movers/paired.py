@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import (
@@ -22,7 +22,6 @@ from nixl_offload.movers.base import (
     MemoryKind,
     MemoryRegion,
     Mover,
-    MoverLimits,
     Op,
     Transfer,
     TransferState,
@@ -52,13 +51,15 @@ class PairedMover(Mover):
         first, second = device.limits, host.limits
         self.name = device.name
         self.memory_kinds = frozenset({MemoryKind.VRAM, MemoryKind.DRAM})
-        self.limits = MoverLimits(
+        self.limits = replace(
+            first,
             alignment_bytes=max(first.alignment_bytes, second.alignment_bytes),
             max_extent_bytes=min(first.max_extent_bytes, second.max_extent_bytes),
             max_extents_per_transfer=min(first.max_extents_per_transfer, second.max_extents_per_transfer),
             max_extents_in_flight=min(first.max_extents_in_flight, second.max_extents_in_flight),
             whole_writes=first.whole_writes or second.whole_writes,
             tells_short_reads=first.tells_short_reads and second.tells_short_reads,
+            moves_unpolled=first.moves_unpolled and second.moves_unpolled,
         )
         self._device, self._host = device, host
         self._memories: dict[MemoryId, tuple[Mover, MemoryId]] = {}
@@ -155,8 +156,12 @@ class PairedMover(Mover):
         if self._closed:
             return
         self._closed = True
-        self._host.close()
-        self._device.close()
+        with ExitStack() as rest:  # done whatever the host's mover raises
+            rest.callback(self._let_go)
+            rest.callback(self._device.close)
+            self._host.close()
+
+    def _let_go(self) -> None:
         for transfer, mover in list(self._going.items()):
             mover.poll(transfer)
         self._going.clear()

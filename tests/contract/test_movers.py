@@ -139,6 +139,31 @@ def test_a_pair_asks_the_second_again_for_a_file_that_it_refused(tmp_path: Path)
         assert len(os.listdir("/proc/self/fd")) == before
 
 
+class DoesNotClose(DeviceCopyMover):
+    """Closes, and says that it could not."""
+
+    def close(self) -> None:
+        """See Mover."""
+        super().close()
+        raise MoverError("deregister memory failed")
+
+
+def test_of_a_pair_the_first_closes_though_the_second_cannot(tmp_path: Path) -> None:
+    """No file and no thread of the first is left, and the trouble is told."""
+    path = tmp_path / "data"
+    path.write_bytes(bytes(4096))
+    before = len(os.listdir("/proc/self/fd"))
+    device = DeviceCopyMover()
+    mover = PairedMover(device, DoesNotClose())
+    mover.open_file(str(path), 4096, direct_io=False)
+    with pytest.raises(MoverError, match="deregister"):
+        mover.close()
+    with pytest.raises(MoverError, match="closed"):
+        device.open_file(str(path), 4096, direct_io=False)
+    assert len(os.listdir("/proc/self/fd")) == before
+    mover.close()
+
+
 class TestHuge(HugeExtentSuite):
     """More than 2 GiB through a mover that takes less at once."""
 
