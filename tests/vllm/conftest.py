@@ -32,9 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _our_logger() -> Iterator[None]:
-    """Put our logger back as it was: where vLLM loads plugins in this process, ours sends its lines where vLLM's go."""
+    """Keep our logger as it is: where vLLM loads plugins in this process, once, ours would send its lines where vLLM's
+    go, past ``caplog``. A handler of its own keeps it from that.
+    """
     ours = logging.getLogger("nixl_offload")
     before = (ours.handlers[:], ours.level, ours.propagate)
+    ours.addHandler(logging.NullHandler())
     yield
     ours.handlers[:], ours.level, ours.propagate = before
 
