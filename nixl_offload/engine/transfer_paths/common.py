@@ -32,6 +32,7 @@ from nixl_offload.engine.transfer_paths.checked import CheckedChunks
 from nixl_offload.engine.turn import Turn
 from nixl_offload.errors import LayoutError, MoverError, TierError
 from nixl_offload.movers.base import Op, Transfer
+from nixl_offload.tiers.base import Link
 from nixl_offload.types import Outcome
 
 QUARANTINE_S = 30.0
@@ -45,6 +46,11 @@ Submit = Callable[[Op, SlotParts], Iterator[Transfer]]
 """One of ``LinkMemory``'s, by where the slots lie."""
 PlaceOf = Callable[[BatchChunk], tuple[Slot | DeviceSlot, Spans]]
 """The slot of a chunk, and what of it to move."""
+
+
+def out_of_use(link: Link) -> str:
+    """Say why a chunk goes neither there nor back now."""
+    return f"storage is out of use: {link.trouble}"
 
 
 def rows_to_scatter(chunk: BatchChunk, slot: Slot, plan: GroupPlan) -> Rows:
@@ -193,7 +199,7 @@ class Context:
             if number == 0 or not link.shares_file:
                 goes = may_go()
             if not goes:
-                chunk.end(Outcome.FAILED, f"storage is out of use: {link.trouble}", "disabled")
+                chunk.end(Outcome.FAILED, out_of_use(link), "disabled")
         return bool(batch.alive)
 
     def open_targets(self, batch: Batch, plan: GroupPlan) -> Generator[None, None, list[BatchChunk]]:

@@ -16,7 +16,7 @@ from nixl_offload.engine.pump import InFlight
 from nixl_offload.engine.records import Task
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.transfer_paths import device, direct, host, host_slot
-from nixl_offload.engine.transfer_paths.common import Context, Phase
+from nixl_offload.engine.transfer_paths.common import Context, Phase, out_of_use
 from nixl_offload.types import Outcome
 
 LOAD_RESERVE = 0.25
@@ -91,7 +91,7 @@ class LinkPaths:
         link = self._context.link_memory.link
         if not link.suspect or self._plan(task) is None:
             return None
-        return f"storage is out of use: {link.trouble}"
+        return out_of_use(link)
 
     def begin(self, tasks: list[Task]) -> Batch:
         """Make a batch, whose first step checks its numbers and chooses its path."""
