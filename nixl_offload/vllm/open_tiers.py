@@ -5,6 +5,8 @@ Threading: pure but for ``open_tier``, which reaches storage and is called by a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from nixl_offload.catalog import ChainOptions
@@ -16,12 +18,17 @@ from nixl_offload.tiers.memory.tier import rank_memory_bytes
 
 
 def open_tier(
-    tier: TierConfig, position: int, namespace: Namespace, parallel: OffloadingParallelConfig
+    tier: TierConfig,
+    position: int,
+    namespace: Namespace,
+    parallel: OffloadingParallelConfig,
+    nearer: Sequence[TierConfig] = (),
 ) -> kinds.AnyTier:
     """Open what ``tier`` describes for the chunks of ``namespace``. May take as long as storage hangs.
 
-    Raises as ``tiers.kinds.open_tier``.
+    Raises as ``tiers.kinds.open_tier``, and as ``require_apart`` for the tiers that are ``nearer``.
     """
+    kinds.require_apart(tier, nearer)
     context = TierContext(
         position,
         namespace,

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from nixl_offload.config import parse_config
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
+from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
@@ -199,18 +201,38 @@ def test_what_is_not_recognised_is_counted_and_never_removed(tmp_path: Path) -> 
     wrong_manifest.mkdir()
     (wrong_manifest / "manifest.json").write_text(json.dumps({"namespace": "ef" * 32}))
     (wrong_manifest / "data").write_bytes(bytes(MIB))
-    (root / "notes.txt").write_bytes(bytes(8 * MIB))
+    shared = root / ("12" * 16)
+    (shared / "00").mkdir(parents=True)
+    (shared / "manifest.json").write_text(json.dumps({"namespace": "12" * 32, "created_s": 1.0}))
+    (shared / "00" / "shard").write_bytes(bytes(MIB))
+    (root / "notes.txt").write_bytes(bytes(7 * MIB))
     tier = open_tier(root)
     fill(tier)
     assert tier.measure_bytes() <= 16 * MIB
     tier.close()
     for path in (root / real.name, real / "rank-00000.slab", no_manifest / "rank-00000.slab", wrong_manifest / "data",
-                 root / "notes.txt"):  # fmt: skip
+                 shared / "00" / "shard", root / "notes.txt"):  # fmt: skip
         assert path.exists(), path
     (root / "notes.txt").write_bytes(bytes(14 * MIB))
     with pytest.raises(TierError, match="not ours") as caught:
         open_tier(root)
     assert caught.value.cause == "full"
+
+
+@pytest.mark.parametrize("inside", ["", "deeper"])
+def test_directories_that_a_link_makes_one_are_refused(tmp_path: Path, inside: str) -> None:
+    """The config names two, and a slab would take the other tier's files for its own."""
+    (tmp_path / "drive" / inside).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "drive" / inside)
+    tiers = [
+        {"kind": "slab", "path": str(tmp_path / "drive"), "capacity": "1GiB"},
+        {"kind": "shared_dir", "path": str(tmp_path / "link"), "capacity": "1GiB"},
+    ]
+    slab, shared = parse_config({"tiers": tiers}).tiers
+    with pytest.raises(ConfigError, match=r"link and .*drive, are .* the same, or one in the other"):
+        require_apart(shared, [slab])
+    (tmp_path / "link").unlink()
+    require_apart(shared, [slab])
 
 
 def test_links_inside_a_removed_namespace_are_not_followed(tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def last_use_s(path: Path) -> float | None:
     manifest = read_manifest(path)
     if manifest is None or not str(manifest.get("namespace", "")).startswith(path.name):
         return None
+    if not isinstance(manifest.get("slab"), dict):  # a shared directory's, and other servers' as well
+        return None
     try:
         return (path / MANIFEST_NAME).stat(follow_symlinks=False).st_mtime
     except OSError:
