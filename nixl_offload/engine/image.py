@@ -44,11 +44,13 @@ class GroupPlan:
     """Of the KV cache; block ids lie below."""
     path: TransferPath
     packed: TransferPath
-    """What ``path`` becomes, for good, when a load that went direct is quarantined."""
+    """What ``path`` becomes when a load that went direct is quarantined, for good, or late, until it has ended."""
     whole_writes: bool
     """What is stored is written in one extent, padding and all."""
     tells_short_reads: bool
     """The mover's limit of that name."""
+    late_loads: int = 0
+    """Batches that keep ``path`` from being direct."""
     goes_singly: bool = False
     """Becomes True, for good, when a batch is quarantined: the next failure shall not cost the slots of so many."""
     cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)

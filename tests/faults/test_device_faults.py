@@ -17,6 +17,7 @@ import pytest
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import pump
 from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
+from nixl_offload.engine.transfer_paths.direct import LATE_S
 from nixl_offload.movers.base import Op
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Outcome
@@ -217,6 +218,31 @@ def test_an_abandoned_load_keeps_its_slot_and_touches_no_block(lab: Lab) -> None
     assert rig.collect(2).outcomes == (OK,)
     rig.expect([8, 9, 10, 11], wanted)
     rig.assert_as_expected()
+
+
+def test_while_a_direct_load_hangs_others_go_through_staging(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """Its request waits, as its blocks may still be written; the next ones can be given up. Then all is as before."""
+    clock, mover = Clock(), faulty()
+    rig = lab.make(mover, "blhnc", "direct", clock=clock)
+    stored(rig, 0)
+    wanted = rig.rows(SOURCE)
+    plan = rig.engine._link_memory.plans[0]
+    mover.script = [Fault(mover.submitted.count(Op.READ), FaultKind.STUCK, op=Op.READ)]
+    reads = mover.submitted.count(Op.READ)
+    rig.engine.submit_load(1, [rig.chunk(0, TARGET)])
+    until(lambda: mover.submitted.count(Op.READ) > reads)
+    assert plan.path == "direct"
+    clock.ahead_s += LATE_S
+    until(lambda: plan.path == plan.packed)
+    assert rig.load(2, [rig.chunk(0, [8, 9, 10, 11])]) == (OK,)
+    rig.expect([8, 9, 10, 11], wanted)
+    assert 1 not in rig.results
+    mover.release()
+    assert rig.collect(1).outcomes == (OK,)
+    rig.expect(TARGET, wanted)
+    rig.assert_as_expected()
+    assert plan.path == "direct"
+    assert [record.message[:23] for record in caplog.records] == ["A load into KV blocks h"]
 
 
 def test_stores_leave_slots_to_loads(lab: Lab) -> None:

@@ -6,6 +6,7 @@ Threading and ownership: see ``common``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
+
+LATE_S = 30.0
+"""After this a load counts as late: what the next ones would wait for as well, each with its request."""
 
 
 def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
@@ -65,11 +69,16 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     _submit(context, batch, Op.READ)
-    yield from context.settle(batch)
-    if plan.path == "direct" and batch.is_quarantined:
-        plan.path = plan.packed
-        group = batch.chunks[0].io.group
-        logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
+    is_late = yield from _settle_load(context, batch, plan)
+    if batch.is_quarantined:
+        if plan.path == "direct":
+            group = batch.chunks[0].io.group
+            logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
+        plan.path, plan.late_loads = plan.packed, plan.late_loads + 1
+    if is_late:
+        plan.late_loads -= 1
+        if not plan.late_loads:
+            plan.path = "direct"
     yield from context.wait_out_quarantine(batch)
     arrived = context.finish_reads(batch, plan, _read)
     if not arrived:
@@ -84,6 +93,25 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         checked.verify(chunks, [chunk.io.first_block for chunk in chunks], _of_each(chunks, sums))
     for chunk in batch.alive:
         chunk.end(Outcome.OK)
+
+
+def _settle_load(context: Context, batch: Batch, plan: GroupPlan) -> Generator[None, None, bool]:
+    """As ``context.settle``. Return whether storage was late: then later loads go through staging meanwhile, where they
+    can be given up. This one cannot: its blocks may still be written.
+    """
+    late_s, is_late = context.clock() + LATE_S, False
+    for _ in context.settle(batch):
+        if not is_late and context.clock() >= late_s:
+            is_late = True
+            plan.path, plan.late_loads = plan.packed, plan.late_loads + 1
+            logger.error(
+                "A load into KV blocks has not ended within %.0f s: its request waits until storage answers. Group %d "
+                "goes through staging until then",
+                LATE_S,
+                batch.chunks[0].io.group,
+            )
+        yield
+    return is_late
 
 
 def _submit(context: Context, batch: Batch, op: Op) -> None:
