@@ -7,6 +7,7 @@ file to be the only one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,9 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
                     break
         if not worthwhile and not scheduler_output.finished_req_ids:
             return {}
-        return super()._build_store_jobs(replace(scheduler_output, num_scheduled_tokens=worthwhile))
+        output = copy(scheduler_output)
+        output.num_scheduled_tokens = worthwhile
+        return super()._build_store_jobs(output)
 
 
 def request_state(scheduler: OffloadingConnectorScheduler, request_id: str) -> RequestOffloadState | None:
