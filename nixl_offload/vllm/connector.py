@@ -31,9 +31,10 @@ from nixl_offload.vllm.registration import SPEC_NAME, register
 from nixl_offload.vllm.request_identity import sentence_about_media
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.stopping import sentence_about_stopping
-from nixl_offload.vllm.vllm_internals import set_canonical_layout
+from nixl_offload.vllm.vllm_internals import load_failure_policy, outermost_connector, set_canonical_layout
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -62,7 +63,7 @@ class NixlOffloadConnector(OffloadingConnector):
         spec = NixlOffloadSpec(
             offloading_config, config_file=config, vllm_config=vllm_config, kv_cache_config=kv_cache_config
         )
-        self._world_size = vllm_config.parallel_config.world_size
+        self._recompute = config.on_load_failure == "recompute"
         self._off = reason_to_stay_off(vllm_config, config)
         if role == KVConnectorRole.SCHEDULER:
             if self._off is not None:
@@ -73,6 +74,7 @@ class NixlOffloadConnector(OffloadingConnector):
                 logger.info("%s", sentence)
             self.connector_scheduler = NixlOffloadScheduler(spec, vllm_config, kv_cache_config)
             self.connector_scheduler.recompute = config.on_load_failure == "recompute"
+            self.connector_scheduler.is_off = self._off is not None
         else:
             self.connector_worker = NixlConnectorWorker(spec, vllm_config, kv_cache_config)
 
@@ -105,29 +107,40 @@ class NixlOffloadConnector(OffloadingConnector):
         transfer = vllm_config.kv_transfer_config
         if transfer is None or not current_platform.is_cuda_alike() or vllm_config.model_config.is_hybrid:
             return super().get_required_kvcache_layout(vllm_config)
-        if not from_extra_config(transfer.kv_connector_extra_config).block_outermost:
+        extra = transfer.kv_connector_extra_config
+        # Beside another connector, which wants another layout, the extra config forbids it: ``show --with``.
+        if not extra.get("block_outermost", True) or not from_extra_config(extra).block_outermost:
             return super().get_required_kvcache_layout(vllm_config)
         return "BLHNC"
 
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As vLLM's; and say so where vLLM would fail the requests whose load fails."""
+        super().register_kv_caches(kv_caches)
+        outermost = outermost_connector()
+        if outermost is not self and self._recompute and self._off is None and load_failure_policy(outermost) == "fail":
+            logger.warning(
+                "A load that fails ends its request with an error, for %s has kv_load_failure_policy fail. Set it to "
+                "recompute there: vLLM does not look for it inside",
+                type(outermost).__name__,
+            )
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler's half what a chunk needs on this rank."""
-        return self.connector_worker.geometry() if self.connector_worker is not None else None
+        """Tell the scheduler's half what a chunk needs on this rank, before vLLM says that it is ready.
+
+        Not inside another connector: ``MultiConnector`` passes on one handshake, to all that are in it, and
+        ``NixlConnector`` takes none but its own. There the rank's first report tells it.
+        """
+        if self.connector_worker is None or outermost_connector() not in (None, self):
+            return None
+        return self.connector_worker.geometry()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the tiers, now that every rank has told its geometry. Called before the first step and by wake_up."""
-        if self.connector_scheduler is None or self._off is not None:
-            return
-        told = {item.rank: item for item in metadata.values() if isinstance(item, RankGeometry)}
-        if set(told) != set(range(self._world_size)):
-            logger.warning(
-                "Offloading is off: %d of %d ranks told their geometry (MultiConnector passes on one handshake only)",
-                len(told),
-                self._world_size,
-            )
-            return
-        self.connector_scheduler.open([told[rank] for rank in range(self._world_size)])
+        """Open the tiers, if every rank has told its geometry. Called before the first step and by wake_up."""
+        if self.connector_scheduler is not None:
+            told = {item.rank: item for item in metadata.values() if isinstance(item, RankGeometry)}
+            self.connector_scheduler.take_geometries(told, is_start=True)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return completions and, for models with several KV groups, the requests whose load failed."""

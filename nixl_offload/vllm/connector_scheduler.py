@@ -6,7 +6,7 @@ Threading: the scheduler's thread. Nothing raises for reasons of storage.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -22,6 +22,7 @@ from nixl_offload.vllm.server_load import ServerLoadCounter
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.vllm_internals import (
     ChunkwiseScheduler,
+    allocated_requests,
     first_lookup_group,
     forget_descriptions,
     offer_again,
@@ -52,6 +53,21 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
         self._idling = Idling(time.monotonic)
         self._load = ServerLoadCounter()
+        self._world_size = vllm_config.parallel_config.world_size
+        self._geometries: dict[int, RankGeometry] = {}
+        """By rank: what was told so far, as long as some rank has not told."""
+        self.is_off = False
+        """Nothing will ever be stored or loaded."""
+        self._asked_about: set[str] = set()
+        """Requests that were looked up in this step."""
+        self._allocated: list[Request] = []
+        """Those of them that were given blocks and nothing to load by us: another connector may load."""
+        self._steps = 0
+        """How many steps were scheduled."""
+        self._heard_steps = 0
+        """Of how many the ranks have told the outcome."""
+        self._doubtful_step = 0
+        """The last step in which another connector loads."""
         self._counts_media = counts_media(vllm_config)
         self._windows = {
             group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
@@ -71,6 +87,18 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self.offload_manager.open(ranks)
         self._idling.record_progress()
 
+    def take_geometries(self, told: Mapping[int, RankGeometry], *, is_start: bool) -> None:
+        """Open the tiers once every rank has told its geometry. ``is_start``: before the first step, which waits."""
+        self._geometries.update(told)
+        if self.is_off or self.offload_manager.is_begun or set(self._geometries) != set(range(self._world_size)):
+            return
+        ranks = [self._geometries[rank] for rank in range(self._world_size)]
+        if is_start:
+            self.open(ranks)
+        else:
+            self.offload_manager.begin(ranks)
+            self._idling.record_progress()
+
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; a request whose keys name no content is neither stored nor loaded."""
         super().on_new_request(request)
@@ -82,6 +110,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     ) -> tuple[int | None, bool]:
         """As vLLM's, less what would take longer to load than to compute."""
         self._idling.record_progress()
+        self._asked_about.add(request.request_id)
         self._refuse_worthless_keys(request)  # a session may have been given an image since
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         group = first_lookup_group(self)
@@ -115,6 +144,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not num_external_tokens and request.request_id in self._asked_about:
+            self._allocated.append(request)
         self._load.allocated(request.request_id)
         status = request_state(self, request.request_id)
         if status is not None:
@@ -127,6 +158,9 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         if not scheduler_output.total_num_scheduled_tokens and self.offload_manager.is_waiting():
             time.sleep(self._idling.pause_s)
+        self._steps += 1
+        if self._asked_about or self.holds_stores:
+            self._hold_stores(scheduler_output)
         self._clock.scheduled(scheduler_output)
         self._load.scheduled(len(scheduler_output.num_scheduled_tokens))
         meta = super().build_connector_meta(without_preempted_loads(self, scheduler_output))
@@ -141,8 +175,13 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle tickets first, so that a failed chunk is gone before its request is looked up again."""
         self._clock.done()
+        self._heard_steps += 1
+        if connector_output.invalid_block_ids:
+            self._refuse_unloaded(connector_output.invalid_block_ids)
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReport):
+            if meta.geometries:
+                self.take_geometries(meta.geometries, is_start=False)
             if meta.tickets or meta.completed_jobs:
                 self._idling.record_progress()
             self.offload_manager.take_ranks(meta.ranks)
@@ -159,12 +198,38 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
     def has_pending_push_work(self) -> bool:
         """As vLLM's, as long as storage makes progress. Requests keep the engine stepping by themselves."""
-        return self._idling.is_patient and super().has_pending_push_work()
+        awaits_ranks = not self.is_off and not self.offload_manager.is_begun
+        return self._idling.is_patient and (awaits_ranks or super().has_pending_push_work())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """As vLLM's; what chunks were made of is forgotten with them."""
         yield from super().take_events()
         forget_descriptions(self, self.offload_manager.take_removed(), self.offload_manager.is_known)
+
+    # Beside other connectors (MultiConnector): what they load within a step may turn out wrong when that is over, and
+    # with it whatever was computed from it.
+
+    def _hold_stores(self, scheduler_output: SchedulerOutput) -> None:
+        """Store nothing as long as the outcome of another connector's load within a step is not known."""
+        for request in self._allocated:
+            status = request_state(self, request.request_id)
+            if (
+                status is not None
+                and request.num_computed_tokens > status.num_locally_computed_tokens
+                and request.request_id in scheduler_output.num_scheduled_tokens
+            ):
+                self._doubtful_step = self._steps
+        self._asked_about.clear()
+        self._allocated.clear()
+        self.holds_stores = self._doubtful_step > self._heard_steps
+
+    def _refuse_unloaded(self, invalid_blocks: Set[int]) -> None:
+        """Store nothing more of requests that run on blocks which a load has not filled.
+
+        Requests that we load for have no blocks here until their load has ended.
+        """
+        for status in allocated_requests(self, invalid_blocks):
+            status.req_context.set_state(Refused())
 
     def _refuse_worthless_keys(self, request: Request) -> None:
         status = request_state(self, request.request_id)

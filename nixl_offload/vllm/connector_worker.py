@@ -41,6 +41,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self._single_group = len(spec.config.groups) == 1
         self._allocated = ""
         """Digest of this rank's KV caches, once they are registered."""
+        self._has_told_geometry = False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; and take down what was allocated. Where that fails, the scheduler's half stays off."""
@@ -57,9 +58,10 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         return self.worker
 
     def geometry(self) -> RankGeometry | None:
-        """Return what a chunk needs on this rank, once the KV caches are registered."""
+        """Return what a chunk needs on this rank, once the KV caches are registered. Whoever asks passes it on."""
         if self.worker is None:
             return None
+        self._has_told_geometry = True
         if not any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
             return self.rank_worker.geometry(self._allocated)  # vLLM would name the backend that it prefers
         backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
@@ -127,6 +129,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         Also when nothing has: vLLM keeps an empty step to itself, and our scheduler's half counts them: ``step_clock``.
         """
         report, self._report = self._report, WorkerReport()
+        if not self._has_told_geometry and (geometry := self.geometry()) is not None:
+            report.geometries[geometry.rank] = geometry
         return report
 
     def _fail_load(self, job: FinishedJob, request: str | None, failures: Mapping[int, Outcome]) -> None:

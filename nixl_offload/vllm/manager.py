@@ -92,6 +92,8 @@ class NixlOffloadManager(OffloadingManager):
         self._opening: TierOpening | None = None
         self._is_off = False
         """Nothing will ever be stored or loaded."""
+        self._begins = False
+        """The tiers are being opened while the engine steps, and some were not tried yet."""
         self._catalog: Catalog | None = None
         """None until the namespace is known."""
         self._tiers: list[Tier] = [ClosedTier() for _ in config.tiers]
@@ -152,6 +154,19 @@ class NixlOffloadManager(OffloadingManager):
                     TIERS_WAIT_S,
                 )
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether ``open`` or ``begin`` was called."""
+        return self._opening is not None
+
+    def begin(self, ranks: Sequence[RankGeometry]) -> None:
+        """As ``open``, while the engine steps: wait for nothing and raise nothing. A tier whose options do not fit the
+        model is left out with a warning.
+        """
+        if self._opening is None:
+            self._opening = TierOpening(self._config, self._vllm_config, self._offloading, ranks)
+            self._begins = True
+
     def _update_tiers(self, *, is_start: bool = False) -> None:
         """Take over what was opened since the last call, and have those serve that all ranks have opened, too.
 
@@ -172,6 +187,8 @@ class NixlOffloadManager(OffloadingManager):
                 return
             self._make_catalog(namespace)
         now_s = time.monotonic()
+        is_start = is_start or self._begins
+        self._begins = self._begins and not self._opening.wait(0.0, 0.0, 0.0)
         for position, tier in self._opening.take().items():
             if position in self._to_clear:
                 tier.clear()
@@ -389,6 +406,8 @@ class NixlOffloadManager(OffloadingManager):
         """Keep an idle engine stepping while ranks open tiers, until they have reported every ticket, and nothing waits
         to be moved.
         """
+        if self._begins:
+            return not self._is_off
         if self._catalog is None:
             return False
         is_busy = self._catalog.open_tickets > 0 or self._catalog.has_pending_writes

@@ -23,7 +23,7 @@ from nixl_offload.types import Outcome, worst
 
 @dataclass
 class RankGeometry(KVConnectorHandshakeMetadata):
-    """What one rank has allocated; sent once, before the first step."""
+    """What one rank has allocated; sent once: in vLLM's handshake, or with its first report."""
 
     rank: int
     slot_bytes: tuple[int, ...]
@@ -99,17 +99,26 @@ class WorkerReport(OffloadingWorkerMetadata):
     """What was moved and what failed, added up over the ranks; for metrics. None: nothing."""
     ranks: dict[int, RankStatus] = field(default_factory=dict)
     """Of the ranks whose status has changed."""
+    geometries: dict[int, RankGeometry] = field(default_factory=dict)
+    """By rank: what no handshake has taken."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another rank's report of the same step into a new one."""
         base = super().aggregate(other)
         assert isinstance(base, OffloadingWorkerMetadata)
         merged = WorkerReport(
-            base.completed_jobs, base.transfer_stats, dict(self.tickets), list(self.loads), self.work, self.ranks
+            base.completed_jobs,
+            base.transfer_stats,
+            dict(self.tickets),
+            list(self.loads),
+            self.work,
+            self.ranks,
+            self.geometries,
         )
         if isinstance(other, WorkerReport):
             merged.loads += other.loads
             merged.ranks = {**self.ranks, **other.ranks}
+            merged.geometries = {**self.geometries, **other.geometries}
             if other.work is not None:
                 merged.work = other.work if self.work is None else self.work.merge(other.work)
             for number, report in other.tickets.items():

@@ -11,12 +11,14 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import OffloadKey
 
 from nixl_offload.vllm.compat import check_version
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
@@ -32,6 +34,16 @@ def set_canonical_layout(connector: OffloadingConnector, offloading: OffloadingC
     connector._canonical_layout = offloading.canonical_layout
 
 
+def outermost_connector() -> KVConnectorBase_V1 | None:
+    """Return the connector that this rank's vLLM talks to: ours, or one that ours is in. None: not built yet."""
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+
+def load_failure_policy(connector: KVConnectorBase_V1 | None) -> str | None:
+    """Return what vLLM does with a request whose load failed: of the outermost connector it is the policy in force."""
+    return None if connector is None else connector._kv_transfer_config.kv_load_failure_policy
+
+
 # The scheduler's half.
 
 
@@ -42,7 +54,12 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
     a good part of a step that decodes, and nearly all of it finds nothing.
     """
 
+    holds_stores = False
+    """Offer nothing to the store in this step; a later one offers it."""
+
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        if self.holds_stores:
+            return {}
         configs = self.config.kv_group_configs
         states = self._req_status
         worthwhile: dict[str, int] = {}
@@ -68,6 +85,15 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
 def request_state(scheduler: OffloadingConnectorScheduler, request_id: str) -> RequestOffloadState | None:
     """Return what vLLM's half knows of a request; None: nothing."""
     return scheduler._req_status.get(request_id)
+
+
+def allocated_requests(scheduler: OffloadingConnectorScheduler, block_ids: Set[int]) -> list[RequestOffloadState]:
+    """Return the requests that were scheduled on any of these blocks."""
+    return [
+        status
+        for status in scheduler._req_status.values()
+        if any(not block_ids.isdisjoint(group.block_ids) for group in status.group_states)
+    ]
 
 
 def first_lookup_group(scheduler: OffloadingConnectorScheduler) -> int:

@@ -471,6 +471,24 @@ def test_handshake_reaches_the_scheduler_half() -> None:
     assert "get_handshake_metadata()" in source("vllm.v1.worker.gpu_worker:Worker.get_kv_connector_handshake_metadata")
 
 
+def test_multi_connector_passes_on_one_handshake_and_each_report() -> None:
+    """So ours goes by the report there: ``NixlConnector`` raises ValueError for a handshake that is not its own."""
+    multi = f"{CONNECTOR}.multi_connector:MultiConnector"
+    in_order(
+        f"{multi}.get_handshake_metadata", "for c in self._connectors", "if metadata is not None", "return metadata"
+    )
+    in_order(f"{multi}.set_xfer_handshake_metadata_pp_aware", "for c in self._connectors", "(metadata)")
+    in_order(f"{multi}.build_connector_worker_meta", "c.build_connector_worker_meta()")
+    in_order(
+        f"{multi}.update_connector_output", "multi_connector_worker_meta.metadata[i]", "c.update_connector_output("
+    )
+    assert "isinstance(rank_metadata, NixlHandshakePayload)" in source(
+        f"{CONNECTOR}.nixl.base_scheduler:NixlBaseConnectorScheduler.set_xfer_handshake_metadata"
+    )
+    assert "get_kv_transfer_group()" in source("vllm.v1.worker.gpu_worker:Worker.get_kv_connector_handshake_metadata")
+    assert "kv_load_failure_policy" in source("vllm.config.kv_transfer:KVTransferConfig")
+
+
 def test_ranks_stop_before_the_scheduler_gives_up_the_directory() -> None:
     """Else a second engine could take the lock while ours still writes."""
     in_order("vllm.v1.engine.core:EngineCore.shutdown", "self.model_executor.shutdown()", "self.scheduler.shutdown()")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.v1.outputs import KVConnectorOutput
 
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
@@ -57,8 +58,7 @@ class Steps:
         return self.pauses
 
     def hear(self, **report: Any) -> None:
-        output: Any = SimpleNamespace(kv_connector_worker_meta=WorkerReport(**report))
-        self.scheduler.update_connector_output(output)
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(**report)))
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.outputs import KVConnectorOutput
 
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import TierError
@@ -27,8 +27,10 @@ from nixl_offload.vllm import background, closed_tier, rank_opening
 from nixl_offload.vllm import manager as manager_module
 from nixl_offload.vllm import opening as opening_module
 from nixl_offload.vllm import worker as worker_module
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
+from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.vllm import manager_rig
 from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_config_of
 from tests.vllm.test_contract_chain import Matching
@@ -59,7 +61,7 @@ def step(asked: Matching) -> Any:
 
 def hear(asked: Matching, *ranks: RankStatus) -> None:
     report = WorkerReport(ranks=dict(enumerate(ranks)))
-    asked.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))  # type: ignore[arg-type]
+    asked.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
 
 
 def test_the_first_request_after_a_start_waits_for_the_ranks_and_hits(restarted: Callable[[], Matching]) -> None:
@@ -76,6 +78,65 @@ def test_the_first_request_after_a_start_waits_for_the_ranks_and_hits(restarted:
     hear(asked, OPEN)
     assert asked.ask() == HIT
     assert not asked.scheduler.has_pending_push_work()
+
+
+def inside_another(path: Path, world_size: int, capacity: str = "64MiB") -> NixlOffloadScheduler:
+    """A scheduler's half that no handshake reaches, for ``MultiConnector`` has given it to another connector."""
+    config = manager_rig.config_of(manager_rig.slab_tier(path, capacity=capacity))
+    vllm_config, caches = manager_rig.vllm_config(world_size), manager_rig.kv_cache_config()
+    offloading = manager_rig.offloading_config(world_size)
+    spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config, kv_cache_config=caches)
+    return NixlOffloadScheduler(spec, vllm_config, caches)
+
+
+def report(scheduler: NixlOffloadScheduler, **fields: Any) -> None:
+    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(**fields)))
+
+
+def test_ranks_tell_their_geometry_in_their_reports_where_no_handshake_comes(tmp_path: Path) -> None:
+    """The engine steps until all have told; then the tiers open while it goes on stepping, and the ranks hear where."""
+    scheduler = inside_another(tmp_path, world_size=2)
+    try:
+        geometries = dict(enumerate(manager_rig.ranks(2)))
+        for rank, geometry in geometries.items():
+            assert scheduler.has_pending_push_work()
+            assert not isinstance(scheduler.build_connector_meta(SchedulerOutput.make_empty()), StepMetadata)
+            report(scheduler, geometries={rank: geometry})
+        for _ in range(1000):
+            assert scheduler.has_pending_push_work()
+            meta = scheduler.build_connector_meta(SchedulerOutput.make_empty())
+            report(scheduler, geometries=geometries)  # once more, as after an engine woke up: changes nothing
+            if isinstance(meta, StepMetadata):
+                break
+            time.sleep(0.01)
+        assert list(meta.places) == [0]
+        report(scheduler, ranks={0: OPEN, 1: OPEN})
+        assert not scheduler.has_pending_push_work()
+        output = scheduler.offload_manager.prepare_store([manager_rig.key(1)], manager_rig.request())
+        assert output is not None
+        assert output.keys_to_store == [manager_rig.key(1)]
+    finally:
+        scheduler.shutdown()
+
+
+def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the handshake that ends the start. A report is heard in a step, and a step must not end the engine."""
+    scheduler = inside_another(tmp_path, world_size=1, capacity="8KiB")
+    try:
+        report(scheduler, geometries=dict(enumerate(manager_rig.ranks(1))))
+        for _ in range(1000):
+            assert not isinstance(scheduler.build_connector_meta(SchedulerOutput.make_empty()), StepMetadata)
+            if "capacity" in caplog.text:
+                break
+            time.sleep(0.01)
+        assert "capacity" in caplog.text
+        output = scheduler.offload_manager.prepare_store([manager_rig.key(1)], manager_rig.request())
+        assert output is not None
+        assert output.keys_to_store == []
+    finally:
+        scheduler.shutdown()
 
 
 def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch) -> None:
