@@ -14,7 +14,10 @@ from typing import Any, TextIO
 import yaml
 
 from nixl_offload.cli.common import Commands, add_command
-from nixl_offload.config import kv_transfer_config, load_config
+from nixl_offload.config import beside, kv_transfer_config, load_config
+
+_OTHERS = {"nixl": "NixlConnector"}
+"""What ``--with`` takes, and what vLLM calls it."""
 
 _DESCRIPTION = """\
 Checks CONFIG and prints it as nixl-offload understands it, defaults filled in, followed by the option to give to
@@ -33,6 +36,15 @@ def add_parser(commands: Commands) -> None:
         description=_DESCRIPTION,
         json=None,
     )
+    parser.add_argument(
+        "--with",
+        dest="others",
+        action="append",
+        choices=sorted(_OTHERS),
+        default=[],
+        help="put another connector before this one, in vLLM's MultiConnector: nixl hands the KV of a prompt from a "
+        "prefill server to a decode server",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print {config, kv_transfer_config} as JSON")
     form.add_argument(
@@ -44,6 +56,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError when the file is wrong."""
     config = load_config(arguments.file)
     transfer: dict[str, Any] = kv_transfer_config(config, os.path.abspath(arguments.file))
+    if arguments.others:
+        transfer = beside(transfer, [_OTHERS[name] for name in dict.fromkeys(arguments.others)])
     if arguments.json:
         print(json.dumps({"config": config.to_dict(), "kv_transfer_config": transfer}, indent=2), file=out)
     elif arguments.kv_transfer_config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nixl_offload.config.load import (
     CONNECTOR_NAME,
+    beside,
     blocks_per_chunk,
     from_extra_config,
     kv_transfer_config,
@@ -38,6 +39,7 @@ __all__ = [
     "SlabConfig",
     "StoredConfig",
     "TierConfig",
+    "beside",
     "blocks_per_chunk",
     "from_extra_config",
     "kv_transfer_config",

@@ -6,7 +6,7 @@ Threading: pure functions but for reading the file; safe anywhere.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -80,6 +80,24 @@ def kv_transfer_config(config: Config, reference: str | Mapping[str, Any]) -> di
         "kv_role": "kv_both",
         "kv_load_failure_policy": config.on_load_failure,
         "kv_connector_extra_config": {"config": reference, **config.vllm},
+    }
+
+
+def beside(transfer: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:
+    """Return what ``--kv-transfer-config`` takes for ours, by ``kv_transfer_config``, and connectors before it.
+
+    ``others``: their class names in vLLM, such as NixlConnector. Loads come from the first that has some, so ours is
+    last. The policy for failed loads counts at the outermost connector only. All must agree on one KV cache layout,
+    and ours goes by theirs.
+    """
+    ours = {key: value for key, value in transfer.items() if key != "kv_load_failure_policy"}
+    ours["kv_connector_extra_config"] = {**transfer["kv_connector_extra_config"], "block_outermost": False}
+    connectors = [{"kv_connector": name, "kv_role": "kv_both"} for name in others]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": transfer["kv_load_failure_policy"],
+        "kv_connector_extra_config": {"connectors": [*connectors, ours]},
     }
 
 

@@ -46,6 +46,35 @@ def test_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == shown["kv_transfer_config"]
 
 
+def test_beside_another_connector(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours is last, asks for no KV cache layout of its own, and its policy for failed loads is the outermost one's."""
+    assert main(["show", "--kv-transfer-config", "--with", "nixl", "--with", "nixl", "kv.yaml"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "connectors": [
+                {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+                {
+                    "kv_connector": "NixlOffloadConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {
+                        "config": str(file),
+                        "offload_prompt_only": False,
+                        "block_outermost": False,
+                    },
+                },
+            ]
+        },
+    }
+    assert main(["show", "--json", "--with", "nixl", "kv.yaml"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_transfer_config"] == shown
+    with pytest.raises(SystemExit):
+        main(["show", "--with", "nothing", "kv.yaml"])
+
+
 @pytest.mark.slow
 def test_vllm_accepts_the_transfer_config(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a process of its own, because importing vLLM warns and starts threads."""
