@@ -51,6 +51,8 @@ class Answer:
     finish_reason: str
     counters: dict[str, float] = field(default_factory=dict)
     """How far vLLM's counters moved; empty for a batch."""
+    transfer_params: dict[str, Any] | None = None
+    """What a connector tells the engine that goes on with this prompt."""
 
     @property
     def external_hit_tokens(self) -> int:

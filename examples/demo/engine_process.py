@@ -220,6 +220,7 @@ def _answer(output: Any, total_s: float) -> Reply:
         "cached_tokens": output.num_cached_tokens or 0,
         "ttft_s": output.metrics.first_token_latency if output.metrics else None,
         "total_s": total_s,
+        "transfer_params": output.kv_transfer_params,
     }
 
 

@@ -75,6 +75,9 @@ class NixlOffloadConnector(OffloadingConnector):
             self.connector_scheduler = NixlOffloadScheduler(spec, vllm_config, kv_cache_config)
             self.connector_scheduler.recompute = config.on_load_failure == "recompute"
             self.connector_scheduler.is_off = self._off is not None
+            transfer = vllm_config.kv_transfer_config
+            assert transfer is not None
+            self.connector_scheduler.set_role(loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
         else:
             self.connector_worker = NixlConnectorWorker(spec, vllm_config, kv_cache_config)
 

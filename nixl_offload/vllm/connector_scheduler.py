@@ -20,6 +20,7 @@ from nixl_offload.vllm.messages import RankGeometry, StepMetadata, WorkerReport
 from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
 from nixl_offload.vllm.server_load import ServerLoadCounter
 from nixl_offload.vllm.step_clock import StepClock
+from nixl_offload.vllm.tier_events import name_media
 from nixl_offload.vllm.vllm_internals import (
     ChunkwiseScheduler,
     allocated_requests,
@@ -58,6 +59,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """By rank: what was told so far, as long as some rank has not told."""
         self.is_off = False
         """Nothing will ever be stored or loaded."""
+        self._loads = self._stores = True
         self._asked_about: set[str] = set()
         """Requests that were looked up in this step."""
         self._allocated: list[Request] = []
@@ -81,6 +83,11 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """The manager, as what it is."""
         assert isinstance(self.manager, NixlOffloadManager)
         return self.manager
+
+    def set_role(self, *, loads: bool, stores: bool) -> None:
+        """Say what ``kv_role`` has us do: a producer stores only, a consumer loads only."""
+        self._loads, self._stores = loads, stores
+        self.holds_stores = not stores
 
     def open(self, ranks: Sequence[RankGeometry]) -> None:
         """Open the tiers. An engine without requests steps now, while the ranks open theirs."""
@@ -112,6 +119,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._idling.record_progress()
         self._asked_about.add(request.request_id)
         self._refuse_worthless_keys(request)  # a session may have been given an image since
+        if not self._loads:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens, 0)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         group = first_lookup_group(self)
         chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
@@ -202,8 +211,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         return self._idling.is_patient and (awaits_ranks or super().has_pending_push_work())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """As vLLM's; what chunks were made of is forgotten with them."""
-        yield from super().take_events()
+        """As vLLM's, with a name for each medium; what chunks were made of is forgotten with them."""
+        yield from name_media(super().take_events())
         forget_descriptions(self, self.offload_manager.take_removed(), self.offload_manager.is_known)
 
     # Beside other connectors (MultiConnector): what they load within a step may turn out wrong when that is over, and
@@ -221,7 +230,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
                 self._doubtful_step = self._steps
         self._asked_about.clear()
         self._allocated.clear()
-        self.holds_stores = self._doubtful_step > self._heard_steps
+        self.holds_stores = not self._stores or self._doubtful_step > self._heard_steps
 
     def _refuse_unloaded(self, invalid_blocks: Set[int]) -> None:
         """Store nothing more of requests that run on blocks which a load has not filled.

@@ -5,10 +5,11 @@ Threading: the scheduler's thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey, ReqContext, TierFilter
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -24,18 +25,21 @@ class TierLabel(NamedTuple):
     source: CacheHitSource
     reports_removals: bool
     """Whether every chunk that goes is told of. vLLM remembers until then what a chunk was made of."""
+    event_medium: str | None = None
+    """What events call the medium, where vLLM has no word for it: as llm-d's router weighs it (decision 0023)."""
 
 
 _MEMORY: Final = TierLabel(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST, True)
 _LOCAL: Final = TierLabel(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK, True)
 _SHARED: Final = TierLabel(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False)
-"""vLLM has no word for a bucket or a shared filesystem yet."""
+_SHARED_DIR: Final = _SHARED._replace(event_medium="SHARED_STORAGE")
+_BUCKET: Final = _SHARED._replace(event_medium="OBJECT_STORE")
 
 
 def label_of(tier: TierConfig) -> TierLabel:
     """Return what vLLM calls a tier."""
     if tier.is_shared:
-        return _SHARED
+        return _BUCKET if tier.kind == "s3" else _SHARED_DIR
     return _LOCAL if tier.outlives_process else _MEMORY
 
 
@@ -59,6 +63,14 @@ def allowed_tiers(req_context: ReqContext, labels: Iterable[TierLabel]) -> froze
     return known.tiers
 
 
+def name_media(events: Iterable[KVCacheEvent]) -> Iterator[KVCacheEvent]:
+    """Call the medium what ``event_medium`` says in events that vLLM has made of ours."""
+    for event in events:
+        if isinstance(event, BlockStored | BlockRemoved) and event.ownership is not None:
+            event.medium, event.ownership = event.ownership, None
+        yield event
+
+
 class TierEvents:
     """Collects what became loadable and what ceased to be, until vLLM asks. ``enabled``: whether it will."""
 
@@ -70,9 +82,16 @@ class TierEvents:
     def add(self, changes: Iterable[Change], labels: list[TierLabel]) -> None:
         """Take note of changes, in their order. ``labels``: of the tiers, by position."""
         for change in changes if self._enabled else ():
-            medium, locality, _, reports_removals = labels[change.tier]
+            label = labels[change.tier]
             keys = [OffloadKey(key) for key in change.keys]
-            event = OffloadingEvent(keys, medium, change.removed, locality, removal_expected=reports_removals)
+            event = OffloadingEvent(
+                keys,
+                label.medium,
+                change.removed,
+                label.locality,
+                ownership=label.event_medium,  # vLLM passes it on: ``name_media``
+                removal_expected=label.reports_removals,
+            )
             self._events.append(event)
 
     def clear(self) -> None:

@@ -178,6 +178,7 @@ def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
     rank.take_work = lambda: works.pop() if works else None  # type: ignore[method-assign]
     rank.take_status = lambda: told.pop(0)  # type: ignore[method-assign]
     worker.worker = rank
+    worker._has_told_geometry = True
     for _ in range(3):
         worker.get_finished(set())
     report = worker.build_connector_worker_meta()

@@ -251,7 +251,7 @@ def test_events_reach_a_subscriber_with_what_an_indexer_needs(served: Served) ->
     """Each chunk is stored in each tier: four block hashes that the GPU's events have too, tokens, parent, place."""
     stored = [event for event in served.events if isinstance(event, BlockStored)]
     on_gpu = {block for event in stored if event.medium == "GPU" for block in event.block_hashes}
-    for medium, locality in (("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE")):
+    for medium, locality in (("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("OBJECT_STORE", "REMOTE")):
         ours = [event for event in stored if (event.medium, event.locality) == (medium, locality)]
         named = {tuple(event.block_hashes) for event in ours}
         assert len(named) == CHUNKS, f"{medium} {locality}"
