@@ -108,7 +108,7 @@ def test_what_another_connector_failed_to_load_is_not_stored(
     config = beside_example(tmp_path / "ours", tmp_path / "example", [1, 0], module="tests.vllm.failing_connector")
     config["kv_load_failure_policy"] = policy
     with workshop.start_engine(kv_transfer_config=config, **ONE_STEP) as engine:
-        [answer] = engine.generate([PROMPT])
+        engine.generate([PROMPT])
         assert engine.settle()
         assert engine.reset_prefix_cache(connector=True)  # ours forgets; the files of the other are still there
         engine.worker("clear_kv")
@@ -116,6 +116,8 @@ def test_what_another_connector_failed_to_load_is_not_stored(
         assert answer.finish_reason == ("error" if policy == "fail" else "length")
         if policy == "recompute":
             assert close(answer, right[0])
+        warns = "MultiConnector has kv_load_failure_policy fail" in engine.log.read_text(errors="replace")
+        assert warns == (policy == "fail")
         assert engine.settle()
 
         shutil.rmtree(tmp_path / "example")

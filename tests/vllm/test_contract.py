@@ -542,6 +542,15 @@ def test_reports_of_two_ranks_merge() -> None:
     assert first.tickets[3].ranks == second.tickets[3].ranks == 1
 
 
+def test_geometries_of_one_step_are_merged() -> None:
+    """Inside another connector every rank tells its own in its first report."""
+    reports = [WorkerReport(geometries={rank: RankGeometry(rank, (4096,), "digest")}) for rank in range(3)]
+    merged = reports[0].aggregate(reports[1]).aggregate(reports[2])
+    assert isinstance(merged, WorkerReport)
+    assert merged.geometries == {rank: RankGeometry(rank, (4096,), "digest") for rank in range(3)}
+    assert list(reports[0].geometries) == [0]
+
+
 def test_handshake_message_is_one() -> None:
     assert isinstance(RankGeometry(0, (4096,), "digest"), named(f"{CONNECTOR}.base:KVConnectorHandshakeMetadata"))
 
