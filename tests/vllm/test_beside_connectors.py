@@ -15,7 +15,7 @@ import pytest
 
 from tests.vllm.harness import TAIL_TOKENS, Answer, Engine, Workshop, close, file_tier, prompts
 
-[PROMPT, OTHER_PROMPT] = prompts(2, seed=71)
+[PROMPT, OTHER_PROMPT] = prompts(2, seed=93)
 ONE_STEP = {"max_num_batched_tokens": 2048}
 """``ExampleConnector`` stores what a prompt's first step has computed, so prompts are not computed in parts. A loaded
 prompt then ends with another step than a computed one, and answers are compared by ``close``.
@@ -74,8 +74,12 @@ def engine(workshop: Workshop, order: list[int], right: list[Answer], tmp_path: 
         yield started
 
 
-def test_both_store_and_each_serves(engine: Engine, order: list[int], right: list[Answer], tmp_path: Path) -> None:
-    """What was asked once is in both. The first in the list serves it; without its files the second does."""
+def test_both_store_and_each_serves(
+    engine: Engine, order: list[int], right: list[Answer], workshop: Workshop, tmp_path: Path
+) -> None:
+    """What was asked once is in both. The first in the list serves it; without its files the second does. After a stop
+    an engine with ours alone serves it, too.
+    """
     assert engine.stored_bytes() > 0
     assert any((tmp_path / "example").iterdir())
     loads_before = engine.metrics().get("vllm:kv_offload_load_bytes", 0)
@@ -95,6 +99,14 @@ def test_both_store_and_each_serves(engine: Engine, order: list[int], right: lis
     assert served.external_hit_tokens == CHUNKS_TOKENS
     assert served.loaded_bytes > 0
     assert close(served, right[0])
+
+    engine.stop()
+    # vLLM turns that off beside a connector that does not know several KV cache groups, and it is part of the identity.
+    groups = {"disable_hybrid_kv_cache_manager": True}
+    with workshop.start_engine(connector=file_tier(tmp_path / "ours"), **groups, **ONE_STEP) as alone:
+        [served] = alone.generate([PROMPT])
+        assert served.external_hit_tokens == CHUNKS_TOKENS
+        assert close(served, right[0])
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

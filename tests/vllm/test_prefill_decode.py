@@ -24,7 +24,7 @@ from tests.vllm.harness import (
     tree_tier,
 )
 
-PROMPTS = prompts(3, steps=1, seed=72)
+PROMPTS = prompts(3, steps=1, seed=94)
 CHUNKS_TOKENS = len(PROMPTS[0]) - TAIL_TOKENS
 OVER_LOOPBACK = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
