@@ -31,9 +31,9 @@ class TierLabel(NamedTuple):
 
 _MEMORY: Final = TierLabel(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST, True)
 _LOCAL: Final = TierLabel(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK, True)
-_SHARED: Final = TierLabel(Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False)
-_SHARED_DIR: Final = _SHARED._replace(event_medium="SHARED_STORAGE")
-_BUCKET: Final = _SHARED._replace(event_medium="OBJECT_STORE")
+_SHARED: Final = (Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False)
+_SHARED_DIR: Final = TierLabel(*_SHARED, event_medium="SHARED_STORAGE")
+_BUCKET: Final = TierLabel(*_SHARED, event_medium="OBJECT_STORE")
 
 
 def label_of(tier: TierConfig) -> TierLabel:
