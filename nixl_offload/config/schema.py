@@ -85,6 +85,8 @@ class MemoryConfig(_Tier):
     """
 
     outlives_process: ClassVar[bool] = False
+    required: ClassVar[bool] = False
+    """A start always needs its memory: what takes it, on the ranks, ends the start where there is too little."""
     ttl_s: ClassVar[None] = None
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
@@ -123,6 +125,8 @@ class DirectoryConfig(_Tier):
     host memory, which no other limit counts."""
     direct_io: bool = True
     """Bypass the page cache. ``false`` costs host memory and copies. Off anyway on filesystems without O_DIRECT."""
+    required: bool = False
+    """``true`` ends a start where this tier cannot be opened. ``false`` starts without it, warns, and tries again."""
 
     @property
     def where(self) -> str:
@@ -206,6 +210,8 @@ class S3Config(_Tier):
     """How servers ask what the bucket holds."""
     warm_start: bool = False
     """List the namespace at start, in the background, so that first requests find their chunks at once."""
+    required: bool = False
+    """``true`` ends a start where this tier cannot be opened. ``false`` starts without it, warns, and tries again."""
 
     @property
     def where(self) -> str:

@@ -1,6 +1,6 @@
 """The scheduler's half behind vLLM's connector: asks our manager, sends our messages, hears the ranks' reports.
 
-Threading: the scheduler's thread. Nothing raises for reasons of storage.
+Threading: the scheduler's thread. Nothing raises for reasons of storage, but for a tier with ``required: true``.
 """
 
 from __future__ import annotations

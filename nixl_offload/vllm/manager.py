@@ -1,6 +1,7 @@
 """The scheduler's half behind vLLM's ``OffloadingManager``: translates vLLM's questions into the catalog's.
 
-Threading: called by the scheduler's thread. Nothing here blocks on storage and nothing raises for reasons of storage.
+Threading: called by the scheduler's thread. Nothing here blocks on storage, and nothing raises for reasons of storage
+but where a tier with ``required: true`` cannot be opened.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from nixl_offload.catalog import NOWHERE, Catalog, LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import Config
 from nixl_offload.engine import Work
-from nixl_offload.errors import ConfigError, NixlOffloadError
+from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.kinds import AnyPlace, AnyTier
@@ -104,6 +105,8 @@ class NixlOffloadManager(OffloadingManager):
         """The cache was reset before these were open."""
         self._labels = [label_of(tier) for tier in config.tiers]
         self._rank_opening = RankOpening(offloading.parallel.world_size)
+        self._required = {position for position, tier in enumerate(config.tiers) if tier.required}
+        """The tiers without which no engine shall run, as long as they do not serve."""
         self._disabled: dict[int, set[int]] = {}
         """By rank: the tiers that it has disabled."""
         self._moves: list[WriteThroughTicket] = []
@@ -127,18 +130,26 @@ class NixlOffloadManager(OffloadingManager):
         ``small_wait_s`` for a small one; then ``TIERS_WAIT_S`` at most for the tiers. What takes longer, or fails, goes
         on in the background, and the tiers are taken over in a later step.
 
-        Raises ConfigError, for the operator, when a tier's options do not fit the model: at start, and only there.
+        Raises, for the operator, ConfigError when a tier's options do not fit the model, and TierError when a tier with
+        ``required: true`` is not open: at start, and only there. What a rank cannot open raises in a later step.
         Called again (vLLM repeats the handshake when it wakes up) it leaves the tiers, and the lock they hold, as they
         are.
         """
         if self._opening is not None:
             return
-        self._opening = opening = TierOpening(self._config, self._vllm_config, self._offloading, ranks)
+        self._opening = TierOpening(self._config, self._vllm_config, self._offloading, ranks)
+        try:
+            self._wait_for_tiers(self._opening, wait_s, small_wait_s)
+        except NixlOffloadError:
+            self.shutdown()
+            raise
+
+    def _wait_for_tiers(self, opening: TierOpening, wait_s: float, small_wait_s: float) -> None:
+        """Wait for tiers as ``open`` says, and take over those that are open. Raises as ``open`` does."""
         is_ready = opening.wait(wait_s, small_wait_s, TIERS_WAIT_S)
         errors = opening.errors()
         for error in errors.values():
             if isinstance(error, ConfigError):
-                opening.close()
                 raise error
         self._update_tiers(is_start=True)
         if self._is_off or is_ready:
@@ -148,6 +159,8 @@ class NixlOffloadManager(OffloadingManager):
             return
         for position, tier in enumerate(self._config.tiers):
             if position not in self._opened and position not in errors:
+                if tier.required:
+                    raise TierError(self._refusal(position, f"it is not open within {TIERS_WAIT_S:.0f} s"), cause="io")
                 logger.warning(
                     "%s: not open within %.0f s. Requests go on without it; it is used once it is open",
                     name_of(tier),
@@ -171,15 +184,19 @@ class NixlOffloadManager(OffloadingManager):
         """Take over what was opened since the last call, and have those serve that all ranks have opened, too.
 
         Called in every step: costs nothing where nothing has changed. Requests wait for ranks at a start only, not amid
-        traffic.
+        traffic. Raises TierError where a tier with ``required: true`` could not be opened.
         """
         if self._opening is None or self._is_off:
             return
+        if self._required:
+            self._check_required(self._opening.errors())
         if self._catalog is None:
             try:
                 namespace = self._opening.namespace
             except Exception as error:
                 self._is_off = True
+                if self._required:
+                    raise TierError(self._refusal(min(self._required), str(error)), cause="io") from error
                 trace = None if isinstance(error, NixlOffloadError) else error
                 logger.error("Offloading is off until the engine restarts: %s", error, exc_info=trace)
                 return
@@ -198,6 +215,20 @@ class NixlOffloadManager(OffloadingManager):
             self._rank_opening.add(position, tier.place, now_s)
         for position in self._rank_opening.take_open():
             self._put(position, self._opened[position])
+            self._required.discard(position)
+
+    def _check_required(self, errors: Mapping[int, Exception]) -> None:
+        """Raise TierError where a tier must be open and is not, here or on a rank."""
+        for position in sorted(self._required & errors.keys()):
+            error = errors[position]
+            cause = getattr(error, "cause", "io")
+            raise TierError(self._refusal(position, str(error)), cause=cause) from error
+        for position in sorted(self._required & self._rank_opening.failed()):
+            raise TierError(self._refusal(position, "some rank cannot open it, and its log says why"), cause="io")
+
+    def _refusal(self, position: int, why: str) -> str:
+        tier = self._config.tiers[position]
+        return f"{name_of(tier)}: required: true allows no server without it, and {why}"
 
     def _make_catalog(self, namespace: Namespace) -> None:
         parallel = self._offloading.parallel

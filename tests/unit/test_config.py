@@ -91,6 +91,7 @@ def test_defaults() -> None:
                 "threads": 8,
                 "bounce": "16MiB",
                 "direct_io": True,
+                "required": False,
                 "policy": "lru",
             }
         ],
@@ -190,6 +191,7 @@ def test_defaults_of_a_tree_show_what_a_tree_has() -> None:
         "threads": 8,
         "bounce": "16MiB",
         "direct_io": True,
+        "required": False,
         "lookup": LOOKUP_DEFAULTS,
         "warm_start": False,
     }
@@ -215,6 +217,7 @@ def test_defaults_of_a_bucket() -> None:
         ("crt_throughput_gbps", None),
         ("lookup", LOOKUP_DEFAULTS),
         ("warm_start", False),
+        ("required", False),
     ]
 
 

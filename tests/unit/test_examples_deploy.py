@@ -290,6 +290,15 @@ def test_nothing_runs_as_root_or_with_privileges(overlay: tuple[str, list[Resour
             )
 
 
+def test_gpudirect_storage_or_no_server(tmp_path: Path) -> None:
+    """As the overlay promises: no other mover, no copies through host memory, no server without the tier."""
+    resources = render(OVERLAYS["gds"])
+    [tier] = config_of(resources, tmp_path).directories
+    assert (tier.mover, tier.required) == ("gds_mt", True)
+    [container] = server(resources)["spec"]["template"]["spec"]["containers"]
+    assert {"name": "CUFILE_ALLOW_COMPAT_MODE", "value": "false"} in container["env"]
+
+
 def test_shared_tiers_are_kept_to_their_size() -> None:
     """Who shares a bucket or directory has the CronJob, with config and user of the servers; nobody else has."""
     for name in ("test", "local-nvme", "gds", "s3", "shared-filesystem"):

@@ -6,7 +6,9 @@ side. Then vLLM's engine core with two ranks, whose opening is slow.
 
 from __future__ import annotations
 
+import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
+from tests.faults.conftest import SmallFilesystem
 from tests.vllm import manager_rig
 from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_config_of
 from tests.vllm.test_contract_chain import Matching
@@ -191,6 +194,84 @@ def test_a_tier_that_a_rank_cannot_open_holds_nothing_up_and_joins_later(restart
     assert asked.ask() == HIT
 
 
+REQUIRED = "required: true allows no server without it"
+
+
+@pytest.mark.parametrize("kind", ["slab", "shared_dir", "s3"])
+def test_a_required_tier_that_cannot_be_opened_ends_the_start(tmp_path: Path, kind: str) -> None:
+    """A file where the directory should be, and a bucket of a server that is not there. The tiers that were opened
+    beside it are closed: the next start has the slab's lock.
+    """
+    free_port = socket.create_server(("127.0.0.1", 0))
+    bucket = {
+        "kind": "s3",
+        "bucket": "kv-cache",
+        "endpoint": f"http://127.0.0.1:{free_port.getsockname()[1]}",
+        "region": "us-east-1",
+        "request_timeout": "1s",
+    }
+    free_port.close()
+    (tmp_path / "file").touch()
+    slab = manager_rig.slab_tier(tmp_path / "slab")
+    broken = {
+        "slab": manager_rig.slab_tier(tmp_path / "file"),
+        "shared_dir": manager_rig.tree_tier(tmp_path / "file"),
+        "s3": bucket,
+    }[kind]
+    beside = [] if kind == "slab" else [slab]
+    config = manager_rig.config_of(*beside, {**broken, "required": True})
+    manager = NixlOffloadManager(manager_rig.offloading_config(), config, manager_rig.vllm_config())
+    with pytest.raises(TierError, match=REQUIRED) as raised:
+        manager.open(manager_rig.ranks(1))
+    assert config.tiers[-1].where in str(raised.value)
+    again = NixlOffloadManager(
+        manager_rig.offloading_config(), manager_rig.config_of({**slab, "required": True}), manager_rig.vllm_config()
+    )
+    again.open(manager_rig.ranks(1))
+    again.shutdown()
+
+
+def test_a_required_tier_that_hangs_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung, open_tier = threading.Event(), opening_module.open_tier
+
+    def opening(*arguments: Any) -> Any:
+        hung.wait(DEADLINE_S)
+        return open_tier(*arguments)
+
+    monkeypatch.setattr(opening_module, "open_tier", opening)
+    monkeypatch.setattr(manager_module, "TIERS_WAIT_S", 0.1)
+    monkeypatch.setattr(opening_module, "CLOSE_S", 0.1)
+    config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
+    manager = NixlOffloadManager(manager_rig.offloading_config(), config, manager_rig.vllm_config())
+    with pytest.raises(TierError, match=REQUIRED):
+        manager.open(manager_rig.ranks(1))
+    hung.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("nixl-offload-open"):
+            thread.join(DEADLINE_S)
+
+
+def test_a_required_tier_must_open_on_all_ranks_once(tmp_path: Path) -> None:
+    """One that fails ends the engine in the step that says so; once all had it open, nothing does any more."""
+    config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
+
+    def opened() -> NixlOffloadManager:
+        manager = NixlOffloadManager(manager_rig.offloading_config(2), config, manager_rig.vllm_config(2))
+        manager.open(manager_rig.ranks(2))
+        return manager
+
+    manager = opened()
+    manager.take_ranks({0: OPEN})
+    with pytest.raises(TierError, match=f"{REQUIRED}, and some rank"):
+        manager.take_ranks({1: FAILED})
+    manager.shutdown()
+    manager = opened()
+    manager.take_ranks({0: OPEN, 1: OPEN})
+    manager.take_ranks({1: FAILED})
+    manager.on_new_request(manager_rig.request())
+    manager.shutdown()
+
+
 def test_all_ranks_must_be_open(tmp_path: Path) -> None:
     config = manager_rig.config_of(manager_rig.slab_tier(tmp_path))
     manager = NixlOffloadManager(manager_rig.offloading_config(2), config, manager_rig.vllm_config(2))
@@ -256,10 +337,10 @@ class SlowEngine(PlayedEngine):
 
     longest_step_s = 0.0
 
-    def __init__(self, directory: Path, *nearer: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, *nearer: dict[str, Any], last: dict[str, Any] | None = None) -> None:
         shape = ModelShape(layers=12, hidden=64, heads=2, kv_heads=1, intermediate=64, vocab=512, max_tokens=2048)
         model = write_model(directory / "model", shape)
-        tiers = [*nearer, {"kind": "slab", "path": str(directory / "slab"), "capacity": "64MiB"}]
+        tiers = [*nearer, last or {"kind": "slab", "path": str(directory / "slab"), "capacity": "64MiB"}]
         stages = ("FFF", "FF")
         config = vllm_config_of(model, stages, {"staging": "8MiB", "tiers": tiers})
         super().__init__(config, stages, is_open=False)
@@ -368,6 +449,59 @@ def test_a_tier_that_cannot_be_opened_at_start_joins_a_running_engine(
     about_the_slab = [record for record in caplog.records if "not open (" in record.getMessage()]
     assert [record.levelname for record in about_the_slab] == ["WARNING"]
     assert str(tmp_path / "slab") in about_the_slab[0].getMessage()
+
+
+@pytest.mark.parametrize("kind", ["slab", "shared_dir"])
+@pytest.mark.parametrize("trouble", ["readonly", "full", "gone"])
+@pytest.mark.parametrize("small_filesystem", [192 << 20], indirect=True)
+def test_a_directory_in_trouble_at_start_joins_a_running_engine(
+    tmp_path: Path,
+    gate: threading.Event,
+    small_filesystem: SmallFilesystem,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    trouble: str,
+    kind: str,
+) -> None:
+    """Its filesystem is read-only, full, or not mounted: the engine computes, says so once, and stores and hits when
+    that is over.
+    """
+    gate.set()
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(background, "LONGEST_PAUSE_S", 0.05)
+    ours = logging.getLogger("nixl_offload")
+    ours.addHandler(caplog.handler)  # so that our plugin leaves the logger as it is
+    ours.propagate = False
+    drive = tmp_path / "drive"  # points nowhere while the filesystem is not mounted
+    drive.symlink_to(small_filesystem.path / "drive")
+    drive.readlink().mkdir()
+    path = drive / "kv"
+    if trouble == "readonly":
+        small_filesystem.make_read_only()
+    elif trouble == "full":
+        small_filesystem.fill()
+    else:
+        small_filesystem.take_away()
+    engine = SlowEngine(tmp_path, last={"kind": kind, "path": str(path), "capacity": "64MiB"})
+    for _ in range(2):
+        assert engine.generate(PROMPTS) == [0, 0]
+        engine.reset_prefix_cache()
+    if trouble == "readonly":
+        small_filesystem.make_writable()
+    elif trouble == "full":
+        small_filesystem.drain()
+    else:
+        small_filesystem.bring_back()
+    deadline = time.monotonic() + DEADLINE_S
+    while engine.generate(PROMPTS) != FULL_TOKENS:
+        assert time.monotonic() < deadline
+        engine.reset_prefix_cache()
+    assert engine.wrong() == []
+    engine.close()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    about_it = [line for line in said if str(path) in line]
+    assert about_it
+    assert len(about_it) == len(set(about_it)), "each once"
 
 
 def test_a_tier_that_hangs_while_it_is_opened_delays_no_other(

@@ -149,9 +149,15 @@ class SharedTier:
         lookup: LookupOptions,
         ttl_s: float | None,
         warm_start: bool,
+        required: bool,
     ) -> SharedTier:
-        """Return the tier over ``store``, which is closed when that fails."""
+        """Return the tier over ``store``, which is closed when that fails.
+
+        ``required``: list the namespace first, and raise StoreError where the store does not answer.
+        """
         try:
+            if required:
+                next(store.list(f"{context.namespace.name}/"), None)
             return cls(
                 context.position,
                 store,

@@ -18,7 +18,7 @@ from nixl_offload.tiers.shared_dir.link import TreeLink
 def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
     """Open the store and begin with nothing known. Storage that does not answer is used once it does.
 
-    Raises StoreError or NotSupportedError when there can be no store.
+    Raises StoreError or NotSupportedError when there can be no store, and when a required one does not answer.
     """
     store = open_store(config)
     return SharedTier.open(
@@ -28,6 +28,7 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
         lookup=config.lookup,
         ttl_s=None,
         warm_start=config.warm_start,
+        required=config.required,
     )
 
 
