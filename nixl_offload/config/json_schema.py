@@ -18,9 +18,9 @@ from nixl_offload.config.old_configs import KIND_OF_LAYOUT
 from nixl_offload.config.schema import (
     FIELDS_IN_FRONT,
     MOVERS_WITH,
-    OWNED_EXTRA_KEYS,
     TIER_KINDS,
     TIER_MODELS,
+    VLLM_KEYS,
     Config,
 )
 from nixl_offload.units import DURATION_PATTERN, SIZE_PATTERN, format_duration, format_size
@@ -44,7 +44,7 @@ def json_schema() -> _Schema:
         "items": {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in (*TIER_KINDS, "file")]},
         **_order_of_tiers(kinds["memory"]),
     }
-    schema["properties"]["vllm"] |= {"properties": dict.fromkeys(OWNED_EXTRA_KEYS, False)}
+    schema["properties"]["vllm"] |= {"properties": dict.fromkeys(VLLM_KEYS, True), "additionalProperties": False}
     named = {f"of_{kind}": _is_of_kind(kind) for kind in TIER_KINDS}
     schema["$defs"] = {**kinds, "file": _old_spelling(kinds), **named, **models}
     return schema

@@ -17,8 +17,11 @@ from nixl_offload.config.problems import find_problems, render
 from nixl_offload.config.rules import Problem, show_value
 from nixl_offload.config.schema import Config
 from nixl_offload.errors import ConfigError
+from nixl_offload.units import format_size
 
 CONNECTOR_NAME = "NixlOffloadConnector"
+MAX_BYTES = 1 << 20
+"""Of a file. Reading YAML takes half a second per MiB, and vLLM reads the file several times."""
 
 
 def load_config(path: str | os.PathLike[str]) -> Config:
@@ -28,8 +31,13 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     """
     source = os.fspath(path)
     try:
-        with open(source, encoding="utf-8") as file:
-            text = file.read()
+        with open(source, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(
+                f"{source}: is larger than {format_size(MAX_BYTES)}, which no config is; is it the right file?"
+            )
+        text = content.decode()
     except OSError as exc:
         raise ConfigError(f"{source}: cannot be read: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:

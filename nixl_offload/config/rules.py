@@ -7,6 +7,7 @@ credentials are never repeated.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import posixpath
@@ -20,6 +21,7 @@ from nixl_offload.config.schema import (
     MOVERS_WITH,
     OWNED_EXTRA_KEYS,
     TIER_KINDS,
+    VLLM_KEYS,
     DirectoryConfig,
     literals,
 )
@@ -184,6 +186,14 @@ def _passthrough(raw: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(path, "is set by nixl-offload; say chunk_tokens at the top of the file instead")
         elif key in OWNED_EXTRA_KEYS:
             yield Problem(path, "is set by nixl-offload itself; remove it")
+        elif key not in VLLM_KEYS:
+            close = difflib.get_close_matches(str(key), VLLM_KEYS, n=1)
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            yield Problem(
+                path,
+                f"unknown field{meant}; allowed: {', '.join(VLLM_KEYS)}; what a newer vLLM knows goes into "
+                "kv_connector_extra_config",
+            )
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):

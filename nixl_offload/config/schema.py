@@ -37,6 +37,9 @@ MOVERS_WITH: Final[dict[str, tuple[str, ...]]] = {
 OWNED_EXTRA_KEYS: Final = ("config", "spec_name", "spec_module_path", "block_size", "blocks_per_chunk")
 """Keys of vLLM's extra config that this connector sets itself; refused under ``vllm:``."""
 
+VLLM_KEYS: Final = ("offload_prompt_only", "self_describing_kv_events", "canonical_layout", "sync_load_budget_bytes")
+"""Those that vLLM itself looks at where this connector runs: the only ones that ``vllm:`` takes."""
+
 PolicyName = Literal["lru", "s3fifo"]
 
 
@@ -261,7 +264,8 @@ class Config(_Model):
     tiers: tuple[TierConfig, ...] = Field(min_length=1, strict=False)
     """Nearest the GPU first: ``memory``, ``slab``, ``shared_dir``, ``s3``; one or more, each at most once."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Passed to vLLM's ``kv_connector_extra_config``, such as ``offload_prompt_only: false``."""
+    """Passed to vLLM's ``kv_connector_extra_config``: ``offload_prompt_only``, ``self_describing_kv_events``,
+    ``canonical_layout``, ``sync_load_budget_bytes``."""
 
     @property
     def memory(self) -> MemoryConfig | None:

@@ -492,7 +492,18 @@ def test_a_config_cannot_be_changed() -> None:
         ({"staging": "512KiB"}, "inline: staging: '512KiB' is too small; allowed: 1MiB or more"),
         ({"vllm": {"block_size": 16}}, "inline: vllm.block_size: is set by nixl-offload; say chunk_tokens"),
         ({"vllm": {"spec_name": "X"}}, "inline: vllm.spec_name: is set by nixl-offload itself; remove it"),
-        ({"vllm": {"a": float("nan")}}, "inline: vllm.a: nan cannot be handed to vLLM as JSON"),
+        (
+            {"vllm": {"canonical_layout": float("nan")}},
+            "inline: vllm.canonical_layout: nan cannot be handed to vLLM as JSON",
+        ),
+        (
+            {"vllm": {"offload_promt_only": True}},
+            "inline: vllm.offload_promt_only: unknown field (did you mean 'offload_prompt_only'?); allowed: offload_pr",
+        ),
+        (
+            {"vllm": {"cpu_bytes_to_use": 1}},
+            "inline: vllm.cpu_bytes_to_use: unknown field; allowed: offload_prompt_only",
+        ),
         ({"vllm": [1]}, "inline: vllm: [1] is refused; allowed: a mapping"),
     ],
 )
@@ -642,6 +653,16 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"tenant: \xff\n")
     with pytest.raises(ConfigError, match=r"is not UTF-8 text"):
         load_config(tmp_path / "bytes.yaml")
+
+
+def test_a_file_that_is_no_config_is_not_read_to_its_end(tmp_path: Path) -> None:
+    """Parsing 12 MB of comments takes seconds. A file of exactly the limit is read."""
+    text = "tiers: [{kind: memory, capacity: 64GiB}]\n"
+    comment = "#\n" * (1 << 19)
+    assert load_config(write(tmp_path, text + comment[: -len(text)])).memory
+    assert file_refusal(tmp_path, text + comment).startswith("kv.yaml: is larger than 1MiB")
+    with pytest.raises(ConfigError, match="is larger than 1MiB"):
+        load_config("/dev/zero")
 
 
 def test_extra_config_names_a_file_or_holds_the_mapping(tmp_path: Path) -> None:

@@ -215,6 +215,7 @@ def test_schema_and_loader_agree_on_every_combination(family: str) -> None:
         {"block_outermost": 1},
         {"vllm": {"block_size": 16}},
         {"vllm": {"spec_name": "x"}},
+        {"vllm": {"offload_promt_only": False}},
         {"vllm": []},
     ],
     ids=str,
@@ -236,7 +237,7 @@ def test_both_refuse(change: dict[str, Any]) -> None:
         {"tiers": [{**S3, "endpoint": "HTTP://[::1]:9000/"}]},
         {"tiers": [{**S3, "ttl": "0.5d", "capacity": None}]},
         {"drain_timeout": "1500ms", "store_after": 255},
-        {"vllm": {"offload_prompt_only": False, "deep": [{"a": 1}]}},
+        {"vllm": {"offload_prompt_only": False, "canonical_layout": True}},
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.v1.attention.backend import AttentionLayer
 
+from nixl_offload.config.schema import OWNED_EXTRA_KEYS, VLLM_KEYS
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import compat, vllm_internals
@@ -400,6 +402,16 @@ def test_extra_config_is_read_under_the_names_that_we_write() -> None:
     assert found == (compat.check_version() >= (0, 33)), (
         "loads within the step came or went: see compat.settle_extra_config"
     )
+
+
+def test_what_the_config_may_pass_on_is_what_vllm_reads() -> None:
+    """Of the connector, its scheduler and the base of specs; of other specs' keys, which mean nothing here, none."""
+    modules = ("config", "scheduler", "worker", "events", "metrics", "common")
+    texts = [source(f"{OFFLOADING}.{module}") for module in modules]
+    texts += [source("vllm.v1.kv_offload.base"), source("vllm.v1.kv_offload.factory"), source(CONNECTOR)]
+    read = set(re.findall(r"extra_config(?:\.get\(|\[)\s*\"(\w+)\"", "\n".join(texts)))
+    assert read >= {"offload_prompt_only", "self_describing_kv_events", "canonical_layout"}
+    assert read <= {*VLLM_KEYS, *OWNED_EXTRA_KEYS}
 
 
 def test_loads_within_the_step_are_turned_off() -> None:
