@@ -4,10 +4,11 @@
 #   examples/docker/run.sh MODEL [options of vllm serve]
 #
 # From the environment: CONFIG (kv-nvme.yaml beside this script), DRIVE (/mnt/nvme/kv, mounted under the same path),
-# IMAGE (vllm-nixl-offload), PORT (8000), DRY_RUN=1 to see the command only. AWS_* and HF_TOKEN are passed on where they
-# are set.
+# IMAGE (vllm-nixl-offload), PORT (8000), DRY_RUN=1 to see the command only. HF_TOKEN and AWS credentials are passed on
+# where they are set. A profile is not: the container has no ~/.aws. Instead, before this:
+#   eval "$(aws configure export-credentials --profile NAME --format env)"
 set -euo pipefail
-[[ $# -ge 1 && $1 != -* ]] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[[ $# -ge 1 && $1 != -* ]] || { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 config="${CONFIG:-$here/kv-nvme.yaml}" drive="${DRIVE:-/mnt/nvme/kv}" image="${IMAGE:-vllm-nixl-offload}"
@@ -34,9 +35,13 @@ else
   echo "run.sh: no directory $drive here: no drive is mounted (a file tier needs one: DRIVE=/path)" >&2
 fi
 # By name only: the values stay in the environment, out of the command line and of the process list.
-for name in HF_TOKEN AWS_PROFILE AWS_REGION AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN; do
+for name in HF_TOKEN AWS_REGION AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN; do
   [[ -n ${!name:-} ]] && options+=(--env "$name")
 done
+if [[ -n ${AWS_PROFILE:-} && -z ${AWS_ACCESS_KEY_ID:-} ]]; then
+  echo "run.sh: AWS_PROFILE is not passed on, for the container has no ~/.aws; first:" >&2
+  echo '  eval "$(aws configure export-credentials --format env)"' >&2
+fi
 
 command=(docker run "${options[@]}" "$image" "$1" --kv-transfer-config "$transfer" --shutdown-timeout 45 "${@:2}")
 if [[ ${DRY_RUN:-} == 1 ]]; then printf '%q ' "${command[@]}"; echo; else exec "${command[@]}"; fi

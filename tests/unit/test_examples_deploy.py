@@ -487,6 +487,17 @@ def test_the_script_passes_credentials_by_name_only(tmp_path: Path) -> None:
     assert not any("udev" in word or word == "--device" for word in words)
 
 
+def test_a_profile_is_not_passed_into_a_container_without_its_file(tmp_path: Path) -> None:
+    """There it would keep good keys from being used. The script says how a profile becomes keys."""
+    done = run_script(tmp_path, "a/model", AWS_PROFILE="ours")
+    assert "AWS_PROFILE" not in done.stdout
+    assert "aws configure export-credentials" in done.stderr
+    with_keys = run_script(tmp_path, "a/model", AWS_PROFILE="ours", AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b")
+    assert "export-credentials" not in with_keys.stderr
+    for service in compose("compose.s3.yaml", MODEL="some/model")["services"].values():
+        assert "AWS_PROFILE" not in service["environment"]
+
+
 def test_the_script_says_how_to_use_it(tmp_path: Path) -> None:
     """Without a model, and with a config that is not there: exit code 2 and what to say."""
     done = run_script(tmp_path)
