@@ -98,8 +98,8 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
 
 # cuFile reads /etc/cufile.json. NVIDIA's container runtime, asked by NVIDIA_GDS=enabled, mounts the host's over it; the
 # second copy is for those who want ours all the same: CUFILE_ENV_PATH_JSON=/usr/local/share/nixl-offload/cufile.json
-COPY --chmod=0644 configs/cufile.json /etc/cufile.json
-COPY --chmod=0644 configs/cufile.json /usr/local/share/nixl-offload/cufile.json
+COPY --chmod=0644 nixl_offload/configs/cufile.json /etc/cufile.json
+COPY --chmod=0644 nixl_offload/configs/cufile.json /usr/local/share/nixl-offload/cufile.json
 
 # The directory of the config, and the log of cuFile where the user may write (its default is the working directory).
 RUN mkdir -p /etc/nixl-offload

@@ -1,6 +1,6 @@
 """The connector in a plain ``vllm.LLM``: the second answer is served from what the tiers hold.
 
-    .venv/bin/python -m examples.offline MODEL configs/local-nvme.yaml
+    .venv/bin/python -m examples.offline MODEL nixl_offload/configs/local-nvme.yaml
 
 MODEL is whatever vLLM can serve. Run it twice: the second process finds what the first one stored.
 """

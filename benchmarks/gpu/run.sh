@@ -88,7 +88,7 @@ EOF
 export LD_LIBRARY_PATH="$libraries${libraries:+${LD_LIBRARY_PATH:+:}}${LD_LIBRARY_PATH:-}"
 # Nothing is written beside the sources, nor to a home that may not be there.
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 TRITON_CACHE_DIR="$scratch/triton" HOME="${HOME:-$scratch}"
-export CUFILE_ENV_PATH_JSON="${CUFILE_ENV_PATH_JSON:-$repository/configs/cufile.json}"
+export CUFILE_ENV_PATH_JSON="${CUFILE_ENV_PATH_JSON:-$repository/nixl_offload/configs/cufile.json}"
 export CUFILE_LOGGING_LEVEL=ERROR CUFILE_LOGFILE_PATH="$scratch/cufile.log"
 cd "$repository" || give_up "no repository at $repository"
 

@@ -10,6 +10,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.cli.common import Commands, add_command
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
@@ -39,7 +40,7 @@ rules (the bucket is made all the same), or nobody said yes. 2: CONFIG or the op
 
 def add_parser(commands: Commands) -> None:
     """Add ``bucket init`` to the command line."""
-    parser = commands.add_parser("bucket", help="make a bucket ready (bucket init)")
+    parser = commands.add_parser("bucket", help=COMMANDS["bucket"].summary)
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     init = add_command(
         actions,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TextIO, TypeAlias, TypeVar
 
+from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.config import Config, StoredConfig
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError
 from nixl_offload.tiers.inspect import Inspector, NamespaceInfo
@@ -39,12 +40,16 @@ def add_command(
     name: str,
     run: Callable[[argparse.Namespace, TextIO], int],
     *,
-    summary: str,
     description: str,
+    summary: str | None = None,
     config: bool = True,
     json: str | None = "print JSON",
 ) -> argparse.ArgumentParser:
-    """Add a command that ``run`` carries out; with CONFIG and ``--json``, unless told otherwise."""
+    """Add a command that ``run`` carries out; with CONFIG and ``--json``, unless told otherwise.
+
+    ``summary``: of a command of a command; of the others ``COMMANDS`` has it.
+    """
+    summary = COMMANDS[name].summary if summary is None else summary
     parser = commands.add_parser(
         name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -7,7 +7,7 @@ that is added is completed without a word here.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final, TextIO
 
 from nixl_offload.cli.common import Commands, add_command
@@ -27,21 +27,19 @@ Print it anew after an upgrade.
 """
 
 
-def add_parser(commands: Commands, whole: Callable[[], argparse.ArgumentParser]) -> None:
-    """Add ``completion`` to the command line. ``whole`` makes the parser that is to be completed."""
-    summary = "print a script that completes commands in bash, zsh, fish or tcsh"
-    parser = add_command(
-        commands, "completion", run, summary=summary, description=_DESCRIPTION, config=False, json=None
-    )
+def add_parser(commands: Commands) -> None:
+    """Add ``completion`` to the command line."""
+    parser = add_command(commands, "completion", run, description=_DESCRIPTION, config=False, json=None)
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-    parser.set_defaults(whole=whole)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``."""
     import shtab
 
-    parser: argparse.ArgumentParser = arguments.whole()
+    from nixl_offload.cli.main import whole_parser
+
+    parser = whole_parser()
     for action in _actions(parser):
         if action.metavar in _FILES or action.metavar == "DIR":
             action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]

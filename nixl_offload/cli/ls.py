@@ -55,7 +55,6 @@ def add_parser(commands: Commands) -> None:
         commands,
         "ls",
         run,
-        summary="list what is stored, by tier and namespace",
         description=_DESCRIPTION,
         json="print JSON; with --keys a line per chunk",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib
 import json
 import os
 import signal
@@ -19,24 +20,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NoReturn, TextIO, cast
 
 from nixl_offload import __version__
-from nixl_offload.cli import bucket, completion, ls, schema, show, stat
-from nixl_offload.cli.bench import command as bench
-from nixl_offload.cli.check import command as check
-from nixl_offload.cli.gc import command as gc
-from nixl_offload.cli.verify import command as verify
-from nixl_offload.cli.warm import command as warm
+from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_PACKAGES: Final = {"yaml": "PyYAML"}
+"""Of modules that are not called like the package that brings them."""
 _OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
-_LISTINGS: Final = ("ls", "show", "schema", "completion")
+_LISTINGS: Final = ("configs", "ls", "show", "schema", "completion")
 """Their reader may stop early (``| head``). Of other commands the exit code is a verdict, which is not known yet."""
 
 _DESCRIPTION = """\
 Keeps vLLM's KV cache in host memory, on local files, in a bucket or in a shared directory, so that a prompt once seen
-is loaded instead of computed again. Start with a config file, say kv.yaml:
+is loaded instead of computed again. Start with a config file, say kv.yaml (`nixl-offload configs` has samples):
 
     chunk_tokens: 256
     tiers:
@@ -69,11 +67,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Usage errors leave by SystemExit(2), as argparse does."""
     _open_closed_streams()
     words = sys.argv[1:] if argv is None else argv
-    parser = _parser()
-    parser.set_defaults(json=False)
     _Parser.json = "--json" in words
-    arguments = parser.parse_args(words)
     output = _Output(sys.stdout)
+    try:
+        return _run(words, output)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "nixl_offload"):
+            raise
+        package = _PACKAGES.get(missing, missing)
+        message = f"{sys.executable} has no module {missing!r}; {sys.executable} -m pip install {package}"
+        if _Parser.json and not output.begun:
+            print_error(message, sys.stdout)
+        return _complain(message, EXIT_FAILED)
+
+
+def _run(words: Sequence[str], output: _Output) -> int:
+    """Run one command. Raises ModuleNotFoundError where a package that it needs is not installed."""
+    parser = _parser(next((word for word in words if not word.startswith("-")), ""))
+    parser.set_defaults(json=False)
+    arguments = parser.parse_args(words)
     code = 0 if arguments.command in _LISTINGS else EXIT_FAILED
     try:
         with _terminated_is_interrupted():
@@ -156,23 +169,23 @@ def _terminated_is_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _parser() -> argparse.ArgumentParser:
+def whole_parser() -> argparse.ArgumentParser:
+    """Return the parser with the arguments of every command."""
+    return _parser(*COMMANDS)
+
+
+def _parser(*asked: str) -> argparse.ArgumentParser:
+    """Return the parser; only the commands ``asked`` for are imported and have their arguments."""
     parser: argparse.ArgumentParser = _Parser(
         prog="nixl-offload", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    show.add_parser(commands)
-    check.add_parser(commands)
-    bucket.add_parser(commands)
-    ls.add_parser(commands)
-    stat.add_parser(commands)
-    verify.add_parser(commands)
-    gc.add_parser(commands)
-    warm.add_parser(commands)
-    bench.add_parser(commands)
-    schema.add_parser(commands)
-    completion.add_parser(commands, _parser)
+    for name, command in COMMANDS.items():
+        if name in asked:
+            importlib.import_module(f"nixl_offload.cli.{command.module}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=command.summary)
     return parser
 
 

@@ -27,8 +27,7 @@ below its minimum, say), and names the line.
 
 def add_parser(commands: Commands) -> None:
     """Add ``schema`` to the command line."""
-    summary = "print the config's JSON Schema, which lets editors complete and check it"
-    add_command(commands, "schema", run, summary=summary, description=_DESCRIPTION, config=False, json=None)
+    add_command(commands, "schema", run, description=_DESCRIPTION, config=False, json=None)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:

@@ -32,7 +32,6 @@ def add_parser(commands: Commands) -> None:
         commands,
         "show",
         run,
-        summary="check a config file and print what to pass to vLLM",
         description=_DESCRIPTION,
         json=None,
     )

@@ -53,7 +53,7 @@ class FoundShard(NamedTuple):
 
 def add_parser(commands: Commands) -> None:
     """Add ``stat`` to the command line."""
-    parser = add_command(commands, "stat", run, summary="decode the headers of one chunk", description=_DESCRIPTION)
+    parser = add_command(commands, "stat", run, description=_DESCRIPTION)
     parser.add_argument("key", metavar="KEY", help="key in hex or its first digits, path of a shard, or object name")
     add_selection(parser, tenant=False)
     parser.add_argument("--blocks", action="store_true", help="list the checksums of all blocks")

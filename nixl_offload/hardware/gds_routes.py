@@ -98,7 +98,7 @@ def p2pdma_fact(
     # Before cuFile 1.16 there is no switch per kind of drive.
     allowed_kind = (0,) < library < (1, 16) or settings.flag(f"block.{section}.use_pci_p2pdma")
     in_block = f"cufile.json has no `{section}: {{use_pci_p2pdma: true}}` in `block`"
-    ours = f"{settings.where}: take ours, configs/cufile.json"
+    ours = f"{settings.where}: take ours, which nixl-offload configs cufile.json prints"
     conditions = (
         ((0,) < kernel < (6, 2), f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on"),
         (unbuilt, f"kernel {release} is built without PCI P2PDMA", "boot a kernel with CONFIG_PCI_P2PDMA=y"),

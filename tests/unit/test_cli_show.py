@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from nixl_offload import __version__
-from nixl_offload.cli.main import _parser, main
+from nixl_offload.cli.main import main, whole_parser
 from nixl_offload.config import load_config, parse_config
 
 TEXT = "tiers: [{kind: slab, path: /mnt/nvme/kv, capacity: 1.5GB}]\nvllm: {offload_prompt_only: false}\n"
@@ -144,7 +144,7 @@ def test_commands_call_the_same_thing_by_the_same_name() -> None:
                     action.metavar
                 )
 
-    look(_parser())
+    look(whole_parser())
     assert {name: found for name, found in words.items() if len(found) > 1} == {}
     assert words["file"] == {"CONFIG"}
 
@@ -235,7 +235,9 @@ def test_needs_neither_vllm_nor_torch(file: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example", sorted((ROOT / "nixl_offload" / "configs").glob("*.yaml")), ids=lambda path: path.name
+)
 def test_shipped_configs_are_valid(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(example)]) == 0
     assert capsys.readouterr().out

@@ -13,7 +13,7 @@ from nixl_offload.config import S3Config, load_config
 from tools.config_docs import SCHEMA_COPY
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "nixl_offload" / "configs").glob("*.yaml"))
 EDITOR_LINE = "# yaml-language-server: $schema="
 DEPLOYMENTS = {
     "cpu-dev.yaml": ["slab"],
@@ -25,7 +25,7 @@ DEPLOYMENTS = {
     "s3-shared.yaml": ["s3"],
     "shared-filesystem.yaml": ["shared_dir"],
 }
-"""Every real deployment has its file: this list is what ``configs/`` promises."""
+"""Every real deployment has its file: this list is what ``nixl_offload/configs/`` promises."""
 _VARIANT = re.compile(r"^#   - kind: .*\n(?:^#     .*\n)*", re.MULTILINE)
 
 

@@ -116,7 +116,6 @@ def test_what_it_copies_is_there_and_reaches_the_builder() -> None:
         "credentials",
         "gpu-results/report.json",
         "nixl_offload/__pycache__/units.cpython-312.pyc",
-        "configs/gds.yaml",
         "tests/unit/test_dockerfile.py",
     ):
         assert ignored(stranger), stranger
@@ -124,7 +123,7 @@ def test_what_it_copies_is_there_and_reaches_the_builder() -> None:
 
 def test_cufile_json_is_where_cufile_reads_it() -> None:
     """And once more where NVIDIA's runtime does not mount the host's over it."""
-    targets = [target for source, target in copied() if source == "configs/cufile.json"]
+    targets = [target for source, target in copied() if source == "nixl_offload/configs/cufile.json"]
     assert targets == ["/etc/cufile.json", "/usr/local/share/nixl-offload/cufile.json"]
     [link] = [index for index, step in enumerate(steps()) if "rm -f /etc/cufile.json" in step.rest]
     [copy] = [index for index, step in enumerate(steps()) if step.rest.endswith(" /etc/cufile.json")]

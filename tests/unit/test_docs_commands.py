@@ -188,7 +188,7 @@ def test_every_command_line_that_is_mentioned_exists() -> None:
     """Commands and options in running text and in blocks, those that are not run included."""
     count = 0
     for where, words in _mentions():
-        parser: argparse.ArgumentParser = cli._parser()
+        parser: argparse.ArgumentParser = cli.whole_parser()
         for word in words:
             known = {option for action in parser._actions for option in action.option_strings}
             below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]

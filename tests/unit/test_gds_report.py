@@ -54,7 +54,7 @@ def test_our_cufile_json_is_what_p2pdma_wants(machine: Machine) -> None:
     machine.p2pdma()
     machine.remove("etc/cufile.json")
     assert not machine.report().real
-    machine.cufile((ROOT / "configs/cufile.json").read_text())
+    machine.cufile((ROOT / "nixl_offload/configs/cufile.json").read_text())
     assert machine.report().real
     settings = read_settings(str(machine.root))
     assert settings.error is None

@@ -92,7 +92,7 @@ def _defaults(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: field["default"] for name, field in schema["properties"].items() if "default" in field}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "nixl_offload" / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path: Path) -> None:
     assert [error.message for error in VALIDATOR.iter_errors(yaml.safe_load(path.read_text()))] == []
 

@@ -45,8 +45,7 @@ the options are wrong. 130: interrupted.
 
 def add_parser(commands: Commands) -> None:
     """Add ``bench`` to the command line."""
-    summary = "measure the tiers with a model's shapes"
-    parser = add_command(commands, "bench", run, summary=summary, description=_DESCRIPTION)
+    parser = add_command(commands, "bench", run, description=_DESCRIPTION)
     parser.add_argument("--model", metavar="PATH", help="the model's directory or config.json; default: Llama-3.1-8B")
     parser.add_argument("--kv-dtype", default="auto", metavar="TYPE", help="as vLLM's --kv-cache-dtype; default: auto")
     parser.add_argument(

@@ -14,6 +14,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Final, TextIO
 
+from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.config import Config, SlabConfig, load_config
 from nixl_offload.errors import ConfigError
 
@@ -57,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add ``check`` to the command line."""
     parser = commands.add_parser(
         "check",
-        help="try every tier here; say what is wrong and how to fix it",
+        help=COMMANDS["check"].summary,
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -60,7 +60,6 @@ def add_parser(commands: Commands) -> None:
         commands,
         "gc",
         run,
-        summary="delete the oldest chunks of a bucket or shared directory, unused namespaces of a slab",
         description=_DESCRIPTION,
     )
     parser.add_argument(

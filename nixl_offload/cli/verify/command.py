@@ -50,7 +50,6 @@ def add_parser(commands: Commands) -> None:
         commands,
         "verify",
         run,
-        summary="read and check everything that is stored",
         description=_DESCRIPTION,
         json="print JSON lines",
     )

@@ -46,8 +46,7 @@ again. 2: CONFIG or the options are wrong. 130: interrupted; what was copied sta
 
 def add_parser(commands: Commands) -> None:
     """Add ``warm`` to the command line."""
-    summary = "copy chunks from a bucket or shared directory into a nearer tier"
-    parser = add_command(commands, "warm", run, summary=summary, description=_DESCRIPTION)
+    parser = add_command(commands, "warm", run, description=_DESCRIPTION)
     parser.add_argument("--from", dest="source", metavar="TIER", help="s3, or the absolute path of a shared directory")
     parser.add_argument("--namespace", metavar="NAME", help="which namespace; needed where the source holds several")
     parser.add_argument(
