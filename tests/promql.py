@@ -72,8 +72,8 @@ def dashboard_expressions() -> Iterator[tuple[str, str]]:
             yield panel["title"], without_variables(target["expr"])
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
-            metric, label = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["query"]["query"]).groups()  # type: ignore[union-attr]
-            yield f"variable {variable['name']}", f"group by ({label}) ({metric})"
+            metric, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"]).groups()  # type: ignore[union-attr]
+            yield f"variable {variable['name']}", without_variables(f"group by ({label}) ({metric})")
 
 
 def documented_expressions() -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from tests.promql import DASHBOARD, ROOT, asked, dashboard, every_expression, pa
 MONITORING = ROOT / "examples/monitoring"
 UNITS = {"short", "percentunit", "s", "bytes", "Bps"}
 """Of Grafana's unit ids, those that are used here."""
-COMMON = {"instance", "job", "engine", "model_name", "le"}
+COMMON = {"instance", "job", "namespace", "engine", "model_name", "le"}
 OF = {metric.exposed: set(metric.labels) for metric in METRICS}
 OF |= {
     f"{metric.exposed}_{part}": set(metric.labels)
@@ -63,7 +63,7 @@ def test_the_dashboard_has_what_grafana_imports() -> None:
     assert 36 <= board["schemaVersion"] <= 41, "Grafana 10 to 12"
     assert board["time"] == {"from": "now-1h", "to": "now"}
     names = [variable["name"] for variable in board["templating"]["list"]]
-    assert names == ["datasource", "instance", "tier"]
+    assert names == ["datasource", "namespace", "model", "instance", "tier"]
     assert board["templating"]["list"][0]["type"] == "datasource"
     assert "__inputs" not in board, "the variable is how a data source is chosen"
     ids = [panel["id"] for panel in board["panels"]]
@@ -82,7 +82,9 @@ def test_each_panel_says_what_it_shows(panel: dict[str, Any]) -> None:
     assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
     for target in panel["targets"]:
         assert target["datasource"] == panel["datasource"]
-        assert '=~"$instance"' in target["expr"], "the variable above counts for every panel"
+        for label, variable in (("namespace", "namespace"), ("model_name", "model"), ("instance", "instance")):
+            said = target["expr"].count(f'{label}=~"${variable}"')
+            assert said == target["expr"].count("{"), "the variables above count for every series of every panel"
         assert ('=~"$tier"' in target["expr"]) == ('tier=~"' in target["expr"])
 
 
@@ -117,6 +119,47 @@ def test_legends_name_labels_that_survive(panel: dict[str, Any]) -> None:
         shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
         kept = {label for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for label in group.split(", ")}
         assert shown <= kept
+
+
+def test_namespaces_and_models_may_be_absent() -> None:
+    """Prometheus adds a namespace in Kubernetes only: "All" must match series without the label."""
+    variables = {variable["name"]: variable for variable in dashboard()["templating"]["list"]}
+    assert variables["namespace"]["allValue"] == ".*"
+    assert variables["model"]["allValue"] == ".*"
+
+
+def test_a_skipped_hit_is_no_hit_and_ranks_are_no_tiers() -> None:
+    expressions = dict(every_expression())
+    for where, expression in every_expression():
+        if "lookup_tokens_total" in expression and "/" in expression:
+            assert 'result="hit"' in expression, where
+    assert expressions["Disabled tiers"].startswith("count(max by (instance, tier) (")
+
+
+def alerts() -> list[dict[str, Any]]:
+    [group] = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_alerts_ask_for_what_is_there(rule: dict[str, Any]) -> None:
+    """PromQL over our metrics and their labels; what the summary names survives the grouping."""
+    assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+    assert rule["labels"]["severity"] in {"info", "warning"}, "no storage makes a server fail"
+    found = asked(rule["expr"])
+    assert found.labels <= COMMON.union(*(OF[name] for name in found.metrics))
+    named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+    kept = [set(group.split(", ")) for group in re.findall(r"by \(([^)]*)\)", rule["expr"])]
+    assert all(named <= group for group in kept)
+    assert len(rule["annotations"]["description"]) > 40
+
+
+def test_prometheus_loads_the_alerts() -> None:
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    mounts = [volume.split(":") for volume in compose()["services"]["prometheus"]["volumes"]]
+    assert config["rule_files"] == ["/etc/prometheus/alerts.yml"]
+    assert ["./alerts.yml", *config["rule_files"], "ro"] in mounts
 
 
 def test_every_metric_is_on_the_dashboard() -> None:
@@ -183,7 +226,7 @@ def test_grafana_asks_the_prometheus_of_the_compose_file() -> None:
 def test_prometheus_scrapes_where_vllm_tells() -> None:
     """The strict keys of its config; Prometheus refuses unknown ones."""
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
-    assert set(config) == {"global", "scrape_configs"}
+    assert set(config) == {"global", "rule_files", "scrape_configs"}
     [job] = config["scrape_configs"]
     assert set(job) == {"job_name", "metrics_path", "static_configs"}
     assert job["metrics_path"] == "/metrics"

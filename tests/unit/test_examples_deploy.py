@@ -224,7 +224,7 @@ def test_every_mount_has_its_volume_and_every_name_its_object(overlay: tuple[str
             made["PersistentVolumeClaim"] = {"llm-d-kv-cache-storage"}
         for kind, names in made.items():
             names |= {resource["metadata"]["name"] for resource in of_kind(resources, kind)}
-        assert pod["serviceAccountName"] in made["ServiceAccount"]
+        assert pod.get("serviceAccountName", "default") in {*made["ServiceAccount"], "default"}
         for volume in pod["volumes"]:
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in made["PersistentVolumeClaim"]
@@ -299,12 +299,36 @@ def test_gpudirect_storage_or_no_server(tmp_path: Path) -> None:
     assert {"name": "CUFILE_ALLOW_COMPAT_MODE", "value": "false"} in container["env"]
 
 
-def test_shared_tiers_are_kept_to_their_size() -> None:
-    """Who shares a bucket or directory has the CronJob, with config and user of the servers; nobody else has."""
-    for name in ("test", "local-nvme", "gds", "s3", "shared-filesystem"):
-        resources = render(OVERLAYS[name])
+def test_servers_are_scheduled_probed_and_scraped() -> None:
+    """On tainted GPU nodes; by probes that a busy API process may take a moment to answer; by a Prometheus that selects
+    monitors by the label of its release.
+    """
+    resources = render(OVERLAYS["local-nvme"])
+    spec = server(resources)["spec"]["template"]["spec"]
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
+    [container] = spec["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["timeoutSeconds"] >= 5
+    [monitor] = of_kind(resources, "PodMonitor")
+    assert "release" in monitor["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= server(resources)["metadata"]["labels"].items()
+
+
+def test_shared_tiers_are_kept_to_their_size(llm_d_base: Path) -> None:
+    """Who shares a bucket or directory has the CronJob, with config, claim and user of the servers; nobody else has.
+
+    Its account is one that the manifests make, or none.
+    """
+    for name in OVERLAYS:
+        resources = render(OVERLAYS[name], lambda url: llm_d_base)
         jobs = of_kind(resources, "CronJob")
-        assert len(jobs) == (1 if name in {"s3", "shared-filesystem"} else 0)
+        assert len(jobs) == (1 if name in {"s3", "shared-filesystem", "llm-d"} else 0)
+        claims = {
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in server(resources)["spec"]["template"]["spec"]["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        accounts = {account["metadata"]["name"] for account in of_kind(resources, "ServiceAccount")}
         for job in jobs:
             assert job["spec"]["concurrencyPolicy"] == "Forbid"
             spec = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
@@ -312,6 +336,9 @@ def test_shared_tiers_are_kept_to_their_size() -> None:
                 spec["securityContext"].items()
                 <= {**server(resources)["spec"]["template"]["spec"]["securityContext"]}.items()
             )
+            assert "serviceAccountName" not in spec or spec["serviceAccountName"] in accounts
+            mounted = {volume.get("persistentVolumeClaim", {}).get("claimName") for volume in spec["volumes"]}
+            assert mounted - {None} == claims
             [container] = spec["containers"]
             assert container["command"] == ["nixl-offload", "gc", MOUNTED_CONFIG, "--delete"]
 
