@@ -262,7 +262,7 @@ def _lock(context: DirectoryContext) -> Finding | None:
         return unknown(str(error))
     if holder is None:
         return ok("free")
-    words = f"held by the engine with {holder}: right if that is your server; a second one would not start"
+    words = f"held by the engine with {holder}: right if that is your server; a second one would do without this tier"
     return warning(words, "stop that engine, or give each a path of its own")
 
 
