@@ -189,6 +189,10 @@ def test_what_the_docs_say_of_vllms_own_metrics_is_so(served: Served) -> None:
     assert {PART.sub("", name) for name in named} <= set(families(served.metrics))
 
 
+NOT_OURS = {"instance", "namespace", "model_name"}
+"""Labels that Prometheus or vLLM adds."""
+
+
 @pytest.mark.parametrize(("where", "expression"), every_expression())
 def test_every_expression_asks_for_what_a_running_vllm_has(served: Served, where: str, expression: str) -> None:
     """Metrics by name; of histograms the buckets; every label that is matched or grouped by, where there are values."""
@@ -197,7 +201,7 @@ def test_every_expression_asks_for_what_a_running_vllm_has(served: Served, where
     for name in found.metrics:
         assert name in exposed or exposed.get(PART.sub("", name)) == "histogram", f"{where}: {name}"
         for labels in values(served.damaged, name):
-            assert found.labels - {"instance"} <= {label for label, _ in labels}, f"{where}: {name}"
+            assert found.labels - NOT_OURS <= {label for label, _ in labels}, f"{where}: {name}"
 
 
 def test_numbers_by_tier_are_those_of_the_traffic(served: Served) -> None:
