@@ -105,6 +105,7 @@ def open_mover(
     Raises MoverUnavailableError when nothing of ``kind`` can run, with the reasons and what would help.
     """
     report: list[Probe] = []
+    advice: dict[str, str] = {}
     names = candidates(kind, memory_kind, posix_api)
     for name in names:
         mover = make_mover(name, threads=threads, bounce_bytes=bounce_bytes)
@@ -115,6 +116,7 @@ def open_mover(
         except MoverError as error:
             mover.close()
             report.append(Probe(name, False, str(error).removeprefix(f"{name}: ")))
+            advice[name] = "" if isinstance(error.__cause__, ImportError) else f" ({_HELP[name]})"
             continue
         if probed_kind is not memory_kind:
             note += "; packs through host memory"
@@ -122,7 +124,7 @@ def open_mover(
         passed = "".join(f"; passed over {probe.name}: {probe.reason}" for probe in report[:-1])
         logger.info("files in %s are moved by %s (%s)%s", directory, name, note, passed)
         return ProbedMover(LimitedMover(mover), tuple(report))
-    reasons = "; ".join(f"{probe.name}: {probe.reason} ({_HELP[probe.name]})" for probe in report)
+    reasons = "; ".join(f"{probe.name}: {probe.reason}{advice[probe.name]}" for probe in report)
     raise MoverUnavailableError(f"mover {kind!r} cannot move {memory_kind.value} to files in {directory}: {reasons}")
 
 

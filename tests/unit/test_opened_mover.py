@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.select import open_mover
 
 VRAM = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
 DRAM = Device(torch.device("cpu"), MemoryKind.DRAM, HostStreams())
@@ -118,3 +120,13 @@ def test_a_planned_mover_that_opens_no_more_is_passed_over(
     found.close()
     with pytest.raises(MoverUnavailableError):
         open_planned(tier.model_copy(update={"mover": "kvikio"}), str(tmp_path), DRAM, _plan("device", "kvikio"))
+
+
+def test_without_nixl_nobody_is_sent_to_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps io_uring or aio from working is not what is wrong where the package is missing."""
+    monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(MoverUnavailableError, match="`pip install nixl` brings it") as refused:
+        open_mover("posix", MemoryKind.DRAM, str(tmp_path))
+    assert "io_uring" not in str(refused.value)
+    assert "aio contexts" not in str(refused.value)

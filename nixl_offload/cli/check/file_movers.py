@@ -16,7 +16,8 @@ from nixl_offload.movers.base import MemoryKind
 from nixl_offload.movers.select import candidates
 
 _FIXES: Final = {
-    "posix_uring": "sysctl kernel.io_uring_disabled=0, docker run --security-opt seccomp=unconfined; or posix_api: aio",
+    "posix_uring": "sysctl kernel.io_uring_disabled=0; in a container a seccomp profile that allows io_uring "
+    "(examples/docker/README.md); or posix_api: aio",
     "posix_aio": "sysctl -w fs.aio-max-nr=1048576; or posix_api: io_uring",
     "kvikio": "where cuFile is not to be had: export KVIKIO_COMPAT_MODE=ON",
 }
