@@ -53,7 +53,7 @@ def test_the_copies_are_current() -> None:
 
 def test_writing_renews_the_copies(tmp_path: Path) -> None:
     for name in (SCHEMA_COPY, PAGE):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / PAGE).write_text((ROOT / PAGE).read_text().replace("| `tenant` |", "| `stale` |"))
     command = [sys.executable, "-W", "error", "-m", "tools.config_docs", "--root", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=60)
