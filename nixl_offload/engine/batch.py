@@ -56,6 +56,17 @@ class BatchChunk:
     """Its row among the headers that were read together."""
     target: Target | None = None
     """Its place in the tier, from the begin of a read or write to its end."""
+    transfers: tuple[Transfer, ...] = ()
+    """Its own, where no other chunk takes part in them; they are among the batch's too."""
+
+    @property
+    def transfer_state(self) -> TransferState:
+        """Where its own transfers stand: PENDING as long as any is, FAILED if one failed."""
+        states = [transfer.state for transfer in self.transfers]
+        for state in (TransferState.PENDING, TransferState.FAILED):
+            if state in states:
+                return state
+        return TransferState.DONE
 
     def end(self, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
         """Decide the outcome; the first one counts."""
@@ -137,17 +148,21 @@ class Batch:
         while self.poll() and self.fences:
             yield
 
-    def split(self, steps_of: Callable[[Batch], Steps]) -> None:
-        """Have the chunks that are alive go on singly, by ``steps_of``. Nothing may be in flight.
+    def split(self, groups: Iterable[list[BatchChunk]], steps_of: Callable[[Batch], Steps]) -> None:
+        """Have the chunks that are alive, which ``groups`` has, go on in parts, by ``steps_of``. Nothing may be in
+        flight but transfers that are a chunk's own, which it takes along.
 
         Their ``brought`` is given up: what waits for that memory must not hold some of it. Their slots have the bytes.
         """
-        for chunk in self.alive:
-            chunk.brought = None
-            part = Batch([chunk], self.kind, touches_blocks=self.touches_blocks)
+        for group in groups:
+            for chunk in group:
+                chunk.brought = None
+            part = Batch(group, self.kind, touches_blocks=self.touches_blocks)
+            part.transfers = [transfer for chunk in group for transfer in chunk.transfers]
             part.steps = steps_of(part)
             self.parts.append(part)
         self.chunks = [chunk for chunk in self.chunks if chunk.outcome is not None]
+        self.transfers = []
 
     def endings(self, *, tainted: bool) -> list[Ending]:
         """Return what to tell of the chunks. ``tainted``: something may still touch their slots."""

@@ -178,7 +178,7 @@ class MemoryPaths:
             if batch.is_pending or len(batch.alive) < 2:
                 raise  # nothing is known of the device any more, or the chunk is the one at fault
             self._log.error("batch", "A chunk failed unexpectedly: %r", error, exc_info=error)
-            batch.split(self._single)
+            batch.split([[chunk] for chunk in batch.alive], self._single)
 
     def _single(self, batch: Batch) -> Steps:
         copy = self._store if batch.chunks[0].task.kind.writes else self._load

@@ -3,13 +3,15 @@
 Threading: the pump's thread. Ownership: see ``batch``.
 
 Each step works on a whole batch and ends the chunks that it finds at fault. A failure that cannot be pinned on a chunk
-is raised, or told by a transfer; then the chunks of the batch are tried again, each in a batch of its own.
+is raised, or told by a transfer that carries several; then the chunks of the batch are tried again, each in a batch of
+its own. Where each chunk has transfers of its own, those that failed or are late part from the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,17 +33,26 @@ from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.checked import CheckedChunks
 from nixl_offload.engine.turn import Turn
 from nixl_offload.errors import LayoutError, MoverError, TierError
-from nixl_offload.movers.base import Op, Transfer
-from nixl_offload.tiers.base import Link
+from nixl_offload.movers.base import Op, Transfer, TransferState
+from nixl_offload.tiers.base import Link, Target
 from nixl_offload.types import Outcome
 
+LATE_S = 0.1
+"""Chunks with transfers of their own wait so long for the last of their batch, or as long as the first of them took if
+that is longer. Then those that have arrived go on without the others."""
 QUARANTINE_S = 30.0
 """A transfer that failed with late I/O still possible keeps what it writes to this long before others may have it: a
 direct load its KV blocks, a store its location. Siblings of a failed transfer were seen to go on for two seconds;
 staging slots can be retired for good, these cannot."""
 
+T = TypeVar("T")
+
 Phase = Callable[["Context", Batch, GroupPlan], Steps]
 """A piece of a path that can be begun again with each chunk of a batch alone."""
+Settle = Callable[[Batch], Steps]
+"""How to wait until nothing of a batch is under way."""
+Use = Callable[[Batch, list[BatchChunk]], Steps]
+"""What becomes of chunks that were read."""
 Submit = Callable[[Op, SlotParts], Iterator[Transfer]]
 """One of ``LinkMemory``'s, by where the slots lie."""
 PlaceOf = Callable[[BatchChunk], tuple[Slot | DeviceSlot, Spans]]
@@ -59,6 +70,15 @@ def rows_to_scatter(chunk: BatchChunk, slot: Slot, plan: GroupPlan) -> Rows:
         return image.rows(slot, plan, chunk.io)
     begin = chunk.io.first_block - chunk.brought_from
     return chunk.brought[begin : begin + len(chunk.io.block_ids)]
+
+
+def _by_transfer(chunks: Sequence[BatchChunk]) -> list[list[BatchChunk]]:
+    """Part chunks by their own transfers: those that have arrived, those that are under way, and each that failed."""
+    by_state: dict[TransferState, list[BatchChunk]] = {state: [] for state in TransferState}
+    for chunk in chunks:
+        by_state[chunk.transfer_state].append(chunk)
+    together = [by_state[TransferState.DONE], by_state[TransferState.PENDING]]
+    return [group for group in together if group] + [[chunk] for chunk in by_state[TransferState.FAILED]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +101,15 @@ class Context:
 
     # -- a batch as a whole -----------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch, plan: GroupPlan, phase: Phase) -> Steps:
-        """Do one phase. Whatever it raises becomes outcomes, told only when nothing of the batch is under way."""
-        yield from self._run(batch, plan, phase)
+    def run(self, batch: Batch, plan: GroupPlan, phase: Phase, again: Phase | None = None) -> Steps:
+        """Do one phase. Whatever it raises becomes outcomes, told only when nothing of the batch is under way.
+
+        ``again``: what to begin again with each chunk alone after a failure; None: the same phase.
+        """
+        yield from self._run(batch, plan, phase, again or phase)
         yield from self._clear_refused(batch)
 
-    def _run(self, batch: Batch, plan: GroupPlan, phase: Phase) -> Steps:
+    def _run(self, batch: Batch, plan: GroupPlan, phase: Phase, again: Phase) -> Steps:
         fault: str | None = None
         try:
             yield from phase(self, batch, plan)
@@ -103,7 +126,7 @@ class Context:
             name = f"crash:{type(error).__name__}"
             self.rate_log.error(name, "A chunk failed unexpectedly: %r", error, exc_info=error)
         yield from self.settle(batch)
-        if self.tries_singly(batch, plan, phase):
+        if self.tries_singly(batch, plan, again):
             return
         self.abandon(batch, fault)
         if batch.touches_blocks or batch.chunks[0].task.kind.writes:
@@ -138,20 +161,16 @@ class Context:
             plan.goes_singly = True
             return False
         self.abandon(batch, None)
-        batch.split(lambda part: self.begin(part, plan, phase))
+        chunks = batch.alive
+        for chunk in chunks:
+            chunk.transfers = ()
+        batch.split([[chunk] for chunk in chunks], lambda part: self.begin(part, plan, phase))
         return True
 
-    def goes_singly(self, batch: Batch, plan: GroupPlan, phase: Phase) -> bool:
-        """Where each chunk has a file or object of its own, it has a transfer of its own: none waits for another."""
-        if len(batch.alive) < 2 or self.link_memory.link.shares_file:
-            return False
-        batch.split(lambda part: self.begin(part, plan, phase))
-        return True
-
-    def begin(self, batch: Batch, plan: GroupPlan, phase: Phase) -> Steps:
-        """Return the steps of ``batch`` from ``phase`` on."""
+    def begin(self, batch: Batch, plan: GroupPlan, phase: Phase, again: Phase | None = None) -> Steps:
+        """Return the steps of ``batch`` from ``phase`` on. ``again`` as for ``run``."""
         batch.mover = self.link_memory.link.mover
-        return self.run(batch, plan, phase)
+        return self.run(batch, plan, phase, again)
 
     def abandon(self, batch: Batch, error: str | None) -> None:
         """Have the link undo what was begun and not ended. ``error``: None says that storage is not to blame."""
@@ -204,48 +223,132 @@ class Context:
 
     def open_targets(self, batch: Batch, plan: GroupPlan) -> Generator[None, None, list[BatchChunk]]:
         """Begin a read or write of each chunk; return those that can be moved. A chunk that cannot be is FAILED."""
-        link = self.link_memory.link
-        for chunk in batch.alive:
-            self.turn.pause()
-            io, begin = chunk.io, link.begin_write if chunk.task.kind.writes else link.begin_read
-            try:
-                chunk.target = yield from begin(io.key, io.location, plan.slot_bytes)
-            except TierError as error:
-                chunk.end(Outcome.FAILED, f"storage: {error.cause}", error.cause)
-            if chunk.target is not None and not chunk.task.kind.writes and chunk.task.state is ChunkState.DONE:
+        link, writes = self.link_memory.link, batch.kind.writes
+        begin = link.begin_write if writes else link.begin_read
+
+        def begun(chunk: BatchChunk, target: Target) -> None:
+            chunk.target = target
+            if not writes and chunk.task.state is ChunkState.DONE:
                 self._let_go(chunk, None)  # nobody waits for it any more, and nothing has been read
                 chunk.end(Outcome.FAILED, "given up")
+
+        chunks = batch.alive
+        calls = [begin(chunk.io.key, chunk.io.location, plan.slot_bytes) for chunk in chunks]
+        yield from self._ask_link(chunks, calls, begun)
         return batch.alive
+
+    def _ask_link(
+        self,
+        chunks: Sequence[BatchChunk],
+        calls: Sequence[Generator[None, None, T]],
+        answered: Callable[[BatchChunk, T], None],
+    ) -> Steps:
+        """Make a call of the link for each chunk, all side by side. A chunk of which the call raises is FAILED."""
+        running = list(zip(chunks, calls, strict=True))
+        while running:
+            unanswered = []
+            for chunk, call in running:
+                self.turn.pause()
+                try:
+                    next(call)
+                except StopIteration as stop:
+                    answered(chunk, stop.value)
+                except TierError as error:
+                    chunk.end(Outcome.FAILED, f"storage: {error.cause}", error.cause)
+                else:
+                    unanswered.append((chunk, call))
+            running = unanswered
+            if running:
+                yield
 
     def write(self, batch: Batch, plan: GroupPlan, phase: Phase, submit: Submit, place_of: PlaceOf) -> Steps:
         """Write slots, and end their chunks. ``phase`` is the caller, for chunks that are to go singly."""
-        if self.goes_singly(batch, plan, phase):
-            return
         yield from self._move(batch, plan, Op.WRITE, submit, place_of)
-        yield from self.settle(batch)
-        yield from self.finish_writes(batch, plan, phase)
+        yield from self.arrive(batch, plan, phase, lambda batch: self.finish_writes(batch, plan, phase))
 
-    def read(
-        self, batch: Batch, plan: GroupPlan, phase: Phase, submit: Submit, place_of: PlaceOf
-    ) -> Generator[None, None, list[BatchChunk]]:
-        """Read into slots; return the chunks that have arrived. ``phase`` as for ``write``."""
+    def read(self, batch: Batch, plan: GroupPlan, phase: Phase, submit: Submit, place_of: PlaceOf, use: Use) -> Steps:
+        """Read into slots; ``use`` is what becomes of the chunks that have arrived. ``phase`` as for ``write``."""
+
+        def finish(batch: Batch) -> Steps:
+            arrived = self.finish_reads(batch, plan, phase)
+            if arrived:
+                yield from use(batch, arrived)
+
         yield from self._move(batch, plan, Op.READ, submit, place_of)
-        yield from self.settle(batch, tells_overdue=True)
-        return self.finish_reads(batch, plan, phase)
+        yield from self.arrive(batch, plan, phase, finish, self.settle_load)
 
     def _move(self, batch: Batch, plan: GroupPlan, op: Op, submit: Submit, place_of: PlaceOf) -> Steps:
-        chunks = yield from self.open_targets(batch, plan)
+        def start(chunks: Sequence[BatchChunk]) -> Iterator[Transfer]:
+            return submit(op, [(slot, chunk.target, spans) for chunk in chunks for slot, spans in [place_of(chunk)]])
+
+        yield from self.open_targets(batch, plan)
         self.turn.pause()
-        parts = [(slot, chunk.target, spans) for chunk in chunks for slot, spans in [place_of(chunk)]]
-        for transfer in submit(op, parts):
-            batch.transfers.append(transfer)  # at once: the next one may raise
+        self.start_transfers(batch, start)
+
+    def start_transfers(self, batch: Batch, start: Callable[[Sequence[BatchChunk]], Iterator[Transfer]]) -> None:
+        """Move all chunks at once where they lie in one file. Else each has transfers of its own; one that the mover
+        refuses is FAILED.
+        """
+        if self.link_memory.link.shares_file:
+            for transfer in start(batch.alive):
+                batch.transfers.append(transfer)  # at once: the next one may raise
+                self.turn.pause()
+            return
+        for chunk in batch.alive:
+            try:
+                for transfer in start([chunk]):
+                    batch.transfers.append(transfer)
+                    chunk.transfers += (transfer,)
+            except MoverError as error:
+                if chunk.transfers:
+                    raise
+                self.rate_log.error(type(error).__name__, "A chunk could not be moved: %s", error)
+                self._let_go(chunk, str(error))
+                chunk.end(Outcome.FAILED, str(error), "io")
             self.turn.pause()
 
-    def settle(self, batch: Batch, *, tells_overdue: bool = False) -> Iterator[None]:
-        """Poll until nothing of the batch is under way. ``tells_overdue``: the link hears of each load that is given up
-        meanwhile.
+    def arrive(
+        self,
+        batch: Batch,
+        plan: GroupPlan,
+        phase: Phase,
+        finish: Callable[[Batch], Steps],
+        settle: Settle | None = None,
+    ) -> Steps:
+        """Wait for the transfers, then ``finish``. Where each chunk has its own, those that failed go on without the
+        others, and so do those that are late: ``finish`` comes for each such part. ``phase`` as for ``write``;
+        ``settle``: how to wait, None for the method of that name.
         """
-        waited_for = batch.alive if tells_overdue else []
+        began_s, late_s = self.clock(), None
+        may_part = len(batch.chunks) > 1 and not self.link_memory.link.shares_file
+        waiting = (settle or self.settle)(batch)
+        for _ in waiting:
+            if may_part:
+                now_s = self.clock()
+                if late_s is None and len(_by_transfer(batch.alive)) > 1:
+                    late_s = now_s + max(LATE_S, now_s - began_s)
+                if late_s is not None and now_s >= late_s:
+                    break
+            yield
+        waiting.close()
+        groups = _by_transfer(batch.alive)
+        if len(groups) < 2:
+            yield from finish(batch)
+            return
+
+        def go_on(context: Context, part: Batch, plan: GroupPlan) -> Steps:
+            return context.arrive(part, plan, phase, finish, settle)
+
+        batch.split(groups, lambda part: self.begin(part, plan, go_on, phase))
+
+    def settle(self, batch: Batch) -> Steps:
+        """Poll until nothing of the batch is under way."""
+        while batch.poll():
+            yield
+
+    def settle_load(self, batch: Batch) -> Steps:
+        """As ``settle``; the link hears of each chunk that is given up meanwhile."""
+        waited_for = batch.alive
         while batch.poll():
             if waited_for and waited_for[0].task.state is ChunkState.DONE:
                 overdue = [chunk for chunk in waited_for if chunk.task.state is ChunkState.DONE]
@@ -283,16 +386,12 @@ class Context:
             if not goes:
                 self._let_go(chunk, None)
                 chunk.end(Outcome.FAILED, "its blocks were given away while they were written", "needed_back")
-                continue
-            self.turn.pause()
+        chunks, calls = batch.alive, []
+        for chunk in chunks:
             target, chunk.target = chunk.target, None
             assert target is not None
-            try:
-                yield from self.link_memory.link.end_write(target)
-            except TierError as error:
-                chunk.end(Outcome.FAILED, f"storage: {error.cause}", error.cause)
-            else:
-                chunk.end(Outcome.OK)
+            calls.append(self.link_memory.link.end_write(target))
+        yield from self._ask_link(chunks, calls, lambda chunk, _: chunk.end(Outcome.OK))
 
     def finish_reads(self, batch: Batch, plan: GroupPlan, phase: Phase) -> list[BatchChunk]:
         """Tell the link how its part ended; return the chunks that have arrived."""

@@ -63,8 +63,6 @@ def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Read, verify, scatter. Nothing unverified touches a KV block."""
-    if context.goes_singly(batch, plan, load):
-        return
     _take_slots(context, batch)
     if context.may_go(batch):
         yield from context.run(batch, plan, _read)
@@ -79,29 +77,29 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     def place(chunk: BatchChunk) -> tuple[DeviceSlot, image.Spans]:
         return _slot(chunk), image.spans(plan, chunk.io)
 
-    arrived = yield from context.read(batch, plan, _read, context.link_memory.submit_device, place)
-    if not arrived:
-        return
-    summed = context.verify_checksum or not plan.tells_short_reads
-    sums: list[QueuedSums] = []
-    for chunk in arrived:
-        slot = _slot(chunk)
-        rows = image.device_rows(slot, plan, chunk.io) if summed else None
-        sums.append(packer.inspect(slot.memory, _page(chunk).memory, rows))
-        batch.fences.append(sums[-1])
-    yield from batch.passes(())
-    pages = [_page(chunk).memory for chunk in arrived]
-    checked = context.check(arrived, plan, pages)
-    checked.refuse_absent()
-    if summed:
-        known = [(chunk, found) for chunk, found in zip(arrived, sums, strict=True) if chunk.outcome is None]
-        checked.verify(
-            [chunk for chunk, _ in known],
-            [chunk.io.first_block for chunk, _ in known],
-            [found.values() for _, found in known],
-        )
-    # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
-    yield from context.run(batch, plan, _scatter)
+    def use(batch: Batch, arrived: list[BatchChunk]) -> Steps:
+        summed = context.verify_checksum or not plan.tells_short_reads
+        sums: list[QueuedSums] = []
+        for chunk in arrived:
+            slot = _slot(chunk)
+            rows = image.device_rows(slot, plan, chunk.io) if summed else None
+            sums.append(packer.inspect(slot.memory, _page(chunk).memory, rows))
+            batch.fences.append(sums[-1])
+        yield from batch.passes(())
+        pages = [_page(chunk).memory for chunk in arrived]
+        checked = context.check(arrived, plan, pages)
+        checked.refuse_absent()
+        if summed:
+            known = [(chunk, found) for chunk, found in zip(arrived, sums, strict=True) if chunk.outcome is None]
+            checked.verify(
+                [chunk for chunk, _ in known],
+                [chunk.io.first_block for chunk, _ in known],
+                [found.values() for _, found in known],
+            )
+        # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
+        yield from context.run(batch, plan, _scatter)
+
+    yield from context.read(batch, plan, _read, context.link_memory.submit_device, place, use)
 
 
 def _scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:

@@ -6,7 +6,7 @@ Threading and ownership: see ``common``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from nixl_offload.engine.packer import Sums
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context
-from nixl_offload.movers.base import Op
+from nixl_offload.movers.base import Op, Transfer
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -40,21 +40,16 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    if context.goes_singly(batch, plan, _write):
-        return
     yield from context.open_targets(batch, plan)
     # The blocks were still ours when they were summed: if they are given away later, the sums tell.
     if not context.advance_or_end(batch, ChunkState.BORROWED):
         return
     _submit(context, batch, Op.WRITE)
-    yield from context.settle(batch)
-    yield from context.finish_writes(batch, plan, _write)
+    yield from context.arrive(batch, plan, _write, lambda part: context.finish_writes(part, plan, _write))
 
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Read into the blocks, then verify them. If that fails they are zeroed, and the chunk says so."""
-    if context.goes_singly(batch, plan, load):
-        return
     _take_pages(context, batch)
     if context.may_go(batch):
         yield from context.run(batch, plan, _read)
@@ -69,16 +64,19 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     _submit(context, batch, Op.READ)
-    is_late = yield from _settle_load(context, batch, plan)
+
+    def finish(part: Batch) -> Steps:
+        return _use(context, part, plan)
+
+    yield from context.arrive(batch, plan, _read, finish, lambda part: _settle_load(context, part, plan))
+
+
+def _use(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if batch.is_quarantined:
         if plan.path == "direct":
             group = batch.chunks[0].io.group
             logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
         plan.path, plan.late_loads = plan.packed, plan.late_loads + 1
-    if is_late:
-        plan.late_loads -= 1
-        if not plan.late_loads:
-            plan.path = "direct"
     yield from context.wait_out_quarantine(batch)
     arrived = context.finish_reads(batch, plan, _read)
     if not arrived:
@@ -95,31 +93,38 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         chunk.end(Outcome.OK)
 
 
-def _settle_load(context: Context, batch: Batch, plan: GroupPlan) -> Generator[None, None, bool]:
-    """As ``context.settle``. Return whether storage was late: then later loads go through staging meanwhile, where they
-    can be given up. This one cannot: its blocks may still be written.
+def _settle_load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+    """As ``context.settle``. While storage is late, later loads go through staging, where they can be given up. This
+    one cannot: its blocks may still be written.
     """
     late_s, is_late = context.clock() + LATE_S, False
-    for _ in context.settle(batch):
-        if not is_late and context.clock() >= late_s:
-            is_late = True
-            plan.path, plan.late_loads = plan.packed, plan.late_loads + 1
-            logger.error(
-                "A load into KV blocks has not ended within %.0f s: its request waits until storage answers. Group %d "
-                "goes through staging until then",
-                LATE_S,
-                batch.chunks[0].io.group,
-            )
-        yield
-    return is_late
+    try:
+        for _ in context.settle(batch):
+            if not is_late and context.clock() >= late_s:
+                is_late = True
+                plan.path, plan.late_loads = plan.packed, plan.late_loads + 1
+                logger.error(
+                    "A load into KV blocks has not ended within %.0f s: its request waits until storage answers. Group "
+                    "%d goes through staging until then",
+                    LATE_S,
+                    batch.chunks[0].io.group,
+                )
+            yield
+    finally:
+        if is_late:
+            plan.late_loads -= 1
+            if not plan.late_loads:
+                plan.path = "direct"
 
 
 def _submit(context: Context, batch: Batch, op: Op) -> None:
     batch.touches_blocks = True
-    chunks = batch.alive
-    parts = [(_page(chunk), chunk.target, chunk.io) for chunk in chunks]
-    for transfer in context.link_memory.submit_direct(op, context.layout, parts):
-        batch.transfers.append(transfer)
+
+    def start(chunks: Sequence[BatchChunk]) -> Iterator[Transfer]:
+        parts = [(_page(chunk), chunk.target, chunk.io) for chunk in chunks]
+        return context.link_memory.submit_direct(op, context.layout, parts)
+
+    context.start_transfers(batch, start)
 
 
 def _sums(context: Context, chunks: list[BatchChunk]) -> Sums:

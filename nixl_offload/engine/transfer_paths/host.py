@@ -61,8 +61,6 @@ def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Read, verify, scatter. Nothing unverified touches a KV block."""
-    if context.goes_singly(batch, plan, load):
-        return
     _take_slots(context, batch)
     if context.may_go(batch):
         yield from context.run(batch, plan, _read)
@@ -76,21 +74,21 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         canary.place(slot, spans)
         return slot, spans
 
-    arrived = yield from context.read(batch, plan, _read, context.link_memory.submit_packed, place)
-    if not arrived:
-        return
-    pages = [image.header_page(_slot(chunk)) for chunk in arrived]
-    checked = context.check(arrived, plan, pages)
-    checked.refuse_absent()
-    suspects = [
-        chunk
-        for chunk in batch.alive
-        if context.verify_checksum or canary.may_be_short(_slot(chunk), image.spans(plan, chunk.io))
-    ]
-    rows = [image.rows(_slot(chunk), plan, chunk.io) for chunk in suspects]
-    yield from context.verify(batch, checked, suspects, [chunk.io.first_block for chunk in suspects], rows)
-    # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
-    yield from context.run(batch, plan, scatter)
+    def use(batch: Batch, arrived: list[BatchChunk]) -> Steps:
+        pages = [image.header_page(_slot(chunk)) for chunk in arrived]
+        checked = context.check(arrived, plan, pages)
+        checked.refuse_absent()
+        suspects = [
+            chunk
+            for chunk in batch.alive
+            if context.verify_checksum or canary.may_be_short(_slot(chunk), image.spans(plan, chunk.io))
+        ]
+        rows = [image.rows(_slot(chunk), plan, chunk.io) for chunk in suspects]
+        yield from context.verify(batch, checked, suspects, [chunk.io.first_block for chunk in suspects], rows)
+        # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
+        yield from context.run(batch, plan, scatter)
+
+    yield from context.read(batch, plan, _read, context.link_memory.submit_packed, place, use)
 
 
 def scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:

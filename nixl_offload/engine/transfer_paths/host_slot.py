@@ -60,8 +60,6 @@ def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Read images into their host slots, verify all of them, and serve KV blocks, if any, from there."""
-    if context.goes_singly(batch, plan, load):
-        return
     _find_slots(context, batch, plan)
     if context.may_go(batch):
         yield from context.run(batch, plan, _read)
@@ -76,23 +74,25 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         canary.place(slot, spans)
         return slot, spans
 
-    arrived = yield from context.read(batch, plan, _read, context.link_memory.submit_host, place)
-    if not arrived:
-        return
-    # Loads that were given up meanwhile have a host slot all the same: what has come is kept.
-    checked = context.check(arrived, plan, [image.header_page(_slot(chunk)) for chunk in arrived])
-    suspects = [chunk for chunk in batch.alive if context.verify_checksum or canary.may_be_short(_slot(chunk), spans)]
-    firsts = [checked.first_valid_block(chunk) for chunk in suspects]
-    rows = [image.valid_rows(_slot(chunk), plan, first) for chunk, first in zip(suspects, firsts, strict=True)]
-    yield from context.verify(batch, checked, suspects, firsts, rows)
-    for chunk in batch.alive:
-        image.clear_around(_slot(chunk), plan, checked.first_valid_block(chunk))
-    checked.refuse_absent()
-    for chunk in arrived:
-        if chunk.outcome is not None:
-            image.invalidate(_slot(chunk))
-    # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
-    yield from context.run(batch, plan, _serve)
+    def use(batch: Batch, arrived: list[BatchChunk]) -> Steps:
+        # Loads that were given up meanwhile have a host slot all the same: what has come is kept.
+        checked = context.check(arrived, plan, [image.header_page(_slot(chunk)) for chunk in arrived])
+        suspects = [
+            chunk for chunk in batch.alive if context.verify_checksum or canary.may_be_short(_slot(chunk), spans)
+        ]
+        firsts = [checked.first_valid_block(chunk) for chunk in suspects]
+        rows = [image.valid_rows(_slot(chunk), plan, first) for chunk, first in zip(suspects, firsts, strict=True)]
+        yield from context.verify(batch, checked, suspects, firsts, rows)
+        for chunk in batch.alive:
+            image.clear_around(_slot(chunk), plan, checked.first_valid_block(chunk))
+        checked.refuse_absent()
+        for chunk in arrived:
+            if chunk.outcome is not None:
+                image.invalidate(_slot(chunk))
+        # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
+        yield from context.run(batch, plan, _serve)
+
+    yield from context.read(batch, plan, _read, context.link_memory.submit_host, place, use)
 
 
 def _serve(context: Context, batch: Batch, plan: GroupPlan) -> Steps:

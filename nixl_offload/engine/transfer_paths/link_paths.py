@@ -62,11 +62,11 @@ class LinkPaths:
         if plan is None:
             return 1  # it will be rejected
         slot_bytes = max(1, plan.slot_bytes)
-        total = MIN_CHUNKS
-        if self._context.link_memory.link.shares_file:  # else each has a transfer of its own
-            total = max(total, min(MAX_CHUNKS, IN_FLIGHT_BYTES // slot_bytes))
+        total, most = MIN_CHUNKS, MIN_CHUNKS // BATCH_SHARE
+        if self._context.link_memory.link.shares_file:  # else each has transfers of its own
+            total, most = max(total, min(MAX_CHUNKS, IN_FLIGHT_BYTES // slot_bytes)), MAX_BATCH_CHUNKS
         stores = int(total * STORE_SHARE)
-        limit = min(MAX_BATCH_CHUNKS, max(1, MAX_BATCH_BYTES // slot_bytes), total - in_flight.chunks)
+        limit = min(most, max(1, MAX_BATCH_BYTES // slot_bytes), total - in_flight.chunks)
         if plan.goes_singly:
             limit = min(limit, 1)
         if task.kind.in_background:
