@@ -15,6 +15,7 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.states import ChunkState
+from nixl_offload.engine.transfer_paths import common
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
@@ -195,6 +196,49 @@ def test_files_and_objects_keep_a_transfer_each(make: Make, tmp_path: Path, kind
     assert rig.collect(2).outcomes == (OK,) * 5
     assert rig.load(3, chunks) == (OK,) * 6
     assert rig.bytes_of(range(24)) == wanted
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_an_object_that_fails_is_the_only_one_of_its_batch(
+    make: Make, tmp_path: Path, quarantine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They travel in one batch. The others are neither moved again nor held back, and only the failed one's slot, where
+    late I/O may still touch it, is lost.
+    """
+    monkeypatch.setattr(common, "QUARANTINE_S", 0.05)
+    mover = FaultyMover(ObjectFiles(tmp_path / "o"))
+    rig = make("per_layer", mover, link=objects())
+    batches, staging = sizes(rig, monkeypatch), rig.engine._pump._driven._context.memory.staging
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
+    wanted = rig.bytes_of(range(24))
+    mover.script = [Fault(2, FaultKind.FAIL, op=op, quarantine=quarantine) for op in Op]
+    stored = rig.store(1, chunks)
+    assert sorted(stored, key=str) == sorted((FAILED, *[OK] * 5), key=str)
+    lost = chunks[stored.index(FAILED)]
+    mover.script = [Fault(7, FaultKind.FAIL, op=Op.READ, quarantine=quarantine)]
+    assert rig.store(2, [lost]) == (OK,)
+    rig.wipe(0xEE)
+    assert rig.load(3, chunks) == (OK,) * 6
+    assert rig.bytes_of(range(24)) == wanted
+    rig.wipe(0xEE)
+    loaded = rig.load(4, chunks)
+    assert sorted(loaded, key=str) == sorted((FAILED, *[OK] * 5), key=str)
+    arrived = b"".join(rig.bytes_of(blocks_of(n)) for n in range(6) if loaded[n] is OK)
+    size = len(wanted) // 6
+    assert arrived == b"".join(wanted[n * size :][:size] for n in range(6) if loaded[n] is OK)
+    assert batches == [6, 1, 6, 6]
+    assert (mover.submitted.count(Op.WRITE), mover.submitted.count(Op.READ)) == (7, 12)
+    assert staging.usable == staging.slots_total - 2 * quarantine
+    until(lambda: staging.free == staging.usable)
+
+
+def test_an_object_that_the_mover_refuses_fails_alone(make: Make, tmp_path: Path) -> None:
+    mover = FaultyMover(ObjectFiles(tmp_path / "o"), [Fault(2, FaultKind.REFUSE, op=op) for op in Op])
+    rig = make("per_layer", mover, link=objects())
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
+    assert rig.store(1, chunks) == tuple(FAILED if n == 2 else OK for n in range(6))
+    assert rig.load(2, chunks[:2] + chunks[3:]) == (OK, OK, FAILED, OK, OK)
+    assert mover.submitted.count(Op.WRITE) == 6
 
 
 def test_a_batch_that_is_given_up_touches_no_block(make: Make) -> None:

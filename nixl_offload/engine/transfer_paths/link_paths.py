@@ -27,6 +27,10 @@ MIN_CHUNKS = 32
 """In flight, however large: they keep any NVMe busy."""
 IN_FLIGHT_BYTES = 64 << 20
 """Between the two: what is in flight at once."""
+OWN_CHUNKS = 64
+"""In flight, where each has a file or object of its own, and so requests of its own."""
+OWN_BATCH_CHUNKS = 16
+"""Of those, a batch takes at most so many: it waits for the last of them."""
 STORE_SHARE = 3 / 4
 """Of those, stores and background work; the rest is left for loads, so that no load waits behind a wall of writes."""
 MAX_BACKGROUND = 8
@@ -62,9 +66,9 @@ class LinkPaths:
         if plan is None:
             return 1  # it will be rejected
         slot_bytes = max(1, plan.slot_bytes)
-        total, most = MIN_CHUNKS, MIN_CHUNKS // BATCH_SHARE
-        if self._context.link_memory.link.shares_file:  # else each has transfers of its own
-            total, most = max(total, min(MAX_CHUNKS, IN_FLIGHT_BYTES // slot_bytes)), MAX_BATCH_CHUNKS
+        total, most = OWN_CHUNKS, OWN_BATCH_CHUNKS
+        if self._context.link_memory.link.shares_file:
+            total, most = max(MIN_CHUNKS, min(MAX_CHUNKS, IN_FLIGHT_BYTES // slot_bytes)), MAX_BATCH_CHUNKS
         stores = int(total * STORE_SHARE)
         limit = min(most, max(1, MAX_BATCH_BYTES // slot_bytes), total - in_flight.chunks)
         if plan.goes_singly:

@@ -26,7 +26,7 @@ BEGIN_LIMIT_S: Final = 5.0
 """How long creating or opening a file may take. Only a filesystem that hangs takes longer."""
 END_LIMIT_S: Final = 30.0
 """How long syncing a file and renaming it may take: a busy server has to write it all down."""
-MAX_PENDING: Final = 64
+MAX_PENDING: Final = 128
 """Calls that have not returned, those given up included. With so many of them nothing more is asked."""
 LOAD_FAILURES: Final = 8
 """In a row; then no load is tried until a trial succeeds."""
