@@ -9,7 +9,9 @@ neither the text nor the cause of a StoreError from here contains an answer's bo
 
 from __future__ import annotations
 
+import logging
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,7 @@ from obstore.store import S3Store
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.http_get import DirectGets
 from nixl_offload.stores.s3 import (
     ATTEMPTS,
     CREDENTIALS_RETRY_S,
@@ -43,6 +46,8 @@ from nixl_offload.stores.s3 import (
     short_error,
 )
 
+logger = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 
 _STATUS: Final = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
@@ -52,6 +57,9 @@ _MESSAGE: Final = re.compile(r"<Message>([^<>]{1,200})</Message>")
 _OS_MESSAGE: Final = re.compile(r'^ *message: "([^"]{1,200})",$', re.MULTILINE)
 _CREDENTIALS_URL: Final = re.compile(r"Error performing [A-Z]+ https?://(169\.254\.|\[fd00:ec2|sts\.)")
 """obstore's own chain was asking the machine, the container or STS for credentials."""
+_SIGNED_FOR: Final = timedelta(minutes=15)
+"""As far as clocks may be apart, and no longer: the address lets anybody read the object meanwhile."""
+_SIGNED_IN_VAIN: Final = frozenset({400, 401, 403})
 _NOT_PARTIAL: Final = "source: NotPartial"
 _CREDENTIALS_TTL: Final = timedelta(minutes=8)
 """botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
@@ -78,6 +86,7 @@ class ObstoreStore(Store):
         self._closed = False
         self._bucket = MissingBucketGuard(self._ask_for_bucket)
         self._ignores_ranges = False
+        self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=partial(_tls, tier))
 
     def __repr__(self) -> str:
         return f"ObstoreStore({self.where})"
@@ -141,9 +150,22 @@ class ObstoreStore(Store):
     def close(self) -> None:
         with self._lock:
             self._closed, self._store = True, None
+        self._direct.close()
 
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
-        key, end = self._address.key(name), offset + memory.nbytes
+        key = self._address.key(name)
+        if self._direct.refusing:
+            self._read_by_obstore(store, name, key, offset, memory)
+            return
+        status = self._direct.read_into(obstore.sign(store, "GET", key, _SIGNED_FOR), offset, memory)
+        if status is not None:
+            self._read_by_obstore(store, name, key, offset, memory)
+            if status in _SIGNED_IN_VAIN:
+                logger.info("%s: takes no presigned addresses (HTTP %d); obstore reads", self.where, status)
+                self._direct.refuse()
+
+    def _read_by_obstore(self, store: S3Store, name: str, key: str, offset: int, memory: memoryview) -> None:
+        end = offset + memory.nbytes
         if not self._ignores_ranges:
             try:
                 result = obstore.get(store, key, options={"range": (offset, end)})
@@ -330,6 +352,10 @@ class ObstoreStore(Store):
         else:
             why = ""
         raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
+
+
+def _tls(tier: S3Config) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=readable_ca_bundle(tier))
 
 
 def _head(store: S3Store, key: str) -> Any:

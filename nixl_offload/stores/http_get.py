@@ -1,0 +1,185 @@
+"""GETs of presigned addresses, straight into the caller's memory, over HTTP/1.1 connections of our own.
+
+Clients build bodies in buffers of theirs, which costs more than the network: docs/decisions/0011-s3-measurements.md.
+Threading: any thread; a connection serves one call at a time. Ownership: a call holds the caller's memory no longer
+than it lasts. Whatever is not an answer with exactly the bytes asked for is left to the client that signed.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S: Final = 5.0
+"""After a request without a whole answer none is tried for so long: a server that hangs shall not be asked twice."""
+_HEAD_BYTES: Final = 16 << 10
+"""An answer's status line and headers are no longer, or it is left alone."""
+_END: Final = b"\r\n\r\n"
+
+
+class _StaleError(Exception):
+    """The server had closed a connection that was kept."""
+
+
+class DirectGets:
+    """GETs at one server. ``tls`` makes the context for https, when it is needed first."""
+
+    def __init__(self, *, timeout_s: float, tls: Callable[[], ssl.SSLContext]) -> None:
+        """``timeout_s``: of one request. Where the environment names a proxy, every read is refused."""
+        self._timeout_s = timeout_s
+        self._tls = tls
+        self._context: ssl.SSLContext | None = None
+        self._idle: deque[socket.socket] = deque()
+        self._open: set[socket.socket] = set()
+        self._refusing = bool({"http", "https", "all"} & set(getproxies()))
+        self._not_before_s = 0.0
+
+    @property
+    def refusing(self) -> bool:
+        """Whether ``read_into`` would try nothing now."""
+        return self._refusing or time.monotonic() < self._not_before_s
+
+    def refuse(self) -> None:
+        """Try nothing any more."""
+        self._refusing = True
+
+    def read_into(self, url: str, offset: int, memory: memoryview) -> int | None:
+        """Fill ``memory``, bytes and not empty, from ``offset`` of the object on.
+
+        Returns None when it is filled. Else what it holds is undefined: the status of an answer that was left alone, or
+        0 if there was no whole answer.
+        """
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        request = (
+            f"GET {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            f"Range: bytes={offset}-{offset + memory.nbytes - 1}\r\nAccept-Encoding: identity\r\n\r\n"
+        ).encode("ascii")
+        try:
+            while (kept := self._kept()) is not None:
+                with suppress(_StaleError):
+                    return self._get(kept, request, offset, memory)
+            return self._get(self._connect(parts.scheme, parts.hostname or "", port), request, offset, memory)
+        except (OSError, ValueError, _StaleError) as error:
+            logger.debug("a direct GET is left to the client: %s", type(error).__name__)
+            self._not_before_s = time.monotonic() + PAUSE_S
+            return 0
+
+    def close(self) -> None:
+        """Calls in other threads end soon."""
+        self._refusing = True
+        for opened in list(self._open):
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+        while self._idle:
+            self._drop(self._idle.pop())
+
+    def _kept(self) -> socket.socket | None:
+        with suppress(IndexError):
+            return self._idle.pop()
+        return None
+
+    def _connect(self, scheme: str, host: str, port: int) -> socket.socket:
+        opened = socket.create_connection((host, port), self._timeout_s)
+        try:
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if scheme == "https":
+                self._context = self._context or self._tls()
+                opened = self._context.wrap_socket(opened, server_hostname=host)
+            # The kernel's own timeouts: Python's would cost a poll for each call.
+            opened.setblocking(True)
+            limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                opened.setsockopt(socket.SOL_SOCKET, option, limit)
+        except BaseException:
+            opened.close()
+            raise
+        self._open.add(opened)
+        if self._refusing:  # closed meanwhile
+            self._drop(opened)
+            raise OSError("closed")
+        return opened
+
+    def _get(self, connection: socket.socket, request: bytes, offset: int, memory: memoryview) -> int | None:
+        """One exchange, as ``read_into``. The connection is kept if it can serve another."""
+        deadline_s, keeps = time.monotonic() + self._timeout_s, False
+        try:
+            head, begin, got = self._head(connection, request, deadline_s)
+            status, length, may_keep = _parse(bytes(head[:begin]), offset, memory.nbytes)
+            if length != memory.nbytes:
+                return status
+            filled = got - begin
+            if filled > length:
+                raise ValueError("more than was announced")
+            memory[:filled] = head[begin:got]
+            while filled < length:
+                count = connection.recv_into(memory[filled:])
+                if not count or time.monotonic() > deadline_s:
+                    raise OSError("the body ended early, or came too slowly")
+                filled += count
+            keeps = may_keep and not self._refusing
+            return None
+        finally:
+            if keeps:
+                self._idle.append(connection)
+            else:
+                self._drop(connection)
+
+    def _head(self, connection: socket.socket, request: bytes, deadline_s: float) -> tuple[memoryview, int, int]:
+        """Return a buffer, where the body begins in it, and how much is in it. Raises _StaleError without an answer."""
+        buffer, got = bytearray(_HEAD_BYTES), 0
+        view = memoryview(buffer)
+        try:
+            connection.sendall(request)
+            got = connection.recv_into(view)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise _StaleError from error
+        if not got:
+            raise _StaleError
+        while (end := buffer.find(_END, 0, got)) < 0:
+            count = connection.recv_into(view[got:]) if got < _HEAD_BYTES else 0
+            if not count or time.monotonic() > deadline_s:
+                raise OSError("no whole answer")
+            got += count
+        return view, end + len(_END), got
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._open.discard(connection)
+        connection.close()
+
+
+def _parse(head: bytes, offset: int, wanted: int) -> tuple[int, int | None, bool]:
+    """Return an answer's status, the length of its body if that is what was asked for, and whether the connection can
+    be kept. Raises ValueError for what is no such answer.
+    """
+    first, *lines = head[: -len(_END)].split(b"\r\n")
+    version, code, *_ = first.split(b" ", 2)
+    if version not in {b"HTTP/1.1", b"HTTP/1.0"} or len(code) != 3:
+        raise ValueError("not HTTP/1")
+    fields: dict[bytes, bytes] = {}
+    for line in lines:
+        name, colon, value = line.partition(b":")
+        if not colon or (name.lower() in fields and name.lower() in {b"content-length", b"content-range"}):
+            raise ValueError("not a header")
+        fields[name.lower()] = value.strip()
+    status, length = int(code), None
+    if b"transfer-encoding" not in fields and fields.get(b"content-encoding", b"identity") == b"identity":
+        announced = fields.get(b"content-length", b"")
+        span = fields.get(b"content-range", b"")
+        fits = span.startswith(b"bytes %d-%d/" % (offset, offset + wanted - 1))
+        if not span:  # some servers answer 200 even to a range, and one that says nothing more may be the whole object
+            fits = status == 200 and not offset
+        if fits and status in {200, 206} and announced.isdigit():
+            length = int(announced)
+    return status, length, version == b"HTTP/1.1" and fields.get(b"connection", b"").lower() != b"close"

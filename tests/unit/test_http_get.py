@@ -1,0 +1,140 @@
+"""Proves of direct GETs, over real sockets: an answer with exactly the bytes asked for fills the memory, connections
+are used again, and whatever else a server says or does is left to the client that signed.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from nixl_offload.stores import http_get
+from nixl_offload.stores.http_get import DirectGets
+from tests.contract.one_answer_server import HANG, RESET, OneAnswerServer, answer
+
+BODY = bytes(range(200))
+
+
+def no_tls() -> None:
+    raise AssertionError("plain HTTP needs no TLS")
+
+
+@pytest.fixture
+def gets(monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectGets]:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    opened = DirectGets(timeout_s=0.3, tls=no_tls)  # type: ignore[arg-type]
+    yield opened
+    opened.close()
+    assert not opened._open
+
+
+def get(gets: DirectGets, endpoint: str, offset: int = 0, length: int = len(BODY)) -> tuple[int | None, bytes]:
+    memory = bytearray(length)
+    return gets.read_into(f"{endpoint}/bucket/x/1?X-Amz-Signature=0", offset, memoryview(memory)), bytes(memory)
+
+
+WHOLE = {
+    "whole": answer("200 OK", BODY),
+    "a range": answer("206 Partial Content", BODY, content_range="bytes 0-199/1000"),
+    "a range as 200": answer("200 OK", BODY, content_range="bytes 0-199/200"),
+    "fields in any case": b"HTTP/1.1 200 OK\r\ncOnTeNt-LeNgTh:200\r\nX: a: b\r\n\r\n" + BODY,
+}
+
+
+@pytest.mark.parametrize("said", WHOLE.values(), ids=WHOLE)
+def test_an_answer_with_the_bytes_asked_for_fills_the_memory(gets: DirectGets, said: bytes) -> None:
+    with OneAnswerServer(said) as server:
+        assert get(gets, server.endpoint) == (None, BODY)
+        [head] = server.requests
+        assert head.startswith(b"GET /bucket/x/1?X-Amz-Signature=0 HTTP/1.1\r\n")
+        assert b"Range: bytes=0-199\r\n" in head
+
+
+OTHER = {
+    "shorter": (answer("200 OK", BODY[:199]), 200),
+    "longer": (answer("200 OK", BODY + b"x"), 200),
+    "another range": (answer("206 Partial Content", BODY, content_range="bytes 1-200/1000"), 206),
+    "a part without a range": (answer("206 Partial Content", BODY), 206),
+    "in chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 200\r\n\r\n" + BODY, 200),
+    "compressed": (answer("200 OK", BODY, content_encoding="gzip"), 200),
+    "without a length": (b"HTTP/1.1 200 OK\r\n\r\n" + BODY, 200),
+    "absent": (answer("404 Not Found"), 404),
+    "refused": (answer("403 Forbidden", BODY), 403),
+    "elsewhere": (answer("307 Temporary Redirect", location="http://127.0.0.1:1/"), 307),
+    "two lengths": (b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\nContent-Length: 300\r\n\r\n" + BODY, 0),
+    "broken off": (answer("200 OK", BODY[:100], length=200), 0),
+    "more than announced": (answer("200 OK", BODY + b"x", length=200), 0),
+    "no HTTP": (b"SSH-2.0-OpenSSH\r\n\r\n", 0),
+    "headers without an end": (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5000, 0),
+    "reset": (RESET, 0),
+    "hung": (HANG, 0),
+}
+
+
+@pytest.mark.parametrize(("said", "status"), OTHER.values(), ids=OTHER)
+def test_any_other_answer_is_left_alone(gets: DirectGets, said: bytes | None, status: int) -> None:
+    """Only where there was no whole answer, so that another would cost as much time, is there a pause."""
+    with OneAnswerServer(said) as server:
+        assert get(gets, server.endpoint)[0] == status
+        assert gets.refusing is (status == 0)
+
+
+def test_a_whole_object_is_no_part_of_it(gets: DirectGets) -> None:
+    """A server without ranges sends the begin instead, and as many bytes as were asked for, if the object ends so."""
+    with OneAnswerServer(answer("200 OK", BODY)) as server:
+        assert get(gets, server.endpoint, offset=100)[0] == 200
+
+
+def test_nobody_listens_or_there_is_a_proxy(gets: DirectGets, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert get(gets, f"http://127.0.0.1:{port}")[0] == 0
+    assert gets.refusing
+    monkeypatch.setattr(http_get, "PAUSE_S", 0.0)
+    assert get(gets, f"http://127.0.0.1:{port}")[0] == 0
+    assert not gets.refusing
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert DirectGets(timeout_s=1.0, tls=no_tls).refusing  # type: ignore[arg-type]
+
+
+class Keeping:
+    """Serves ``requests`` requests on each connection, then closes it."""
+
+    def __init__(self, requests: int) -> None:
+        self._requests, self.connections = requests, 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            with connection:
+                self.connections += 1
+                for _ in range(self._requests):
+                    if not connection.recv(65536):
+                        break
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + BODY[:50])
+                    connection.sendall(BODY[50:])
+                else:
+                    continue
+            return
+
+    def close(self) -> None:
+        self._thread.join()
+        self._listener.close()
+
+
+def test_connections_are_used_again_and_replaced_when_the_server_closes_them(gets: DirectGets) -> None:
+    server = Keeping(3)
+    for _ in range(8):
+        assert get(gets, server.endpoint) == (None, BODY)
+    assert server.connections == 3
+    gets.close()
+    server.close()
+    assert gets.refusing
