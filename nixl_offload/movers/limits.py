@@ -199,7 +199,7 @@ class LimitedMover(Mover):
     def _fits_at_once(self, memory: MemoryId, extents: Extents) -> bool:
         """Whether the wrapped mover takes a transfer as it is, now: nearly every one."""
         limits, count = self._inner_limits, len(extents)
-        if self._schedule is not None or self._queue or not 0 < count <= self._per_transfer or extents.ndim != 2:
+        if self._queue or not 0 < count <= self._per_transfer or extents.ndim != 2:
             return False
         if self._extents_running + count > limits.max_extents_in_flight:
             return False
@@ -225,6 +225,8 @@ class LimitedMover(Mover):
             transfer.running[inner] = len(memory_extents)
             self._running[inner] = transfer
             self._extents_running += len(memory_extents)
+            if self._schedule is not None:
+                self._schedule.began(inner, time.monotonic())
         self._hold(transfer)
         return transfer
 

@@ -48,7 +48,7 @@ class StoreMover(TrackedMover[_StoreTransfer]):
             alignment_bytes=1,
             max_extent_bytes=UNLIMITED,
             max_extents_per_transfer=1,
-            max_extents_in_flight=threads + threads // 2,  # so that no thread is idle until somebody polls
+            max_extents_in_flight=4 * threads,  # so that no thread is idle until somebody polls, nor others queue
             whole_writes=True,
             moves_unpolled=True,
         )

@@ -331,7 +331,7 @@ class Context:
                     break
             yield
         waiting.close()
-        groups = _by_transfer(batch.alive)
+        groups = _by_transfer(batch.alive) if may_part and batch.failure is not None else []
         if len(groups) < 2:
             yield from finish(batch)
             return
