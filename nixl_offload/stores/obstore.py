@@ -355,7 +355,10 @@ class ObstoreStore(Store):
 
 
 def _tls(tier: S3Config) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=readable_ca_bundle(tier))
+    context, bundle = ssl.create_default_context(), readable_ca_bundle(tier)
+    if bundle is not None:
+        context.load_verify_locations(bundle)
+    return context
 
 
 def _head(store: S3Store, key: str) -> Any:

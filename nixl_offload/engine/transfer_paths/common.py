@@ -347,8 +347,9 @@ class Context:
             yield
 
     def settle_load(self, batch: Batch) -> Steps:
-        """As ``settle``; the link hears of each chunk that is given up meanwhile."""
-        waited_for = batch.alive
+        """As ``settle``; the link hears of each chunk that is given up meanwhile, once."""
+        # Not of those that were given up before they parted from others.
+        waited_for = [chunk for chunk in batch.alive if chunk.task.state is not ChunkState.DONE]
         while batch.poll():
             if waited_for and waited_for[0].task.state is ChunkState.DONE:
                 overdue = [chunk for chunk in waited_for if chunk.task.state is ChunkState.DONE]
