@@ -158,6 +158,8 @@ class ObstoreStore(Store):
             self._read_by_obstore(store, name, key, offset, memory)
             return
         status = self._direct.read_into(obstore.sign(store, "GET", key, _SIGNED_FOR), offset, memory)
+        if self._closed and status is not None:
+            raise closed_error(self.where)
         if status is not None:
             self._read_by_obstore(store, name, key, offset, memory)
             if status in _SIGNED_IN_VAIN:
