@@ -106,16 +106,22 @@ def encode_headers(
         checksums = np.zeros((count, expect.blocks), dtype=np.uint64)
     if checksums.shape != (count, expect.blocks) or len(first_valid_block) != count:
         raise LayoutError(f"checksums of shape {checksums.shape} for {count} chunks of {expect.blocks} blocks")
-    created = _CREATED.pack(created_s)
-    rest = bytes(OWN_CHECKSUM_AT - CHECKSUMS_AT - 8 * expect.blocks)
-    parts: list[bytes] = []
-    for key, first, sums in zip(expect.keys, first_valid_block, checksums, strict=True):
+    for key, first in zip(expect.keys, first_valid_block, strict=True):
         if not 0 <= first < expect.blocks or not 0 < len(key) <= MAX_KEY_BYTES:
             raise LayoutError(f"first valid block {first} or key {key.hex()} does not fit")
-        fixed = before + _FIRST.pack(first) + sizes + created + _KEY.pack(len(key), key)
-        page = fixed + sums.astype("<u8", copy=False).tobytes() + rest
-        parts += page, OWN_CHECKSUM.pack(block_checksum(memoryview(page)))
-    return np.frombuffer(b"".join(parts), dtype=np.uint8).reshape(count, HEADER_BYTES)
+    created = _CREATED.pack(created_s)
+    fixed = [
+        before + _FIRST.pack(first) + sizes + created + _KEY.pack(len(key), key)
+        for key, first in zip(expect.keys, first_valid_block, strict=True)
+    ]
+    sums_end = CHECKSUMS_AT + 8 * expect.blocks
+    pages = np.empty((count, HEADER_BYTES), dtype=np.uint8)
+    pages[:, :CHECKSUMS_AT] = np.frombuffer(b"".join(fixed), dtype=np.uint8).reshape(count, CHECKSUMS_AT)
+    pages[:, CHECKSUMS_AT:sums_end] = checksums.astype("<u8", order="C", copy=False).view(np.uint8)
+    pages[:, sums_end:OWN_CHECKSUM_AT] = 0
+    own = [block_checksum(page) for page in pages[:, :OWN_CHECKSUM_AT]]
+    pages[:, OWN_CHECKSUM_AT:] = np.array(own, dtype="<u8").view(np.uint8).reshape(count, OWN_CHECKSUM.size)
+    return pages
 
 
 def lacks_checksums(page: npt.NDArray[np.uint8]) -> bool:
