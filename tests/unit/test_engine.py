@@ -262,8 +262,9 @@ def test_wait_returns_at_once_when_storage_hangs(make: Make, monkeypatch: pytest
     assert outcomes == (OK,) * 3 + (DROPPED,) * 5
 
 
-def test_wait_for_a_direct_store_waits_for_the_mover(make: Make) -> None:
+def test_wait_for_a_direct_store_waits_for_the_mover(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mover reads the KV blocks themselves, so they are not free before it is done."""
+    monkeypatch.setattr(waiting, "STORE_GRACE_S", 10.0)  # for the pump to begin, on a busy machine too
     mover = FaultyMover(CopyMover(), [Fault(1, FaultKind.STUCK)])
     rig = make("direct_blocks", mover)
     rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
