@@ -25,7 +25,7 @@ Payload = npt.NDArray[np.uint8]
 BlockIds = npt.NDArray[np.int32]
 Parts = Sequence[tuple[BlockIds, Payload]]
 """The chunks of one call: which KV blocks, and where their bytes lie."""
-Sums = npt.NDArray[np.uint64]
+Checksums = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Summed(Fence, Protocol):
     by_device: bool
     """The checksums are made by the time that it is ``done``, whether they are asked for or not."""
 
-    def values(self) -> list[Sums]:
+    def values(self) -> list[Checksums]:
         """Return the checksums of each payload's blocks. Takes the host's time where the host sums, for it does so now.
 
         Raises RuntimeError before ``done``.
@@ -84,7 +84,7 @@ class SummedByHost:
     def done(self) -> bool:
         return self._fence.done()
 
-    def values(self) -> list[Sums]:
+    def values(self) -> list[Checksums]:
         if not self._fence.done():
             raise RuntimeError("checksums were asked for before their bytes were there")
         return payload_checksums(self._payloads)
@@ -112,7 +112,7 @@ class OnDevice:
     def done(self) -> bool:
         return self.fence is not None and self.fence.done()
 
-    def values(self) -> list[Sums]:
+    def values(self) -> list[Checksums]:
         if not self.done():
             raise RuntimeError("checksums were asked for before the device had them")
         words: npt.NDArray[np.int64] = self.host.numpy()

@@ -74,14 +74,6 @@ class BusPacker:
     def fence(self) -> Fence:
         return self._device.streams.compute_fence()
 
-    def gather(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """``payload`` must be page-locked."""
-        return self.gather_many(group, [(block_ids, payload)], fence)
-
-    def scatter(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """``payload`` must be page-locked."""
-        return self.scatter_many(group, [(block_ids, payload)], fence)
-
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         """Payloads must be page-locked. Raises LayoutError for numbers that do not fit the KV cache.
 

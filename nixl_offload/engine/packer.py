@@ -38,17 +38,15 @@ class Packer(Protocol):
     def fence(self) -> Fence:
         """Mark this point of the compute stream. KV blocks may be touched once it is done."""
 
-    def gather(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """KV blocks to payload. The returned fence is done when the blocks may change and the payload is complete."""
-
-    def scatter(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """Payload to KV blocks. The returned fence is done when the blocks are complete and the payload may change."""
-
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
-        """``gather`` of many chunks at once, summed. If it raises, nothing touches any payload any more."""
+        """KV blocks to payloads, summed. It is done when the blocks may change and the payloads are complete. If it
+        raises, nothing touches any payload any more.
+        """
 
     def scatter_many(self, group: int, parts: ScatterParts, fence: Fence) -> Fence:
-        """``scatter`` of many chunks at once. If it raises, nothing touches any block any more."""
+        """Payloads to KV blocks. The returned fence is done when the blocks are complete and the payloads may change.
+        If it raises, nothing touches any block any more.
+        """
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Summed | None:
         """Sum blocks that lie in host memory, in scratch of the device where there is one, from which they can be
@@ -76,14 +74,6 @@ class HostPacker:
     def fence(self) -> Fence:
         """Return a fence that is done: on the host the model's writes are over when its call returns."""
         return READY
-
-    def gather(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """Copy KV blocks to the payload, at once."""
-        return self.gather_many(group, [(block_ids, payload)], fence)
-
-    def scatter(self, group: int, block_ids: BlockIds, payload: Payload, fence: Fence) -> Fence:
-        """Copy the payload to KV blocks, at once."""
-        return self.scatter_many(group, [(block_ids, payload)], fence)
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         """Raises LayoutError for block ids outside the KV cache."""

@@ -77,8 +77,8 @@ class Kit:
             self.packer.finish_image(self.header, self.slot, [(4096 + 4 * 8192, len(self.slot))]),
             self.packer.inspect(self.slot, self.header, self.rows),
             self.packer.scatter(0, IDS, self.rows, fence),
-            self.bus.gather(0, IDS, self.payload, fence),
-            self.bus.scatter(0, IDS, self.payload, fence),
+            self.bus.gather_many(0, [(IDS, self.payload)], fence),
+            self.bus.scatter_many(0, [(IDS, self.payload)], fence),
             self.bus.sums(0, IDS, fence),
         ]
         for each in asked:

@@ -57,16 +57,16 @@ def test_gather_scatter_and_checksums_equal_the_host(group: int) -> None:
     assert slot is not None
     payload = slot.memory[: len(IDS) * block_bytes].reshape(len(IDS), block_bytes)
     wanted = np.empty_like(payload)
-    reference.gather(group, IDS, wanted, reference.fence())
-    _settled(packer.gather(group, IDS, payload, packer.fence()))
+    reference.gather_many(group, [(IDS, wanted)], reference.fence())
+    _settled(packer.gather_many(group, [(IDS, payload)], packer.fence()))
     assert (payload == wanted).all()
     sums = packer.sums(group, IDS, packer.fence())
     _settled(sums)
     assert (sums.values() == reference.sums(group, IDS, READY).values()).all()
 
     targets = IDS[::-1].copy()
-    reference.scatter(group, targets, wanted, reference.fence())
-    _settled(packer.scatter(group, targets, payload, packer.fence()))
+    reference.scatter_many(group, [(targets, wanted)], reference.fence())
+    _settled(packer.scatter_many(group, [(targets, payload)], packer.fence()))
     for index in range(2):
         assert (device[index].cpu() == host[index]).all()
 
@@ -88,7 +88,7 @@ def test_a_gather_waits_for_the_compute_stream_and_the_caller_for_nothing() -> N
     torch.cuda._sleep(1_000_000_000)
     tensor.fill_(7)
     began_s = time.monotonic()
-    fence = packer.gather(0, IDS, payload, packer.fence())
+    fence = packer.gather_many(0, [(IDS, payload)], packer.fence())
     assert time.monotonic() - began_s < 0.2
     assert not fence.done()
     _settled(fence)

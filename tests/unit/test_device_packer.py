@@ -106,7 +106,7 @@ def test_a_chunk_lies_in_its_slot_as_on_the_host_and_comes_back(case: str, first
     slot.memory.copy_(torch.from_numpy(image))
     other.memory.copy_(torch.from_numpy(untouched))
     wanted = np.empty((len(IDS), block_bytes), dtype=np.uint8)
-    reference.gather(0, IDS, wanted, READY)
+    reference.gather_many(0, [(IDS, wanted)], READY)
 
     rows = rows_of(slot, len(IDS), block_bytes, first)
     sums = packer.gather(0, IDS, rows, ready(device))
@@ -132,7 +132,7 @@ def test_a_chunk_lies_in_its_slot_as_on_the_host_and_comes_back(case: str, first
 
     targets = ((IDS + 9) % BLOCKS).astype(np.int32)
     settled(packer.scatter(0, targets, rows, ready(device)))
-    reference.scatter(0, targets, wanted, READY)
+    reference.scatter_many(0, [(targets, wanted)], READY)
     assert all((tensor.cpu().numpy() == array).all() for tensor, array in zip(tensors, arrays, strict=True))
     assert (slot.memory.cpu().numpy() == image).all()
     assert (other.memory.cpu().numpy() == untouched).all()

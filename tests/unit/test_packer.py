@@ -101,10 +101,10 @@ def test_payloads_between_the_tensors_are_copied_too() -> None:
     pages = [Page(0, 0, 4096), Page(1, 4096, 4096)]
     packer = HostPacker([first, last], [pages])
     ids = np.array([3, 9, 1, 15], dtype=np.int32)
-    packer.gather(0, ids, payload, READY)
+    packer.gather_many(0, [(ids, payload)], READY)
     assert payload.tobytes() == expected([first, last], pages, ids.tolist())
     wanted = payload.copy()
-    packer.scatter(0, ids[::-1].copy(), payload, READY)
+    packer.scatter_many(0, [(ids[::-1].copy(), payload)], READY)
     assert expected([first, last], pages, ids[::-1].tolist()) == wanted.tobytes()
     assert (payload == wanted).all()
 
@@ -130,9 +130,9 @@ def test_equally_spaced_layers_are_one_copy(begins: list[int], lengths: list[int
     packer = HostPacker(tensors, [pages])
     ids = np.array([3, 9, 10, 15], dtype=np.int32)
     payload = np.zeros((4, sum(lengths)), dtype=np.uint8)
-    packer.gather(0, ids, payload, READY)
+    packer.gather_many(0, [(ids, payload)], READY)
     assert payload.tobytes() == expected(tensors, pages, ids.tolist())
-    packer.scatter(0, ids[::-1].copy(), payload, READY)
+    packer.scatter_many(0, [(ids[::-1].copy(), payload)], READY)
     assert expected(tensors, pages, ids[::-1].tolist()) == payload.tobytes()
 
 
@@ -144,7 +144,8 @@ def test_pages_far_apart() -> None:
     assert len(host_copies_of([(tensors[0], 0, page), (tensors[1], page, page)])) == 1
     tensors[1][1, -1] = 7
     payload = np.zeros((1, 2 * page), dtype=np.uint8)
-    HostPacker(tensors, [[Page(0, 0, page), Page(1, page, page)]]).gather(0, np.array([1], np.int32), payload, READY)
+    packer = HostPacker(tensors, [[Page(0, 0, page), Page(1, page, page)]])
+    packer.gather_many(0, [(np.array([1], np.int32), payload)], READY)
     assert payload[0, -1] == 7
     assert not payload[0, :-1].any()
 
@@ -174,7 +175,7 @@ def test_others_have_the_interpreter_while_a_chunk_is_copied(is_gather: bool, st
     packer = HostPacker(layers, [[Page(layer, 65536 * layer, 65536) for layer in range(8)]])
     payload = noise(16 * 8 * 65536, 9).reshape(16, -1)
     ids = np.arange(0, 16 * step, step, dtype=np.int32)
-    copy = packer.gather if is_gather else packer.scatter
+    copy = packer.gather_many if is_gather else packer.scatter_many
     over, ticks = threading.Event(), [0]
 
     def tick() -> None:
@@ -188,7 +189,7 @@ def test_others_have_the_interpreter_while_a_chunk_is_copied(is_gather: bool, st
     try:
         sys.setswitchinterval(60.0)  # nobody is made to hand the interpreter over
         before = ticks[0]
-        assert any(copy(0, ids, payload, READY).done() and ticks[0] > before + 5 for _ in range(2000))
+        assert any(copy(0, [(ids, payload)], READY).done() and ticks[0] > before + 5 for _ in range(2000))
     finally:
         sys.setswitchinterval(interval_s)
         over.set()

@@ -52,12 +52,12 @@ class Kit:
     def gather(self, fence: Fence, ids: BlockIds = IDS) -> Fence:
         if isinstance(self.packer, DevicePacker):
             return self.packer.gather(0, ids, torch.from_numpy(self.payload), fence)
-        return self.packer.gather(0, ids, self.payload, fence)
+        return self.packer.gather_many(0, [(ids, self.payload)], fence)
 
     def scatter(self, fence: Fence, ids: BlockIds = IDS) -> Fence:
         if isinstance(self.packer, DevicePacker):
             return self.packer.scatter(0, ids, torch.from_numpy(self.payload), fence)
-        return self.packer.scatter(0, ids, self.payload, fence)
+        return self.packer.scatter_many(0, [(ids, self.payload)], fence)
 
     def blocks(self) -> npt.NDArray[np.uint8]:
         return np.concatenate([tensor.numpy()[IDS] for tensor in self.tensors], axis=1)
