@@ -232,8 +232,12 @@ def test_while_a_direct_load_hangs_others_go_through_staging(lab: Lab, caplog: p
     rig.engine.submit_load(1, [rig.chunk(0, TARGET)])
     until(lambda: mover.submitted.count(Op.READ) > reads)
     assert plan.path == "direct"
-    clock.ahead_s += LATE_S
-    until(lambda: plan.path == plan.packed)
+
+    def is_late() -> bool:
+        clock.ahead_s += LATE_S
+        return plan.path == plan.packed
+
+    until(is_late)
     assert rig.load(2, [rig.chunk(0, [8, 9, 10, 11])]) == (OK,)
     rig.expect([8, 9, 10, 11], wanted)
     assert 1 not in rig.results
