@@ -40,17 +40,15 @@ _HELP: Final = (
 )
 
 
-def candidates(choice: str) -> list[str]:
-    """Names of movers to try, best first. Pure."""
-    return ["obj", "obstore"] if choice == "auto" else [choice]
+def candidates(choice: str, memory_kind: MemoryKind) -> list[tuple[str, MemoryKind]]:
+    """Movers to try, best first, and the memory that each is to take: device memory before host memory. Pure.
 
-
-def candidates_unproved(choice: str) -> list[str]:
-    """Likewise while the server does not answer: not the fastest first, but the surest to work once it does. Pure.
-
-    Whether NIXL's plugin can talk to a server shows only when it does; obstore is what finds objects, too.
+    For host memory obstore is first: it costs less processor time, and is what finds objects, too
+    (docs/decisions/0011-s3-measurements.md).
     """
-    return ["obstore", "obj"] if choice == "auto" else [choice]
+    names = ["obstore", "obj"] if choice == "auto" else [choice]
+    on_device = ["obj"] if memory_kind is MemoryKind.VRAM and "obj" in names else []
+    return [(name, memory_kind) for name in on_device] + [(name, MemoryKind.DRAM) for name in names]
 
 
 def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: OpenClient) -> ProbedMover:
@@ -69,24 +67,26 @@ def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: Open
         silence = _silence(control)
         report: list[Probe] = []
         if silence is None:
-            for name in candidates(tier.mover):
+            for name, kind in candidates(tier.mover, memory_kind):
                 if time.monotonic() - began_s > PATIENCE * tier.request_timeout_s:
                     silence = f"nothing was moved in {time.monotonic() - began_s:.0f} s"
                     break
-                opened = _try(name, tier, memory_kind, open_client, control, report)
+                opened = _try(name, tier, kind, open_client, control, report)
                 if opened is not None:
-                    logger.info("objects in %s are moved by %s (%s)%s", where, name, report[-1].reason, _passed(report))
+                    packs = "" if kind is memory_kind else "; packs through host memory"
+                    reason = report[-1].reason + packs
+                    logger.info("objects in %s are moved by %s (%s)%s", where, name, reason, _passed(report))
                     return ProbedMover(opened, tuple(report))
             trouble = _trouble(control) if silence is None else None
             if trouble is not None and trouble.cause in _PASSING:
                 silence = str(trouble)
             elif trouble is not None and trouble.cause == "denied" and _may_look(control):
                 silence = f"it can be read at most: {trouble}"
-            elif trouble is not None and control is not None and control.name not in candidates(tier.mover):
+            elif trouble is not None and control is not None and all(probe.name != control.name for probe in report):
                 report.append(Probe(control.name, False, str(trouble)))
     if silence is not None:
         report = []
-        for name in candidates_unproved(tier.mover):
+        for name, _ in candidates(tier.mover, MemoryKind.DRAM):
             try:
                 made = _make(name, tier, open_client)
             except NixlOffloadError as error:
@@ -136,11 +136,14 @@ def _try(
     except NixlOffloadError as error:
         report.append(Probe(name, False, _without(name, error)))
         return None
-    kind = memory_kind if memory_kind in bare.memory_kinds else MemoryKind.DRAM
     mover = _limited(bare, tier)
+    if memory_kind not in mover.memory_kinds:
+        report.append(Probe(name, False, f"takes no {memory_kind.value} here"))
+        mover.close()
+        return None
     probe = f"probe-{secrets.token_hex(8)}"
     try:
-        probe_object(mover, kind, probe, 2 * tier.request_timeout_s)
+        probe_object(mover, memory_kind, probe, 2 * tier.request_timeout_s)
     except MoverError as error:
         report.append(Probe(name, False, _without(name, error)))
         mover.close()
@@ -151,8 +154,7 @@ def _try(
                 control.delete([probe])
             except StoreError as error:
                 logger.debug("%s: %s stays behind: %s", control.where, probe, error)
-    note = "round trip ok" if kind is memory_kind else "round trip ok; packs through host memory"
-    report.append(Probe(name, True, note))
+    report.append(Probe(name, True, "round trip ok"))
     return mover
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl_plugins import object_plugin
 from nixl_offload.movers.select import ProbedMover
-from nixl_offload.movers.select_object import make_mover, open_object_mover
+from nixl_offload.movers.select_object import candidates, make_mover, open_object_mover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
@@ -74,9 +75,9 @@ class Rigs:
         self.opened.append(ObjectRig(mover, RawBucket(self.server), MemoryKind.DRAM, MIB))
         return self.opened[-1]
 
-    def select(self, **fields: object) -> ProbedMover:
+    def select(self, memory_kind: MemoryKind = MemoryKind.DRAM, **fields: object) -> ProbedMover:
         tier = self.tier(**fields)
-        return open_object_mover(tier, MemoryKind.DRAM, lambda client: open_store(tier, client))
+        return open_object_mover(tier, memory_kind, lambda client: open_store(tier, client))
 
 
 @pytest.fixture
@@ -305,31 +306,42 @@ def test_a_store_that_raises_anything() -> None:
 # Who is chosen
 
 
-def test_auto_takes_obj(rigs: Rigs, rclone: RcloneServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The plugin where it works; said at INFO; the probe object is gone; no secret in any log."""
+def test_auto_takes_obstore(rigs: Rigs, rclone: RcloneServer, caplog: pytest.LogCaptureFixture) -> None:
+    """For host memory; said at INFO; the probe object is gone; no secret in any log."""
     caplog.set_level(logging.DEBUG)
     opened = rigs.select()
     rig = rigs.over(opened.mover)
-    assert opened.mover.name == "obj"
+    assert opened.mover.name == "obstore"
     assert works(rig)
-    assert "are moved by obj" in caplog.text
+    assert "are moved by obstore (round trip ok)" in caplog.text
     assert not [name for name in rclone.objects(PREFIX) if "probe" in name]
     assert rclone.secret_access_key not in caplog.text
 
 
+def test_device_memory_is_tried_first(rigs: Rigs, caplog: pytest.LogCaptureFixture) -> None:
+    """NIXL's plugin takes none here, and the log says so; where it does, nothing goes through host memory."""
+    assert candidates("auto", MemoryKind.VRAM)[0] == ("obj", MemoryKind.VRAM)
+    caplog.set_level(logging.INFO)
+    opened = rigs.select(memory_kind=MemoryKind.VRAM)
+    rig = rigs.over(opened.mover)
+    assert [(probe.name, probe.ok) for probe in opened.report] == [("obj", False), ("obstore", True)]
+    assert "obstore (round trip ok; packs through host memory); passed over obj: takes no vram here" in caplog.text
+    assert works(rig)
+
+
 def test_auto_passes_over_what_cannot_talk(rigs: Rigs, proxy: FaultProxy, caplog: pytest.LogCaptureFixture) -> None:
-    """A server that takes no PUT of the plugin's: the next one is taken, and the log says why."""
+    """A server that takes no PUT of obstore's: the next one is taken, and the log says why."""
     caplog.set_level(logging.INFO)
     with proxy.inject(Answer(403, "AccessDenied"), operation="PUT", nth=1):
         opened = rigs.select()
     rig = rigs.over(opened.mover)
-    assert [(probe.name, probe.ok) for probe in opened.report] == [("obj", False), ("obstore", True)]
-    assert "passed over obj: write of probe-" in caplog.text
+    assert [(probe.name, probe.ok) for probe in opened.report] == [("obstore", False), ("obj", True)]
+    assert re.search(r"moved by obj \(round trip ok\); passed over obstore: .*PUT probe-.*403", caplog.text)
     assert works(rig)
 
 
 def test_nixl_is_not_installed(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without NIXL auto goes on to obstore, and ``mover: obj`` says what would help."""
+    """Auto does without, and ``mover: obj`` says what would help."""
     monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
     monkeypatch.setitem(sys.modules, "nixl", None)
     opened = rigs.select()
@@ -381,7 +393,7 @@ def test_server_that_refuses_everyone(rigs: Rigs, proxy: FaultProxy) -> None:
     """Who answers with a refusal has answered: the error names every candidate, why, and what to look at."""
     with (
         proxy.inject(Answer(403, "AccessDenied")),
-        pytest.raises(MoverUnavailableError, match=r"obj: .*; obstore: .*403.*credentials"),
+        pytest.raises(MoverUnavailableError, match=r"obstore: .*403.*credentials.*; obj: write of probe-"),
     ):
         rigs.select()
 

@@ -73,7 +73,9 @@ class EnvironmentContext:
         """Return the movers that each tier may use."""
         memory, bucket = MemoryKind.VRAM if self.gpu.ok else MemoryKind.DRAM, self.config.s3
         found = [select.candidates(tier.mover, memory, tier.posix_api) for tier in self.config.directories]
-        return found if bucket is None else [*found, select_object.candidates(bucket.mover)]
+        return (
+            found if bucket is None else [*found, [name for name, _ in select_object.candidates(bucket.mover, memory)]]
+        )
 
     def lack(self, *movers: str, words: str, fix: str) -> Finding:
         """Return what it means that these movers cannot run: as bad as the tiers depend on them."""
