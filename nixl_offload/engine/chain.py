@@ -174,11 +174,14 @@ class ChainEngine:
         asked = [(self._engine(tier).jobs, of_tier[tier]) for tier in sorted(of_tier)]
         wait_source_free(asked, WAIT_LIMIT_S if limit_s is None else limit_s, self._clock, least_s=WAIT_LEAST_S)
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether ``finished`` or ``settled`` may have something to tell, now or later."""
+        return bool(self._jobs or self._results) or not self._moves.idle
+
     def idle(self) -> bool:
         """True if no job is live, no ticket is open, and there is nothing to tell."""
-        return (
-            not self._jobs and not self._results and self._moves.idle and all(engine.idle() for _, engine in self._live)
-        )
+        return not self.has_jobs and all(engine.idle() for _, engine in self._live)
 
     def close(self, deadline_s: float = 5.0) -> None:
         """Finish what ``deadline_s`` allows, stores and moves included, in all tiers at the same time. Idempotent.

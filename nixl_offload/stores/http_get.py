@@ -81,7 +81,8 @@ class DirectGets:
         self._refusing = True
         for opened in list(self._open):
             with suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)
+                # Not SSLSocket's, which takes TLS off first: a read in another thread would get what is encrypted.
+                socket.socket.shutdown(opened, socket.SHUT_RDWR)
         while self._idle:
             self._drop(self._idle.pop())
 

@@ -193,11 +193,14 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
                 self.take_geometries(meta.geometries, is_start=False)
             if meta.tickets or meta.completed_jobs:
                 self._idling.record_progress()
-            self.offload_manager.take_ranks(meta.ranks)
-            lost = self.offload_manager.settle(meta.tickets, meta.loads)
-            self.offload_manager.take_work(meta.work)
-            if lost and self.recompute:
-                offer_again(self, meta.completed_jobs, lost)
+            if meta.ranks:
+                self.offload_manager.take_ranks(meta.ranks)
+            if meta.tickets or meta.loads:
+                lost = self.offload_manager.settle(meta.tickets, meta.loads)
+                if lost and self.recompute:
+                    offer_again(self, meta.completed_jobs, lost)
+            if meta.work is not None:
+                self.offload_manager.take_work(meta.work)
         super().update_connector_output(connector_output)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

@@ -90,7 +90,10 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Collect outcomes. A failed load is reported as received *and* as failed, so that its request resumes."""
         received: set[str] = set()
-        for job in self.rank_worker.take_finished():
+        worker = self.rank_worker
+        if not worker.has_news:
+            return set(), received
+        for job in worker.take_finished():
             result, is_load = job.result, isinstance(job.ticket, LoadTicket)
             failures = failures_of(result.outcomes)
             self._report.mark_completed(result.job_id)
@@ -104,13 +107,13 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             if is_load:
                 if failures:
                     self._fail_load(job, request, failures)
-                self._report.loads.extend(self.rank_worker.samples(job))
-        for ticket, failures in self.rank_worker.take_tickets().items():
+                self._report.loads.extend(worker.samples(job))
+        for ticket, failures in worker.take_tickets().items():
             self._report.tickets[ticket] = TicketReport(1, failures)
-        work = self.rank_worker.take_work()
+        work = worker.take_work()
         if work is not None:
             self._report.work = work if self._report.work is None else self._report.work.merge(work)
-        self._report.ranks.update(self.rank_worker.take_status())
+        self._report.ranks.update(worker.take_status())
         return set(), received
 
     def take_failed_requests(self) -> set[str]:

@@ -69,7 +69,7 @@ SMALL_WEIGHTS_WAIT_S = 30.0
 """Likewise, for a model that is read in a second: it takes longer only where the machine is too busy."""
 TIERS_WAIT_S = 30.0
 """Likewise, for the scheduler's half of the tiers to be open: only storage that hangs takes longer."""
-STATS_EVERY_S = 0.1
+STATS_EVERY_S = 0.25
 """How often metrics are looked at while no chunk is looked up, stored, loaded or moved."""
 STORE_BACKLOG_STAGINGS = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
@@ -264,8 +264,6 @@ class NixlOffloadManager(OffloadingManager):
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the word of ranks whose status has changed. A tier serves when all of them have opened it."""
-        if not ranks:
-            return
         self._stats_s = 0.0
         self._rank_opening.update(ranks)
         for rank, status in ranks.items():
@@ -406,7 +404,7 @@ class NixlOffloadManager(OffloadingManager):
         Returns the chunks that a load did not bring.
         """
         lost: set[OffloadKey] = set()
-        if self._catalog is None or self._decider is None or not (reports or loads):
+        if self._catalog is None or self._decider is None:
             return lost
         self._stats_s = 0.0
         now_s = time.monotonic()
@@ -424,12 +422,11 @@ class NixlOffloadManager(OffloadingManager):
                 logger.debug("%s of %d chunks: %s", settled.kind, len(settled.keys), dict(outcomes))
         return lost
 
-    def take_work(self, work: Work | None) -> None:
+    def take_work(self, work: Work) -> None:
         """Take note, for metrics, of what the ranks have moved."""
+        self._stats_s = 0.0
         try:
-            if work is not None:
-                self._stats_s = 0.0
-                self._metrics.worked(work)
+            self._metrics.worked(work)
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
 

@@ -44,7 +44,9 @@ from nixl_offload.vllm.rank_engine import RankMemory, open_host, open_tier_engin
 
 logger = logging.getLogger(__name__)
 
-STATUS_EVERY_S = 0.05
+OPENING_EVERY_S = 0.05
+"""How often a rank looks whether the tiers that it opens are open."""
+STATUS_EVERY_S = 0.25
 """How often a rank looks at its tiers while nothing is submitted and nothing ends."""
 CLOSE_OPENING_S = 2.0
 """How long a shutdown waits for storage that is just being opened."""
@@ -244,7 +246,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         now_s = time.monotonic()
         if now_s < self._look_s:
             return {}
-        self._look_s = now_s + STATUS_EVERY_S
+        self._look_s = now_s + (OPENING_EVERY_S if self._openings else STATUS_EVERY_S)
         self._take_opened()
         failed = frozenset(position for position, opening in self._openings.items() if opening.error is not None)
         every = frozenset(range(len(self._config.tiers)))
@@ -257,6 +259,14 @@ class NixlOffloadingWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Block until the source blocks of stores may be reused and loads have finished."""
         self._engine.wait(job_ids)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether any of the ``take_`` methods may have something to tell. As quick as it can be: asked in every step,
+        after one that has emptied the processor's caches.
+        """
+        refused = self._refused or self._refused_tickets
+        return bool(refused) or self._engine.has_jobs or time.monotonic() >= self._look_s
 
     def take_finished(self) -> list[FinishedJob]:
         """Return vLLM's jobs that ended since the last call, each exactly once."""
