@@ -31,12 +31,18 @@ from nixl_offload.vllm.registration import SPEC_NAME, register
 from nixl_offload.vllm.request_identity import sentence_about_media
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.stopping import sentence_about_stopping
-from nixl_offload.vllm.vllm_internals import load_failure_policy, outermost_connector, set_canonical_layout
+from nixl_offload.vllm.vllm_internals import (
+    evict_blocks,
+    load_failure_policy,
+    outermost_connector,
+    set_canonical_layout,
+)
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +150,15 @@ class NixlOffloadConnector(OffloadingConnector):
         if self.connector_scheduler is not None:
             told = {item.rank: item for item in metadata.values() if isinstance(item, RankGeometry)}
             self.connector_scheduler.take_geometries(told, is_start=True)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """As vLLM's; and what a load has not filled goes out of vLLM's prefix cache, with what was computed behind it.
+
+        vLLM leaves it there where it recomputes (0.32), and whoever came before the recomputation had it for a hit.
+        """
+        super().update_connector_output(connector_output)
+        if connector_output.invalid_block_ids and self.connector_scheduler is not None:
+            evict_blocks(self, self.connector_scheduler.spoiled_blocks(connector_output.invalid_block_ids))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return completions and, for models with several KV groups, the requests whose load failed."""

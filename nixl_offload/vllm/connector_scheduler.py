@@ -203,6 +203,16 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
                 self.offload_manager.take_work(meta.work)
         super().update_connector_output(connector_output)
 
+    def spoiled_blocks(self, invalid_blocks: Set[int]) -> set[int]:
+        """Return ``invalid_blocks``, and of each request that runs on one all that come behind its first."""
+        spoiled = set(invalid_blocks)
+        for status in allocated_requests(self, invalid_blocks):
+            for group in status.group_states:
+                at = next((at for at, block in enumerate(group.block_ids) if block in invalid_blocks), None)
+                if at is not None:
+                    spoiled.update(block for block in group.block_ids[at:] if block)
+        return spoiled
+
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's."""
         self._load.allocated(request.request_id)

@@ -44,6 +44,13 @@ def load_failure_policy(connector: KVConnectorBase_V1 | None) -> str | None:
     return None if connector is None else connector._kv_transfer_config.kv_load_failure_policy
 
 
+def evict_blocks(connector: OffloadingConnector, block_ids: set[int]) -> None:
+    """Have vLLM's prefix cache forget blocks. Requests that run on them keep them."""
+    manager = connector._kv_cache_manager
+    if manager is not None:
+        manager.evict_blocks(block_ids)
+
+
 # The scheduler's half.
 
 

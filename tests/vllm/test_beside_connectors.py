@@ -146,3 +146,34 @@ def test_what_another_connector_failed_to_load_is_not_stored(
         [answer] = engine.generate([PROMPT])
         assert answer.loaded_bytes > 0
         assert close(answer, right[0])
+
+
+def test_an_abort_before_the_recomputation_leaves_nothing_behind(
+    workshop: Workshop, right: list[Answer], tmp_path: Path
+) -> None:
+    """The other's load has failed, and its client goes away: what the blocks hold is no hit for the next request, in
+    vLLM's cache or in ours.
+    """
+    example = tmp_path / "example"
+    config = beside_example(tmp_path / "ours", example, [1, 0], module="tests.vllm.failing_connector")
+
+    def forget() -> None:
+        shutil.rmtree(example)
+        example.mkdir()
+
+    with workshop.start_engine(kv_transfer_config=config, **ONE_STEP) as engine:
+        engine.generate([PROMPT])
+        assert engine.settle()
+        assert engine.reset_prefix_cache(connector=True)
+        engine.worker("clear_kv")
+        engine.abandon([PROMPT], steps=1)
+        forget()
+        [answer] = engine.generate([PROMPT])
+        assert close(answer, right[0])
+        assert engine.settle()
+        assert engine.reset_prefix_cache()
+        engine.worker("clear_kv")
+        forget()
+        [answer] = engine.generate([PROMPT])
+        assert answer.loaded_bytes > 0
+        assert close(answer, right[0])
