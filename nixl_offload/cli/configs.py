@@ -22,11 +22,11 @@ Lists the sample configs, or prints one, with comments that say what each line i
 """
 SAMPLES: Final = {
     "local-nvme": "one server with NVMe",
-    "gds": "the same, with GPUDirect Storage or no server",
-    "nvme-with-memory": "the same, and host memory to spare",
+    "gds": "one server with NVMe, with GPUDirect Storage or no server",
+    "nvme-with-memory": "one server with NVMe, and host memory to spare",
     "memory": "host memory only",
     "s3-shared": "many servers and a bucket",
-    "memory-nvme-s3": "the same, each with memory and NVMe",
+    "memory-nvme-s3": "many servers and a bucket, each with memory and NVMe",
     "shared-filesystem": "many servers and a shared filesystem",
     "cpu-dev": "a laptop",
     "cufile.json": "no config: settings of cuFile",
@@ -36,7 +36,12 @@ SAMPLES: Final = {
 def add_parser(commands: Commands) -> None:
     """Add ``configs`` to the command line."""
     parser = add_command(
-        commands, "configs", run, description=_DESCRIPTION, config=False, json="print names and purposes as JSON"
+        commands,
+        "configs",
+        run,
+        description=_DESCRIPTION,
+        config=False,
+        json="print JSON: names and purposes, or name and text",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this one, as the list names it")
 
@@ -56,5 +61,6 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         file = name if "." in name else f"{name}.yaml"
         text = files("nixl_offload").joinpath("configs", file).read_text(encoding="utf-8")
         schema_line = "# yaml-language-server:"  # names a file that lies beside the sample, not beside the copy
-        out.write(text.partition("\n")[2] if text.startswith(schema_line) else text)
+        text = text.partition("\n")[2] if text.startswith(schema_line) else text
+        out.write(json.dumps({"name": name, "text": text}, indent=2) + "\n" if arguments.json else text)
     return 0

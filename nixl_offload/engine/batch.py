@@ -58,6 +58,8 @@ class BatchChunk:
     """Its place in the tier, from the begin of a read or write to its end."""
     transfers: tuple[Transfer, ...] = ()
     """Its own, where no other chunk takes part in them; they are among the batch's too."""
+    is_overdue: bool = False
+    """It was given up while it was read, and the link has heard of it."""
 
     @property
     def transfer_state(self) -> TransferState:

@@ -1,6 +1,6 @@
 """Objects through a ``stores.Store``: host memory, one request per extent, on a few threads of its own.
 
-The second choice for a bucket, where NIXL's plugin cannot load or cannot talk to the server.
+The first choice for a bucket and host memory.
 Threading: driven by one thread. Its own threads are daemons: a server that hangs holds up neither ``close`` for longer
 than its time nor the end of the process.
 Ownership: it owns the store and closes it. A transfer is final when no thread touches its memory any more.
@@ -9,6 +9,7 @@ Ownership: it owns the store and closes it. A transfer is final when no thread t
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import queue
@@ -24,6 +25,8 @@ from nixl_offload.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
+_LAST = 2
+"""Behind reads, 0, and writes, 1: no more is to come."""
 _AFTER_CLOSE_S = 1.0
 """How long calls get to end by themselves once their store has been closed under them."""
 
@@ -56,7 +59,9 @@ class StoreMover(TrackedMover[_StoreTransfer]):
         self._store = store
         self._threads = threads
         self._close_timeout_s = close_timeout_s
-        self._jobs: queue.SimpleQueue[_StoreTransfer | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[int, int, _StoreTransfer | None]] = queue.PriorityQueue()
+        """Reads first, for requests wait for them; by rank and number."""
+        self._numbers = itertools.count()
         self._workers = 0
 
     # It moves objects only: back to what a mover does that moves no files.
@@ -83,7 +88,7 @@ class StoreMover(TrackedMover[_StoreTransfer]):
                 if not self._workers:
                     self._finish(transfer, f"{self.name}: {error}")
                     return
-        self._jobs.put(transfer)
+        self._jobs.put((int(transfer.op is Op.WRITE), next(self._numbers), transfer))
 
     def _advance(self, transfer: _StoreTransfer) -> None:
         if transfer.ended.is_set():
@@ -97,7 +102,7 @@ class StoreMover(TrackedMover[_StoreTransfer]):
         self._closed = True
         self._drain(self._close_timeout_s)
         for _ in range(self._workers):
-            self._jobs.put(None)
+            self._jobs.put((_LAST, next(self._numbers), None))
         self._store.close()
         self._drain(_AFTER_CLOSE_S)
         if self._in_flight:
@@ -114,7 +119,7 @@ class StoreMover(TrackedMover[_StoreTransfer]):
 
     def _work(self) -> None:
         """Serve the queue until told to stop, on a thread of its own."""
-        while (transfer := self._jobs.get()) is not None:
+        while (transfer := self._jobs.get()[2]) is not None:
             try:
                 self._move(transfer)
             except StoreError as error:

@@ -8,6 +8,7 @@ than it lasts. Whatever is not an answer with exactly the bytes asked for is lef
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import ssl
 import struct
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S: Final = 5.0
 """After a request without a whole answer none is tried for so long: a server that hangs shall not be asked twice."""
+KEEP_S: Final = 20.0
+"""A connection that has rested for longer is not used again: what is between us and the server may have dropped it."""
 _HEAD_BYTES: Final = 16 << 10
 """An answer's status line and headers are no longer, or it is left alone."""
 _END: Final = b"\r\n\r\n"
@@ -40,7 +43,8 @@ class DirectGets:
         self._timeout_s = timeout_s
         self._tls = tls
         self._context: ssl.SSLContext | None = None
-        self._idle: deque[socket.socket] = deque()
+        self._idle: deque[tuple[float, socket.socket]] = deque()
+        """Since when, and what; the last to come is the first to go."""
         self._open: set[socket.socket] = set()
         self._refusing = bool({"http", "https", "all"} & set(getproxies()))
         self._not_before_s = 0.0
@@ -84,11 +88,16 @@ class DirectGets:
                 # Not SSLSocket's, which takes TLS off first: a read in another thread would get what is encrypted.
                 socket.socket.shutdown(opened, socket.SHUT_RDWR)
         while self._idle:
-            self._drop(self._idle.pop())
+            self._drop(self._idle.pop()[1])
 
     def _kept(self) -> socket.socket | None:
-        with suppress(IndexError):
-            return self._idle.pop()
+        """A connection that rests, and on which nothing has come since the last answer."""
+        while self._idle:
+            with suppress(IndexError):  # another thread was quicker
+                since_s, kept = self._idle.pop()
+                if time.monotonic() - since_s < KEEP_S and _is_silent(kept):
+                    return kept
+                self._drop(kept)
         return None
 
     def _connect(self, scheme: str, host: str, port: int) -> socket.socket:
@@ -98,11 +107,12 @@ class DirectGets:
             if scheme == "https":
                 self._context = self._context or self._tls()
                 opened = self._context.wrap_socket(opened, server_hostname=host)
-            # The kernel's own timeouts: Python's would cost a poll for each call.
-            opened.setblocking(True)
-            limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                opened.setsockopt(socket.SOL_SOCKET, option, limit)
+            else:
+                # The kernel's own timeouts: Python's cost a poll for each call. With TLS only those work.
+                opened.setblocking(True)
+                limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    opened.setsockopt(socket.SOL_SOCKET, option, limit)
         except BaseException:
             opened.close()
             raise
@@ -133,7 +143,7 @@ class DirectGets:
             return None
         finally:
             if keeps:
-                self._idle.append(connection)
+                self._idle.append((time.monotonic(), connection))
             else:
                 self._drop(connection)
 
@@ -158,6 +168,13 @@ class DirectGets:
     def _drop(self, connection: socket.socket) -> None:
         self._open.discard(connection)
         connection.close()
+
+
+def _is_silent(connection: socket.socket) -> bool:
+    """Whether nothing waits to be read, not even an end: what came unasked must not pass for the next answer."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    return not poller.poll(0)
 
 
 def _parse(head: bytes, offset: int, wanted: int) -> tuple[int, int | None, bool]:

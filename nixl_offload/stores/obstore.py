@@ -60,6 +60,8 @@ _CREDENTIALS_URL: Final = re.compile(r"Error performing [A-Z]+ https?://(169\.25
 _SIGNED_FOR: Final = timedelta(minutes=15)
 """As far as clocks may be apart, and no longer: the address lets anybody read the object meanwhile."""
 _SIGNED_IN_VAIN: Final = frozenset({400, 401, 403})
+_LEFT_ALONE_MOST: Final = 3
+"""After so many answers in a row that we cannot use, and obstore could, addresses are signed no more."""
 _NOT_PARTIAL: Final = "source: NotPartial"
 _CREDENTIALS_TTL: Final = timedelta(minutes=8)
 """botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
@@ -86,6 +88,7 @@ class ObstoreStore(Store):
         self._closed = False
         self._bucket = MissingBucketGuard(self._ask_for_bucket)
         self._ignores_ranges = False
+        self._left_alone = 0
         self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=partial(_tls, tier))
 
     def __repr__(self) -> str:
@@ -158,13 +161,16 @@ class ObstoreStore(Store):
             self._read_by_obstore(store, name, key, offset, memory)
             return
         status = self._direct.read_into(obstore.sign(store, "GET", key, _SIGNED_FOR), offset, memory)
-        if self._closed and status is not None:
+        if status is None:
+            self._left_alone = 0
+            return
+        if self._closed:
             raise closed_error(self.where)
-        if status is not None:
-            self._read_by_obstore(store, name, key, offset, memory)
-            if status in _SIGNED_IN_VAIN:
-                logger.info("%s: takes no presigned addresses (HTTP %d); obstore reads", self.where, status)
-                self._direct.refuse()
+        self._read_by_obstore(store, name, key, offset, memory)
+        self._left_alone += 0 < status < 500
+        if status in _SIGNED_IN_VAIN or self._left_alone >= _LEFT_ALONE_MOST:
+            logger.info("%s: answers presigned addresses by HTTP %d, of no use; obstore reads", self.where, status)
+            self._direct.refuse()
 
     def _read_by_obstore(self, store: S3Store, name: str, key: str, offset: int, memory: memoryview) -> None:
         end = offset + memory.nbytes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from nixl_offload.config import DirectoryConfig, StoredConfig, TierConfig
-from nixl_offload.errors import ConfigError
+from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Mover
 from nixl_offload.tiers.base import Link, TierContext
 from nixl_offload.tiers.inspect import Inspector
@@ -57,7 +57,7 @@ def open_tier(config: TierConfig, context: TierContext) -> AnyTier:
 
 
 def require_apart(config: TierConfig, nearer: Iterable[TierConfig]) -> None:
-    """Raise ConfigError where the directory of a tier is that of a nearer one, or one lies in the other, by symbolic
+    """Raise TierError where the directory of a tier is that of a nearer one, or one lies in the other, by symbolic
     links: the config's text does not tell. A slab counts all that lies under its directory as its own.
 
     Takes as long as both directories' storage takes to answer.
@@ -68,9 +68,10 @@ def require_apart(config: TierConfig, nearer: Iterable[TierConfig]) -> None:
         if isinstance(other, DirectoryConfig):
             paths = [os.path.realpath(path) for path in (config.path, other.path)]
             if os.path.commonpath(paths) in paths:
-                raise ConfigError(
+                raise TierError(
                     f"{config.path} and the directory of another tier, {other.path}, are {paths[0]} and {paths[1]}: "
-                    "the same, or one in the other; allowed: directories side by side"
+                    "the same, or one in the other; allowed: directories side by side",
+                    cause="locked",
                 )
 
 

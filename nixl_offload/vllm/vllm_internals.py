@@ -64,6 +64,9 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
     holds_stores = False
     """Offer nothing to the store in this step; a later one offers it."""
 
+    def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        return {} if self.holds_stores else super()._build_partial_tail_store_jobs(scheduler_output)
+
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         if self.holds_stores:
             return {}

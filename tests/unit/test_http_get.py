@@ -4,11 +4,20 @@ are used again, and whatever else a server says or does is left to the client th
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import socket
+import ssl
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from nixl_offload.stores import http_get
 from nixl_offload.stores.http_get import DirectGets
@@ -102,18 +111,24 @@ def test_nobody_listens_or_there_is_a_proxy(gets: DirectGets, monkeypatch: pytes
 
 
 class Keeping:
-    """Serves ``requests`` requests on each connection, then closes it."""
+    """Serves ``requests`` requests on each connection, then closes it. With ``tls``, a context, over TLS."""
 
-    def __init__(self, requests: int) -> None:
-        self._requests, self.connections = requests, 0
+    def __init__(self, requests: int, tls: ssl.SSLContext | None = None) -> None:
+        self._requests, self._tls, self.connections = requests, tls, 0
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
         while True:
             connection, _ = self._listener.accept()
+            if self._tls is not None:
+                try:
+                    connection = self._tls.wrap_socket(connection, server_side=True)
+                except OSError:
+                    connection.close()
+                    return
             with connection:
                 self.connections += 1
                 for _ in range(self._requests):
@@ -138,3 +153,85 @@ def test_connections_are_used_again_and_replaced_when_the_server_closes_them(get
     gets.close()
     server.close()
     assert gets.refusing
+
+
+def certified(file: Path) -> ssl.SSLContext:
+    """Return a server's context. Its certificate, of its own authority, is in ``file`` together with the key."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now - day).not_valid_after(now + day)
+    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = builder.add_extension(here, critical=True).sign(key, hashes.SHA256())
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    secret = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
+    file.write_bytes(certificate.public_bytes(pem) + secret)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    return context
+
+
+@pytest.mark.parametrize(("trusted", "status", "connections"), [(True, None, 2), (False, 0, 0)])
+def test_https_trusts_the_context_given(tmp_path: Path, trusted: bool, status: int | None, connections: int) -> None:
+    """It is made once. A server that it does not trust gets no request."""
+    server = Keeping(2, certified(tmp_path / "server.pem"))
+    contexts = iter([ssl.create_default_context(cafile=str(tmp_path / "server.pem") if trusted else None)])
+    gets = DirectGets(timeout_s=10.0, tls=lambda: next(contexts))
+    assert get(gets, server.endpoint)[0] == status
+    if trusted:
+        assert [get(gets, server.endpoint) for _ in range(2)] == [(None, BODY)] * 2
+    gets.close()
+    server.close()
+    assert server.connections == connections
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + BODY[:50]])
+def test_a_server_that_falls_silent_over_tls_is_not_waited_for(tmp_path: Path, said: bytes) -> None:
+    """Before its answer, or amid it."""
+    context, over = certified(tmp_path / "server.pem"), threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with context.wrap_socket(listener.accept()[0], server_side=True) as connection:
+            connection.recv(65536)
+            connection.sendall(said)
+            over.wait()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))
+    gets = DirectGets(timeout_s=0.2, tls=lambda: trusting)
+    assert get(gets, f"https://127.0.0.1:{listener.getsockname()[1]}")[0] == 0
+    over.set()
+    server.join()
+    listener.close()
+    gets.close()
+
+
+def test_bytes_behind_an_answer_are_no_answer_to_the_next_request(gets: DirectGets) -> None:
+    """A server that answers once too often: another connection is taken."""
+    listener, connections = socket.create_server(("127.0.0.1", 0)), 0
+
+    def serve() -> None:
+        nonlocal connections
+        for body in (BODY, BODY[::-1]):
+            with listener.accept()[0] as connection:
+                connections += 1
+                connection.recv(65536)
+                said = b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + body
+                connection.sendall(said)
+                time.sleep(0.02)
+                with suppress(OSError):
+                    connection.sendall(said)
+                    connection.recv(65536)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    assert get(gets, endpoint) == (None, BODY)
+    time.sleep(0.2)
+    assert get(gets, endpoint) == (None, BODY[::-1])
+    gets.close()
+    server.join()
+    listener.close()
+    assert connections == 2

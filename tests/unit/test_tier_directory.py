@@ -229,7 +229,7 @@ def test_directories_that_a_link_makes_one_are_refused(tmp_path: Path, inside: s
         {"kind": "shared_dir", "path": str(tmp_path / "link"), "capacity": "1GiB"},
     ]
     slab, shared = parse_config({"tiers": tiers}).tiers
-    with pytest.raises(ConfigError, match=r"link and .*drive, are .* the same, or one in the other"):
+    with pytest.raises(TierError, match=r"link and .*drive, are .* the same, or one in the other"):
         require_apart(shared, [slab])
     (tmp_path / "link").unlink()
     require_apart(shared, [slab])

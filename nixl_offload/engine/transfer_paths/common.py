@@ -255,6 +255,9 @@ class Context:
                     answered(chunk, stop.value)
                 except TierError as error:
                     chunk.end(Outcome.FAILED, f"storage: {error.cause}", error.cause)
+                except Exception as error:  # noqa: BLE001 - the others' calls are under way, and must be seen through
+                    self.rate_log.error("link", "A chunk failed unexpectedly: %r", error, exc_info=error)
+                    chunk.end(Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")
                 else:
                     unanswered.append((chunk, call))
             running = unanswered
@@ -348,14 +351,14 @@ class Context:
 
     def settle_load(self, batch: Batch) -> Steps:
         """As ``settle``; the link hears of each chunk that is given up meanwhile, once."""
-        # Not of those that were given up before they parted from others.
-        waited_for = [chunk for chunk in batch.alive if chunk.task.state is not ChunkState.DONE]
+        waited_for = [chunk for chunk in batch.alive if not chunk.is_overdue]
         while batch.poll():
             if waited_for and waited_for[0].task.state is ChunkState.DONE:
-                overdue = [chunk for chunk in waited_for if chunk.task.state is ChunkState.DONE]
-                waited_for = [chunk for chunk in waited_for if chunk.task.state is not ChunkState.DONE]
-                for _ in overdue:
-                    self.link_memory.link.overdue()
+                for chunk in waited_for:
+                    if chunk.task.state is ChunkState.DONE:
+                        chunk.is_overdue = True
+                        self.link_memory.link.overdue()
+                waited_for = [chunk for chunk in waited_for if not chunk.is_overdue]
             yield
 
     def wait_out_quarantine(self, batch: Batch) -> Iterator[None]:

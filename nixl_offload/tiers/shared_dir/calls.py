@@ -25,6 +25,8 @@ class Call(Generic[T]):
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._abandoned = False
+        self.begun = False
+        """Whether a thread has taken it up."""
         self._value: T
         self._error: BaseException | None = None
 
@@ -53,6 +55,7 @@ class Call(Generic[T]):
 
     def run(self) -> None:
         """Do the work; on a thread of ``CallThreads``."""
+        self.begun = True
         try:
             self._value = self._work()
         except BaseException as error:  # noqa: BLE001 - handed on by result
@@ -78,6 +81,9 @@ class CallThreads:
         self._queue: SimpleQueue[Call[Any] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._calls: list[Call[Any]] = []
+        self._count = threading.Lock()
+        self.ended = 0
+        """How many calls have ended: while it grows those that wait for a thread do not wait for a filesystem."""
 
     @property
     def pending(self) -> int:
@@ -108,3 +114,5 @@ class CallThreads:
     def _main(self) -> None:
         while (call := self._queue.get()) is not None:
             call.run()
+            with self._count:
+                self.ended += 1

@@ -120,7 +120,7 @@ class TreeLink(Link):
         name = shard_name(self._namespace, key, self._rank)
         call = self._calls.start(partial(self._files.create, name, length_bytes), discard=self._files.discard_unused)
         try:
-            draft = yield from self._answer(call, BEGIN_LIMIT_S)
+            draft = yield from self._answer(self._calls, call, BEGIN_LIMIT_S)
             try:
                 file = self.mover.adopt_file(draft.fd, draft.path, length_bytes, direct=draft.direct)
             except MoverError as error:
@@ -135,7 +135,7 @@ class TreeLink(Link):
         assert isinstance(target, _WriteTarget)
         call = self._syncs.start(partial(self._files.publish, target.draft))
         try:
-            yield from self._answer(call, END_LIMIT_S)
+            yield from self._answer(self._syncs, call, END_LIMIT_S)
         except TierError as error:
             target.draft.given_up = True
             self._stores.failed(error.cause, str(error), self._clock())
@@ -161,7 +161,7 @@ class TreeLink(Link):
             partial(self._files.open, name, length_bytes), discard=self._files.discard_opened
         )
         try:
-            shard = yield from self._answer(call, BEGIN_LIMIT_S)
+            shard = yield from self._answer(self._calls, call, BEGIN_LIMIT_S)
             try:
                 file = self.mover.adopt_file(shard.fd, shard.path, length_bytes, direct=shard.direct)
             except MoverError as error:
@@ -196,10 +196,16 @@ class TreeLink(Link):
     def _pending(self) -> int:
         return self._calls.pending + self._syncs.pending
 
-    def _answer(self, call: Call[T], limit_s: float) -> Generator[None, None, T]:
-        """Wait for a call; one that does not return is given up. Raises TierError."""
-        give_up_s = self._clock() + limit_s
+    def _answer(self, threads: CallThreads, call: Call[T], limit_s: float) -> Generator[None, None, T]:
+        """Wait for a call; one that does not return is given up. Raises TierError.
+
+        What counts is the time since it was taken up, or, while it waits for a thread, since a call has ended.
+        """
+        seen, give_up_s = (False, -1), 0.0
         while not call.done:
+            now = (True, 0) if call.begun else (False, threads.ended)
+            if now != seen:
+                seen, give_up_s = now, self._clock() + limit_s
             if self._clock() >= give_up_s:
                 call.abandon()
                 raise self._hung(limit_s)
