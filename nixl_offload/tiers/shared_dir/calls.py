@@ -25,8 +25,8 @@ class Call(Generic[T]):
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._abandoned = False
-        self.begun = False
-        """Whether a thread has taken it up."""
+        self.begun_s: float | None = None
+        """When a thread took it up."""
         self._value: T
         self._error: BaseException | None = None
 
@@ -53,9 +53,9 @@ class Call(Generic[T]):
         if came:
             self._discard_value()
 
-    def run(self) -> None:
+    def run(self, now_s: float) -> None:
         """Do the work; on a thread of ``CallThreads``."""
-        self.begun = True
+        self.begun_s = now_s
         try:
             self._value = self._work()
         except BaseException as error:  # noqa: BLE001 - handed on by result
@@ -75,15 +75,15 @@ class Call(Generic[T]):
 class CallThreads:
     """At most ``threads`` of them, started as they are needed. Chores begin in the order they were started."""
 
-    def __init__(self, name: str, threads: int = 8) -> None:
+    def __init__(self, name: str, threads: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
+        self._clock = clock
         self._limit = threads
         self._queue: SimpleQueue[Call[Any] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._calls: list[Call[Any]] = []
-        self._count = threading.Lock()
-        self.ended = 0
-        """How many calls have ended: while it grows those that wait for a thread do not wait for a filesystem."""
+        self.ended_s = clock()
+        """When a call ended last: as long as some do, those that wait for a thread do not wait for a filesystem."""
 
     @property
     def pending(self) -> int:
@@ -113,6 +113,5 @@ class CallThreads:
 
     def _main(self) -> None:
         while (call := self._queue.get()) is not None:
-            call.run()
-            with self._count:
-                self.ended += 1
+            call.run(self._clock())
+            self.ended_s = self._clock()

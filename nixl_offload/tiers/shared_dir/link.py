@@ -65,8 +65,8 @@ class TreeLink(Link):
         self._rank = rank
         self._clock = clock
         self._files = TreeFiles(root, direct_io=direct_io)
-        self._calls = CallThreads("nixl-offload-tree")
-        self._syncs = CallThreads("nixl-offload-tree-sync")
+        self._calls = CallThreads("nixl-offload-tree", clock=clock)
+        self._syncs = CallThreads("nixl-offload-tree-sync", clock=clock)
         """For what takes long: nothing that is opened or created waits behind the syncing of files."""
         self._stores = Breaker(
             f"Shared directory tier {root}",
@@ -201,12 +201,10 @@ class TreeLink(Link):
 
         What counts is the time since it was taken up, or, while it waits for a thread, since a call has ended.
         """
-        seen, give_up_s = (False, -1), 0.0
+        asked_s = self._clock()
         while not call.done:
-            now = (True, 0) if call.begun else (False, threads.ended)
-            if now != seen:
-                seen, give_up_s = now, self._clock() + limit_s
-            if self._clock() >= give_up_s:
+            since_s = max(asked_s, threads.ended_s) if call.begun_s is None else call.begun_s
+            if self._clock() >= since_s + limit_s:
                 call.abandon()
                 raise self._hung(limit_s)
             yield
