@@ -407,16 +407,6 @@ def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: 
     assert not rig.tier.doubts("disabled")
 
 
-def test_a_request_that_asks_again_later_waits_anew(make: MakeRig) -> None:
-    """An absence is believed for a while. Who was answered then, and asks once more, has not waited since."""
-    rig, keys = make(timeout="2s", absent_for="5s"), keys_of(8)
-    assert rig.hits("patient", keys) == 0
-    rig.put(*keys)
-    rig.ahead_s += 6.0
-    assert rig.hits("patient", keys) == 8
-    assert not rig.tier.doubts("patient")
-
-
 def test_trouble_that_comes_back_at_once_is_left_alone_for_longer(make: MakeRig, store: MemoryStore) -> None:
     """A bucket that asks to slow down answers the one question that tries it. Each time the pause doubles."""
     rig, pauses = make(), []

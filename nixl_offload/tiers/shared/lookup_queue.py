@@ -104,8 +104,6 @@ class LookupQueue:
         record = self._requests.get(context.request_id)
         if record is None:
             record = self._requests[context.request_id] = _Request(context.request_id, now_s, now_s)
-        elif not record.searches and now_s - record.last_s >= self._timeout_s:
-            record.first_s = now_s  # it had its answer; this is another wait
         record.last_s = now_s
         if record.late or now_s - record.first_s >= self._timeout_s:
             if not record.late:
