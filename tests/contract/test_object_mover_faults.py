@@ -19,7 +19,7 @@ import pytest
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverUnavailableError, StoreError
-from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
+from nixl_offload.movers.base import MemoryKind, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl_plugins import object_plugin
 from nixl_offload.movers.select import ProbedMover
@@ -301,6 +301,45 @@ def test_a_store_that_raises_anything() -> None:
         assert write.state is TransferState.FAILED
         assert "not a StoreError" in str(write.error)
     rig.mover.close()
+
+
+class Queue(BlockingStore):
+    """Notes what is served, and holds it back until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(polite=True)
+        self.served: list[Op] = []
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        self.served.append(Op.READ)
+        self.go.wait(30)
+
+    def write(self, name: str, memory: memoryview) -> None:
+        self.served.append(Op.WRITE)
+        self.go.wait(30)
+
+
+def test_a_read_does_not_wait_behind_writes() -> None:
+    """A request waits for it, and for no write. What is under way ends first; writes keep their order."""
+    store = Queue()
+    rig = ObjectRig(StoreMover(store, threads=1), RawDirectory(Path("/")), MemoryKind.DRAM, MIB)
+
+    def submit(op: Op, number: int) -> Transfer:
+        return rig.submit(op, extents([10 * number], 10), rig.open(f"{number}", 10), extents([0], 10))
+
+    try:
+        transfers = [submit(Op.WRITE, 0)]
+        deadline_s = time.monotonic() + 20
+        while not store.served:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        transfers += [submit(op, number) for number, op in enumerate((Op.WRITE, Op.WRITE, Op.READ), start=1)]
+        store.go.set()
+        rig.wait(*transfers)
+    finally:
+        rig.mover.close()
+    assert {transfer.state for transfer in transfers} == {TransferState.DONE}
+    assert store.served == [Op.WRITE, Op.READ, Op.WRITE, Op.WRITE]
 
 
 # Who is chosen

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import ChunkIO, Engine
+from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
@@ -29,7 +31,7 @@ from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name
 from nixl_offload.tiers.shared_dir.calls import CallThreads
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.link import SlabLink
-from nixl_offload.types import Location, Outcome
+from nixl_offload.types import Key, Location, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, until
 from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, Watched, drafts, objects, shards, tree
 from tests.unit.test_engine import real_mover
@@ -479,6 +481,65 @@ def test_what_is_given_up_is_cleaned_away_when_it_comes() -> None:
     finally:
         gate.set()
         threads.close()
+
+
+def test_calls_that_wait_for_a_thread_are_not_overdue_while_others_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow directory answers eight calls every four seconds. Only one that was taken up and does not end is given up,
+    however many others end meanwhile.
+    """
+    now_s, count = [0.0], 26
+    link = tree(tmp_path / "shared")(CopyMover(), lambda: now_s[0])
+    assert isinstance(link, TreeLink)
+    keys = [Key(number.to_bytes(32, "big") + bytes(4)) for number in range(count)]
+    gates = {shard_name(NAMESPACE_NAME, key, 0): threading.Event() for key in keys}
+    begun: list[str] = []
+    answers: dict[int, str] = {}
+    open_shard = link._files.open
+
+    def open_slowly(name: str, length_bytes: int) -> Any:
+        begun.append(name)
+        gates[name].wait(60)
+        return open_shard(name, length_bytes)
+
+    def begun_are(count: int) -> bool:
+        return len(begun) == count
+
+    def push() -> None:
+        for number, call in enumerate(calls):
+            if number not in answers:
+                try:
+                    next(call)
+                except TierError as error:
+                    answers[number] = error.cause
+
+    monkeypatch.setattr(link._files, "open", open_slowly)
+    calls = [link.begin_read(key, Location(0, 0, 4096), 4096) for key in keys[:-1]]
+    try:
+        push()
+        for taken_up, next_up in ((8, 16), (16, 24), (24, 25)):
+            until(partial(begun_are, taken_up))
+            now_s[0] += 4.0
+            push()
+            assert len(answers) == taken_up - 8
+            for name in tuple(begun):
+                gates[name].set()
+            until(partial(begun_are, next_up))
+        push()
+        assert answers == dict.fromkeys(range(24), "missing")
+        now_s[0] += 4.0
+        calls.append(link.begin_read(keys[-1], Location(0, 0, 4096), 4096))
+        list(gates.values())[-1].set()
+        push()
+        until(lambda: len(begun) == 26 and link._calls.pending == 1)
+        now_s[0] += 1.5
+        push()
+        assert (answers[25], answers[24]) == ("missing", "io")
+    finally:
+        for gate in gates.values():
+            gate.set()
+        link.close()
 
 
 def test_a_link_is_what_it_says(tmp_path: Path) -> None:
