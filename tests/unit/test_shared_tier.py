@@ -407,6 +407,56 @@ def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: 
     assert not rig.tier.doubts("disabled")
 
 
+@pytest.mark.parametrize("timeout", ["2s", "10s"])
+def test_a_request_that_asks_again_later_waits_anew(make: MakeRig, timeout: str) -> None:
+    """An absence is believed for a while. Who was answered then, and asks once more, has not waited since."""
+    rig, keys = make(timeout=timeout, absent_for="5s"), keys_of(8)
+    assert rig.hits("patient", keys) == 0
+    rig.ahead_s += 6.0
+    assert rig.hits("patient", keys) == 0
+    rig.put(*keys)
+    rig.ahead_s += 6.0
+    assert rig.hits("patient", keys) == 8
+    assert not rig.tier.doubts("patient")
+
+
+def test_a_request_that_was_not_answered_does_not_wait_anew(make: MakeRig, store: MemoryStore) -> None:
+    """However long after its search was given up it asks again, and also where another was answered before."""
+    rig, keys = make(timeout="2s", absent_for="5s"), keys_of(8)
+    assert rig.hits("patient", keys) == 0
+    gate = store.before = Gate()
+    rig.ahead_s += 6.0
+    assert rig.ask("patient", keys)[0] is Lookup.RETRY
+    rig.flush()
+    rig.ahead_s += 3.0
+    for _ in range(3):
+        rig.flush()
+    assert rig.ask("patient", keys) == [Lookup.MISS]
+    assert rig.tier.doubts("patient")
+    gate.open()
+
+
+def test_a_request_whose_answers_are_forgotten_at_once_is_held_back_no_longer(
+    make: MakeRig, store: MemoryStore
+) -> None:
+    """It asks in each step, and a step takes longer than answers are believed: all that is one wait."""
+    rig, keys = make(timeout="2s", present_for="1s", absent_for="1s"), keys_of(8)
+    rig.put(*keys)
+    for _ in range(2):
+        gate = store.before = Gate()
+        assert rig.ask("patient", keys)[0] is Lookup.RETRY
+        rig.flush()
+        assert rig.ask("patient", keys)[0] is Lookup.RETRY
+        gate.open()
+        deadline_s = time.monotonic() + 20.0
+        while rig.tier._prober._probes:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        rig.flush()
+        rig.ahead_s += 1.5
+    assert rig.ask("patient", keys) == [Lookup.MISS]
+
+
 def test_trouble_that_comes_back_at_once_is_left_alone_for_longer(make: MakeRig, store: MemoryStore) -> None:
     """A bucket that asks to slow down answers the one question that tries it. Each time the pause doubles."""
     rig, pauses = make(), []
@@ -483,6 +533,7 @@ def test_loads_that_fail_while_all_is_there_stop_loading_and_one_request_tries_a
     assert rig.tier.trouble == "loads"
     assert rig.ask("b", keys[10:]) == [Lookup.MISS]
     assert rig.ask("b", keys_of(1, 900)) == [Lookup.MISS], "nor is it worth a question"
+    assert not rig.tier.doubts("b"), "what it computes can be stored"
     rig.ahead_s = 2.0
     assert rig.ask("c", keys[10:20]) == [Lookup.HIT] * 10, "the trial"
     assert rig.ask("d", keys[10:20]) == [Lookup.MISS]

@@ -48,7 +48,12 @@ class _Request:
 
     request_id: str
     first_s: float
+    """When its wait began."""
     last_s: float
+    step: int
+    """In which it asked last."""
+    answered: bool = False
+    """The last of its searches has ended, and was not given up."""
     late: bool = False
     """Waited long enough: what is not known is absent for it."""
     batches: dict[int, _KeyBatch] = field(default_factory=dict)
@@ -74,7 +79,10 @@ class QueuedSearch:
 
 
 class LookupQueue:
-    """Each request is held back ``timeout_s`` at most, counted from the first time that it was told to ask again."""
+    """Each request is held back ``timeout_s`` at most, counted from the first time that it was told to ask again.
+
+    Once answered it may go on for a while and then ask about what has been forgotten meanwhile: that is another wait.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.infer = True
@@ -103,8 +111,10 @@ class LookupQueue:
         """A request wants to know of a key that nothing is known of: RETRY, or MISS once it has waited long enough."""
         record = self._requests.get(context.request_id)
         if record is None:
-            record = self._requests[context.request_id] = _Request(context.request_id, now_s, now_s)
-        record.last_s = now_s
+            record = self._requests[context.request_id] = _Request(context.request_id, now_s, now_s, self._step)
+        elif record.answered and self._step > record.step + 1:
+            record.first_s = now_s  # it has not asked for a step at least: not because it was told to wait
+        record.last_s, record.step = now_s, self._step
         if record.late or now_s - record.first_s >= self._timeout_s:
             if not record.late:
                 record.late = True
@@ -156,6 +166,7 @@ class LookupQueue:
             return None
         self._detach(search)
         for record, group in search.waiting:
+            record.answered = not record.searches
             if search.kind is SearchKind.WINDOW:
                 grown = min(2 * len(search.keys), MAX_WINDOW_KEYS) if found == len(search.keys) else WINDOW_KEYS
                 record.window_keys[group] = grown if found else 0
@@ -187,6 +198,7 @@ class LookupQueue:
         self._searches, self._covered = {}, {}
         for record in self._requests.values():
             record.batches, record.ruled_out, record.window_keys = {}, set(), {}
+            record.answered = False
         self._batching = {}
 
     def _hold(self, record: _Request, group: int, search: QueuedSearch, end: int) -> Lookup:
@@ -207,8 +219,7 @@ class LookupQueue:
             search = self._begin(SearchKind.CHAIN, keys, ChainSearch(len(keys), infer=self.infer), begun)
             for key in keys:
                 self._covered[key] = search
-        search.waiting.append((record, group))
-        record.searches[group] = search
+        self._wait(record, group, search)
 
     def _begin_window(self, record: _Request, group: int, keys: list[Key], begun: list[QueuedSearch]) -> None:
         wanted = record.window_keys.get(group, WINDOW_KEYS)
@@ -218,8 +229,12 @@ class LookupQueue:
         else:
             keys.reverse()
             search = self._begin(SearchKind.EDGE, keys, ChainSearch(len(keys)), begun)
+        self._wait(record, group, search)
+
+    def _wait(self, record: _Request, group: int, search: QueuedSearch) -> None:
         search.waiting.append((record, group))
         record.searches[group] = search
+        record.answered = False
 
     def _begin(self, kind: SearchKind, keys: list[Key], plan: Search, begun: list[QueuedSearch]) -> QueuedSearch:
         search = QueuedSearch(next(self._numbers), kind, keys, plan, [])

@@ -196,8 +196,10 @@ class SharedTier:
             return Lookup.PENDING
         if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._maintenance.discarding:
             return Lookup.MISS
-        if key in self._unanswered or not self._health.may_load(context, now_s):
+        if key in self._unanswered:
             return self._unknown(context)
+        if not self._health.may_load(context, now_s):
+            return Lookup.MISS  # not worth a question, though it would be answered: what is computed can be stored
         return self._lookups.ask(key, context, now_s)
 
     def flush(self, now_s: float) -> None:
