@@ -6,6 +6,7 @@ until nothing of the batch is in flight any more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.engine.brought import Rows
+from nixl_offload.engine.brought import ScatterSource
 from nixl_offload.engine.records import ChunkIO, Ending, Task
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
 from nixl_offload.engine.states import WorkKind
@@ -47,7 +48,7 @@ class BatchChunk:
     """A slot of the host slab that holds its image, or is to."""
     is_kept: bool = False
     """The image in ``host`` is whole and verified."""
-    brought: Rows | None = None
+    brought: ScatterSource | None = None
     """Its blocks from ``brought_from`` on, where they were summed and verified; given up with the chunk."""
     brought_from: int = 0
     sums: npt.NDArray[np.uint64] | None = None
@@ -101,6 +102,8 @@ class Batch:
     """What goes on in its place, once it has ended."""
     chunks_begun: int = 0
     """How many the pump has counted in."""
+    parts_s: float = math.inf
+    """When those that have arrived go on without the others; 0.0: that is to be set when the first one has."""
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> Batch:
@@ -117,10 +120,12 @@ class Batch:
         """Whether some transfer is not final, or some fence was not passed when it was last polled."""
         return bool(self.fences) or any(transfer.state is TransferState.PENDING for transfer in self.transfers)
 
-    @property
-    def waits_for_mover(self) -> bool:
+    def waits_for_mover(self, now_s: float) -> bool:
         """Whether the next step can do nothing unless a transfer has ended meanwhile."""
-        return not self.fences and any(transfer.state is TransferState.PENDING for transfer in self.transfers)
+        if self.fences:
+            return False
+        pending = sum(transfer.state is TransferState.PENDING for transfer in self.transfers)
+        return pending > 0 and (pending == len(self.transfers) or now_s < self.parts_s)
 
     @property
     def is_quarantined(self) -> bool:

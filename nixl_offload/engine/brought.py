@@ -48,11 +48,9 @@ class DeviceRows:
         return memory[self.begin : self.begin + self.count]
 
 
-Rows = Payload | DeviceRows
+ScatterSource = Payload | DeviceRows
 """Where blocks can be scattered from."""
-
-
-ScatterParts = Sequence[tuple[BlockIds, Rows]]
+ScatterParts = Sequence[tuple[BlockIds, ScatterSource]]
 """``Parts`` of a scatter, of which some may be on the device already."""
 
 
@@ -68,7 +66,7 @@ class Summed(Fence, Protocol):
         Raises RuntimeError before ``done``.
         """
 
-    def rows(self) -> list[Rows]:
+    def rows(self) -> list[ScatterSource]:
         """Return each payload, where it can be scattered from once it is ``done``."""
 
 
@@ -89,7 +87,7 @@ class SummedByHost:
             raise RuntimeError("checksums were asked for before their bytes were there")
         return payload_checksums(self._payloads)
 
-    def rows(self) -> list[Rows]:
+    def rows(self) -> list[ScatterSource]:
         return list(self._payloads)
 
 
@@ -119,10 +117,10 @@ class OnDevice:
         ends = np.cumsum([len(payload) for payload in self._payloads])
         return np.split(words.view(np.uint64), ends[:-1]) if len(ends) else []
 
-    def rows(self) -> list[Rows]:
+    def rows(self) -> list[ScatterSource]:
         if self.memory is None:
             return list(self._payloads)
-        found: list[Rows] = []
+        found: list[ScatterSource] = []
         begin = 0
         for payload in self._payloads:
             found.append(DeviceRows(self, begin, len(payload)))

@@ -7,7 +7,7 @@ streams of its own and answered by fences: nothing here waits for a device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from weakref import WeakSet
 
@@ -37,6 +37,10 @@ SCRATCH_BYTES = 32 << 20
 """Device memory for copies: what goes over the bus at once. A batch that is larger takes turns."""
 BROUGHT_BYTES = 64 << 20
 """Device memory for what is brought there to be summed and has not been scattered yet, or one batch."""
+
+
+DEVICE_BYTES = 2 * SCRATCH_BYTES + BROUGHT_BYTES
+"""What a packer takes of the device at most, unless a chunk is larger."""
 
 
 class BusPacker:
@@ -70,6 +74,8 @@ class BusPacker:
                 self._batched[group] = copy, PageTable(tensors, its_pages)
         self._out, self._in, self._ready = (device.streams.new() for _ in range(3))
         self._brought: WeakSet[OnDevice] = WeakSet()
+        self._waiting: list[object] = []
+        """For scratch, in order."""
 
     def fence(self) -> Fence:
         return self._device.streams.compute_fence()
@@ -111,18 +117,23 @@ class BusPacker:
                 self._move(self._in, self._scatter, group, here, fence)
             return self._scatter_brought(group, there, fence)
 
-    def bring(self, group: int, payloads: Sequence[Payload]) -> Summed | None:
+    def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
         """Payloads must be page-locked. Raises LayoutError for rows that do not fit the group.
 
-        The host sums where the device's kernels are slow, or it has no memory left.
+        The host sums where the device's kernels are slow, or it has no memory left. Who came first has scratch first:
+        small batches that come all the time would leave no room for a large one.
         """
         for payload in payloads:
             self._groups.check_width(group, payload.shape[1])
         if self._groups.sums_slowly:
             return SummedByHost(READY, payloads)
-        taken_bytes = sum(other.bytes for other in self._brought)
-        if taken_bytes and taken_bytes + sum(payload.nbytes for payload in payloads) > BROUGHT_BYTES:
-            return None
+        turn, wanted_bytes = object(), sum(payload.nbytes for payload in payloads)
+        self._waiting.append(turn)
+        try:
+            while self._waiting[0] is not turn or not self._has_room(wanted_bytes):
+                yield
+        finally:
+            self._waiting.remove(turn)
         summed = OnDevice(payloads, self._room_for_sums(payloads))
         kernels, parts = self._groups.kernels[group], [(_NO_IDS, payload) for payload in payloads]
 
@@ -141,6 +152,10 @@ class BusPacker:
             return SummedByHost(READY, payloads)
         self._brought.add(summed)
         return summed
+
+    def _has_room(self, wanted_bytes: int) -> bool:
+        taken_bytes = sum(other.bytes for other in self._brought)
+        return not taken_bytes or taken_bytes + wanted_bytes <= BROUGHT_BYTES
 
     def _room_for_sums(self, payloads: Sequence[Payload]) -> torch.Tensor:
         return page_locked(sum(map(len, payloads)), torch.int64, self._device)

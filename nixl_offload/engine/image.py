@@ -49,8 +49,8 @@ class GroupPlan:
     """What is stored is written in one extent, padding and all."""
     tells_short_reads: bool
     """The mover's limit of that name."""
-    late_loads: int = 0
-    """Batches that keep ``path`` from being direct."""
+    late_loads: set[object] = field(default_factory=set)
+    """Chunks that keep ``path`` from being direct."""
     goes_singly: bool = False
     """Becomes True, for good, when a batch is quarantined: the next failure shall not cost the slots of so many."""
     cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)

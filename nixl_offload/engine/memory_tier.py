@@ -228,8 +228,7 @@ class MemoryPaths:
         rows = [row for row in range(len(chunks)) if row not in headers.errors] if self._sums else []
         if rows:
             payloads = [image.rows(_slot(chunks[row]), plan, ios[row]) for row in rows]
-            while (summed := self._packer.bring(ios[0].group, payloads)) is None:
-                yield
+            summed = yield from self._packer.bring(ios[0].group, payloads)
             yield from batch.passes([summed])
             verify_rows(headers, rows, [ios[row].first_block for row in rows], summed.values())
             for row, brought in zip(rows, summed.rows(), strict=True):

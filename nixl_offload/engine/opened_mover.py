@@ -16,6 +16,7 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import DirectoryConfig
 from nixl_offload.engine.autotune.candidates import Shape, TransferPlan
 from nixl_offload.engine.autotune.plan import open_file_mover, plan_transfers
+from nixl_offload.engine.bus_packer import DEVICE_BYTES
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.engine_memory import Staging
 from nixl_offload.engine.staging import MIN_SLOTS
@@ -138,16 +139,18 @@ def _open(name: str, tier: DirectoryConfig, directory: str, device: Device) -> M
     return PairedMover(mover, host)
 
 
-def spared_bytes(device: Device, claimed_share: float) -> int | None:
+def spared_bytes(device: Device, claimed_share: float, packers: int) -> int | None:
     """Return what staging may take of the device's memory, over all tiers; None: not to be told, or all of it.
 
-    ``claimed_share``: what the model has claimed of the whole (vLLM's ``gpu_memory_utilization``). Much of that is free
-    at start and belongs to activations all the same, so what is free says nothing.
+    ``packers``: so many have scratch there, one for each engine. ``claimed_share``: what the model has claimed of the
+    whole (vLLM's ``gpu_memory_utilization``). Much of that is free at start and belongs to activations all the same, so
+    what is free says nothing.
     """
     if device.torch_device.type != "cuda":
         return None
     _, total_bytes = torch.cuda.mem_get_info(device.torch_device)
-    return int(total_bytes * max(0.0, 1.0 - claimed_share) * SPARED_SHARE)
+    spared = int(total_bytes * max(0.0, 1.0 - claimed_share) * SPARED_SHARE)
+    return max(0, spared - packers * DEVICE_BYTES)
 
 
 def engine_options(opened: OpenedMover, mover: Mover, device: Device, layout: KVLayout) -> EngineOptions:

@@ -6,7 +6,7 @@ returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -48,9 +48,9 @@ class Packer(Protocol):
         If it raises, nothing touches any block any more.
         """
 
-    def bring(self, group: int, payloads: Sequence[Payload]) -> Summed | None:
+    def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
         """Sum blocks that lie in host memory, in scratch of the device where there is one, from which they can be
-        scattered then. None: there is no scratch now; ask again.
+        scattered then. Yields as long as there is no scratch.
         """
 
     def sums(self, group: int, block_ids: BlockIds, fence: Fence) -> Sums:
@@ -91,8 +91,9 @@ class HostPacker:
             copy.scatter(rows)
         return READY
 
-    def bring(self, group: int, payloads: Sequence[Payload]) -> Summed:
+    def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
         """Nothing is copied; they are summed when asked for."""
+        yield from ()
         return SummedByHost(READY, payloads)
 
     def _checked_ids(self, group: int, parts: ScatterParts) -> BlockIds:

@@ -8,6 +8,7 @@ instead of being freed under the kernel.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -214,9 +215,11 @@ class Pump:
         pause_s = pauses.poll_s if len(self._batches) <= pauses.crowd else pauses.crowd_poll_s
         if self._quiet_s is None:
             return pause_s
-        self._all_wait = self._all_wait or all(batch.waits_for_mover for batch in self._batches)
         if not self._all_wait:
-            return pause_s
+            self._all_wait = all(batch.waits_for_mover(now_s) for batch in self._batches)
+            if not self._all_wait:
+                return pause_s
+            self._step_all_s = min(self._step_all_s, *(batch.parts_s or math.inf for batch in self._batches))
         return max(pause_s, min(self._quiet_s, pauses.slow_poll_s))
 
     def _launch(self) -> bool:
@@ -261,7 +264,7 @@ class Pump:
         if steps_all:
             self._step_all_s = now_s + STEP_ALL_S
         for batch in tuple(self._batches):
-            if steps_all or not batch.waits_for_mover:
+            if steps_all or not batch.waits_for_mover(now_s):
                 ended |= self._step(batch)
                 self._turn.pause()
         self._all_wait = False

@@ -48,10 +48,10 @@ class DeviceSlot:
     memory: torch.Tensor
 
 
-S = TypeVar("S", Slot, DeviceSlot)
+SlotT = TypeVar("SlotT", Slot, DeviceSlot)
 
 
-class SlotPool(Generic[S]):
+class SlotPool(Generic[SlotT]):
     """Equal slots over one region. The memory lives as long as any reference to the pool or a slot does."""
 
     region: MemoryRegion
@@ -61,7 +61,7 @@ class SlotPool(Generic[S]):
         self.slots_total = slots_total
         self._free = list(range(slots_total - 1, -1, -1))
         self._is_free = bytearray(b"\1" * slots_total)
-        self._slots: list[S | None] = [None] * slots_total
+        self._slots: list[SlotT | None] = [None] * slots_total
         """Those that were handed out before."""
         self._retired = 0
 
@@ -75,7 +75,7 @@ class SlotPool(Generic[S]):
         """Slots that are not retired; 0 means that nothing can be staged any more."""
         return self.slots_total - self._retired
 
-    def acquire(self) -> S | None:
+    def acquire(self) -> SlotT | None:
         """Take a slot, or None if all are in use. Its bytes are whatever was there before."""
         if not self._free:
             return None
@@ -86,14 +86,14 @@ class SlotPool(Generic[S]):
             slot = self._slots[index] = self._slot(index)
         return slot
 
-    def release(self, slot: S) -> None:
+    def release(self, slot: SlotT) -> None:
         """Give a slot back. Nothing may touch its memory any more. Raises RuntimeError if it is not out."""
         if self._is_free[slot.index]:
             raise RuntimeError(f"staging slot {slot.index} was released twice")
         self._is_free[slot.index] = True
         self._free.append(slot.index)
 
-    def retire(self, slot: S) -> None:
+    def retire(self, slot: SlotT) -> None:
         """Never hand this slot out again: something may still write to it."""
         self._retired += 1
         logger.error(
@@ -103,7 +103,7 @@ class SlotPool(Generic[S]):
             self.slots_total,
         )
 
-    def _slot(self, index: int) -> S:
+    def _slot(self, index: int) -> SlotT:
         raise NotImplementedError
 
 

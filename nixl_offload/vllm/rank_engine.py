@@ -190,8 +190,9 @@ def open_tier_engine(
         assert opened.mover is not None
         link = open_link(tier, place, rank, opened.mover)
         undo.callback(link.close)
+        spared = spared_bytes(device, memory.claimed_share, len(config.tiers))
         options = engine_options(opened, link.mover, device, memory.layout).share(
-            config.staging_bytes, spared_bytes(device, memory.claimed_share), len(config.stored), memory.layout
+            config.staging_bytes, spared, len(config.stored), memory.layout
         )
         engine = Engine(
             tensors=memory.tensors,

@@ -11,14 +11,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 from nixl_offload.engine.streams import Device, Fence
 from nixl_offload.movers.base import MemoryKind
 
+T = TypeVar("T")
 LIMIT_S = 20.0
 """What takes longer hangs: nothing here does anything large."""
 
@@ -161,6 +163,16 @@ def settled(fence: Fence) -> None:
     while not fence.done():
         assert time.monotonic() < deadline_s
         time.sleep(0.0002)
+
+
+def at_once(steps: Generator[None, None, T]) -> T:
+    """Return what ``steps`` return; they have nothing to wait for."""
+    try:
+        next(steps)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    raise AssertionError("it waits")
 
 
 def _await(event: threading.Event) -> None:

@@ -16,8 +16,9 @@ import pytest
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths import common
-from nixl_offload.movers.base import Op
+from nixl_offload.movers.base import Op, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Location, Outcome
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
@@ -239,6 +240,134 @@ def test_an_object_that_the_mover_refuses_fails_alone(make: Make, tmp_path: Path
     assert rig.store(1, chunks) == tuple(FAILED if n == 2 else OK for n in range(6))
     assert rig.load(2, chunks[:2] + chunks[3:]) == (OK, OK, FAILED, OK, OK)
     assert mover.submitted.count(Op.WRITE) == 6
+
+
+@pytest.mark.parametrize("name", ["begin_write", "end_write", "begin_read"])
+def test_a_call_of_the_link_that_crashes_leaves_the_others_alone(
+    make: Make, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are under way then: each is seen through, and none is made again."""
+    rig = make("per_layer", link=tree(tmp_path / "t"))
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
+    if name == "begin_read":
+        assert rig.store(1, chunks) == (OK,) * 6
+    call, made = getattr(rig.link, name), []
+
+    def crashing(*arguments: Any) -> Any:
+        made.append(len(made))
+        if made[-1] == 2:
+            yield
+            raise RuntimeError("a bug of the link's")
+        return (yield from call(*arguments))
+
+    monkeypatch.setattr(rig.link, name, crashing)
+    submit = rig.load if name == "begin_read" else rig.store
+    assert submit(2, chunks) == tuple(FAILED if n == 2 else OK for n in range(6))
+    assert len(made) == 6
+
+
+class Clock:
+    """Stands still but for what the test adds."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_late_siblings_part_a_tenth_of_a_second_after_the_first(make: Make, tmp_path: Path) -> None:
+    """Also where the mover tells which transfers have ended, and a batch is left alone until then."""
+    clock, inner = Clock(), CopyMover()
+    inner.limits = replace(inner.limits, moves_unpolled=True)
+    mover = FaultyMover(inner)
+    rig = make("per_layer", LimitedMover(mover), link=tree(tmp_path / "t"), clock=clock)
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
+    assert rig.store(1, chunks) == (OK,) * 6
+    mover.script = [Fault(0, FaultKind.LATE, op=Op.READ, amount=10**9, every=True)]
+    clock.now_s += 1.0
+    try:
+        rig.engine.submit_load(2, chunks)
+        until(lambda: mover.submitted.count(Op.READ) == 6)
+        [batch] = rig.engine._pump._batches
+        time.sleep(0.02)
+        late, *others = rig.mover._running
+        for transfer in others:
+            transfer.polls_left = 0
+        until(lambda: sum(transfer.state is TransferState.DONE for transfer in batch.transfers) == 5)
+        parted_s = clock.now_s + 0.2
+
+        def has_parted() -> bool:
+            clock.now_s = min(clock.now_s + 0.001, parted_s)
+            return rig.engine._pump._in_flight.chunks == 1
+
+        until(has_parted)
+    finally:
+        late.polls_left = 0
+    assert rig.collect(2).outcomes == (OK,) * 6
+
+
+def test_a_refused_chunk_gives_its_slot_back_at_once(make: Make, tmp_path: Path) -> None:
+    """One whose file is gone, and one that the mover refuses, while the others of their batch hang."""
+    mover = FaultyMover(CopyMover())
+    rig = make("per_layer", mover, link=tree(tmp_path / "t"))
+    staging = rig.engine._pump._driven._context.memory.staging
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
+    assert rig.store(1, chunks[:5]) == (OK,) * 5
+    until(lambda: staging.free == staging.slots_total)
+    mover.script = [Fault(0, FaultKind.REFUSE, op=Op.READ), Fault(1, FaultKind.STUCK, op=Op.READ, every=True)]
+    rig.engine.submit_load(2, chunks)
+    until(lambda: mover.submitted.count(Op.READ) == 5 and staging.free == staging.slots_total - 4)
+    mover.release()
+    outcomes = rig.collect(2).outcomes
+    assert (outcomes[5], outcomes.count(FAILED)) == (FAILED, 2)
+
+
+def test_direct_loads_go_through_staging_until_the_last_late_one_has_ended(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where those that end earlier part from it, which does not make it any younger."""
+    clock, mover = Clock(), FaultyMover(CopyMover())
+    rig = make("direct_blocks", mover, link=tree(tmp_path / "t"), clock=clock, load_timeout_s=3600.0)
+    plan, in_flight = rig.engine._link_memory.plans[0], rig.engine._pump._in_flight
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(3)]
+    wanted = rig.bytes_of(range(12))
+    assert rig.store(1, chunks) == (OK,) * 3
+    rig.wipe()
+    assert plan.path == "direct"
+    mover.script = [Fault(number, FaultKind.LATE, op=Op.READ, amount=10**9) for number in range(4)]
+    rig.engine.submit_load(2, chunks)
+    until(lambda: mover.submitted.count(Op.READ) == 6)
+    [batch] = rig.engine._pump._batches
+    first, second = batch.transfers[:2], batch.transfers[2:4]
+
+    def passes(seconds: float, condition: Callable[[], bool]) -> None:
+        """It is so when as much time has passed, little by little, and not before half of it has."""
+        began_s, end_s = clock.now_s, clock.now_s + seconds
+
+        def is_so() -> bool:
+            clock.now_s = min(clock.now_s + seconds / 100, end_s)
+            return condition()
+
+        until(is_so)
+        assert clock.now_s - began_s > seconds / 2
+
+    passes(0.15, lambda: in_flight.chunks == 2)
+    passes(32.0, lambda: plan.path == plan.packed)
+    for transfer in first:
+        transfer.polls_left = 0
+    passes(40.0, lambda: in_flight.chunks == 1)
+    time.sleep(0.02)
+    assert plan.path == plan.packed
+    assert rig.load(3, chunks[2:]) == (OK,)
+    for transfer in second:
+        transfer.polls_left = 0
+    assert rig.collect(2).outcomes == (OK,) * 3
+    assert rig.bytes_of(range(12)) == wanted
+    assert plan.path == "direct"
+    assert [record.message[:23] for record in caplog.records] == ["A load into KV blocks h"], (
+        "not once more when parted"
+    )
 
 
 def test_a_batch_that_is_given_up_touches_no_block(make: Make) -> None:

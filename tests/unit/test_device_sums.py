@@ -30,7 +30,7 @@ from nixl_offload.engine.transfer_paths import host, host_slot
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Location, Outcome
 from tests.unit.device_lab import Lab, open_lab
-from tests.unit.device_rig import settled
+from tests.unit.device_rig import at_once, settled
 from tests.unit.kv_shapes import NAMESPACE, SHAPES, DeviceRig, allocate, layout_of, until
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
@@ -227,10 +227,14 @@ def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.Monk
     real = BusPacker.bring
 
     def counted(self: BusPacker, *arguments: Any) -> Any:
-        found = real(self, *arguments)
-        if found is None:
+        steps = real(self, *arguments)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as stop:
+                return stop.value
             refused.append(None)
-        return found
+            yield
 
     monkeypatch.setattr(BusPacker, "bring", counted)
     with opened(tmp_path) as (_, rank):
@@ -246,6 +250,30 @@ def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.Monk
             assert rig.collect(n + 1).outcomes == (OK,)
         rig.expect(range(16, 32), wanted)
         rig.assert_as_expected()
+
+
+def test_a_large_batch_has_its_turn_for_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones that come all the time do not take what it waits for; one that asks no more is in nobody's way."""
+    with opened(tmp_path) as (_, rank):
+        bus = rank.rig.engine._pump._driven._context.packer
+        width = bus._groups.block_bytes[0]
+        monkeypatch.setattr(bus_packer, "BROUGHT_BYTES", 4 * width)
+        small, large = (np.zeros((count, width), dtype=np.uint8) for count in (1, 4))
+        taken = at_once(bus.bring(0, [small]))
+        gone, waiting, behind = bus.bring(0, [large]), bus.bring(0, [large]), bus.bring(0, [small])
+        for each in (gone, waiting, behind):
+            assert next(each) is None
+        gone.close()
+        assert next(behind) is None
+        assert next(waiting) is None
+        settled(taken)
+        del taken
+        assert next(behind) is None
+        taken = at_once(waiting)
+        assert next(behind) is None
+        settled(taken)
+        del taken
+        settled(at_once(behind))
 
 
 def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +312,7 @@ def test_a_scatter_that_raises_leaves_nothing_queued(tmp_path: Path) -> None:
     with opened(tmp_path) as (_, rank):
         bus = rank.rig.engine._pump._driven._context.packer
         payload = np.full((2, bus._groups.block_bytes[0]), 7, dtype=np.uint8)
-        summed = bus.bring(0, [payload])
+        summed = at_once(bus.bring(0, [payload]))
         settled(summed)
         bus._in.run(lambda: time.sleep(0.1))
         parts = [(np.array([3, 4], dtype=np.int32), payload), (np.array([5], dtype=np.int32), summed.rows()[0])]
@@ -300,7 +328,7 @@ def test_a_device_without_memory_has_the_host_sum(tmp_path: Path, monkeypatch: p
         bus = rank.rig.engine._pump._driven._context.packer
         monkeypatch.setattr(bus._ready, "run", _out_of_memory)
         payload = np.zeros((2, bus._groups.block_bytes[0]), dtype=np.uint8)
-        found = bus.bring(0, [payload])
+        found = at_once(bus.bring(0, [payload]))
         assert not found.by_device
         assert found.rows()[0] is payload
 
@@ -333,8 +361,7 @@ def test_a_packer_sums_what_it_gathers_and_what_it_brings(
         for found, right in zip(gathered.values(), wanted, strict=True):
             assert np.array_equal(found, right)
         with bus._ready.held():  # type: ignore[attr-defined]
-            summed = bus.bring(0, payloads)
-            assert summed is not None
+            summed = at_once(bus.bring(0, payloads))
             with pytest.raises(RuntimeError):
                 summed.values()
         settled(summed)

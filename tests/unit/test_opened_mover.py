@@ -94,9 +94,10 @@ def test_what_the_model_has_claimed_is_not_spared(monkeypatch: pytest.MonkeyPatc
     """However much of it is free at start: activations come later."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 << 30, 80 << 30))
     device = Device(torch.device("cuda"), MemoryKind.VRAM, HostStreams())
-    assert spared_bytes(device, 0.9) == pytest.approx(2 << 30, rel=1e-6)
-    assert spared_bytes(device, 1.0) == 0
-    assert spared_bytes(VRAM, 0.9) is None
+    assert spared_bytes(device, 0.9, 0) == pytest.approx(2 << 30, rel=1e-6)
+    assert spared_bytes(device, 0.9, 3) == pytest.approx((2 << 30) - 3 * (128 << 20), rel=1e-6), "for copies"
+    assert spared_bytes(device, 1.0, 1) == 0
+    assert spared_bytes(VRAM, 0.9, 1) is None
 
 
 def test_a_planned_mover_that_opens_no_more_is_passed_over(

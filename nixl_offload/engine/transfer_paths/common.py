@@ -9,6 +9,7 @@ its own. Where each chunk has transfers of its own, those that failed or are lat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -20,15 +21,15 @@ from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, chec
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
-from nixl_offload.engine.brought import Payload, Rows
+from nixl_offload.engine.brought import Payload, ScatterSource
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.engine_memory import EngineMemory
 from nixl_offload.engine.image import GroupPlan, Spans
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.link_memory import LinkMemory, SlotParts
-from nixl_offload.engine.packer import Packer
+from nixl_offload.engine.packer import Packer, Sums
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.staging import DeviceSlot, S, Slot, SlotPool
+from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool, SlotT
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.checked import CheckedChunks
 from nixl_offload.engine.turn import Turn
@@ -64,12 +65,18 @@ def out_of_use(link: Link) -> str:
     return f"storage is out of use: {link.trouble}"
 
 
-def rows_to_scatter(chunk: BatchChunk, slot: Slot, plan: GroupPlan) -> Rows:
+def rows_to_scatter(chunk: BatchChunk, slot: Slot, plan: GroupPlan) -> ScatterSource:
     """Return the blocks that a load wants of an image in ``slot``: on the device, if they were summed there."""
     if chunk.brought is None:
         return image.rows(slot, plan, chunk.io)
     begin = chunk.io.first_block - chunk.brought_from
     return chunk.brought[begin : begin + len(chunk.io.block_ids)]
+
+
+def sums_of_each(chunks: Sequence[BatchChunk], sums: Sums) -> list[npt.NDArray[np.uint64]]:
+    """Return each chunk's share of the checksums of all their blocks."""
+    ends = np.cumsum([len(chunk.io.block_ids) for chunk in chunks])
+    return np.split(sums.values(), ends[:-1])
 
 
 def _by_transfer(chunks: Sequence[BatchChunk]) -> list[list[BatchChunk]]:
@@ -190,7 +197,7 @@ class Context:
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
-    def acquire(self, chunks: Iterable[BatchChunk], pool: SlotPool[S] | None) -> list[tuple[BatchChunk, S]]:
+    def acquire(self, chunks: Iterable[BatchChunk], pool: SlotPool[SlotT] | None) -> list[tuple[BatchChunk, SlotT]]:
         """Take a slot for each chunk. A chunk for which none is left is FAILED, and left out."""
         taken = []
         for chunk in chunks:
@@ -322,15 +329,24 @@ class Context:
         others, and so do those that are late: ``finish`` comes for each such part. ``phase`` as for ``write``;
         ``settle``: how to wait, None for the method of that name.
         """
-        began_s, late_s = self.clock(), None
+
+        def go_on(context: Context, part: Batch, plan: GroupPlan) -> Steps:
+            return context.arrive(part, plan, phase, finish, settle)
+
         may_part = len(batch.chunks) > 1 and not self.link_memory.link.shares_file
+        if may_part and 0 < len(batch.alive) < len(batch.chunks):
+            # What was refused ends now, and gives its slots back.
+            batch.split([batch.alive], lambda part: self.begin(part, plan, go_on, phase))
+            return
+        began_s = self.clock()
+        batch.parts_s = 0.0 if may_part else math.inf
         waiting = (settle or self.settle)(batch)
         for _ in waiting:
             if may_part:
                 now_s = self.clock()
-                if late_s is None and len(_by_transfer(batch.alive)) > 1:
-                    late_s = now_s + max(LATE_S, now_s - began_s)
-                if late_s is not None and now_s >= late_s:
+                if not batch.parts_s and len(_by_transfer(batch.alive)) > 1:
+                    batch.parts_s = now_s + max(LATE_S, now_s - began_s)
+                elif batch.parts_s and now_s >= batch.parts_s:
                     break
             yield
         waiting.close()
@@ -338,10 +354,6 @@ class Context:
         if len(groups) < 2:
             yield from finish(batch)
             return
-
-        def go_on(context: Context, part: Batch, plan: GroupPlan) -> Steps:
-            return context.arrive(part, plan, phase, finish, settle)
-
         batch.split(groups, lambda part: self.begin(part, plan, go_on, phase))
 
     def settle(self, batch: Batch) -> Steps:
@@ -439,8 +451,7 @@ class Context:
         """
         if not chunks:
             return
-        while (summed := self.packer.bring(chunks[0].io.group, payloads)) is None:
-            yield
+        summed = yield from self.packer.bring(chunks[0].io.group, payloads)
         yield from batch.passes([summed])
         checked.verify(chunks, first_blocks, summed.values())
         for chunk, first, rows in zip(chunks, first_blocks, summed.rows(), strict=True):

@@ -15,7 +15,7 @@ from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.packer import Sums
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import Context
+from nixl_offload.engine.transfer_paths.common import Context, sums_of_each
 from nixl_offload.movers.base import Op, Transfer
 from nixl_offload.types import Outcome
 
@@ -34,7 +34,7 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     # The sums come after the job's fence, for which no mover would wait.
     sums = _sums(context, chunks)
     yield from batch.passes([sums])
-    for chunk, encoded in zip(chunks, context.encode(batch, plan, _of_each(chunks, sums)), strict=True):
+    for chunk, encoded in zip(chunks, context.encode(batch, plan, sums_of_each(chunks, sums)), strict=True):
         _page(chunk).memory[:] = encoded
     yield from context.run(batch, plan, _write)
 
@@ -64,11 +64,12 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     _submit(context, batch, Op.READ)
+    late_s = context.clock() + LATE_S
 
     def finish(part: Batch) -> Steps:
         return _use(context, part, plan)
 
-    yield from context.arrive(batch, plan, _read, finish, lambda part: _settle_load(context, part, plan))
+    yield from context.arrive(batch, plan, _read, finish, lambda part: _settle_load(context, part, plan, late_s))
 
 
 def _use(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
@@ -76,7 +77,8 @@ def _use(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         if plan.path == "direct":
             group = batch.chunks[0].io.group
             logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
-        plan.path, plan.late_loads = plan.packed, plan.late_loads + 1
+        plan.path = plan.packed
+        plan.late_loads.update(batch.chunks)
     yield from context.wait_out_quarantine(batch)
     arrived = context.finish_reads(batch, plan, _read)
     if not arrived:
@@ -88,21 +90,20 @@ def _use(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if context.verify_checksum and chunks:
         sums = _sums(context, chunks)
         yield from batch.passes([sums])
-        checked.verify(chunks, [chunk.io.first_block for chunk in chunks], _of_each(chunks, sums))
+        checked.verify(chunks, [chunk.io.first_block for chunk in chunks], sums_of_each(chunks, sums))
     for chunk in batch.alive:
         chunk.end(Outcome.OK)
 
 
-def _settle_load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+def _settle_load(context: Context, batch: Batch, plan: GroupPlan, late_s: float) -> Steps:
     """As ``context.settle``. While storage is late, later loads go through staging, where they can be given up. This
-    one cannot: its blocks may still be written.
+    one cannot: its blocks may still be written. ``late_s``: when it is late, parted from others or not.
     """
-    late_s, is_late = context.clock() + LATE_S, False
     try:
         for _ in context.settle(batch):
-            if not is_late and context.clock() >= late_s:
-                is_late = True
-                plan.path, plan.late_loads = plan.packed, plan.late_loads + 1
+            if context.clock() >= late_s and not plan.late_loads.issuperset(batch.alive):
+                plan.path = plan.packed
+                plan.late_loads.update(batch.alive)
                 logger.error(
                     "A load into KV blocks has not ended within %.0f s: its request waits until storage answers. Group "
                     "%d goes through staging until then",
@@ -111,8 +112,9 @@ def _settle_load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
                 )
             yield
     finally:
-        if is_late:
-            plan.late_loads -= 1
+        # What is still under way goes on in a part, and is late there too.
+        if plan.late_loads and not batch.is_pending:
+            plan.late_loads.difference_update(batch.chunks)
             if not plan.late_loads:
                 plan.path = "direct"
 
@@ -131,11 +133,6 @@ def _sums(context: Context, chunks: list[BatchChunk]) -> Sums:
     """The checksums of all blocks of the chunks, one after the other."""
     ids = np.concatenate([chunk.io.block_ids for chunk in chunks])
     return context.packer.sums(chunks[0].io.group, ids, chunks[0].task.job.fence)
-
-
-def _of_each(chunks: list[BatchChunk], sums: Sums) -> list[np.ndarray[tuple[int], np.dtype[np.uint64]]]:
-    ends = np.cumsum([len(chunk.io.block_ids) for chunk in chunks])
-    return np.split(sums.values(), ends[:-1])
 
 
 def _take_pages(context: Context, batch: Batch) -> None:
