@@ -88,6 +88,4 @@ class EngineMemory:
         """The pools that a chunk takes a slot of."""
         if path == "host":
             return [] if self.staging is None else [self.staging]
-        if path == "direct" or self.device is None:
-            return [self.pages]
-        return [self.device, self.pages]
+        return [self.pages] if path == "direct" or self.device is None else [self.device]

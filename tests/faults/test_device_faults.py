@@ -262,10 +262,9 @@ def test_stores_leave_slots_to_loads(lab: Lab) -> None:
     assert rig.collect(1).outcomes == (OK,) * 8
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_chunks_wait_for_header_pages(lab: Lab, way: Way) -> None:
+def test_direct_chunks_wait_for_header_pages(lab: Lab) -> None:
     """None free: they wait, and fail only when none will ever be free again."""
-    rig = lab.make(None, "blhnc", way)
+    rig = lab.make(None, "blhnc", "direct")
     stored(rig, 0)
     pages = memory_of(rig).pages
     until(lambda: pages.free == pages.usable)

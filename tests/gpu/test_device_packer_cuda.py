@@ -25,9 +25,8 @@ from nixl_offload.movers.base import MemoryKind
 from nixl_offload.types import PAGE_BYTES
 from tests.unit.device_rig import settled
 from tests.unit.test_device_packer import (  # noqa: F401 - run here with the fixture below
-    header_page,
-    test_a_chunk_lies_in_its_slot_as_on_the_host_and_comes_back,
-    test_an_inspection_without_rows_brings_the_header_alone,
+    test_an_inspection_without_rows_brings_the_headers_alone,
+    test_chunks_lie_in_their_slots_as_on_the_host_and_come_back,
     test_groups_of_one_device,
     test_ids_outside_the_kv_cache_are_refused,
     test_only_what_lies_behind_the_header_page_can_be_cleared,
@@ -59,7 +58,8 @@ class Kit:
         self.bus = BusPacker(self.tensors, PAGES, device)
         self.slot = torch.ones(4096 + 4 * 8192 + 512, dtype=torch.uint8, device="cuda")
         self.rows = self.slot[4096 : 4096 + 4 * 8192].view(4, 8192)
-        self.header = header_page(device, 1)
+        self.parts = [(IDS[:1], self.rows[:1]), (IDS[1:], self.rows[1:])]
+        self.headers = np.ones((1, 4096), dtype=np.uint8)
         self.payload = page_locked(4 * 8192, torch.uint8, device).numpy().reshape(4, 8192)
         for _ in range(2):
             self.everything()
@@ -73,10 +73,10 @@ class Kit:
         """One call of each kind, behind the model's stream. What comes of it is of no interest."""
         fence = self.device.streams.compute_fence()
         asked = [
-            self.packer.gather(0, IDS, self.rows, fence),
-            self.packer.finish_image(self.header, self.slot, [(4096 + 4 * 8192, len(self.slot))]),
-            self.packer.inspect(self.slot, self.header, self.rows),
-            self.packer.scatter(0, IDS, self.rows, fence),
+            self.packer.gather(0, self.parts, fence),
+            self.packer.finish_images(self.headers, [self.slot], [[(4096 + 4 * 8192, len(self.slot))]]),
+            self.packer.inspect([self.slot] * 2, [rows for _, rows in self.parts])[1],
+            self.packer.scatter(0, self.parts, fence),
             self.bus.gather_many(0, [(IDS, self.payload)], fence),
             self.bus.scatter_many(0, [(IDS, self.payload)], fence),
             self.bus.sums(0, IDS, fence),
@@ -110,7 +110,7 @@ def test_a_store_sees_what_the_model_writes_before_its_fence(kit: Kit) -> None:
     torch.cuda._sleep(STEP_CYCLES)
     for tensor in kit.tensors:
         tensor.fill_(7)
-    sums = kit.packer.gather(0, IDS, kit.rows, kit.device.streams.compute_fence())
+    sums = kit.packer.gather(0, kit.parts, kit.device.streams.compute_fence())
     assert not sums.done()
     with pytest.raises(RuntimeError, match="before"):
         sums.values()
@@ -123,7 +123,7 @@ def test_a_load_does_not_overtake_what_the_model_writes_before_its_fence(kit: Ki
     torch.cuda._sleep(STEP_CYCLES)
     for tensor in kit.tensors:
         tensor.fill_(0)
-    loaded = kit.packer.scatter(0, IDS, kit.rows, kit.device.streams.compute_fence())
+    loaded = kit.packer.scatter(0, kit.parts, kit.device.streams.compute_fence())
     assert not loaded.done()
     settled(loaded)
     assert all((tensor[IDS.tolist()] == 1).all() for tensor in kit.tensors)
@@ -135,12 +135,12 @@ def test_loads_headers_and_inspections_wait_for_no_store(kit: Kit) -> None:
     early = kit.device.streams.compute_fence()
     torch.cuda._sleep(STEP_CYCLES)
     busy = kit.device.streams.compute_fence()
-    stored = kit.packer.gather(0, IDS, other, busy)
-    settled(kit.packer.finish_image(kit.header, kit.slot, []))
-    inspected = kit.packer.inspect(kit.slot, header_page(kit.device), kit.rows)
+    stored = kit.packer.gather(0, [(IDS[:2], other[:2]), (IDS[2:], other[2:])], busy)
+    settled(kit.packer.finish_images(kit.headers, [kit.slot], [[]]))
+    _, inspected = kit.packer.inspect([kit.slot], [kit.rows])
     settled(inspected)
     assert (inspected.values() == block_checksums(np.ones((4, 8192), dtype=np.uint8))).all()
-    settled(kit.packer.scatter(0, IDS, kit.rows, early))
+    settled(kit.packer.scatter(0, kit.parts, early))
     settled(sums := kit.bus.sums(0, IDS, READY))
     assert (sums.values() == inspected.values()).all()
     assert not busy.done()
@@ -154,7 +154,7 @@ def test_a_slot_that_is_let_go_of_while_it_is_filled_is_not_handed_out(kit: Kit)
     rows = torch.empty((4, 8192 << 10), dtype=torch.uint8, device="cuda")[:, :8192]
     address, length_bytes = rows.data_ptr(), 4 * (8192 << 10)
     torch.cuda._sleep(STEP_CYCLES)
-    stored = kit.packer.gather(0, IDS, rows, kit.device.streams.compute_fence())
+    stored = kit.packer.gather(0, [(IDS[:1], rows[:1]), (IDS[1:], rows[1:])], kit.device.streams.compute_fence())
     del rows
     fresh = torch.empty(length_bytes, dtype=torch.uint8, device="cuda")
     assert fresh.data_ptr() != address
@@ -166,7 +166,7 @@ def test_sums_that_nobody_waits_for_land_in_nobodys_memory(kit: Kit) -> None:
     """Torch keeps page-locked memory until the copy into it is done: we rely on that for ids and sums alike."""
     torch.cuda._sleep(STEP_CYCLES)
     busy = kit.device.streams.compute_fence()
-    sums = kit.packer.gather(0, IDS, kit.rows, busy)
+    sums = kit.packer.gather(0, kit.parts, busy)
     address = sums._host.data_ptr()
     del sums
     fresh = [page_locked(len(IDS), torch.int64, kit.device) for _ in range(64)]

@@ -7,7 +7,8 @@ test_packer_streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,6 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.packer import HostPacker
-from nixl_offload.engine.queued import page_locked
 from nixl_offload.engine.staging import DeviceSlot, DeviceStagingPool
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
@@ -62,11 +62,28 @@ def kv_cache(case: str, device: Device) -> Kit:
     return tensors, arrays, [Page(n, sum(sizes[:n]), size) for n, size in enumerate(sizes)]
 
 
-def header_page(device: Device, seed: int | None = None) -> npt.NDArray[np.uint8]:
-    """Page-locked where the device needs that; of noise, or of zeros."""
-    page: npt.NDArray[np.uint8] = page_locked(HEADER_BYTES, torch.uint8, device).numpy()
-    page[:] = 0 if seed is None else noise(HEADER_BYTES, seed)
-    return page
+def launches(packer: DevicePacker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are launched from now on, but for those that others launch themselves."""
+    found: list[str] = []
+    kernels, inside = packer._groups.kernels[0], [False]
+
+    def counting(name: str) -> Callable[..., Any]:
+        call = getattr(kernels, name)
+
+        def counted(*arguments: Any) -> Any:
+            if not inside[0]:
+                found.append(name)
+            before, inside[0] = inside[0], True
+            try:
+                return call(*arguments)
+            finally:
+                inside[0] = before
+
+        return counted
+
+    for name in ("gather", "gather_summed", "scatter", "sums", "sums_of_rows"):
+        monkeypatch.setattr(kernels, name, counting(name))
+    return found
 
 
 def ready(device: Device) -> Fence:
@@ -92,50 +109,62 @@ def rows_of(slot: DeviceSlot, count: int, block_bytes: int, first: int = 0) -> t
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("first", [0, 2])
-def test_a_chunk_lies_in_its_slot_as_on_the_host_and_comes_back(case: str, first: int, device: Device) -> None:
+@pytest.mark.parametrize("counts", [[5], [5, 2, 1, 5]], ids=["alone", "batch"])
+def test_chunks_lie_in_their_slots_as_on_the_host_and_come_back(
+    case: str, first: int, counts: list[int], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gathered, finished and inspected, then scattered into other blocks: bytes and sums equal the host's at each step,
-    for whole chunks and for tails.
+    for whole chunks and for tails. However many they are, each step takes one kernel.
     """
     tensors, arrays, pages = kv_cache(case, device)
     reference, packer = HostPacker(arrays, [pages]), DevicePacker(tensors, [pages], device)
+    launched = launches(packer, monkeypatch)
     block_bytes = sum(page.bytes for page in pages)
-    end = HEADER_BYTES + (first + len(IDS)) * block_bytes
-    pool = DeviceStagingPool(slot_bytes=end + 300, budget_bytes=1 << 20, device=device)
-    slot, other = acquired(pool), acquired(pool)
-    image, untouched = noise(pool.slot_bytes, 50), noise(pool.slot_bytes, 51)
-    slot.memory.copy_(torch.from_numpy(image))
-    other.memory.copy_(torch.from_numpy(untouched))
-    wanted = np.empty((len(IDS), block_bytes), dtype=np.uint8)
-    reference.gather_many(0, [(IDS, wanted)], READY)
+    ids = np.split(np.random.default_rng(3).permutation(BLOCKS)[: sum(counts)].astype(np.int32), np.cumsum(counts)[:-1])
+    ends = [HEADER_BYTES + (first + count) * block_bytes for count in counts]
+    pool = DeviceStagingPool(slot_bytes=max(ends) + 300, budget_bytes=1 << 20, device=device)
+    slots = [acquired(pool) for _ in range(len(counts) + 1)]  # the last is nobody's
+    images = [noise(pool.slot_bytes, 50 + number) for number in range(len(slots))]
+    for slot, image in zip(slots, images, strict=True):
+        slot.memory.copy_(torch.from_numpy(image))
 
-    rows = rows_of(slot, len(IDS), block_bytes, first)
-    sums = packer.gather(0, IDS, rows, ready(device))
+    def assert_images() -> None:
+        for slot, image in zip(slots, images, strict=True):
+            assert (slot.memory.cpu().numpy() == image).all()
+
+    wanted = [np.empty((count, block_bytes), dtype=np.uint8) for count in counts]
+    reference.gather_many(0, list(zip(ids, wanted, strict=True)), READY)
+    right = np.concatenate([block_checksums(payload) for payload in wanted])
+    rows = [rows_of(slot, count, block_bytes, first) for slot, count in zip(slots, counts, strict=False)]
+    sums = packer.gather(0, list(zip(ids, rows, strict=True)), ready(device))
     settled(sums)
     assert sums.values().dtype == np.uint64
-    assert (sums.values() == block_checksums(wanted)).all()
-    image[end - wanted.size : end] = wanted.reshape(-1)
-    assert (slot.memory.cpu().numpy() == image).all()
+    assert (sums.values() == right).all()
+    for image, payload, end in zip(images, wanted, ends, strict=False):
+        image[end - payload.size : end] = payload.reshape(-1)
+    assert_images()
 
-    header = header_page(device, 52)
-    clear = [(HEADER_BYTES, HEADER_BYTES + first * block_bytes), (end, end + 200)]
-    settled(packer.finish_image(header, slot.memory, clear))
-    image[:HEADER_BYTES] = header
-    for begin, stop in clear:
-        image[begin:stop] = 0
-    assert (slot.memory.cpu().numpy() == image).all()
+    headers = noise(len(counts) * HEADER_BYTES, 52).reshape(-1, HEADER_BYTES)
+    clear = [[(HEADER_BYTES, HEADER_BYTES + first * block_bytes), (end, end + 200)] for end in ends]
+    memories = [slot.memory for slot in slots[:-1]]
+    settled(packer.finish_images(headers, memories, clear))
+    for image, header, ranges in zip(images, headers, clear, strict=False):
+        image[:HEADER_BYTES] = header
+        for begin, stop in ranges:
+            image[begin:stop] = 0
+    assert_images()
 
-    come = header_page(device)
-    found = packer.inspect(slot.memory, come, rows)
+    come, found = packer.inspect(memories, rows)
     settled(found)
-    assert (come == header).all()
-    assert (found.values() == block_checksums(wanted)).all()
+    assert (come == headers).all()
+    assert (found.values() == right).all()
 
-    targets = ((IDS + 9) % BLOCKS).astype(np.int32)
-    settled(packer.scatter(0, targets, rows, ready(device)))
-    reference.scatter_many(0, [(targets, wanted)], READY)
+    targets = [((each + 9) % BLOCKS).astype(np.int32) for each in ids]
+    settled(packer.scatter(0, list(zip(targets, rows, strict=True)), ready(device)))
+    reference.scatter_many(0, list(zip(targets, wanted, strict=True)), READY)
     assert all((tensor.cpu().numpy() == array).all() for tensor, array in zip(tensors, arrays, strict=True))
-    assert (slot.memory.cpu().numpy() == image).all()
-    assert (other.memory.cpu().numpy() == untouched).all()
+    assert_images()
+    assert launched == ["gather_summed", "sums_of_rows", "scatter"]
 
 
 def test_groups_of_one_device(device: Device) -> None:
@@ -144,23 +173,22 @@ def test_groups_of_one_device(device: Device) -> None:
     tensors = [torch.tensor(array, device=device.torch_device).view(torch.int8) for array in arrays]
     groups = [[Page(0, 0, 2048), Page(1, 2048, 2048)], [Page(2, 0, 1000)]]
     packer = DevicePacker(tensors, groups, device)
-    slot, come = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=device.torch_device), header_page(device)
+    slot = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=device.torch_device)
     payloads = [np.concatenate([arrays[0][IDS], arrays[1][IDS]], axis=1), arrays[2][IDS, :1000]]
     for group, wanted in enumerate(payloads):
         rows = torch.zeros(wanted.shape, dtype=torch.uint8, device=device.torch_device)
-        settled(packer.gather(group, IDS, rows, ready(device)))
+        settled(packer.gather(group, [(IDS, rows)], ready(device)))
         assert (rows.cpu().numpy() == wanted).all()
-        found = packer.inspect(slot, come, rows)
+        _, found = packer.inspect([slot], [rows])
         settled(found)
         assert (found.values() == block_checksums(wanted)).all()
 
 
-def test_an_inspection_without_rows_brings_the_header_alone(device: Device) -> None:
-    packer = one_layer(device)
-    slot, come = torch.tensor(noise(8192, 1), device=device.torch_device), header_page(device)
-    found = packer.inspect(slot, come, None)
+def test_an_inspection_without_rows_brings_the_headers_alone(device: Device) -> None:
+    slots = [torch.tensor(noise(8192, seed), device=device.torch_device) for seed in range(3)]
+    come, found = one_layer(device).inspect(slots, None)
     settled(found)
-    assert (come == slot.cpu().numpy()[:HEADER_BYTES]).all()
+    assert (come == [slot.cpu().numpy()[:HEADER_BYTES] for slot in slots]).all()
     assert found.values().shape == (0,)
 
 
@@ -174,7 +202,7 @@ def test_ids_outside_the_kv_cache_are_refused(ids: list[int], device: Device) ->
     rows = torch.ones((2, 1024), dtype=torch.uint8, device=device.torch_device)
     for call in (packer.gather, packer.scatter):
         with pytest.raises(LayoutError, match="block ids"):
-            call(0, np.array(ids, dtype=np.int32), rows, READY)
+            call(0, [(np.array([1, 0], dtype=np.int32), rows), (np.array(ids, dtype=np.int32), rows)], READY)
     assert rows.all()
     assert not any(tensor.any() for tensor in tensors)
 
@@ -185,15 +213,18 @@ def test_rows_that_do_not_fit_their_blocks_are_refused(device: Device) -> None:
         rows = torch.zeros((count, width), dtype=torch.uint8, device=device.torch_device)
         for call in (packer.gather, packer.scatter):
             with pytest.raises(LayoutError, match="rows"):
-                call(0, two, rows, READY)
-    rows, slot = (torch.zeros(shape, dtype=torch.uint8, device=device.torch_device) for shape in ((2, 511), 8192))
-    with pytest.raises(LayoutError, match="511 bytes"):
-        packer.inspect(slot, header_page(device), rows)
+                call(0, [(two, rows)], READY)
+    right, wrong, slot = (
+        torch.zeros(shape, dtype=torch.uint8, device=device.torch_device) for shape in ((2, 512), (2, 511), 8192)
+    )
+    for rows_of_each in ([wrong, wrong], [right, wrong]):
+        with pytest.raises(LayoutError, match="511"):
+            packer.inspect([slot, slot], rows_of_each)
 
 
 @pytest.mark.parametrize("clear", [(4095, 5000), (-100, 5000), (5000, 8193), (6000, 5000)])
 def test_only_what_lies_behind_the_header_page_can_be_cleared(clear: tuple[int, int], device: Device) -> None:
     slot = torch.ones(8192, dtype=torch.uint8, device=device.torch_device)
     with pytest.raises(LayoutError, match="cleared"):
-        one_layer(device).finish_image(header_page(device), slot, [(5000, 6000), clear])
+        one_layer(device).finish_images(np.zeros((1, HEADER_BYTES), np.uint8), [slot], [[(5000, 6000), clear]])
     assert slot.all()

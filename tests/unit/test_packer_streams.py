@@ -21,7 +21,7 @@ from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine import bus_packer as packer_module
 from nixl_offload.engine.brought import BlockIds
 from nixl_offload.engine.bus_packer import BusPacker
-from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine.device_packer import DevicePacker, DeviceParts
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
@@ -51,13 +51,18 @@ class Kit:
 
     def gather(self, fence: Fence, ids: BlockIds = IDS) -> Fence:
         if isinstance(self.packer, DevicePacker):
-            return self.packer.gather(0, ids, torch.from_numpy(self.payload), fence)
+            return self.packer.gather(0, self.halves(ids), fence)
         return self.packer.gather_many(0, [(ids, self.payload)], fence)
 
     def scatter(self, fence: Fence, ids: BlockIds = IDS) -> Fence:
         if isinstance(self.packer, DevicePacker):
-            return self.packer.scatter(0, ids, torch.from_numpy(self.payload), fence)
+            return self.packer.scatter(0, self.halves(ids), fence)
         return self.packer.scatter_many(0, [(ids, self.payload)], fence)
+
+    def halves(self, ids: BlockIds) -> DeviceParts:
+        """Two chunks, in memory that a device packer takes for the device's."""
+        payload = torch.from_numpy(self.payload)
+        return [(ids[:1], payload[:1]), (ids[1:], payload[1:])]
 
     def blocks(self) -> npt.NDArray[np.uint8]:
         return np.concatenate([tensor.numpy()[IDS] for tensor in self.tensors], axis=1)
@@ -171,7 +176,7 @@ def test_sums_are_not_to_be_had_before_they_are_there(streams: ThreadedStreams) 
     kit = Kit(DevicePacker, emulated(streams))
     assert isinstance(kit.packer, DevicePacker)
     with streams.compute.held():
-        sums = kit.packer.gather(0, IDS, torch.from_numpy(kit.payload), streams.compute_fence())
+        sums = kit.packer.gather(0, kit.halves(IDS), streams.compute_fence())
         with pytest.raises(RuntimeError, match="before"):
             sums.values()
     settled(sums)
@@ -182,11 +187,11 @@ def test_headers_and_inspections_wait_for_no_step(streams: ThreadedStreams) -> N
     """Another chunk's gather, or scatter, may be waiting for the model meanwhile."""
     kit = Kit(DevicePacker, emulated(streams))
     assert isinstance(kit.packer, DevicePacker)
-    slot, header = torch.zeros(8192, dtype=torch.uint8), np.full(4096, 5, dtype=np.uint8)
+    slot, headers = torch.zeros(8192, dtype=torch.uint8), np.full((1, 4096), 5, dtype=np.uint8)
     with streams.compute.held():
         waiting = [kit.gather(streams.compute_fence()), kit.scatter(streams.compute_fence())]
-        settled(kit.packer.finish_image(header, slot, []))
-        settled(kit.packer.inspect(slot, header, slot[4096:].view(4, 1024)))
+        settled(kit.packer.finish_images(headers, [slot], [[]]))
+        settled(kit.packer.inspect([slot], [slot[4096:].view(4, 1024)])[1])
         assert not any(fence.done() for fence in waiting)
     for fence in waiting:
         settled(fence)
@@ -196,16 +201,12 @@ def test_what_comes_of_a_header_or_an_inspection_is_there_when_it_is_told(stream
     """An image is not written before its header is in it, a header page not read before it has come."""
     kit = Kit(DevicePacker, emulated(streams))
     assert isinstance(kit.packer, DevicePacker)
-    slot, header, come = (
-        torch.zeros(8192, dtype=torch.uint8),
-        np.full(4096, 5, dtype=np.uint8),
-        np.zeros(4096, np.uint8),
-    )
+    slot, headers = torch.zeros(8192, dtype=torch.uint8), np.full((1, 4096), 5, dtype=np.uint8)
     beside = kit.packer._beside
     assert isinstance(beside, ThreadedStream)
     with beside.held():
-        finished = kit.packer.finish_image(header, slot, [(4096, 4100)])
-        inspected = kit.packer.inspect(slot, come, None)
+        finished = kit.packer.finish_images(headers, [slot], [[(4096, 4100)]])
+        come, inspected = kit.packer.inspect([slot], None)
         time.sleep(A_WHILE_S)
         assert not finished.done()
         assert not inspected.done()
@@ -261,7 +262,7 @@ class Failing(ThreadedStream):
         (BusPacker, "scatter", "record", 1),
         (DevicePacker, "gather", "record", 1),
         (DevicePacker, "scatter", "record", 1),
-        (DevicePacker, "finish_image", "record", 1),
+        (DevicePacker, "finish_images", "record", 1),
         (DevicePacker, "inspect", "record", 1),
     ],
 )
@@ -274,23 +275,23 @@ def test_when_a_call_fails_nothing_of_it_is_under_way_any_more(
     failing = Failing(streams, where, at)
     for name in ("_out", "_in", "_beside"):
         monkeypatch.setattr(kit.packer, name, failing, raising=kind is DevicePacker)
-    slot, header = torch.zeros(8192, dtype=torch.uint8), np.full(4096, 5, dtype=np.uint8)
+    slot, headers = torch.zeros(8192, dtype=torch.uint8), np.full((1, 4096), 5, dtype=np.uint8)
     halves = [(IDS[:2], kit.payload[:2]), (IDS[2:], kit.payload[2:])]
     calls: dict[tuple[type[Any], str], Callable[[Any], object]] = {
         (BusPacker, "gather"): lambda packer: packer.gather_many(0, halves, READY),
         (BusPacker, "scatter"): lambda packer: packer.scatter_many(0, halves, READY),
         (DevicePacker, "gather"): lambda packer: kit.gather(READY),
         (DevicePacker, "scatter"): lambda packer: kit.scatter(READY),
-        (DevicePacker, "finish_image"): lambda packer: packer.finish_image(header, slot, [(4096, 5000)]),
-        (DevicePacker, "inspect"): lambda packer: packer.inspect(slot, header, None),
+        (DevicePacker, "finish_images"): lambda packer: packer.finish_images(headers, [slot], [[(4096, 5000)]]),
+        (DevicePacker, "inspect"): lambda packer: packer.inspect([slot], None),
     }
     with pytest.raises(RuntimeError, match="out of memory"):
         calls[kind, way](kit.packer)
-    memory = (kit.payload, kit.blocks(), slot.numpy(), header)
+    memory = (kit.payload, kit.blocks(), slot.numpy())
     then = [each.copy() for each in memory]
     failing.told.set()
     failing.synchronize()
-    now = (kit.payload, kit.blocks(), slot.numpy(), header)
+    now = (kit.payload, kit.blocks(), slot.numpy())
     assert all((here == there).all() for here, there in zip(now, then, strict=True))
 
 

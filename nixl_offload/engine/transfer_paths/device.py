@@ -6,14 +6,15 @@ Threading and ownership: see ``common``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
-from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine.device_packer import DevicePacker, DeviceParts
 from nixl_offload.engine.image import GroupPlan
-from nixl_offload.engine.queued import QueuedSums
-from nixl_offload.engine.staging import DeviceSlot, Slot
+from nixl_offload.engine.staging import DeviceSlot
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import Context
+from nixl_offload.engine.transfer_paths.common import Context, sums_of_each
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Outcome
 
@@ -27,15 +28,11 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     _take_slots(context, batch)
     if not context.may_go(batch):
         return
-    sums: list[tuple[BatchChunk, QueuedSums]] = []
-    for chunk in batch.alive:
-        io = chunk.io
-        rows = image.device_rows(_slot(chunk), plan, io)
-        sums.append((chunk, packer.gather(io.group, io.block_ids, rows, chunk.task.job.fence)))
-        batch.fences.append(sums[-1][1])  # at once: the next call may raise
-    yield from batch.passes(())
-    for chunk, found in sums:
-        chunk.sums = found.values()
+    chunks = batch.alive
+    gathered = packer.gather(chunks[0].io.group, _parts(chunks, plan), chunks[0].task.job.fence)
+    yield from batch.passes([gathered])
+    for chunk, sums in zip(chunks, sums_of_each(chunks, gathered), strict=True):
+        chunk.sums = sums
     yield from context.run(batch, plan, _seal)
 
 
@@ -43,14 +40,11 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Add headers and zeros. From here on the KV blocks may change: only the slots are read."""
     if not context.advance_or_end(batch, ChunkState.TRANSFER):
         return
-    packer, chunks = _packer(context), batch.alive
-    sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
-    for chunk, encoded in zip(chunks, context.encode(batch, plan, sums), strict=True):
-        page = _page(chunk)
-        page.memory[:] = encoded
-        clear = [(part.start, part.stop) for part in image.padding(plan, chunk.io)]
-        batch.fences.append(packer.finish_image(page.memory, _slot(chunk).memory, clear))
-    yield from batch.passes(())
+    chunks = batch.alive
+    headers = context.encode(batch, plan, [chunk.sums for chunk in chunks if chunk.sums is not None])
+    clear = [[(part.start, part.stop) for part in image.padding(plan, chunk.io)] for chunk in chunks]
+    finished = _packer(context).finish_images(headers, [_slot(chunk).memory for chunk in chunks], clear)
+    yield from batch.passes([finished])
     yield from context.run(batch, plan, _write)
 
 
@@ -79,22 +73,18 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
     def use(batch: Batch, arrived: list[BatchChunk]) -> Steps:
         summed = context.verify_checksum or not plan.tells_short_reads
-        sums: list[QueuedSums] = []
-        for chunk in arrived:
-            slot = _slot(chunk)
-            rows = image.device_rows(slot, plan, chunk.io) if summed else None
-            sums.append(packer.inspect(slot.memory, _page(chunk).memory, rows))
-            batch.fences.append(sums[-1])
-        yield from batch.passes(())
-        pages = [_page(chunk).memory for chunk in arrived]
-        checked = context.check(arrived, plan, pages)
+        rows = [rows for _, rows in _parts(arrived, plan)] if summed else None
+        pages, sums = packer.inspect([_slot(chunk).memory for chunk in arrived], rows)
+        yield from batch.passes([sums])
+        checked = context.check(arrived, plan, list(pages))
         checked.refuse_absent()
         if summed:
-            known = [(chunk, found) for chunk, found in zip(arrived, sums, strict=True) if chunk.outcome is None]
+            pairs = zip(arrived, sums_of_each(arrived, sums), strict=True)
+            known = [(chunk, found) for chunk, found in pairs if chunk.outcome is None]
             checked.verify(
                 [chunk for chunk, _ in known],
                 [chunk.io.first_block for chunk, _ in known],
-                [found.values() for _, found in known],
+                [found for _, found in known],
             )
         # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
         yield from context.run(batch, plan, _scatter)
@@ -104,36 +94,29 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def _scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Copy verified chunks to their KV blocks: only now, and only those that nobody has given up."""
-    packer = _packer(context)
     if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
-    for chunk in batch.alive:
-        io = chunk.io
-        rows = image.device_rows(_slot(chunk), plan, io)
-        batch.fences.append(packer.scatter(io.group, io.block_ids, rows, chunk.task.job.fence))
-    yield from batch.passes(())
-    for chunk in batch.alive:
+    chunks = batch.alive
+    job, group = chunks[0].task.job, chunks[0].io.group
+    yield from batch.passes([_packer(context).scatter(group, _parts(chunks, plan), job.fence)])
+    for chunk in chunks:
         chunk.end(Outcome.OK)
 
 
 def _take_slots(context: Context, batch: Batch) -> None:
-    """Take what each chunk has none of. When a phase begins again with single chunks, they have theirs."""
+    """Take a slot for each chunk that has none. When a phase begins again with single chunks, they have theirs."""
     for chunk, slot in context.acquire([chunk for chunk in batch.alive if chunk.slot is None], context.memory.device):
         chunk.slot = slot
-    for chunk, page in context.acquire([chunk for chunk in batch.alive if chunk.page is None], context.memory.pages):
-        chunk.page = page
+
+
+def _parts(chunks: Sequence[BatchChunk], plan: GroupPlan) -> DeviceParts:
+    return [(chunk.io.block_ids, image.device_rows(_slot(chunk), plan, chunk.io)) for chunk in chunks]
 
 
 def _slot(chunk: BatchChunk) -> DeviceSlot:
     slot = chunk.slot
     assert isinstance(slot, DeviceSlot)
     return slot
-
-
-def _page(chunk: BatchChunk) -> Slot:
-    page = chunk.page
-    assert page is not None
-    return page
 
 
 def _packer(context: Context) -> DevicePacker:
