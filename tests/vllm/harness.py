@@ -5,7 +5,7 @@ scratch directory; ``close`` ends them all.
 
 ``in_process`` engines (the default) are one process, forked from a zygote where there is one: a start takes 1 to 2 s,
 and a kill takes all of it. ``in_process=False`` is what ``vllm serve`` runs, scheduler and worker in processes of their
-own; they are forked, too. ``forked=False`` lets every process import all by itself, as it would for a user: 20 s.
+own; they are forked, too. ``forked=False`` lets those two import all by themselves, as for a user: 10 s each.
 
 Bit-identical answers: the KV of a prompt does not depend on how often it was computed, but the last bits of the answer
 depend on the shape of the last prefill step. A prompt from ``prompts`` is a whole number of prefill steps, each a whole
@@ -99,7 +99,7 @@ class Workshop:
             "worker_extension_cls": "tests.vllm.poison.PoisonExtension",
             **options,
         }
-        make = functools.partial(ForkedEngine, self._zygote) if self._zygote is not None and forked else Engine
+        make = functools.partial(ForkedEngine, self._zygote, forks_all=forked) if self._zygote is not None else Engine
         engine = make(
             model,
             connector=connector,

@@ -4,7 +4,7 @@ A spawned process imports torch and vLLM anew: 10 s of CPU time for each schedul
 multiprocessing's own forkserver, which is forked off the engine's process while that is still fresh from the zygote:
 it has imported everything, and nothing has run in it. As with "spawn", a new process shares nothing with the one that
 asked for it: it gets what was pickled for it, and that one's environment. What it does not prove is that a bare
-interpreter finds our package; for that, engines of ``in_process=False, forked=False`` are there.
+interpreter finds our package; for that, engines of ``in_process=False, forked=False`` are there, which do without.
 
 Threading: ``fork_server`` is called once, before anything else runs. Ownership: the server ends when the last process
 ends that knows it; it belongs to the engine's process group.

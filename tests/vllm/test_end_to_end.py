@@ -186,7 +186,7 @@ def test_an_engine_short_of_blocks(shape: ModelShape, workshop: Workshop, refere
 def test_scheduler_and_worker_in_processes_of_their_own(workshop: Workshop) -> None:
     """What ``vllm serve`` runs, the connector's halves in two processes: stored, loaded, stopped, started, loaded.
 
-    The first engine's processes are bare interpreters, which find our package by themselves.
+    Of the first engine these two are bare interpreters, which find our package by themselves.
     """
     tier = file_tier(workshop.scratch / "kv-processes")
     with workshop.start_engine(TINY, tier, in_process=False, forked=False) as engine:

@@ -27,13 +27,19 @@ from tests.vllm.harness import (
 PROMPTS = prompts(3, steps=1, seed=94)
 CHUNKS_TOKENS = len(PROMPTS[0]) - TAIL_TOKENS
 OVER_LOOPBACK = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+LEASE_S = 6
+"""What nobody fetches is kept for so long, and the engine that computed it has not settled until then."""
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def beside_nixl(ours: Path, role: str, order: list[str]) -> dict[str, Any]:
     """Return the transfer config of both; ``role``: of ours."""
     children = {
-        "nixl": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+        "nixl": {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        },
         "ours": {
             "kv_connector": "NixlOffloadConnector",
             "kv_role": role,

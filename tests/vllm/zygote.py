@@ -157,16 +157,19 @@ class ForkedProcess:
 
 
 class ForkedEngine(Engine):
-    """An engine that a zygote forks, and whose further processes are forked likewise (``spawning``)."""
+    """An engine that a zygote forks. Its further processes are forked likewise (``spawning``), or, without ``forks_all``,
+    bare interpreters.
+    """
 
-    def __init__(self, zygote: Zygote, *args: Any, **options: Any) -> None:
-        self._zygote = zygote
+    def __init__(self, zygote: Zygote, *args: Any, forks_all: bool = True, **options: Any) -> None:
+        self._zygote, self._forks_all = zygote, forks_all
         self._workers = options.get("distributed_executor_backend") == "mp"
         super().__init__(*args, **options)
 
     def _spawn(self, log_file: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         spawns = self._workers or environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"
-        return cast("subprocess.Popen[bytes]", self._zygote.fork(log_file, environment, spawns=spawns))
+        forked = self._zygote.fork(log_file, environment, spawns=spawns and self._forks_all)
+        return cast("subprocess.Popen[bytes]", forked)
 
 
 def import_all() -> None:
