@@ -157,8 +157,8 @@ class ForkedProcess:
 
 
 class ForkedEngine(Engine):
-    """An engine that a zygote forks. Its further processes are forked likewise (``spawning``), or, without ``forks_all``,
-    bare interpreters.
+    """An engine that a zygote forks. Its further processes are forked likewise (``spawning``); with ``forks_all`` False
+    they are bare interpreters.
     """
 
     def __init__(self, zygote: Zygote, *args: Any, forks_all: bool = True, **options: Any) -> None:
