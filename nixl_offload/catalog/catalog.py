@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
+from typing import Final
 
 from nixl_offload.catalog.admission import Admission
 from nixl_offload.catalog.changes import Change, Changes
 from nixl_offload.catalog.counts import Counts
 from nixl_offload.catalog.placing import Placing
+from nixl_offload.catalog.prefetch import PrefetchKey, PrefetchQueue
+from nixl_offload.catalog.retention import Retention
 from nixl_offload.catalog.tickets import (
     NOBODY,
     NOWHERE,
@@ -28,6 +31,9 @@ from nixl_offload.catalog.write_through import ChainOptions, WriteThrough, Write
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
+
+PREFETCH_BACKLOGS: Final = 4
+"""Prefetches under way are at most this part of what may be written through at any time: both wait in one queue."""
 
 _HIT, _PENDING, _RETRY = Lookup.HIT, Lookup.PENDING, Lookup.RETRY
 _READY = State.READY
@@ -71,6 +77,17 @@ class Catalog:
             evicted=self._removed,
         )
         self._write_throughs = WriteThroughQueue(self._tiers, self._chain, slot_bytes=slot_bytes, evicted=self._removed)
+        self._retention = Retention(self._tiers, slot_bytes)
+        self._prefetches = PrefetchQueue(
+            self._tiers,
+            memory=self._chain.memory,
+            backlog_bytes=self._chain.write_through_backlog_bytes // PREFETCH_BACKLOGS,
+            slot_bytes=slot_bytes,
+            lookup=self.lookup,
+            where=self.where,
+            forget=self.forget_request,
+            evicted=self._removed,
+        )
         self._tickets: dict[int, OpenTicket] = {}
         self._numbers = count(1)
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self._tiers)
@@ -103,7 +120,7 @@ class Catalog:
     @property
     def has_pending_writes(self) -> bool:
         """Whether ``begin_write_throughs`` has something to begin, or to drop once it has waited too long."""
-        return self._write_throughs.has_pending
+        return self._write_throughs.has_pending or self._prefetches.has_pending
 
     # What is there
 
@@ -172,6 +189,8 @@ class Catalog:
         So a prompt's beginning is not evicted to make room for its end. Farther tiers that lack them get them written.
         """
         keys = tuple(keys)
+        if self._retention.next_end_s <= now_s:
+            self._retention.expire(now_s)
         self.touch(keys)
         granted: list[Key] = []
         locations: list[Location] = []
@@ -220,22 +239,58 @@ class Catalog:
         return LoadTicket(ticket, wanted, locations, promotion, slots)
 
     def begin_write_throughs(self, now_s: float) -> list[WriteThroughTicket]:
-        """Begin pending writes to farther tiers: sources pinned, targets reserved. To be called in every step."""
+        """Begin pending writes to farther tiers, and prefetches: sources pinned, targets reserved. To be called in
+        every step.
+        """
         tickets = []
+        if self._retention.next_end_s <= now_s:
+            self._retention.expire(now_s)
         for writes in self._write_throughs.begin(now_s):
             keys = tuple(write.chunk.key for write in writes)
             sources, targets = tuple(write.source for write in writes), tuple(write.target for write in writes)
             number = self._open("write_through", keys, targets, now_s, writes)
             tickets.append(WriteThroughTicket(number, keys, sources, targets))
+        if self._prefetches.has_pending and (fetches := self._prefetches.begin(now_s)):
+            keys = tuple(fetch.key for fetch in fetches)
+            sources, targets = tuple(fetch.source for fetch in fetches), tuple(fetch.target for fetch in fetches)
+            number = self._open("prefetch", keys, targets, now_s, sources=sources)
+            tickets.append(WriteThroughTicket(number, keys, sources, targets))
         return tickets
+
+    # What hints ask for
+
+    def prefetch(
+        self,
+        chunks: Sequence[PrefetchKey],
+        now_s: float,
+        allowed: Collection[int] | None = None,
+        *,
+        is_prefix: bool = True,
+    ) -> None:
+        """Have chunks of one KV cache group read into memory in the background, in their order, from the tiers
+        ``allowed`` (None: any). ``is_prefix``: those behind one that no tier has are of no use.
+        """
+        self._prefetches.add(chunks, now_s, allowed, is_prefix=is_prefix)
+
+    def retain(self, keys: Iterable[Key], seconds: float, now_s: float) -> None:
+        """Do not evict these chunks for so long, as far as there is room: see ``retention``. 0 ends it."""
+        self._retention.retain(keys, now_s + seconds, now_s)
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Give up chunks in memory and in slabs, from the end of a prefix to its beginning. Shared tiers keep them."""
+        for key in tuple(keys)[::-1]:
+            self._retention.end(key)
+            for position, tier in self._numbered:
+                if tier.drop(key):
+                    self._removed(position, (key,))
 
     # What has ended
 
     def report(self, ticket: int, ranks: int, failures: Mapping[int, Outcome], now_s: float) -> Settled | None:
         """Take what ``ranks`` ranks say of a ticket: ``failures`` maps positions in its keys to outcomes.
 
-        Returns how it ended once the last rank has spoken, else None. Unknown tickets are ignored. Of a
-        write-through, CORRUPT says that the source is damaged; any other failure is the target's.
+        Returns how it ended once the last rank has spoken, else None. Unknown tickets are ignored. Of a write-through
+        and a prefetch, CORRUPT says that the source is damaged; no other failure is the source's.
         """
         record = self._tickets.get(ticket)
         if record is None or not record.take(ranks, failures):
@@ -260,6 +315,8 @@ class Catalog:
         What goes is not listed by ``take_changes``: there may be millions, and whoever clears knows.
         """
         self._write_throughs.clear()
+        self._prefetches.clear()
+        self._retention.clear()
         for tier in self._tiers:
             tier.clear()
         self._admission.clear()
@@ -293,6 +350,7 @@ class Catalog:
             not_admitted=self._not_admitted,
             no_room=self._no_room,
             unanswered=self._unanswered,
+            retained_bytes=self._retention.bytes_by_tier,
         )
 
     # Inside
@@ -310,6 +368,7 @@ class Catalog:
 
     def _removed(self, tier: int, keys: Iterable[Key]) -> None:
         self._changes.tell(tier, keys, removed=True)
+        self._retention.dropped(tier, keys)
 
     def _may_wait(self, writing_since_s: float, context: LookupContext, now_s: float) -> bool:
         # Chunks of one prompt are written one after another, each pending anew.
@@ -323,11 +382,18 @@ class Catalog:
         locations: Sequence[Location],
         now_s: float,
         writes: Sequence[WriteThrough] = (),
+        sources: tuple[Location, ...] = (),
         doubtful: tuple[int, ...] = (),
     ) -> int:
         number = next(self._numbers)
         self._tickets[number] = OpenTicket(
-            kind, tuple(keys), tuple(locations), self._world_size, writes=tuple(writes), doubtful=doubtful
+            kind,
+            tuple(keys),
+            tuple(locations),
+            self._world_size,
+            writes=tuple(writes),
+            sources=sources,
+            doubtful=doubtful,
         )
         if kind != "load":
             for key, location in zip(keys, locations, strict=True):
@@ -384,18 +450,23 @@ class Catalog:
             if record.kind == "store":
                 self._placing.ended(key, location, now_s)
             elif record.kind == "write_through":
-                how = outcome.value if outcome is not None else "ok" if is_ready else "gone"
-                self._settle_write_through(record.writes[position], how, now_s)
+                write, how = record.writes[position], outcome.value if outcome is not None else "ok"
+                self._release_source(key, write.source, outcome, now_s)
+                self._write_throughs.settled(write, how if outcome is not None or is_ready else "gone", now_s)
+            elif record.kind == "prefetch":
+                self._release_source(key, record.sources[position], outcome, now_s)
+                self._prefetches.ended(location)
         for tier_position, key in reversed(ready):
             self._changes.tell(tier_position, (key,), removed=False)
+            if key in self._retention:
+                self._retention.stored(tier_position, key)
             if record.kind != "write_through" and len(self._tiers) > 1:
                 # What a bucket has served, and memory kept, goes on to the files between them as well.
                 self._write_throughs.offer(key, self._states(key, record.doubtful), now_s)
 
-    def _settle_write_through(self, write: WriteThrough, how: str, now_s: float) -> None:
-        position, key = write.source.tier, write.chunk.key
-        source = self._tiers[position]
+    def _release_source(self, key: Key, location: Location, outcome: Outcome | None, now_s: float) -> None:
+        """A chunk is not read from there any more. ``outcome``: of what was written, None if that is well."""
+        source = self._tiers[location.tier]
         source.unpin(key)
-        if how == Outcome.CORRUPT.value:
-            self._removed(position, source.loaded([key], {key: Outcome.CORRUPT}, now_s))
-        self._write_throughs.settled(write, how, now_s)
+        if outcome is Outcome.CORRUPT:
+            self._removed(location.tier, source.loaded([key], {key: Outcome.CORRUPT}, now_s))

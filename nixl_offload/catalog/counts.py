@@ -32,3 +32,5 @@ class Counts:
     unanswered: int
     """Likewise, where a tier was left out that may have them: it had not said whether it has what the request asked
     for."""
+    retained_bytes: tuple[int, ...]
+    """Not to be evicted before a time, by tier."""

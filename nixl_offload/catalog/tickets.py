@@ -19,9 +19,9 @@ NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
 
 NOBODY = LookupContext("")
 
-Kind = Literal["store", "load", "promotion", "write_through"]
+Kind = Literal["store", "load", "promotion", "write_through", "prefetch"]
 """store: KV blocks to a tier. load: a tier to KV blocks. promotion: what a load from a farther tier leaves in memory.
-write_through: a tier to a farther one."""
+write_through: a tier to a farther one. prefetch: a farther tier to memory, before a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,10 @@ class LoadTicket:
 
 @dataclass(frozen=True, slots=True)
 class WriteThroughTicket:
-    """Chunks that go from tier to tier: ``keys[i]`` from ``sources[i]`` to ``targets[i]``, all of one tier."""
+    """Chunks that go from tier to tier: ``keys[i]`` from ``sources[i]`` to ``targets[i]``, all of one tier.
+
+    That is a farther one, or, of a prefetch, memory.
+    """
 
     ticket: int
     keys: tuple[Key, ...]
@@ -70,6 +73,8 @@ class OpenTicket:
     """By position: the worst that any rank has said."""
     writes: tuple[WriteThrough, ...] = ()
     """Of a write-through, by position."""
+    sources: tuple[Location, ...] = ()
+    """Of a prefetch, by position; pinned."""
     doubtful: tuple[int, ...] = ()
     """Of a store: tiers that may have the chunks already."""
 

@@ -171,6 +171,13 @@ class Tier(Protocol):
         """A load has been settled (unpinned already): never serve again what failed. Returns what was dropped."""
         ...
 
+    def drop(self, key: Key) -> bool:
+        """Give up a chunk that nobody is expected to ask for again. A tier that others read as well keeps it.
+
+        True: it could be loaded until now.
+        """
+        ...
+
     def clear(self) -> None:
         """Drop every chunk, at a cost that does not grow with their number."""
         ...

@@ -153,12 +153,14 @@ class SlotTier:
         """Mark as recently used; unknown keys are ignored."""
         self._index.touch(key)
 
-    def drop(self, key: Key) -> None:
-        """Never serve this chunk again."""
+    def drop(self, key: Key) -> bool:
+        """Never serve this chunk again. True: it could be loaded until now."""
+        was_ready = self._index.state(key) is State.READY
         self._journal.delete(key)
         freed = self._index.drop(key)
         if freed is not None:
             self._free(freed)
+        return was_ready
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store is over; how it went says nothing that is not in the index."""

@@ -112,5 +112,9 @@ class ClosedTier:
         """Nothing was loaded."""
         return []
 
+    def drop(self, key: Key) -> bool:
+        """There is nothing to drop."""
+        return False
+
     def clear(self) -> None:
         """There is nothing to drop."""

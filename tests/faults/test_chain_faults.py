@@ -270,6 +270,22 @@ def test_moves_that_hang_leave_room_for_loads_and_stores_of_their_own_tier(make:
     assert rig.settle(1).outcomes == (OK,) * 12
 
 
+def test_prefetches_that_hang_leave_room_for_loads_of_their_own_tier(make: Make) -> None:
+    """The first of them are never answered; loads that come later are served beside and before the others."""
+    mover = faulty(Fault(0, FaultKind.STUCK, op=Op.READ))
+    rig = make(mover)
+    for number in range(12):
+        rig.put(FILE, number)
+    rig.put(FILE, 20)
+    rig.chain.submit_moves(1, [rig.move(number, FILE, MEMORY) for number in range(12)])
+    rig.until(lambda: bool(mover.submitted))
+    assert rig.load(2, [rig.chunk(20, FILE, blocks_of(1), host=15)] * 16, ticket=2) == (OK,) * 16
+    assert 1 not in rig.settled
+    mover.release()
+    assert rig.settle(1).outcomes == (OK,) * 12
+    assert np.array_equal(rig.host_bytes(7), rig.image(7))
+
+
 def test_a_source_that_hangs_gives_relay_slots_back_when_it_answers(make: Make) -> None:
     """Its moves are told DROPPED at the load's timeout, as those behind them; the slots stay away until then."""
     file = stuck(Op.READ)

@@ -5,6 +5,7 @@ The bucket's tier is real as well; its store is a dictionary (see ``shared_rig``
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -151,6 +152,10 @@ class Chain:
             self.report(grant.ticket, {} if outcome is Outcome.OK else dict.fromkeys(range(len(grant.keys)), outcome))
         return writes
 
+    def wait_a_moment(self) -> None:
+        """Let the threads that ask the bucket run."""
+        time.sleep(0.001)
+
     # What is asked
 
     def holders(self, number: int) -> list[int]:
@@ -177,7 +182,7 @@ class Chain:
             self.catalog.report(ticket, self.world_size, {}, self.now_s)
         for _ in range(20):
             self.now_s += 31.0
-            self.write_through()
+            self.write_through(to=(MEMORY, FILE, BUCKET))
         assert not self.catalog.has_pending_writes, "an idle engine would step for ever"
         assert self.catalog.open_tickets == 0
         assert self.held() == 0, "a pin or a reservation was not taken back"

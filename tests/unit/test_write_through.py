@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Change, write_through
+from nixl_offload.catalog import Change, PrefetchKey, write_through
 from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.memory.tier import MemoryTier
@@ -724,13 +724,27 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
             chain.catalog.clear()
         elif what < 0.96:
             chain.now_s += chance.choice([0.1, 5.0, 31.0])
-        else:
+        elif what < 0.98:
             chain.catalog.touch(keys(*some))
             chain.catalog.flush(chain.now_s)
+        else:
+            _hint(chain, chance, some)
         counts = chain.catalog.counts()
         assert 0 <= counts.unsaved_bytes <= chain.catalog._chain.unsaved_limit_bytes
+        assert all(taken >= 0 for taken in counts.retained_bytes)
         for index in chain.indexes:
             index.check()
+
+
+def _hint(chain: Chain, chance: random.Random, numbers: list[int]) -> None:
+    what = chance.random()
+    if what < 0.6:
+        chunks = [PrefetchKey(each, 256 * at) for at, each in enumerate(keys(*numbers), 1)]
+        chain.catalog.prefetch(chunks, chain.now_s, is_prefix=chance.random() < 0.5)
+    elif what < 0.9:
+        chain.catalog.retain(keys(*numbers), chance.choice([0.0, 10.0, 60.0]), chain.now_s)
+    else:
+        chain.catalog.drop(keys(*numbers))
 
 
 def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: MakeChain) -> None:

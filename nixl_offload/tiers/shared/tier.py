@@ -316,6 +316,10 @@ class SharedTier:
         self._discard(corrupt, even_whole=True)
         return dropped
 
+    def drop(self, key: Key) -> bool:
+        """Keep it: other servers may ask for it. ``nixl-offload gc`` deletes."""
+        return False
+
     def clear(self) -> None:
         """Forget everything, and never again believe in what was stored before now; see decision 0010.
 

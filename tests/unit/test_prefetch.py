@@ -1,0 +1,252 @@
+"""Prefetch over the tiers' real books: which chunks are read into memory before anybody asks, from where, how many at
+a time, and what is left in anybody's hands afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.catalog import PrefetchKey, WriteThroughTicket, prefetch
+from nixl_offload.tiers.shared.naming import shards_of
+from nixl_offload.types import Outcome
+from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
+from tests.unit.shared_rig import namespace_of
+
+MakeChain = Callable[..., Chain]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeChain]:
+    chains: list[Chain] = []
+
+    def build(**arguments: object) -> Chain:
+        chains.append(Chain(tmp_path, **arguments))  # type: ignore[arg-type]
+        return chains[-1]
+
+    yield build
+    for chain in chains:
+        try:
+            chain.come_to_rest()
+        finally:
+            chain.close()
+
+
+def on_file_only(chain: Chain, *numbers: int) -> None:
+    """Let chunks be in the slab and nowhere else."""
+    chain.store(*numbers)
+    chain.write_through()
+    for number in numbers:
+        chain.tiers[MEMORY].drop(key(number))
+        assert chain.holders(number) == [FILE]
+
+
+def foretell(chain: Chain, *numbers: int, is_prefix: bool = True, allowed: frozenset[int] | None = None) -> None:
+    chunks = [PrefetchKey(each, 256 * at) for at, each in enumerate(keys(*numbers), 1)]
+    chain.catalog.prefetch(chunks, chain.now_s, allowed, is_prefix=is_prefix)
+
+
+def begun(chain: Chain) -> list[WriteThroughTicket]:
+    return [grant for grant in chain.begin() if grant.targets[0].tier == MEMORY]
+
+
+def bring(chain: Chain, outcome: Outcome = Outcome.OK) -> list[tuple[bytes, int]]:
+    """Begin what may begin and let it end so; return key and source of each chunk."""
+    brought = []
+    for grant in begun(chain):
+        brought += list(zip(grant.keys, [source.tier for source in grant.sources], strict=True))
+        chain.report(grant.ticket, {} if outcome is Outcome.OK else dict.fromkeys(range(len(grant.keys)), outcome))
+    return brought
+
+
+def test_chunks_come_to_memory_from_the_slab(make: MakeChain) -> None:
+    chain = make()
+    on_file_only(chain, 1, 2, 3)
+    chain.catalog.take_changes()
+    foretell(chain, 1, 2, 3)
+    assert chain.catalog.has_pending_writes, "an idle engine steps for it"
+    [grant] = begun(chain)
+    assert grant.keys == tuple(keys(1, 2, 3))
+    assert {source.tier for source in grant.sources} == {FILE}
+    assert chain.pinned(FILE) == 3, "what is read is not evicted meanwhile"
+    settled = chain.report(grant.ticket)
+    assert (settled.kind, set(settled.tiers), settled.failed) == ("prefetch", {MEMORY}, {})
+    assert [chain.holders(number) for number in (1, 2, 3)] == [[MEMORY, FILE]] * 3
+    [told] = chain.catalog.take_changes()
+    assert (told.tier, told.removed, set(told.keys)) == (MEMORY, False, set(keys(1, 2, 3)))
+    assert chain.pinned(FILE) == 0
+    assert not chain.catalog.has_pending_writes
+
+
+def test_what_is_in_memory_is_left_there_and_counts_as_used(make: MakeChain) -> None:
+    chain = make(memory_slots=4)
+    chain.store(1, 2, 3, 4)
+    chain.write_through()
+    foretell(chain, 1, 2)
+    assert bring(chain) == []
+    chain.store(5, 6)
+    assert [MEMORY in chain.holders(number) for number in (1, 2, 3, 4)] == [True, True, False, False]
+
+
+def test_what_is_there_already_does_not_make_room_for_the_rest(make: MakeChain) -> None:
+    """The beginning was used longest ago. Afterwards the prefix is evicted from its end."""
+    chain = make(memory_slots=8)
+    on_file_only(chain, 2, 3)
+    chain.store(1)
+    chain.store(10, 11, 12, 13, 14, 15, 16)
+    chain.write_through()
+    foretell(chain, 1, 2, 3)
+    assert bring(chain) == [(key(2), FILE), (key(3), FILE)]
+    assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True] * 3
+    foretell(chain, 1, 2, 3)
+    assert bring(chain) == []
+    chain.store(20, 21, 22, 23, 24, 25)
+    assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True, True, False]
+
+
+def test_every_rank_has_to_have_it(make: MakeChain) -> None:
+    chain = make(world_size=2)
+    on_file_only(chain, 1)
+    foretell(chain, 1)
+    [grant] = begun(chain)
+    assert chain.catalog.report(grant.ticket, 1, {}, chain.now_s) is None
+    assert chain.holders(1) == [FILE]
+    assert chain.catalog.report(grant.ticket, 1, {}, chain.now_s) is not None
+    assert chain.holders(1) == [MEMORY, FILE]
+
+
+def test_a_prefix_ends_where_a_chunk_is_nowhere(make: MakeChain) -> None:
+    chain = make()
+    on_file_only(chain, 1, 3)
+    foretell(chain, 1, 2, 3)
+    assert bring(chain) == [(key(1), FILE)]
+    foretell(chain, 3, 2, 1, is_prefix=False)
+    assert bring(chain) == [(key(3), FILE)], "a window has no beginning"
+
+
+def test_only_tiers_that_are_allowed_are_read(make: MakeChain) -> None:
+    chain = make()
+    on_file_only(chain, 1)
+    foretell(chain, 1, allowed=frozenset({MEMORY}))
+    assert bring(chain) == []
+
+
+def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:
+    """Found by a search as for a request, and written to the slab as well, as what a load leaves in memory is."""
+    chain = make(bucket=True)
+    for number in (1, 2):
+        for shard in shards_of(namespace_of(), key(number)):
+            chain.store_of_bucket.put(shard.name, shard.size_bytes)
+    foretell(chain, 1, 2, 3)
+    found: list[tuple[bytes, int]] = []
+    for _ in range(2000):
+        found += bring(chain)
+        chain.catalog.flush(chain.now_s)
+        if not chain.catalog._prefetches.has_pending:
+            break
+        chain.wait_a_moment()
+    assert found == [(key(1), BUCKET), (key(2), BUCKET)]
+    chain.write_through()
+    assert chain.holders(1) == [MEMORY, FILE, BUCKET]
+
+
+def test_a_bucket_that_does_not_answer_holds_up_no_other(make: MakeChain) -> None:
+    chain = make(bucket=True)
+    on_file_only_with_bucket = (11, 12)
+    chain.store(*on_file_only_with_bucket)
+    chain.write_through()
+    for number in on_file_only_with_bucket:
+        chain.tiers[MEMORY].drop(key(number))
+    foretell(chain, 1, 2)  # of these nothing is known: the bucket is asked, and nobody flushes
+    foretell(chain, *on_file_only_with_bucket)
+    assert bring(chain) == [(key(11), FILE), (key(12), FILE)]
+    assert chain.catalog.has_pending_writes
+    chain.now_s += prefetch.PATIENCE_S
+    assert bring(chain) == []
+    assert not chain.catalog.has_pending_writes, "foretold too long ago"
+
+
+def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:
+    chain = make(memory_slots=64, write_through_backlog_slots=16)
+    numbers = range(1, 21)
+    chain.store(*numbers)
+    while chain.catalog.has_pending_writes:
+        chain.write_through()
+    for number in numbers:
+        chain.tiers[MEMORY].drop(key(number))
+    foretell(chain, *numbers)
+    found = []
+    while chain.catalog.has_pending_writes:
+        [grant] = begun(chain)
+        assert len(grant.keys) <= 4, "a quarter of what may be written through at a time"
+        assert begun(chain) == [], "the next waits for one to end"
+        found += grant.keys
+        chain.report(grant.ticket)
+    assert found == keys(*numbers)
+
+
+def test_one_prefetch_takes_half_of_memory_at_most(make: MakeChain) -> None:
+    chain = make(memory_slots=8)
+    for first in (1, 5, 9):
+        on_file_only(chain, *range(first, first + 4))
+    foretell(chain, *range(1, 13))
+    assert bring(chain) == [(key(number), FILE) for number in range(1, 5)]
+    assert not chain.catalog.has_pending_writes
+
+
+def test_damage_is_found_and_the_chunk_is_gone_at_its_source(make: MakeChain) -> None:
+    chain = make()
+    on_file_only(chain, 1)
+    foretell(chain, 1)
+    bring(chain, Outcome.CORRUPT)
+    assert chain.holders(1) == []
+    assert chain.tiers[FILE].state(key(1)) is None, "it may be stored anew at once"
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.DROPPED])
+def test_what_could_not_be_read_stays_where_it_is(make: MakeChain, outcome: Outcome) -> None:
+    chain = make()
+    on_file_only(chain, 1)
+    foretell(chain, 1)
+    bring(chain, outcome)
+    assert chain.holders(1) == [FILE]
+
+
+def test_a_slot_that_may_still_be_written_to_is_not_used_again(make: MakeChain) -> None:
+    chain = make(memory_slots=2)
+    on_file_only(chain, 1)
+    foretell(chain, 1)
+    bring(chain, Outcome.TAINTED)
+    assert chain.holders(1) == [FILE]
+    assert chain.tiers[MEMORY].statistics().slots.retired_bytes == SLOT  # type: ignore[union-attr]
+
+
+def test_a_reset_in_the_midst_serves_nothing_afterwards(make: MakeChain) -> None:
+    chain = make()
+    on_file_only(chain, 1, 2)
+    foretell(chain, 1, 2)
+    [grant] = begun(chain)
+    foretell(chain, 1, 2)
+    chain.catalog.clear()
+    chain.report(grant.ticket)
+    assert chain.holders(1) == chain.holders(2) == []
+    assert bring(chain) == []
+
+
+def test_without_memory_nothing_waits(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = make()
+    monkeypatch.setattr(chain.catalog._prefetches, "_memory", None)
+    foretell(chain, 1)
+    assert not chain.catalog.has_pending_writes
+
+
+def test_the_oldest_of_too_many_is_dropped(make: MakeChain) -> None:
+    chain = make()
+    on_file_only(chain, 1)
+    foretell(chain, 1)
+    for _ in range(prefetch.MAX_PREFETCHES):
+        foretell(chain, 99)
+    assert bring(chain) == []
+    assert chain.holders(1) == [FILE]

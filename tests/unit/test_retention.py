@@ -1,0 +1,176 @@
+"""Retain and drop over the tiers' real books: what is retained is not evicted before its time, within a tier's share,
+and what is dropped is gone; no pin is left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.catalog import Change, retention
+from nixl_offload.types import Outcome
+from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
+
+MakeChain = Callable[..., Chain]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeChain]:
+    chains: list[Chain] = []
+
+    def build(**arguments: object) -> Chain:
+        chains.append(Chain(tmp_path, **arguments))  # type: ignore[arg-type]
+        return chains[-1]
+
+    yield build
+    for chain in chains:
+        try:
+            chain.now_s += 100_000.0
+            chain.come_to_rest()
+            assert not any(chain.catalog.counts().retained_bytes)
+        finally:
+            chain.close()
+
+
+def retain(chain: Chain, seconds: float, *numbers: int) -> None:
+    chain.catalog.retain(keys(*numbers), seconds, chain.now_s)
+
+
+def fill(chain: Chain, *numbers: int) -> None:
+    """Store chunks one by one, each written through at once."""
+    for number in numbers:
+        chain.store(number)
+        chain.write_through()
+
+
+def test_what_is_retained_outlives_what_came_later(make: MakeChain) -> None:
+    chain = make(memory_slots=4)
+    fill(chain, 1, 2)
+    retain(chain, 60.0, 1)
+    fill(chain, *range(10, 20))
+    assert MEMORY in chain.holders(1)
+    assert MEMORY not in chain.holders(2)
+    assert chain.catalog.counts().retained_bytes[MEMORY] == SLOT
+    chain.now_s += 60.0
+    fill(chain, *range(20, 30))
+    assert MEMORY not in chain.holders(1), "its time is over"
+
+
+def test_it_holds_where_a_chunk_is_stored_later(make: MakeChain) -> None:
+    """Before it is stored at all, and in the tier that it is written to afterwards."""
+    chain = make(memory_slots=4, file_slots=4)
+    retain(chain, 60.0, 1)
+    fill(chain, 1)
+    assert chain.catalog.counts().retained_bytes == (SLOT, SLOT)
+    fill(chain, *range(10, 30))
+    assert chain.holders(1) == [MEMORY, FILE]
+
+
+def test_half_of_a_tier_is_left_for_others(make: MakeChain) -> None:
+    chain = make(memory_slots=4)
+    fill(chain, 1, 2, 3)
+    retain(chain, 60.0, 1, 2, 3)
+    assert chain.catalog.counts().retained_bytes == (2 * SLOT, 3 * SLOT)
+    fill(chain, *range(10, 14))
+    assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True, True, False]
+    assert MEMORY in chain.holders(13)
+
+
+def test_the_last_word_counts(make: MakeChain) -> None:
+    chain = make(memory_slots=4)
+    fill(chain, 1)
+    retain(chain, 60.0, 1)
+    retain(chain, 600.0, 1)
+    chain.now_s += 60.0
+    fill(chain, *range(10, 20))
+    assert MEMORY in chain.holders(1)
+    retain(chain, 0.0, 1)
+    assert not any(chain.catalog.counts().retained_bytes)
+    fill(chain, *range(20, 30))
+    assert MEMORY not in chain.holders(1)
+
+
+def test_a_prefix_is_given_up_from_its_end(make: MakeChain) -> None:
+    chain = make(memory_slots=8)
+    fill(chain, 1, 2, 3, 4)
+    retain(chain, 60.0, 1, 2, 3, 4)
+    fill(chain, 10, 11, 12, 13)
+    chain.now_s += 60.0
+    chain.begin()
+    chain.catalog.touch(keys(10, 11, 12, 13))
+    chain.store(14, 15)
+    assert [MEMORY in chain.holders(number) for number in (1, 2, 3, 4)] == [True, True, False, False]
+
+
+def test_damage_frees_what_is_retained(make: MakeChain) -> None:
+    """Else the chunk could not be stored anew before its time."""
+    chain = make(file_slots=0)
+    chain.store(1)
+    retain(chain, 60.0, 1)
+    chain.load(1, failed={0: Outcome.CORRUPT})
+    assert chain.tiers[MEMORY].state(key(1)) is None
+    assert chain.catalog.counts().retained_bytes == (0,)
+    chain.store(1)
+    assert chain.catalog.counts().retained_bytes == (SLOT,), "and it is retained again"
+
+
+def test_a_reset_ends_it(make: MakeChain) -> None:
+    chain = make()
+    fill(chain, 1, 2)
+    retain(chain, 60.0, 1, 2, 3)
+    chain.catalog.clear()
+    assert not any(chain.catalog.counts().retained_bytes)
+    chain.store(1)
+    assert not any(chain.catalog.counts().retained_bytes)
+
+
+def test_only_so_many_are_remembered(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "MAX_RETAINED", 2)
+    chain = make()
+    fill(chain, 1, 2, 3)
+    for _ in range(3):
+        retain(chain, 60.0, 1, 2, 3)
+    assert chain.catalog.counts().retained_bytes[MEMORY] == 2 * SLOT
+
+
+def test_being_renewed_for_ever_costs_no_memory(make: MakeChain) -> None:
+    chain = make()
+    fill(chain, 1)
+    for _ in range(10_000):
+        retain(chain, 60.0, 1)
+    assert len(chain.catalog._retention._ends) < 2_000
+
+
+def test_a_bucket_keeps_what_it_keeps(make: MakeChain) -> None:
+    chain = make(bucket=True)
+    fill(chain, 1)
+    retain(chain, 60.0, 1)
+    assert chain.catalog.counts().retained_bytes == (SLOT, SLOT, 0)
+
+
+def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make: MakeChain) -> None:
+    chain = make(bucket=True)
+    fill(chain, 1, 2)
+    retain(chain, 60.0, 2)
+    chain.catalog.take_changes()
+    chain.catalog.drop(keys(1, 2, 3))
+    assert chain.holders(1) == chain.holders(2) == [BUCKET]
+    assert chain.catalog.take_changes() == [
+        Change(tier, (key(number),), removed=True) for number in (2, 1) for tier in (MEMORY, FILE)
+    ]
+    assert not any(chain.catalog.counts().retained_bytes)
+
+
+def test_what_is_dropped_while_it_is_written_or_read_goes_with_its_ticket(make: MakeChain) -> None:
+    chain = make(file_slots=0)
+    chain.store(1)
+    grant = chain.reserve(2)
+    assert grant is not None
+    load = chain.catalog.prepare_load(keys(1), chain.now_s)
+    chain.catalog.drop(keys(1, 2))
+    chain.report(grant.ticket)
+    chain.report(load.ticket)
+    assert chain.holders(1) == chain.holders(2) == []
+    assert chain.held() == 0
