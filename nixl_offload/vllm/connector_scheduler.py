@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.idling import Idling
 from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
@@ -54,6 +55,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
         self._idling = Idling(time.monotonic)
         self._load = ServerLoadCounter()
+        self._hints = Hints(self.offload_manager, self.config, time.monotonic)
         self._world_size = vllm_config.parallel_config.world_size
         self._geometries: dict[int, RankGeometry] = {}
         """By rank: what was told so far, as long as some rank has not told."""
@@ -111,6 +113,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         super().on_new_request(request)
         self._load.arrived(request.request_id)
         self._refuse_worthless_keys(request)
+        if request.kv_transfer_params or request.kv_hints:
+            status = request_state(self, request.request_id)
+            if status is not None:
+                self._hints.arrived(request, status)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
@@ -168,6 +174,9 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if not scheduler_output.total_num_scheduled_tokens and self.offload_manager.is_waiting():
             time.sleep(self._idling.pause_s)
         self._steps += 1
+        if self._hints.has_pending:
+            self._hints.step()
+            self._idling.record_progress()
         if self._asked_about or self.holds_stores:
             self._hold_stores(scheduler_output)
         self._clock.scheduled(scheduler_output)
@@ -216,12 +225,14 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's."""
         self._load.allocated(request.request_id)
+        if self._hints.waits_for_ends:
+            self._hints.finished(request.request_id, request_state(self, request.request_id))
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:
         """As vLLM's, as long as storage makes progress. Requests keep the engine stepping by themselves."""
-        awaits_ranks = not self.is_off and not self.offload_manager.is_begun
-        return self._idling.is_patient and (awaits_ranks or super().has_pending_push_work())
+        awaits = self._hints.has_pending or (not self.is_off and not self.offload_manager.is_begun)
+        return self._idling.is_patient and (awaits or super().has_pending_push_work())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """As vLLM's, with a name for each medium; what chunks were made of is forgotten with them."""

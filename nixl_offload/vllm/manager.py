@@ -77,7 +77,9 @@ STORE_BACKLOG_STAGINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """State of a request whose keys are worth nothing: it is neither stored nor loaded."""
+    """State of a request that is not stored; nor is it loaded where its keys are worth nothing."""
+
+    may_load: bool = False
 
 
 class NixlOffloadManager(OffloadingManager):
@@ -280,6 +282,22 @@ class NixlOffloadManager(OffloadingManager):
                 tier.give_up()
         self._update_tiers()
 
+    # What hints need: see ``hints``.
+
+    @property
+    def catalog(self) -> Catalog | None:
+        """The tiers and what they hold; None until the namespace is known."""
+        return self._catalog
+
+    def allowed_tiers(self, req_context: ReqContext) -> frozenset[int] | None:
+        """Return the tiers that a request may load from, None for all."""
+        return allowed_tiers(req_context, self._labels)
+
+    def count_hint(self, hint: str, result: str) -> None:
+        """Count a hint that came with a request."""
+        self._stats_s = 0.0
+        self._metrics.hint(hint, result)
+
     # What vLLM asks while it schedules.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -289,7 +307,8 @@ class NixlOffloadManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether one chunk can be loaded."""
-        if self._catalog is None or req_context.get_state(Refused) is not None:
+        refused = req_context.get_state(Refused)
+        if self._catalog is None or (refused is not None and not refused.may_load):
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
         context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))

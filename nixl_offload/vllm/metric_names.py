@@ -71,7 +71,8 @@ PAYLOAD: Final = _of(
     ("operation", "tier"),
     "bytes, all ranks",
     "KV bytes that a tier has taken or given: store (from KV blocks), load (to KV blocks), write_through (from "
-    "another tier) or fetch (for a farther one; not counted for memory). Without headers, padding and failures.",
+    "another tier) or fetch (for a farther one, or for memory because of a hint; not counted for memory). Without "
+    "headers, padding and failures.",
     "rate() is the tier's throughput",
 )
 DURATION: Final = _of(
@@ -89,10 +90,10 @@ CHUNKS: Final = _of(
     "counter",
     ("operation", "outcome", "tier"),
     "chunks",
-    "Chunks stored (from KV blocks), loaded (to KV blocks), kept in memory when loaded (promotion) or written "
-    "to a farther tier (write_through), by outcome on the worst rank: ok, failed (by storage), corrupt (refused by "
-    "verification), dropped (to shed load) or tainted (failed, and its place is not used again). The tier is the "
-    "target, of loads the source.",
+    "Chunks stored (from KV blocks), loaded (to KV blocks), kept in memory when loaded (promotion), read into memory "
+    "because of a hint (prefetch) or written to a farther tier (write_through), by outcome on the worst rank: ok, "
+    "failed (by storage), corrupt (refused by verification), dropped (to shed load) or tainted (failed, and its place "
+    "is not used again). The tier is the target, of loads the source.",
     'outcome="corrupt": damage on the medium, found before use',
 )
 FAILURES: Final = _of(
@@ -218,6 +219,23 @@ NOT_WRITTEN_THROUGH: Final = _of(
     "before), refused (the tier took nothing for 30 s) or overflow (too many waited).",
     "Why the farther tier lacks chunks",
 )
+HINTS: Final = _of(
+    "hints",
+    "counter",
+    ("hint", "result"),
+    "hints",
+    "Hints that came with requests: prefetch, retain, store or drop, taken; any, bad (not understood and ignored; the "
+    "log has the first) or refused (too many at a time).",
+    "Does the router send what is meant? bad above 0: see the log",
+)
+RETAINED: Final = _of(
+    "retained_bytes",
+    "gauge",
+    TIER,
+    "bytes per rank",
+    "Bytes in memory and slabs that a hint keeps from eviction; half of capacity_bytes at most.",
+    "At half of capacity_bytes: more is not retained",
+)
 PROBES: Final = _of(
     "probes",
     "counter",
@@ -289,6 +307,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     UNSAVED,
     WRITTEN_THROUGH,
     NOT_WRITTEN_THROUGH,
+    HINTS,
+    RETAINED,
     PROBES,
     PROBE_ERRORS,
     PROBE_SECONDS,

@@ -92,6 +92,10 @@ class MetricsReporter:
                 if tokens or result != "skipped":
                     self._stats.increase_counter(names.LOOKUPS.name, tokens, (kind, result))
 
+    def hint(self, hint: str, result: str) -> None:
+        """Count a hint that came with a request."""
+        self._stats.increase_counter(names.HINTS.name, 1, (hint, result))
+
     def worked(self, work: Work) -> None:
         """Count what ranks have moved, and what failed there."""
         for act, size_bytes in work.payload_bytes.items():
@@ -135,9 +139,10 @@ class MetricsReporter:
         self._take_chain(counts)
         for (position, decision), value in decisions.items():
             self._count(names.DECISIONS, value, (self._kinds[position], decision.value))
-        for kind, of_tier in zip(self._kinds, statistics, strict=False):
+        for kind, of_tier, retained_bytes in zip(self._kinds, statistics, counts.retained_bytes, strict=False):
             if of_tier.slots is not None:
                 self._take_slots(of_tier.slots, (kind,))
+                self._show(names.RETAINED, retained_bytes, (kind,))
             if of_tier.shared is not None:
                 self._take_shared(of_tier.shared, (kind,))
         if self._stats.is_empty():
@@ -152,6 +157,7 @@ class MetricsReporter:
                 yield names.CHUNKS, (operation, outcome.value, kind)
             if position:
                 yield names.WRITTEN_THROUGH, (kind,)
+        yield names.HINTS, ("any", "bad")
 
     def _take_chain(self, counts: Counts) -> None:
         for (position, ended), value in counts.write_throughs.items():

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.request import Request
 
 from nixl_offload.vllm.compat import check_version
 
@@ -153,6 +155,21 @@ def without_preempted_loads(scheduler: OffloadingConnectorScheduler, output: Sch
     if not loading or not output.preempted_req_ids or check_version() != (0, 32):
         return output
     return replace(output, preempted_req_ids=output.preempted_req_ids - loading)
+
+
+def request_without_tokens(request: Request, request_id: str) -> Request:
+    """Return a request that vLLM never sees, with nothing yet but what ``request`` mixes into its block hashes: adapter
+    and salt. Tokens that are appended to it give the hashes of a prompt that begins with them.
+    """
+    return Request(
+        request_id,
+        [],
+        SamplingParams(max_tokens=1),
+        None,
+        lora_request=request.lora_request,
+        cache_salt=request.cache_salt,
+        block_hasher=request._block_hasher,
+    )
 
 
 # The ranks' half.

@@ -239,6 +239,11 @@ def test_constructors_take_what_we_give() -> None:
     backends = "vllm.distributed.kv_transfer.kv_connector.utils:get_current_attn_backends"
     assert parameters(backends)[0] == "vllm_config"
     assert parameters("vllm.v1.kv_offload.base:OffloadingSpec.__init__") == ["config"]
+    request = parameters("vllm.v1.request:Request.__init__")
+    assert request[:4] == ["request_id", "prompt_token_ids", "sampling_params", "pooling_params"]
+    assert {"lora_request", "cache_salt", "block_hasher"} <= set(request)
+    assert parameters("vllm.v1.request:Request.append_output_token_ids") == ["token_ids"]
+    assert parameters(f"{OFFLOADING}.scheduler:RequestOffloadState.update_offload_keys") == []
 
 
 def test_layers_keep_the_scales_of_quantized_kv_where_we_read_them() -> None:
@@ -270,6 +275,10 @@ def test_layers_keep_the_scales_of_quantized_kv_where_we_read_them() -> None:
                 "_stale_job_threshold",
             },
         ),
+        (
+            "vllm.v1.request:Request.__init__",
+            {"kv_transfer_params", "kv_hints", "lora_request", "cache_salt", "block_hashes", "_block_hasher"},
+        ),
         ("vllm.v1.kv_offload.base:OffloadingSpec.__init__", {"config", "extra_config"}),
         ("vllm.v1.kv_offload.base:GPULoadStoreSpec.__init__", {"group_sizes", "block_indices"}),
         ("vllm.v1.kv_offload.base:BlockIDsLoadStoreSpec.__init__", {"block_ids"}),
@@ -287,10 +296,16 @@ def test_bases_set_the_attributes_that_we_use(path: str, names: set[str]) -> Non
         (f"{OFFLOADING}.common:TransferStats", ["load", "store"]),
         (f"{OFFLOADING}.common:TransferJob", ["req_id", "src_spec", "dst_spec"]),
         (f"{OFFLOADING}.common:OffloadingConnectorMetadata", ["load_jobs", "store_jobs", "jobs_to_flush"]),
-        (f"{OFFLOADING}.scheduler:SchedulerOffloadConfig", ["kv_group_configs"]),
-        (f"{OFFLOADING}.scheduler:GroupOffloadConfig", ["group_idx", "tokens_per_chunk"]),
+        (f"{OFFLOADING}.scheduler:SchedulerOffloadConfig", ["kv_group_configs", "tokens_per_hash"]),
+        (
+            f"{OFFLOADING}.scheduler:GroupOffloadConfig",
+            ["group_idx", "tokens_per_chunk", "sliding_window_size_in_chunks"],
+        ),
         (f"{OFFLOADING}.scheduler:RequestGroupState", ["offload_keys", "next_stored_chunk_idx"]),
         (f"{OFFLOADING}.scheduler:RequestOffloadState", ["req", "req_context", "group_states"]),
+        (f"{OFFLOADING}.scheduler:RequestOffloadState", ["config", "offloading_context"]),
+        ("vllm.v1.kv_hints:KvHintsEnvelope", ["actions"]),
+        ("vllm.v1.kv_hints:KvHintAction", ["action_type", "action_version", "payload"]),
         (f"{OFFLOADING}.scheduler:TransferJobStatus", ["req_id", "keys", "is_store"]),
         (
             "vllm.v1.core.sched.output:SchedulerOutput",

@@ -7,6 +7,7 @@ those that what was done must give, by tier; on a real engine names show up, of 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingHistogramMetadata
 
 from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus, Waiting, Work
-from nixl_offload.types import Outcome
+from nixl_offload.types import Key, Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.messages import RankStatus, WorkerReport
@@ -162,6 +163,9 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     moves = rig.step()
     rig.report(moves[0].ticket)
     rig.report(moves[1].ticket, {0: Outcome.DROPPED})
+    assert rig.manager.catalog is not None
+    rig.manager.catalog.retain([Key(key(3))], 60.0, time.monotonic())
+    rig.manager.count_hint("retain", "taken")
     looks = request()
     looks.set_state(LookupStatistics(0, CHUNK_TOKENS, CHUNK_TOKENS))
     rig.manager.tokens_to_load(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)

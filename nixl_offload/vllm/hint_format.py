@@ -1,0 +1,113 @@
+"""What a router may ask for with a request: our names in ``kv_transfer_params``, and in vLLM's envelope of hints.
+
+Threading: pure functions. docs/hints.md is for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_hints import KvHintsEnvelope
+
+FIELD: Final = "nixl_offload"
+"""Where hints are in ``kv_transfer_params``."""
+ACTION_TYPE: Final = "nixl_offload.hints"
+"""``action_type`` of our actions in an envelope, whose payload is what ``FIELD`` has in ``kv_transfer_params``."""
+ACTION_MAJOR: Final = "1"
+"""Of ``action_version``."""
+MAX_ACTIONS: Final = 16
+"""Of ours in one envelope."""
+MAX_TOKENS: Final = 1 << 20
+MAX_RETAIN_S: Final = 86_400.0
+
+_FIELDS: Final = ("token_ids", "prefetch", "retain_s", "store", "drop_from")
+
+
+class BadHintError(Exception):
+    """A hint is not what it should be. ``path`` names the place, and the text says what would be right."""
+
+    def __init__(self, path: str, expected: str) -> None:
+        super().__init__(f"{path}: {expected}")
+        self.path = path
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What is to be done with the chunks of some tokens."""
+
+    token_ids: list[int] | None = None
+    """Of the beginning of a prompt; None: the request's own tokens. What they are is checked when they are hashed."""
+    prefetch: bool = False
+    """Read into memory what a farther tier has."""
+    retain_s: float | None = None
+    """Do not evict for so long; 0 ends that."""
+    store: bool = True
+    """Whether to store what the request itself computes."""
+    drop_from: int | None = None
+    """Give up the chunks that reach beyond this token."""
+
+    @property
+    def names(self) -> list[str]:
+        """What it asks for, in metrics."""
+        asked = {
+            "prefetch": self.prefetch,
+            "retain": self.retain_s is not None,
+            "store": not self.store,
+            "drop": self.drop_from is not None,
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
+
+
+def hints_of(params: Any, envelope: KvHintsEnvelope | None) -> Iterator[Hint | BadHintError]:
+    """Yield the hints for us in a request's ``kv_transfer_params`` and ``kv_hints``; what is bad as an exception.
+
+    What is for others is passed over.
+    """
+    if isinstance(params, Mapping) and FIELD in params:
+        yield _checked(params[FIELD], f"kv_transfer_params.{FIELD}")
+    ours = [action for action in envelope.actions if action.action_type == ACTION_TYPE] if envelope is not None else ()
+    for number, action in enumerate(ours):
+        if number >= MAX_ACTIONS:
+            yield BadHintError("kv_hints.actions", f"at most {MAX_ACTIONS} of type {ACTION_TYPE}")
+            return
+        if action.action_version.partition(".")[0] != ACTION_MAJOR:
+            yield BadHintError("kv_hints.actions.action_version", f"this version knows {ACTION_TYPE} {ACTION_MAJOR}.x")
+        else:
+            yield _checked(action.payload, "kv_hints.actions.payload")
+
+
+def _checked(raw: Any, path: str) -> Hint | BadHintError:
+    try:
+        return _parse(raw, path)
+    except BadHintError as error:
+        return error
+
+
+def _parse(raw: Any, path: str) -> Hint:
+    """Raises BadHintError. Values are not shown: they are a user's prompt."""
+    if not isinstance(raw, Mapping):
+        raise BadHintError(path, f"an object with some of {', '.join(_FIELDS)} is right, not {type(raw).__name__}")
+    if not raw.keys() <= set(_FIELDS):
+        raise BadHintError(path, f"has an unknown field; known are {', '.join(_FIELDS)}")
+    token_ids, retain_s, drop_from = raw.get("token_ids"), raw.get("retain_s"), raw.get("drop_from")
+    if token_ids is not None and not (isinstance(token_ids, list) and 0 < len(token_ids) <= MAX_TOKENS):
+        raise BadHintError(f"{path}.token_ids", f"a list of 1 to {MAX_TOKENS} token ids is right")
+    for name in ("prefetch", "store"):
+        if not isinstance(raw.get(name, False), bool):
+            raise BadHintError(f"{path}.{name}", "true or false is right")
+    if retain_s is not None and not (_is_number(retain_s) and 0 <= retain_s <= MAX_RETAIN_S):
+        raise BadHintError(f"{path}.retain_s", f"a number of seconds from 0 to {MAX_RETAIN_S:g} is right")
+    if drop_from is not None and not (type(drop_from) is int and drop_from >= 0):
+        raise BadHintError(f"{path}.drop_from", "the number of a token is right, 0 for the first")
+    hint = Hint(token_ids, raw.get("prefetch", False), retain_s, raw.get("store", True), drop_from)
+    if drop_from is not None and (hint.prefetch or retain_s):
+        raise BadHintError(f"{path}.drop_from", "cannot go with prefetch or retain_s, which keep the same chunks")
+    return hint
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and isfinite(value))

@@ -1,0 +1,183 @@
+"""Carries out the hints that come with requests: see ``hint_format`` for what they are.
+
+Threading: the scheduler's thread. A prompt that comes as token ids is hashed a piece at a step, so that no step waits.
+Failure: nothing raises because of a hint. A bad one is counted, and the first of its sort is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
+
+from nixl_offload.catalog import Catalog, PrefetchKey
+from nixl_offload.types import Key
+from nixl_offload.vllm.hint_format import BadHintError, Hint, hints_of
+from nixl_offload.vllm.manager import NixlOffloadManager, Refused
+from nixl_offload.vllm.vllm_internals import request_without_tokens
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import SchedulerOffloadConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS: Final = 256
+"""Prompts of hints that wait to be hashed."""
+MAX_WAITING_TOKENS: Final = 4 << 20
+"""Tokens of them: some 150 MB."""
+HASHES_PER_STEP: Final = 128
+"""Blocks of them that are hashed in one step: about half a millisecond of it."""
+
+
+class _Prompt:
+    """Token ids of a hint, on their way to be hashed."""
+
+    def __init__(self, hint: Hint, token_ids: list[int], request: Request, config: SchedulerOffloadConfig) -> None:
+        self.hint = hint
+        self.token_ids = token_ids
+        self._request = request_without_tokens(request, f"hint-of-{request.request_id}")
+        self.status = RequestOffloadState(
+            config=config,
+            req=self._request,
+            req_context=ReqContext(self._request.request_id),
+            offloading_context=RequestOffloadingContext(),
+        )
+
+    def hash_some(self, tokens: int) -> bool:
+        """Hash the next ``tokens``; True: that were all. Raises BadHintError where something is no token id."""
+        begin = self._request.num_tokens
+        piece = self.token_ids[begin : begin + tokens]
+        if not all(type(token) is int and token >= 0 for token in piece):
+            raise BadHintError("token_ids", "whole numbers are right, 0 or more")
+        self._request.append_output_token_ids(piece)
+        return self._request.num_tokens >= len(self.token_ids)
+
+
+class Hints:
+    """The hints that were not carried out yet."""
+
+    def __init__(self, manager: NixlOffloadManager, config: SchedulerOffloadConfig, clock: Callable[[], float]) -> None:
+        """``config``: vLLM's, with the KV cache groups."""
+        self._manager = manager
+        self._config = config
+        self._clock = clock
+        self._prompts: deque[tuple[_Prompt, frozenset[int] | None]] = deque()
+        """With the tiers that each may be loaded from."""
+        self._waiting_tokens = 0
+        self._at_end: dict[str, list[Hint]] = {}
+        """By request: what is to be done with its chunks when it has ended."""
+        self._complained: set[str] = set()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether ``step`` has something to do."""
+        return bool(self._prompts)
+
+    def arrived(self, request: Request, status: RequestOffloadState) -> None:
+        """Take the hints of a new request."""
+        for hint in hints_of(request.kv_transfer_params, request.kv_hints):
+            if isinstance(hint, BadHintError):
+                self._complain(hint)
+            else:
+                self._take(hint, request, status)
+
+    def step(self) -> None:
+        """Hash some of the prompts that wait, and carry out the hints of those that are done."""
+        prompt, allowed = self._prompts[0]
+        try:
+            is_done = prompt.hash_some(HASHES_PER_STEP * self._config.tokens_per_hash)
+        except BadHintError as error:
+            self._complain(error)
+            self._prompts.popleft()
+            self._waiting_tokens -= len(prompt.token_ids)
+            return
+        if is_done:
+            self._prompts.popleft()
+            self._waiting_tokens -= len(prompt.token_ids)
+            self._carry_out(prompt.hint, prompt.status, allowed)
+
+    def finished(self, request_id: str, status: RequestOffloadState | None) -> None:
+        """A request has ended: carry out what was to be done then. ``status``: with all of its chunks."""
+        for hint in self._at_end.pop(request_id, ()):
+            if status is not None:
+                self._carry_out(hint, status, None)
+
+    @property
+    def waits_for_ends(self) -> bool:
+        """Whether ``finished`` may have something to do."""
+        return bool(self._at_end)
+
+    # Inside
+
+    def _take(self, hint: Hint, request: Request, status: RequestOffloadState) -> None:
+        is_refused = status.req_context.get_state(Refused) is not None
+        tokens = len(hint.token_ids or ())
+        if tokens and (len(self._prompts) >= MAX_PROMPTS or self._waiting_tokens + tokens > MAX_WAITING_TOKENS):
+            self._manager.count_hint("any", "refused")
+            return
+        for name in hint.names:
+            self._manager.count_hint(name, "taken")
+        stores_nothing = not hint.store or (hint.token_ids is None and hint.drop_from is not None)
+        if stores_nothing and not is_refused:
+            status.req_context.set_state(Refused(may_load=True))
+        allowed = self._manager.allowed_tiers(status.req_context)
+        if hint.token_ids is not None:
+            self._waiting_tokens += tokens
+            self._prompts.append((_Prompt(hint, hint.token_ids, request, self._config), allowed))
+            return
+        if is_refused:
+            return
+        if hint.prefetch and self._manager.catalog is not None:
+            self._prefetch(self._manager.catalog, status, allowed)
+        if hint.retain_s is not None or hint.drop_from is not None:
+            self._at_end.setdefault(request.request_id, []).append(hint)
+
+    def _carry_out(self, hint: Hint, status: RequestOffloadState, allowed: frozenset[int] | None) -> None:
+        catalog = self._manager.catalog
+        if catalog is None:
+            return
+        if hint.token_ids is not None and hint.prefetch:
+            self._prefetch(catalog, status, allowed)
+        chunks = self._chunks(status)
+        if hint.retain_s is not None:
+            keys = [chunk.key for group in chunks for chunk in group]
+            catalog.retain(keys, hint.retain_s, self._clock())
+        if hint.drop_from is not None:
+            for group in chunks:
+                catalog.drop(chunk.key for chunk in group if chunk.end_token > hint.drop_from)
+
+    def _prefetch(self, catalog: Catalog, status: RequestOffloadState, allowed: frozenset[int] | None) -> None:
+        now_s = self._clock()
+        for config, chunks in zip(self._config.kv_group_configs, self._chunks(status), strict=True):
+            window = config.sliding_window_size_in_chunks
+            if window is None:
+                catalog.prefetch(chunks, now_s, allowed)
+            else:
+                # Looked up as vLLM does, back to front. One more: a prompt's last token is always computed.
+                catalog.prefetch(chunks[: -(window + 2) : -1], now_s, allowed, is_prefix=False)
+
+    def _chunks(self, status: RequestOffloadState) -> list[Sequence[PrefetchKey]]:
+        """Return the chunks of a request by KV cache group."""
+        status.update_offload_keys()
+        return [
+            [
+                PrefetchKey(Key(key), number * config.tokens_per_chunk)
+                for number, key in enumerate(group.offload_keys, 1)
+            ]
+            for config, group in zip(self._config.kv_group_configs, status.group_states, strict=True)
+        ]
+
+    def _complain(self, error: BadHintError) -> None:
+        self._manager.count_hint("any", "bad")
+        if error.path not in self._complained:
+            self._complained.add(error.path)
+            logger.warning(
+                'A hint was ignored: %s. Said once; vllm:nixl_offload_hints_total{result="bad"} counts them. '
+                "docs/hints.md has the format",
+                error,
+            )

@@ -1,0 +1,213 @@
+"""The scheduler's half with hints, without an engine: token ids become the keys that a request with these tokens has, a
+piece at a step; hints come by ``kv_transfer_params`` and by vLLM's envelope alike; too many at a time are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.kv_offload.base import OffloadKey, ScheduleEndContext
+from vllm.v1.request import Request
+
+from nixl_offload.index import State
+from nixl_offload.types import Key
+from nixl_offload.vllm import hints
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+from nixl_offload.vllm.messages import TicketReport
+from nixl_offload.vllm.spec import NixlOffloadSpec
+from tests.vllm import manager_rig
+from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS
+
+CHUNKS = 3
+TOKENS = [7 * number % 1000 for number in range(CHUNKS * CHUNK_TOKENS + 10)]
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[NixlOffloadScheduler]:
+    init_none_hash(sha256)
+    config = manager_rig.config_of(manager_rig.memory_tier(64), manager_rig.slab_tier(tmp_path))
+    offloading, caches = manager_rig.offloading_config(), manager_rig.kv_cache_config()
+    spec = NixlOffloadSpec(
+        offloading, config_file=config, vllm_config=manager_rig.vllm_config(), kv_cache_config=caches
+    )
+    made = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
+    made.open(manager_rig.ranks())
+    manager_rig.ranks_open(made.offload_manager)
+    yield made
+    made.offload_manager.shutdown()
+
+
+def request_of(
+    name: str,
+    tokens: list[int],
+    *,
+    salt: str | None = None,
+    adapter: LoRARequest | None = None,
+    params: Any = None,
+    envelope: KvHintsEnvelope | None = None,
+) -> Request:
+    """A request as the engine makes it from one that has come."""
+    sampling = SamplingParams(max_tokens=1, extra_args=None if params is None else {"kv_transfer_params": params})
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    return Request(
+        name, tokens, sampling, None, lora_request=adapter, cache_salt=salt, block_hasher=hasher, kv_hints=envelope
+    )
+
+
+def keys_of(request: Request) -> list[OffloadKey]:
+    hashes = request.block_hashes[BLOCKS_PER_CHUNK - 1 :: BLOCKS_PER_CHUNK]
+    return [OffloadKey(bytes(each) + bytes(4)) for each in hashes]
+
+
+def settle(scheduler: NixlOffloadScheduler, ticket: int) -> None:
+    scheduler.offload_manager.settle({ticket: TicketReport(1, {})})
+
+
+def moves(scheduler: NixlOffloadScheduler) -> list[Any]:
+    scheduler.offload_manager.on_schedule_end(ScheduleEndContext([], []))
+    return scheduler.offload_manager.take_moves()
+
+
+def put_on_the_slab(scheduler: NixlOffloadScheduler, keys: Sequence[OffloadKey]) -> None:
+    """Store chunks, have them written through, and gone from memory."""
+    output = scheduler.offload_manager.prepare_store(keys, manager_rig.request("stores"))
+    assert output is not None
+    settle(scheduler, output.store_spec.ticket.ticket)  # type: ignore[attr-defined]
+    for move in moves(scheduler):
+        settle(scheduler, move.ticket)
+    catalog = scheduler.offload_manager.catalog
+    assert catalog is not None
+    for key in keys:
+        catalog._tiers[0].drop(Key(key))
+        assert [tier.state(Key(key)) for tier in catalog._tiers] == [None, State.READY]
+
+
+def pending_steps(scheduler: NixlOffloadScheduler) -> int:
+    """Step until all hints were carried out; return how many steps that took."""
+    steps = 0
+    while scheduler._hints.has_pending:
+        scheduler._hints.step()
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("by_envelope", [False, True])
+@pytest.mark.parametrize(
+    ("salt", "adapter"), [(None, None), ("tenant", None), ("tenant", LoRARequest("adapter", 1, "/adapter"))]
+)
+def test_token_ids_give_the_keys_of_a_request_with_that_salt_and_adapter(
+    scheduler: NixlOffloadScheduler, salt: str | None, adapter: LoRARequest | None, by_envelope: bool
+) -> None:
+    right = keys_of(request_of("right", TOKENS, salt=salt, adapter=adapter))
+    assert len(right) == CHUNKS
+    put_on_the_slab(scheduler, right)
+    raw = {"prefetch": True, "token_ids": TOKENS}
+    other = KvHintAction("1", "kv.fetch", "1.0", {"block_hashes": [1]})
+    ours = KvHintAction("2", "nixl_offload.hints", "1.0", raw)
+    carrier = request_of(
+        "carrier",
+        TOKENS[:1],
+        salt=salt,
+        adapter=adapter,
+        params=None if by_envelope else {"do_remote_decode": False, "nixl_offload": raw},
+        envelope=KvHintsEnvelope("0.1", "message", [other, ours]) if by_envelope else None,
+    )
+    scheduler.on_new_request(carrier)
+    assert scheduler.has_pending_push_work(), "an idle engine steps on"
+    assert pending_steps(scheduler) == 1
+    [move] = moves(scheduler)
+    assert list(move.keys) == right
+    assert {target.tier for target in move.targets} == {0}
+    settle(scheduler, move.ticket)
+
+
+def test_another_salt_finds_nothing(scheduler: NixlOffloadScheduler) -> None:
+    put_on_the_slab(scheduler, keys_of(request_of("right", TOKENS, salt="one")))
+    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
+    scheduler.on_new_request(request_of("carrier", TOKENS[:1], salt="another", params=params))
+    pending_steps(scheduler)
+    assert moves(scheduler) == []
+
+
+def test_a_long_prompt_takes_many_steps(scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hashes so many blocks; the keys are those that one call gives."""
+    monkeypatch.setattr(hints, "HASHES_PER_STEP", 5)
+    right = keys_of(request_of("right", TOKENS))
+    put_on_the_slab(scheduler, right)
+    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
+    scheduler.on_new_request(request_of("carrier", TOKENS[:1], params=params))
+    assert pending_steps(scheduler) == -(-len(TOKENS) // (5 * BLOCK_TOKENS))
+    [move] = moves(scheduler)
+    assert list(move.keys) == right
+    settle(scheduler, move.ticket)
+
+
+def test_a_requests_own_chunks_are_fetched_when_it_arrives(scheduler: NixlOffloadScheduler) -> None:
+    own = request_of("own", TOKENS, params={"nixl_offload": {"prefetch": True}})
+    put_on_the_slab(scheduler, keys_of(own))
+    scheduler.on_new_request(own)
+    [move] = moves(scheduler)
+    assert list(move.keys) == keys_of(own)
+    settle(scheduler, move.ticket)
+
+
+def test_too_many_at_a_time_are_refused(scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "MAX_PROMPTS", 2)
+    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
+    for number in range(5):
+        scheduler.on_new_request(request_of(f"carrier {number}", TOKENS[:1], params=params))
+    assert pending_steps(scheduler) == 2
+    stats = scheduler.offload_manager.get_stats()
+    assert stats is not None
+    counted = stats.data["data"]["vllm:nixl_offload_hints"]
+    assert (counted["prefetch", "taken"], counted["any", "refused"]) == (2, 3)
+
+
+def test_too_many_tokens_at_a_time_are_refused(
+    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been hashed, or was no token, makes room for others."""
+    monkeypatch.setattr(hints, "MAX_WAITING_TOKENS", len(TOKENS) + 1)
+
+    def send(tokens: list[Any]) -> None:
+        params = {"nixl_offload": {"prefetch": True, "token_ids": tokens}}
+        scheduler.on_new_request(request_of(f"carrier of {tokens[-1]}", [1], params=params))
+
+    send(TOKENS)
+    send(["no token"])
+    send(TOKENS)
+    pending_steps(scheduler)
+    send(TOKENS)
+    stats = scheduler.offload_manager.get_stats()
+    assert stats is not None
+    counted = stats.data["data"]["vllm:nixl_offload_hints"]
+    assert (counted["prefetch", "taken"], counted["any", "refused"], counted["any", "bad"]) == (3, 1, 1)
+
+
+def test_requests_without_hints_leave_nothing(scheduler: NixlOffloadScheduler) -> None:
+    scheduler.on_new_request(request_of("plain", TOKENS))
+    scheduler.on_new_request(request_of("handed over", TOKENS, params={"do_remote_decode": True}))
+    assert not scheduler._hints.has_pending
+    assert not scheduler._hints.waits_for_ends
+
+
+def test_what_is_to_be_done_at_the_end_waits_for_it(scheduler: NixlOffloadScheduler) -> None:
+    own = request_of("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
+    scheduler.on_new_request(own)
+    assert scheduler._hints.waits_for_ends
+    scheduler.request_finished(own)
+    assert not scheduler._hints.waits_for_ends
+    catalog = scheduler.offload_manager.catalog
+    assert catalog is not None
+    assert all(Key(key) in catalog._retention for key in keys_of(own))
