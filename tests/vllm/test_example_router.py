@@ -1,0 +1,173 @@
+"""Proves that examples/router.py works as it stands, in front of a real ``vllm serve``: what was pushed out of memory
+comes back from the drive because a prefetch was posted, the request that comes then is served from memory with the
+same answer, and neither a bad hint nor a hint of a client's own does anything.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from examples.demo.engine import quick_environment, transfer_config
+from examples.demo.model import TINY, write_model
+from examples.router import Router
+from nixl_offload.vllm.metric_names import PREFIX
+from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop, chain_config
+from tests.vllm.server import Server
+from tests.vllm.zygote import Zygote
+
+PROMPT_CHUNKS = 5
+WORDS = 1900
+SOURCES = "vllm:prompt_tokens_cached_by_source_total"
+
+
+class Routed(NamedTuple):
+    """A server with a router in front of it."""
+
+    server: Server
+    url: str
+    model: str
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of whole words beside the model: the router is given text."""
+    vocabulary = {"<unk>": 0, "</s>": 1} | {f"w{number}": number + 2 for number in range(WORDS)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "eos_token": "</s>",
+        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}",
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def text_of(seed: int) -> str:
+    """A prompt of ``PROMPT_CHUNKS`` chunks and a tail."""
+    return " ".join(f"w{(seed + 7 * at * at) % WORDS}" for at in range(PROMPT_CHUNKS * CHUNK_TOKENS + 40))
+
+
+@pytest.fixture(scope="module")
+def routed(zygote: Zygote, workshop: Workshop) -> Iterator[Routed]:
+    scratch = workshop.scratch
+    directory = write_model(scratch / "routed", TINY)
+    write_tokenizer(directory)
+    config = chain_config(
+        {"kind": "memory", "capacity": "12MiB"},  # 11 chunks, of which a prefetch takes half
+        {"kind": "slab", "path": str(scratch / "slab"), "capacity": "256MiB"},
+    )
+    options = {
+        "model": str(directory),
+        "dtype": "float32",
+        "block-size": BLOCK_TOKENS,
+        "max-model-len": TINY.max_tokens,
+        "max-num-batched-tokens": 512,
+        "max-num-seqs": 8,
+        "kv-cache-memory-bytes": 64 << 20,
+        "kv-transfer-config": json.dumps(transfer_config(config)),
+    }
+    environment = {**quick_environment(scratch=scratch), **ONE_CORE, "VLLM_SERVER_DEV_MODE": "1"}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    server = Server(zygote, [*arguments, "--enforce-eager"], environment, scratch / "server.log")
+    router = Router([server.url])
+    thread = threading.Thread(target=router.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield Routed(server, f"http://127.0.0.1:{router.server_port}", str(directory))
+    finally:
+        router.shutdown()
+        thread.join()
+        router.server_close()
+        server.close()
+
+
+def ask(url: str, body: dict[str, Any]) -> Any:
+    data = json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as reply:
+        return json.load(reply)
+
+
+def answer_to(routed: Routed, body: dict[str, Any]) -> str:
+    reply = ask(f"{routed.url}/v1/completions", {"max_tokens": 4, "temperature": 0, "ignore_eos": True, **body})
+    text: str = reply["choices"][0]["text"]
+    return text
+
+
+def prefetched(server: Server) -> float:
+    return server.samples(PREFIX + "chunks_total", "operation").get("prefetch", 0.0)
+
+
+def stored(routed: Routed, path: str, body: dict[str, Any]) -> Any:
+    """Ask, and wait until all chunks of the prompt are in the slab."""
+    server, done = routed.server, PREFIX + "write_through_chunks_total"
+    before = server.samples(done, "tier").get("slab", 0.0)
+    reply = ask(routed.url + path, {"max_tokens": 4, "temperature": 0, "ignore_eos": True, **body})
+    server.until(lambda: server.samples(done, "tier")["slab"] == before + PROMPT_CHUNKS, 60, "all is in the slab")
+    return reply
+
+
+def push_out(routed: Routed, begin: int) -> None:
+    """Let other prompts take all of memory, and vLLM forget its own cache."""
+    for seed in (begin, begin + 1, begin + 2):
+        stored(routed, "/v1/completions", {"model": routed.model, "prompt": text_of(seed)})
+    routed.server.reset_prefix_cache()
+
+
+def test_a_prefetch_brings_what_the_next_request_needs(routed: Routed) -> None:
+    """Under the salt that the body has; the request itself is then served from memory alone."""
+    server = routed.server
+    body = {"model": routed.model, "prompt": text_of(1), "cache_salt": "salt of a tenant"}
+    first = stored(routed, "/v1/completions", body)["choices"][0]["text"]
+    push_out(routed, 100)
+    assert prefetched(server) == 0
+    assert ask(f"{routed.url}/prefetch", {**body, "prompt": text_of(1) + " w5 w6"}) == {}
+    server.until(lambda: prefetched(server) == PROMPT_CHUNKS, 30, "the chunks are in memory")
+    before = server.samples(SOURCES, "source")
+    assert answer_to(routed, body) == first
+    after = server.samples(SOURCES, "source")
+    came = {source: after[source] - before.get(source, 0.0) for source in after}
+    assert {source: tokens for source, tokens in came.items() if tokens} == {"host": PROMPT_CHUNKS * CHUNK_TOKENS}
+
+
+def test_a_prefetch_for_a_chat(routed: Routed) -> None:
+    """Of messages instead of a prompt: vLLM applies the chat template."""
+    server, begin = routed.server, prefetched(routed.server)
+    body = {"model": routed.model, "messages": [{"role": "user", "content": text_of(2)}]}
+    stored(routed, "/v1/chat/completions", body)
+    push_out(routed, 200)
+    ask(f"{routed.url}/prefetch", body)
+    server.until(lambda: prefetched(server) == begin + PROMPT_CHUNKS, 30, "the chunks are in memory")
+
+
+def test_hints_of_clients_and_nonsense_do_nothing(routed: Routed) -> None:
+    server = routed.server
+    nonsense = {"nixl_offload": {"prefetch": "please"}}
+    body = {"model": routed.model, "prompt": "w1 w2 w3", "kv_transfer_params": nonsense}
+    answer_to(routed, body)
+    counted = server.samples(PREFIX + "hints_total", "result")
+    assert counted["bad"] == 0, "the router took it away"
+    for _ in range(2):
+        ask(f"{server.url}/v1/completions", {**body, "max_tokens": 1})
+    server.until(lambda: server.samples(PREFIX + "hints_total", "result")["bad"] == 2, 30, "they are counted")
+    log = server.log.read_text(errors="replace")
+    assert log.count("A hint was ignored: kv_transfer_params.nixl_offload.prefetch: true or false is right") == 1
+    for path, refused in (("/prefetch", {"model": routed.model}), ("/v1/completions", ["no object"])):
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            ask(routed.url + path, refused)  # type: ignore[arg-type]
+        with raised.value as error:
+            assert error.code == 400
