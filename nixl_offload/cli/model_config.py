@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from nixl_offload.cli.model_shape import Kind, KVGroup, ModelShape
 from nixl_offload.errors import ConfigError
@@ -35,17 +35,39 @@ _ATTENTION: Final = (
     *("qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_vl", "qwen2_5_vl"),
 )
 _MLA: Final = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+_STATE: Final = ("granitemoehybrid", "lfm2", "nemotron_h", "qwen3_next")
+"""Some layers attend, others keep a state."""
 _WRAPPERS: Final = ("gemma3", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Models that see: the language model's config is the ``text_config`` within."""
 _KV_HEADS_OF_ALL: Final = ("llama", "phi3")
 """Where ``num_key_value_heads`` is left out, each head has keys and values of its own."""
-_HEAD_DIM_OWN: Final = ("gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "qwen3", "qwen3_moe")
+_HEAD_DIM_OWN: Final = (
+    "gemma2",
+    "gemma3_text",
+    "glm4_moe",
+    "gpt_oss",
+    "nemotron_h",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+)
 """Their ``head_dim`` is not ``hidden_size / num_attention_heads`` where it is left out."""
 _PATTERNS: Final = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 """Without ``layer_types``: every so many layers one attends to all, the others to a window."""
 _UNEVEN: Final = 1.5
 """vLLM splits the layers of a hybrid model into groups of as many as the rarer kind has, unless the other has less than
 so many times more; then it pads."""
+
+_BLOCK_TOKENS: Final = 16
+"""vLLM's default on CUDA. A block of a model with state is a multiple of it."""
+_STATE_KINDS: Final = {
+    "full_attention": "attention",
+    "attention": "attention",
+    "linear_attention": "state",
+    "mamba": "state",
+    "conv": "state",
+}
+_Kind = TypeVar("_Kind")
 
 LLAMA_3_1_8B: Final[Mapping[str, Any]] = {
     "model_type": "llama",
@@ -93,7 +115,9 @@ def model_shape(
         return _mla(reader, name, kv_dtype, tp)
     if reader.model_type in _ATTENTION:
         return _attention(reader, name, kv_dtype, tp)
-    known = ", ".join(sorted({*_ATTENTION, *_MLA, *_WRAPPERS} - {"qwen2_vl_text", "qwen2_5_vl_text"}))
+    if reader.model_type in _STATE:
+        return _state(reader, name, kv_dtype, tp)
+    known = ", ".join(sorted({*_ATTENTION, *_MLA, *_STATE, *_WRAPPERS} - {"qwen2_vl_text", "qwen2_5_vl_text"}))
     raise ConfigError(f"{source}: model_type {_said(reader.model_type)} is not understood; understood are {known}")
 
 
@@ -142,7 +166,18 @@ class _Reader:
 
 def _attention(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
     """Keys and values of each KV head."""
-    layers, heads = reader.number("num_hidden_layers"), reader.number("num_attention_heads")
+    layers = reader.number("num_hidden_layers")
+    rank_heads, head_size, dtype, layer_token_bytes = _heads(reader, kv_dtype, tp)
+    windows = _windows(reader, layers)
+    groups = tuple(KVGroup(count, layer_token_bytes, window) for count, window in _grouped(windows))
+    kinds = {window is None for window in windows}
+    kind: Kind = "hybrid" if len(kinds) == 2 else "full" if kinds == {True} else "sliding"
+    return ModelShape(_name(reader, name), kind, layers, rank_heads, head_size, dtype, tp, groups)
+
+
+def _heads(reader: _Reader, kv_dtype: str, tp: int) -> tuple[int, int, str, int]:
+    """Return KV heads on a rank, their size, the data type, and bytes of a token in a layer."""
+    heads = reader.number("num_attention_heads")
     shares = reader.get("num_key_value_heads") is None and reader.model_type in _KV_HEADS_OF_ALL
     kv_heads = heads if shares else reader.number("num_key_value_heads")
     head_size = _head_size(reader, heads)
@@ -150,12 +185,93 @@ def _attention(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape
         raise reader.error(f"{heads} heads and {kv_heads} KV heads cannot be dealt out to {tp} ranks")
     rank_heads = max(1, kv_heads // tp)
     dtype = reader.dtype(kv_dtype)
-    layer_token_bytes = 2 * rank_heads * head_size * _dtype_bytes(dtype)
-    windows = _windows(reader, layers)
-    groups = tuple(KVGroup(count, layer_token_bytes, window) for count, window in _grouped(windows))
-    kinds = {window is None for window in windows}
-    kind: Kind = "hybrid" if len(kinds) == 2 else "full" if kinds == {True} else "sliding"
-    return ModelShape(_name(reader, name), kind, layers, rank_heads, head_size, dtype, tp, groups)
+    return rank_heads, head_size, dtype, 2 * rank_heads * head_size * _dtype_bytes(dtype)
+
+
+def _state(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
+    """Keys and values in some layers, a state in the others, as vLLM groups and pads them (``mamba_utils.py``)."""
+    kinds = _state_layers(reader)
+    if not {"attention", "state"} <= set(kinds):
+        raise reader.error("the layers are not both: some that attend, some that keep a state")
+    rank_heads, head_size, dtype, token_bytes = _heads(reader, kv_dtype, tp)
+    state_bytes = _state_bytes(reader, tp)
+    unit_bytes = _BLOCK_TOKENS * token_bytes
+    groups = tuple(
+        KVGroup(count, token_bytes, None) if kind == "attention" else KVGroup(count, 0, None, state_bytes)
+        for count, kind in _grouped(kinds)
+    )
+    return ModelShape(
+        _name(reader, name),
+        "state",
+        len(kinds),
+        rank_heads,
+        head_size,
+        dtype,
+        tp,
+        groups,
+        _BLOCK_TOKENS * -(-state_bytes // unit_bytes),
+    )
+
+
+def _state_layers(reader: _Reader) -> list[str]:
+    """Return what each layer keeps, ``attention`` or ``state``; layers that keep nothing are left out."""
+    if reader.model_type == "nemotron_h" and (blocks := reader.get("layers_block_type") or reader.get("layer_types")):
+        if not isinstance(blocks, list) or set(blocks) - {*_STATE_KINDS, "mlp", "moe"}:
+            raise reader.error(f"layers_block_type {_said(blocks)}; what such layers keep is not known here")
+        return [_STATE_KINDS[each] for each in blocks if each in _STATE_KINDS]
+    if reader.model_type == "nemotron_h":
+        pattern = reader.get("hybrid_override_pattern")
+        if not isinstance(pattern, str) or set(pattern) - set("M*-E"):
+            raise reader.error(f"hybrid_override_pattern {_said(pattern)}; a string of M, *, - and E is needed")
+        return ["attention" if letter == "*" else "state" for letter in pattern if letter in "M*"]
+    layers = reader.number("num_hidden_layers")
+    types = reader.get("layer_types")
+    if types is None and reader.model_type == "qwen3_next":
+        interval = reader.number("full_attention_interval") if "full_attention_interval" in reader.config else 4
+        types = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
+    elif types is None and reader.model_type == "lfm2" and isinstance(reader.get("full_attn_idxs"), list):
+        types = ["full_attention" if layer in reader.config["full_attn_idxs"] else "conv" for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers:
+        raise reader.error(f"layer_types does not name each of the {layers} layers")
+    unknown = [each for each in types if each not in _STATE_KINDS]
+    if unknown:
+        raise reader.error(f"layer_types has {_said(unknown[0])}; what such a layer keeps is not known here")
+    return [_STATE_KINDS[each] for each in types]
+
+
+def _state_bytes(reader: _Reader, tp: int) -> int:
+    """Return the bytes of a layer's state on one rank: the end of the convolution's input, and the recurrent state."""
+    number = reader.number
+    model_bytes = _dtype_bytes(reader.dtype("auto"))
+    if reader.model_type == "lfm2":
+        width = number("conv_dim") if reader.get("conv_dim") is not None else number("hidden_size")
+        return _share(reader, width, tp) * (number("conv_L_cache") - 1) * model_bytes
+    if reader.model_type == "qwen3_next":
+        keys = number("linear_num_key_heads") * number("linear_key_head_dim")
+        heads, head = number("linear_num_value_heads"), number("linear_value_head_dim")
+        width, kernel = 2 * keys + heads * head, number("linear_conv_kernel_dim")
+        values, recurrent_bytes = head * number("linear_key_head_dim"), model_bytes
+    else:
+        nemotron = reader.model_type == "nemotron_h"
+        heads = number("mamba_num_heads" if nemotron else "mamba_n_heads")
+        head = number("mamba_head_dim") if nemotron else number("mamba_expand") * number("hidden_size") // heads
+        size, parts = (
+            number("ssm_state_size" if nemotron else "mamba_d_state"),
+            number("n_groups" if nemotron else "mamba_n_groups"),
+        )
+        parts = parts if parts % tp == 0 else tp
+        width, kernel = heads * head + 2 * parts * size, number("conv_kernel" if nemotron else "mamba_d_conv")
+        values, recurrent_bytes = head * size, model_bytes
+        if nemotron:  # vLLM: float32 unless config.json says otherwise
+            recurrent_bytes = _dtype_bytes(str(reader.get("mamba_ssm_cache_dtype") or "float32"))
+    convolution = _share(reader, width, tp) * (kernel - 1) * model_bytes
+    return convolution + _share(reader, heads, tp) * values * recurrent_bytes
+
+
+def _share(reader: _Reader, whole: int, tp: int) -> int:
+    if whole % tp:
+        raise reader.error(f"a state of {whole} channels or heads cannot be dealt out to {tp} ranks")
+    return whole // tp
 
 
 def _mla(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
@@ -215,15 +331,15 @@ def _windows(reader: _Reader, layers: int) -> list[int | None]:
     return [reader.number("sliding_window") if each == "sliding_attention" else None for each in types]
 
 
-def _grouped(windows: list[int | None]) -> list[tuple[int, int | None]]:
-    """Return (layers, window) of each group, dealt out as vLLM does: all of about one size."""
-    counts = {window: windows.count(window) for window in dict.fromkeys(windows)}
+def _grouped(kinds: Sequence[_Kind]) -> list[tuple[int, _Kind]]:
+    """Return (layers, kind) of each group, dealt out as vLLM does: all of about one size. ``kinds``: of each layer."""
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     least, most = min(counts.values()), max(counts.values())
     size = most if most < least * _UNEVEN else least
     groups = []
-    for window, count in counts.items():
+    for kind, count in counts.items():
         parts = math.ceil(count / size)
-        groups += [(len(range(part, count, parts)), window) for part in range(parts)]
+        groups += [(len(range(part, count, parts)), kind) for part in range(parts)]
     return groups
 
 

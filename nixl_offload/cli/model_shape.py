@@ -10,7 +10,7 @@ from typing import Literal
 
 from nixl_offload.chunk.header import slot_bytes
 
-Kind = Literal["full", "mla", "sliding", "hybrid"]
+Kind = Literal["full", "mla", "sliding", "hybrid", "state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,12 @@ class KVGroup:
 
     layers: int
     layer_token_bytes: int
-    """Of one token in one layer, on one rank."""
+    """Of one token in one layer, on one rank; 0 where they keep a state."""
     window: int | None
     """Tokens that these layers look back; None: all. Of a window group vLLM stores what the last window needs."""
+    state_bytes: int = 0
+    """Of one layer, on one rank, where all that it keeps of what came before is a state: Mamba, GDN, short
+    convolutions. One is stored for each chunk, as it was at the chunk's end."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -37,7 +40,7 @@ class ModelShape:
     """For people: the model's directory, or its ``model_type``."""
     kind: Kind
     """``full``: every layer keeps every token. ``mla``: likewise, compressed, and whole on every rank. ``sliding``: all
-    layers look back a window. ``hybrid``: some do."""
+    layers look back a window. ``hybrid``: some do. ``state``: some keep a state."""
     layers: int
     kv_heads: int
     """On one rank; 1 for MLA."""
@@ -45,18 +48,31 @@ class ModelShape:
     kv_dtype: str
     tp: int
     groups: tuple[KVGroup, ...]
+    block_tokens: int = 1
+    """Chunks are a multiple of it. With state vLLM makes blocks so large that a state fits into one (as it does on CUDA
+    with its default block size); 1: any number of tokens will do."""
 
     @property
     def bytes_per_token(self) -> int:
         """Of one token in all layers, on one rank. Where there is a window, layers behind it hold less of a prompt."""
         return sum(group.bytes_per_token for group in self.groups)
 
+    def whole_tokens(self, chunk_tokens: int) -> int:
+        """Return what a chunk really holds: ``chunk_tokens``, rounded up to ``block_tokens``."""
+        return -(-chunk_tokens // self.block_tokens) * self.block_tokens
+
+    def group_chunk_bytes(self, group: KVGroup, chunk_tokens: int) -> int:
+        """Return what a chunk of one group takes on the medium, on one rank. A state has the room of all its blocks."""
+        tokens = self.whole_tokens(chunk_tokens)
+        states = tokens // self.block_tokens * group.layers * group.state_bytes
+        return slot_bytes(1, tokens * group.bytes_per_token + states)
+
     def chunk_bytes(self, chunk_tokens: int) -> int:
         """Return what ``chunk_tokens`` take on the medium, on one rank: a chunk of each group, with header and padding.
 
-        Block sizes do not matter. For a model with windows it is the most: see ``KVGroup.window``.
+        For a model with windows it is the most: see ``KVGroup.window``.
         """
-        return sum(slot_bytes(1, chunk_tokens * group.bytes_per_token) for group in self.groups)
+        return sum(self.group_chunk_bytes(group, chunk_tokens) for group in self.groups)
 
     def chunks_in(self, capacity_bytes: int, chunk_tokens: int) -> int:
         """Return how many times ``chunk_tokens`` fit a capacity that all ``tp`` ranks share, as a tier's is."""
@@ -64,11 +80,14 @@ class ModelShape:
 
     def tokens_in(self, capacity_bytes: int, chunk_tokens: int) -> int:
         """Return the tokens that fit; with 10**12, tokens per TB. For a model with windows it is the least."""
-        return self.chunks_in(capacity_bytes, chunk_tokens) * chunk_tokens
+        return self.chunks_in(capacity_bytes, chunk_tokens) * self.whole_tokens(chunk_tokens)
 
     def prompt_bytes(self, tokens: int) -> int:
-        """Return the KV bytes that a load of ``tokens`` brings back on one rank: of a window group, its window."""
+        """Return the KV bytes that a load of ``tokens`` brings back on one rank: of a window group, its window; of
+        state, one.
+        """
         return sum(
-            group.bytes_per_token * (tokens if group.window is None else min(tokens, group.window))
+            group.layers * group.state_bytes
+            + group.bytes_per_token * (tokens if group.window is None else min(tokens, group.window))
             for group in self.groups
         )

@@ -110,21 +110,13 @@ def beside(transfer: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]
 
 
 def blocks_per_chunk(chunk_tokens: int, block_tokens: int) -> int:
-    """Return how many of vLLM's blocks make a chunk. Never rounds.
+    """Return how many of vLLM's blocks make a chunk: as many as ``chunk_tokens`` need, so it may hold more tokens.
 
-    Raises ConfigError when ``chunk_tokens`` is not a multiple of ``block_tokens``, naming the nearest that are.
+    Raises ConfigError when ``block_tokens`` is no block size.
     """
     if block_tokens < 1:
         raise ConfigError(f"vLLM's block size is {block_tokens} tokens; allowed: 1 or more")
-    blocks, rest = divmod(chunk_tokens, block_tokens)
-    if rest or not blocks:
-        below, above = blocks * block_tokens, (blocks + 1) * block_tokens
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise ConfigError(
-            f"chunk_tokens: {chunk_tokens} is not a multiple of vLLM's block size of {block_tokens} tokens; "
-            f"nearest: {nearest}"
-        )
-    return blocks
+    return -(-chunk_tokens // block_tokens)
 
 
 def _check(data: object, source: str, lines: Mapping[Path, int]) -> Config:

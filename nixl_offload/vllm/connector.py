@@ -97,9 +97,16 @@ class NixlOffloadConnector(OffloadingConnector):
         if extra.get("spec_name") != SPEC_NAME:  # in one process both roles share this mapping
             extra.update(merge_extra_config(extra, config))
         extra["spec_name"] = SPEC_NAME
-        extra["blocks_per_chunk"] = blocks_per_chunk(config.chunk_tokens, max(tokens))
+        extra["blocks_per_chunk"] = blocks = blocks_per_chunk(config.chunk_tokens, max(tokens))
         warning = settle_extra_config(extra)
         if role == KVConnectorRole.SCHEDULER:
+            if blocks * max(tokens) != config.chunk_tokens:
+                logger.info(
+                    "A chunk is %d tokens, not %d: vLLM's blocks hold %d for this model, and a chunk is whole blocks",
+                    blocks * max(tokens),
+                    config.chunk_tokens,
+                    max(tokens),
+                )
             if warning:
                 logger.warning("%s", warning)
             # Read by vLLM's scheduler right after it has built the connector.
@@ -161,14 +168,14 @@ class NixlOffloadConnector(OffloadingConnector):
             evict_blocks(self, self.connector_scheduler.spoiled_blocks(connector_output.invalid_block_ids))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return completions and, for models with several KV groups, the requests whose load failed."""
+        """Return completions and, for models of which no prefix can be kept, the requests whose load failed."""
         results = super().get_transfer_results(finished_req_ids)
         if self.connector_worker is not None:
             results.failed_recving = self.connector_worker.take_failed_requests() & results.finished_recving
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that no load filled (models with a single KV group): vLLM keeps the prefix before them."""
+        """Return the blocks that no load filled, where vLLM can keep the prefix before them: see ``keeps_prefix``."""
         return self.connector_worker.take_failed_blocks() if self.connector_worker is not None else set()
 
     @classmethod

@@ -118,7 +118,7 @@ class TestHashes:
             return by_name(hashes_section(config_of(FILE, **fields), arguments.split(), {}))
 
         uneven = lines("--block-size 48")["chunk_tokens"]
-        assert (uneven.state, uneven.fix) == ("wrong", "chunk_tokens: 240")
+        assert (uneven.state, uneven.words) == ("ok", "256, rounded up: 288 are 6 of vLLM's blocks of 48")
         assert lines("--block-size 48", chunk_tokens=240)["chunk_tokens"].state == "ok"
         assert lines("--no-enable-prefix-caching")["prefix caching"].state == "warning"
         assert "prefix caching" not in lines("--no-enable-prefix-caching", serve_without_prefix_caching=True)

@@ -71,6 +71,59 @@ GPT_OSS_20B = {
     "layer_types": ["sliding_attention", "full_attention"] * 12,
     "torch_dtype": "bfloat16",
 }
+QWEN3_NEXT_80B = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+}
+GRANITE_4_H_SMALL = {
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 40,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+    "mamba_n_heads": 128,
+    "mamba_expand": 2,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "torch_dtype": "bfloat16",
+}
+NEMOTRON_NANO_9B_V2 = {
+    "model_type": "nemotron_h",
+    "hidden_size": 4480,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 80,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "torch_dtype": "bfloat16",
+}
+LFM2_1B = {
+    "model_type": "lfm2",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "conv_dim": 2048,
+    "conv_L_cache": 3,
+    "torch_dtype": "bfloat16",
+}
 
 
 @pytest.mark.parametrize(
@@ -156,8 +209,56 @@ def test_windows_make_groups_as_vllm_makes_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "block_tokens", "state_bytes", "layers", "bytes_per_token"),
+    [
+        (QWEN3_NEXT_80B, 544, 3 * 8192 * 2 + 32 * 128 * 128 * 2, [12, 12, 12, 12], 24_576),
+        (GRANITE_4_H_SMALL, 528, 3 * 8448 * 2 + 128 * 64 * 128 * 2, [4] * 10, 16_384),
+        (NEMOTRON_NANO_9B_V2, 1312, 3 * 12_288 * 2 + 128 * 80 * 128 * 4, [4] * 7 + [3], 16_384),
+        (LFM2_1B, 16, 2048 * 2 * 2, [5, 5, 6], 12_288),
+    ],
+    ids=["gdn", "mamba2", "mamba2-float32", "short-conv"],
+)
+def test_state(
+    config: dict[str, Any], block_tokens: int, state_bytes: int, layers: list[int], bytes_per_token: int
+) -> None:
+    """A block of Qwen3-Next is 544 tokens on a GPU, as vLLM logs. A chunk is whole blocks, with a state per layer."""
+    shape = model_shape(config)
+    assert (shape.kind, shape.block_tokens, shape.bytes_per_token) == ("state", block_tokens, bytes_per_token)
+    assert {group.state_bytes for group in shape.groups} == {0, state_bytes}
+    assert sorted(group.layers for group in shape.groups) == sorted(layers)
+    states = sum(group.layers * group.state_bytes for group in shape.groups)
+    one = shape.whole_tokens(1)
+    assert one == block_tokens
+    assert shape.prompt_bytes(10_000) == 10_000 * bytes_per_token + states
+    assert 0 <= shape.chunk_bytes(1) - one * bytes_per_token - states <= 2 * 4096 * len(shape.groups)
+    assert shape.tokens_in(10**12, 1) % block_tokens == 0
+
+
+def test_layers_of_nemotron_by_either_name() -> None:
+    names = {"M": "mamba", "*": "attention", "-": "mlp"}
+    layers = [names[letter] for letter in str(NEMOTRON_NANO_9B_V2["hybrid_override_pattern"])]
+    named = {**NEMOTRON_NANO_9B_V2, "hybrid_override_pattern": None, "layers_block_type": layers}
+    assert model_shape(named) == model_shape(NEMOTRON_NANO_9B_V2)
+    with pytest.raises(ConfigError, match=r"layers_block_type .*not known here"):
+        model_shape({**named, "layers_block_type": ["rwkv"]})
+
+
+def test_state_on_many_ranks() -> None:
+    """Heads are dealt out, and a group of Mamba's that all ranks need is on each."""
+    half = model_shape(QWEN3_NEXT_80B, tp=2)
+    assert (half.block_tokens, half.groups[0].state_bytes) == (544, 1_097_728 // 2)
+    assert model_shape(GRANITE_4_H_SMALL, tp=2).groups[0].state_bytes == 3 * (8192 + 512) // 2 * 2 + 64 * 64 * 128 * 2
+    with pytest.raises(ConfigError, match="cannot be dealt out to 5 ranks"):
+        model_shape({**NEMOTRON_NANO_9B_V2, "num_key_value_heads": 40}, tp=5)
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
+        ({**QWEN3_NEXT_80B, "layer_types": ["linear_attention"] * 48}, "are not both"),
+        ({**LFM2_1B, "full_attn_idxs": None}, "layer_types does not name each of the 16"),
+        ({**GRANITE_4_H_SMALL, "layer_types": ["attention", "rwkv"] * 20}, "'rwkv'; what such a layer keeps"),
+        ({**NEMOTRON_NANO_9B_V2, "hybrid_override_pattern": None}, "hybrid_override_pattern None"),
         ([], "holds no mapping"),
         ({}, "model_type None is not understood; understood are "),
         ({**LLAMA_8B, "model_type": "mamba\x1b[2J"}, r"'mamba\\x1b\[2J' is not understood"),

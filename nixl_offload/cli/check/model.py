@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from nixl_offload.chunk.header import slot_bytes
 from nixl_offload.cli.check.report import Finding, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.model_shape import ModelShape
 from nixl_offload.cli.terminal import about_size
@@ -28,6 +27,7 @@ _KINDS: Final = {
     "mla": "compressed (MLA), whole on every rank",
     "sliding": "every layer looks back a window",
     "hybrid": "some layers look back a window, so these numbers are the most that it can be",
+    "state": "of the layers that keep tokens; the others keep a state, of which each chunk has one",
 }
 
 
@@ -43,7 +43,7 @@ def model_section(
     section.facts = {
         "bytes_per_token": shape.bytes_per_token,
         "ranks": shape.tp,
-        "chunk_tokens": config.chunk_tokens,
+        "chunk_tokens": shape.whole_tokens(config.chunk_tokens),
         "chunk_bytes": chunk,
         "tokens_per_tb": shape.tokens_in(_TB, config.chunk_tokens),
         "tiers": facts,
@@ -62,7 +62,7 @@ def model_section(
 
 
 def _chunk(shape: ModelShape, config: Config, size: str) -> Finding:
-    tokens = larger = config.chunk_tokens
+    tokens = larger = shape.whole_tokens(config.chunk_tokens)
     words = f"{tokens} tokens are {size}, {shape.tokens_in(_TB, tokens) / 1e6:,.1f} million tokens per TB"
     if shape.chunk_bytes(tokens) >= _SMALL_BYTES:
         return ok(words)
@@ -73,7 +73,7 @@ def _chunk(shape: ModelShape, config: Config, size: str) -> Finding:
 
 def _staging(shape: ModelShape, config: Config) -> Finding:
     """Each chunk in flight has a staging slot, as large as the largest group's."""
-    slot = max(slot_bytes(1, config.chunk_tokens * group.bytes_per_token) for group in shape.groups)
+    slot = max(shape.group_chunk_bytes(group, config.chunk_tokens) for group in shape.groups)
     count = config.staging_bytes // slot
     words = f"staging of {format_size(config.staging_bytes)} has room for {count} chunks in flight, per rank"
     if count >= _MIN_STAGING_CHUNKS:
@@ -85,7 +85,7 @@ def _capacity(shape: ModelShape, config: Config, capacity_bytes: int | None, fac
     if capacity_bytes is None:
         return ok("not bounded by the config")
     chunks = shape.chunks_in(capacity_bytes, config.chunk_tokens)
-    tokens = chunks * config.chunk_tokens
+    tokens = chunks * shape.whole_tokens(config.chunk_tokens)
     fact |= {"chunks": chunks, "tokens": tokens}
     words = f"{format_size(capacity_bytes)} hold {chunks:,} chunks, {tokens:,} tokens"
     if chunks < SLOTS_PER_EXTENT_MIN:

@@ -99,12 +99,10 @@ def hashes_section(config: Config, words: Sequence[str] | None, environment: Map
         off = "off (--no-enable-prefix-caching): nothing is stored or loaded"
         section.add("prefix caching", warning(off, "start the server without --no-enable-prefix-caching"))
     if said.block_size is not None:
-        try:
-            blocks = blocks_per_chunk(config.chunk_tokens, said.block_size)
-            found = ok(f"{config.chunk_tokens} are {blocks} of vLLM's blocks of {said.block_size}")
-        except ConfigError as error:
-            nearest = str(error).rpartition("nearest: ")[2]
-            found = wrong(str(error), f"chunk_tokens: {nearest.partition(' ')[0]}")
+        blocks = blocks_per_chunk(config.chunk_tokens, said.block_size)
+        tokens = blocks * said.block_size
+        words = f"{tokens} are {blocks} of vLLM's blocks of {said.block_size}"
+        found = ok(words if tokens == config.chunk_tokens else f"{config.chunk_tokens}, rounded up: {words}")
         section.add("chunk_tokens", found)
     return section
 
