@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports
 
-.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench test-vllm-upstream bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
+.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench families test-vllm-upstream bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -68,6 +68,9 @@ lint-types: $(STAMP)
 lint-imports: $(STAMP)
 	@echo "== import floors" && $(BIN)/lint-imports --no-cache >$(VENV)/import-floors.log \
 	  || { cat $(VENV)/import-floors.log; exit 1; }
+
+families: $(STAMP) ## Families of models on kinds of tiers, whole and damaged, beside a vLLM alone (ARGS="--families llama --json FILE")
+	@$(BIN)/python -m tests.families $(ARGS)
 
 bench: $(STAMP) ## Benchmarks of the file path against fio, and of the index
 	@$(BIN)/python -m benchmarks.file $(ARGS)

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from nixl_offload.catalog import LoadTicket
 from nixl_offload.types import Outcome
+from nixl_offload.vllm.kv_caches import keeps_prefix
 from nixl_offload.vllm.messages import RankGeometry, StepMetadata, TicketReport, WorkerReport
 from nixl_offload.vllm.rank_identity import allocation_digest
 from nixl_offload.vllm.vllm_internals import pop_loading_request, store_on_every_rank
@@ -38,7 +39,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._single_group = len(spec.config.groups) == 1
+        self._keeps_prefix = keeps_prefix(kv_cache_config, len(spec.config.groups))
         self._allocated = ""
         """Digest of this rank's KV caches, once they are registered."""
         self._has_told_geometry = False
@@ -117,12 +118,12 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         return set(), received
 
     def take_failed_requests(self) -> set[str]:
-        """Return requests whose load failed since the last call (models with several KV groups)."""
+        """Return requests whose load failed since the last call, where no prefix of it can be kept."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Return blocks that a load did not fill since the last call (models with one KV group)."""
+        """Return blocks that a load did not fill since the last call, where vLLM keeps what lies before them."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -144,7 +145,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             len(job.chunks),
             ", ".join(sorted({outcome.value for outcome in failures.values()})),
         )
-        if self._single_group:
+        if self._keeps_prefix:
             for position in failures:
                 self._failed_blocks.update(job.chunks[position].block_ids.tolist())
         elif request is not None:

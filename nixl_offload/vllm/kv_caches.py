@@ -9,13 +9,37 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+
+def keeps_prefix(kv_cache_config: KVCacheConfig, groups: int) -> bool:
+    """Say whether a request whose load has failed in part may go on from what lies before its first missing block.
+
+    Only where there is one group, block ids being unique within a group, and each of its layers needs all tokens: of a
+    window or a state a load brings the end alone, and what lies before that was never there. ``groups``: how many are
+    offloaded.
+    """
+    if groups != 1 or len(kv_cache_config.kv_cache_groups) != 1:
+        return False
+    return all(isinstance(spec, FullAttentionSpec) for spec in _layer_specs(kv_cache_config.kv_cache_groups[0]))
+
+
+def keeps_state(kv_cache_config: KVCacheConfig) -> bool:
+    """Say whether some layers keep a state (Mamba, GDN, short convolutions) and not what tokens had to say."""
+    groups = kv_cache_config.kv_cache_groups
+    return any(isinstance(spec, MambaSpec) for group in groups for spec in _layer_specs(group))
+
+
+def _layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    """Return the specs that the layers of a group have."""
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def canonical_layout(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:

@@ -1,0 +1,185 @@
+"""Runs families of models on kinds of tiers and prints a table: ``make families``, ``python -m tests.families``.
+
+Each answer is compared, tokens and logprobs, with that of a vLLM without a connector. With ``--json`` results are
+written as they come, and what the file has already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from examples.demo.engine import EngineError, quick_environment
+from tests.families.features import FEATURES, try_feature
+from tests.families.media import TIERS
+from tests.families.models import FAMILIES
+from tests.families.trial import Cell, Trial, why
+from tests.s3.servers import RcloneServer
+from tests.vllm.harness import ONE_CORE, Workshop
+from tests.vllm.zygote import Zygote
+
+BAD = ("WRONG", "VACUOUS", "NOT REFUSED", "NOT PREEMPTED", "MISS")
+Results = dict[str, dict[str, Any]]
+"""``FAMILY/TIER`` -> ``cells`` by case, or ``failed``, and ``groups``."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
+    made.add_argument("--families", default="all", help=f"by commas, or none ({', '.join(FAMILIES)})")
+    made.add_argument("--tiers", default="all", help=f"by commas ({', '.join(TIERS)})")
+    made.add_argument("--features", default="all", help=f"by commas, or none ({', '.join(FEATURES)})")
+    made.add_argument("--json", type=Path, help="write results to this file as they come, and go on from it")
+    made.add_argument("--markdown", type=Path, help="write the table to this file")
+    made.add_argument("--logs", type=Path, help="copy the engines' logs to this directory")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is missing; print the table. Returns 1 when an answer was wrong."""
+    parsing = parser()
+    chosen = parsing.parse_args(arguments)
+    families, features = _chosen(chosen.families, FAMILIES), _chosen(chosen.features, FEATURES)
+    tiers = _chosen(chosen.tiers, TIERS)
+    known = {*FAMILIES, *FEATURES, *TIERS}
+    if unknown := [name for name in (*families, *features, *tiers) if name not in known]:
+        parsing.error(f"not known: {', '.join(unknown)}")
+    results: Results = {}
+    if chosen.json is not None and chosen.json.exists():
+        results = json.loads(chosen.json.read_text())
+    wanted = dict.fromkeys(families, tiers) | {name: ["slab"] for name in features}
+    try:
+        for name, tier, row in _run(wanted, results, chosen.logs):
+            results[f"{name}/{tier}"] = row
+            _say(f"{name}, {tier}: {_sentence(row)}")
+            if chosen.json is not None:
+                chosen.json.write_text(json.dumps(results, indent=1))
+    finally:
+        keys = [f"{name}/{tier}" for name in wanted for tier in wanted[name]]
+        shown = {key: results[key] for key in keys if key in results}
+        Console().print(_table(shown))
+        if chosen.markdown is not None:
+            chosen.markdown.write_text(_markdown(shown))
+    return 1 if any(word in json.dumps(shown) for word in BAD) else 0
+
+
+def _chosen(words: str, known: Iterable[str]) -> list[str]:
+    return list(known) if words == "all" else [] if words == "none" else words.split(",")
+
+
+def _run(
+    wanted: Mapping[str, Sequence[str]], results: Results, logs: Path | None
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield name, tier and row of what is wanted and not in ``results``."""
+    with tempfile.TemporaryDirectory(prefix="nixl-offload-families-") as scratch_name, RcloneServer() as server:
+        scratch = Path(scratch_name)
+        zygote = Zygote(scratch / "log", {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE})
+        try:
+            for name, tiers in wanted.items():
+                missing = [tier for tier in tiers if f"{name}/{tier}" not in results]
+                workshop = Workshop(zygote)
+                trial = Trial(workshop, FAMILIES[name], server) if name in FAMILIES else None
+                try:
+                    for tier in missing:
+                        row = _row({}, try_feature(workshop, FEATURES[name])) if trial is None else _try(trial, tier)
+                        yield name, tier, row
+                finally:
+                    if logs is not None:
+                        _keep(workshop, logs, name)
+                    workshop.close()
+        finally:
+            zygote.close()
+
+
+def _try(trial: Trial, tier: str) -> dict[str, Any]:
+    try:
+        reference = trial.reference()
+    except EngineError as error:
+        return {"failed": f"without a connector: {why(error)}"}
+    except Exception as error:  # noqa: BLE001 - a checkpoint that cannot be written is a row of the table
+        return {"failed": f"no checkpoint: {type(error).__name__}: {error}"}
+    return _row({"block_tokens": reference.block_tokens, "groups": reference.groups}, trial.run(tier))
+
+
+def _row(told: dict[str, Any], cells: Iterator[Cell]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    row = {**told, "cells": found}
+    try:
+        for cell in cells:
+            found[cell.case] = cell.told()
+    except EngineError as error:
+        row["failed"] = why(error)
+    return row
+
+
+def _keep(workshop: Workshop, logs: Path, name: str) -> None:
+    logs.mkdir(parents=True, exist_ok=True)
+    for log in workshop.scratch.glob("engine-*.log"):
+        (logs / f"{name.replace(' ', '-')}-{log.name}").write_bytes(log.read_bytes())
+
+
+def _say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
+
+
+def _sentence(row: Mapping[str, Any]) -> str:
+    cells = ", ".join(f"{case} {_word(cell)}" for case, cell in row.get("cells", {}).items())
+    return "; ".join(filter(None, (cells, row.get("failed", ""))))
+
+
+def _word(cell: Mapping[str, Any]) -> str:
+    """One cell, short: what came out, by how much logprobs differ where they do, and how many tokens were found."""
+    word = str(cell["verdict"])
+    if word in ("close", "WRONG"):
+        word += f" {cell['delta']:.0e}"
+    if cell.get("note"):
+        word += f" ({cell['note']})"
+    return word
+
+
+COLUMNS = ("cold", "hit", "partial", "damaged", "damaged, each group alone", "restart", "control", "tokens found")
+
+
+def _rows(results: Results) -> list[list[str]]:
+    rows = []
+    for key, row in results.items():
+        cells = row.get("cells", {})
+        alone = {prefix: [_word(cells[case]) for case in cells if case.startswith(prefix)] for prefix in _ALONE}
+        words = [_word(cells[case]) if case in cells else "" for case in ("cold", "hit", "partial", "damaged")]
+        words += [_summary(alone["damaged-"]), _word(cells["restart"]) if "restart" in cells else ""]
+        found = str(cells["hit"].get("hit_tokens", 0)) if "hit" in cells else ""
+        rows.append([*key.split("/"), *words, _summary(alone["control-"]), found, row.get("failed", "")])
+    return rows
+
+
+_ALONE = ("damaged-", "control-")
+
+
+def _summary(words: list[str]) -> str:
+    """What came out for each KV cache group, in a word where it was the same for all."""
+    return f"{words[0]} ({len(words)})" if len(set(words)) == 1 else ", ".join(words)
+
+
+def _table(results: Results) -> Table:
+    table = Table("family", "tier", *COLUMNS, "failed")
+    for row in _rows(results):
+        table.add_row(*row)
+    return table
+
+
+def _markdown(results: Results) -> str:
+    lines = [["family", "tier", *COLUMNS, "failed"], ["---"] * (len(COLUMNS) + 3), *_rows(results)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

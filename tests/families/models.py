@@ -1,0 +1,203 @@
+"""Which families are tried: a checkpoint and the options of an engine for each.
+
+Threading: immutable descriptions; ``write`` makes files in the directory that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from examples.demo.model import TINY, TINY_HYBRID, write_model
+from tests.families.checkpoints import add_mtp, write_checkpoint, write_eagle
+from tests.vllm.families import write_mla
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_MAMBA_LAYERS = ["mamba", "mamba", "attention", "mamba"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model, small."""
+
+    name: str
+    write: Callable[[Path], Path]
+    """Writes the checkpoint to a directory that is empty or holds it already."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """``vllm.LLM``'s, beyond the harness's."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of our config, beyond one tier."""
+    has_block_steps: bool = False
+    """A step ends where a block does. Mamba 2 can keep the state of a boundary within a step on a GPU only."""
+    draft: Callable[[Path], Path] | None = None
+    """Writes the checkpoint of a draft; its directory becomes ``speculative_config["model"]``."""
+
+
+def _llama(directory: Path) -> Path:
+    return write_model(directory, TINY)
+
+
+def _checkpoint(model_type: str, **fields: Any) -> Callable[[Path], Path]:
+    return partial(write_checkpoint, model_type=model_type, **fields)
+
+
+_qwen3_next: Final = _checkpoint(
+    "qwen3_next",
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "linear_attention", "full_attention"],
+    head_dim=128,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    shared_expert_intermediate_size=128,
+    dtype="bfloat16",
+)
+
+STATE: Final[Mapping[str, Any]] = {"max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 128 << 20}
+"""Options of models with recurrent state: a step holds whole blocks, which are larger."""
+
+FAMILIES: Final = {
+    family.name: family
+    for family in (
+        Family("llama", _llama),
+        Family("llama-windows", lambda directory: write_model(directory, TINY_HYBRID)),
+        Family("mistral-window", _checkpoint("mistral", head_dim=64, sliding_window=512)),
+        Family(
+            "gemma3",
+            _checkpoint("gemma3_text", head_dim=64, sliding_window=512, query_pre_attn_scalar=64, num_hidden_layers=6),
+        ),
+        Family(
+            "gpt-oss",
+            _checkpoint(
+                "gpt_oss", head_dim=64, sliding_window=512, num_local_experts=4, num_experts_per_tok=2, dtype="bfloat16"
+            ),
+            {"dtype": "bfloat16"},
+        ),
+        Family(
+            "llama4",
+            _checkpoint(
+                "llama4_text",
+                head_dim=64,
+                attention_chunk_size=512,
+                num_local_experts=2,
+                interleave_moe_layer_step=2,
+                intermediate_size_mlp=512,
+                dtype="bfloat16",
+            ),
+            {"dtype": "bfloat16"},
+        ),
+        Family("deepseek-mla", write_mla),
+        Family("qwen3-next", _qwen3_next, {**STATE, "dtype": "bfloat16"}),
+        Family("qwen3-next fine", _qwen3_next, {**STATE, "dtype": "bfloat16", "prefix_match_unit": 32}),
+        Family(
+            "qwen3-next MTP",
+            lambda directory: add_mtp(_qwen3_next(directory)),
+            {**STATE, "dtype": "bfloat16", "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        ),
+        Family(
+            "qwen3.5",
+            _checkpoint(
+                "qwen3_5_text",
+                head_dim=64,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                dtype="bfloat16",
+            ),
+            {**STATE, "dtype": "bfloat16"},
+        ),
+        Family(
+            "nemotron-h",
+            _checkpoint(
+                "nemotron_h",
+                head_dim=64,
+                hybrid_override_pattern="M-M*M-",
+                num_hidden_layers=6,
+                mamba_num_heads=8,
+                mamba_head_dim=64,
+                ssm_state_size=64,
+                n_groups=2,
+                config={"hybrid_override_pattern": "M-M*M-"},
+            ),
+            STATE,
+            has_block_steps=True,
+        ),
+        Family(
+            "granite4",
+            _checkpoint(
+                "granitemoehybrid",
+                layer_types=_MAMBA_LAYERS,
+                mamba_n_heads=8,
+                mamba_d_head=64,
+                mamba_d_state=64,
+                num_local_experts=0,
+                num_experts_per_tok=0,
+                shared_intermediate_size=512,
+                position_embedding_type="nope",
+                attention_multiplier=0.125,
+                config={"layer_types": _MAMBA_LAYERS},
+            ),
+            STATE,
+            has_block_steps=True,
+        ),
+        Family(
+            "falcon-h1",
+            _checkpoint("falcon_h1", mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64),
+            STATE,
+            has_block_steps=True,
+        ),
+        Family(
+            "lfm2",
+            _checkpoint(
+                "lfm2",
+                layer_types=["conv", "full_attention", "conv", "full_attention"],
+                block_auto_adjust_ff_dim=False,
+                embedding=0.2,
+                config={"conv_dim": TINY.hidden, "conv_L_cache": 3, "block_dim": TINY.hidden},
+            ),
+            STATE,
+        ),
+        Family(
+            "jamba",
+            _checkpoint(
+                "jamba",
+                attn_layer_period=4,
+                attn_layer_offset=2,
+                num_experts=2,
+                expert_layer_period=8,
+                use_mamba_kernels=False,
+            ),
+            STATE,
+        ),
+        Family("olmo-hybrid", _checkpoint("olmo_hybrid", head_dim=64), STATE),
+        Family(
+            "mamba2",
+            _checkpoint("mamba2", state_size=64, num_heads=8, head_dim=64, n_groups=1),
+            STATE,
+            has_block_steps=True,
+        ),
+        Family(
+            "n-gram draft",
+            _llama,
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+        ),
+        Family(
+            "draft model",
+            _llama,
+            {"speculative_config": {"num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}},
+            draft=lambda directory: write_model(directory, TINY, seed=2),
+        ),
+        Family(
+            "EAGLE",
+            _llama,
+            {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
+            draft=write_eagle,
+        ),
+        Family("two pipeline stages", _llama, {"pipeline_parallel_size": 2}),
+    )
+}
