@@ -48,24 +48,23 @@ class ModelShape:
     kv_dtype: str
     tp: int
     groups: tuple[KVGroup, ...]
-    block_tokens: int = 1
-    """Chunks are a multiple of it. With state vLLM makes blocks so large that a state fits into one (as it does on CUDA
-    with its default block size); 1: any number of tokens will do."""
+    block_tokens: int | None = None
+    """Of a model with state what a chunk holds, whatever ``chunk_tokens`` says: one block, which vLLM makes so large
+    that a state fits into it (here: as on CUDA, with the default block size)."""
 
     @property
     def bytes_per_token(self) -> int:
         """Of one token in all layers, on one rank. Where there is a window, layers behind it hold less of a prompt."""
         return sum(group.bytes_per_token for group in self.groups)
 
-    def whole_tokens(self, chunk_tokens: int) -> int:
-        """Return what a chunk really holds: ``chunk_tokens``, rounded up to ``block_tokens``."""
-        return -(-chunk_tokens // self.block_tokens) * self.block_tokens
+    def chunk_holds(self, chunk_tokens: int) -> int:
+        """Return the tokens that a chunk really holds where the config says ``chunk_tokens``."""
+        return self.block_tokens or chunk_tokens
 
     def group_chunk_bytes(self, group: KVGroup, chunk_tokens: int) -> int:
-        """Return what a chunk of one group takes on the medium, on one rank. A state has the room of all its blocks."""
-        tokens = self.whole_tokens(chunk_tokens)
-        states = tokens // self.block_tokens * group.layers * group.state_bytes
-        return slot_bytes(1, tokens * group.bytes_per_token + states)
+        """Return what a chunk of one group takes on the medium, on one rank."""
+        kept_bytes = self.chunk_holds(chunk_tokens) * group.bytes_per_token + group.layers * group.state_bytes
+        return slot_bytes(1, kept_bytes)
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
         """Return what ``chunk_tokens`` take on the medium, on one rank: a chunk of each group, with header and padding.
@@ -80,7 +79,7 @@ class ModelShape:
 
     def tokens_in(self, capacity_bytes: int, chunk_tokens: int) -> int:
         """Return the tokens that fit; with 10**12, tokens per TB. For a model with windows it is the least."""
-        return self.chunks_in(capacity_bytes, chunk_tokens) * self.whole_tokens(chunk_tokens)
+        return self.chunks_in(capacity_bytes, chunk_tokens) * self.chunk_holds(chunk_tokens)
 
     def prompt_bytes(self, tokens: int) -> int:
         """Return the KV bytes that a load of ``tokens`` brings back on one rank: of a window group, its window; of

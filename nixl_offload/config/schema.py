@@ -235,8 +235,8 @@ class Config(_Model):
     tenant: TenantName = "default"
     """Servers never find chunks of another tenant."""
     chunk_tokens: int = Field(default=256, ge=1)
-    """Tokens per stored chunk, rounded up to whole blocks of vLLM's. Larger chunks make fewer, faster transfers. The
-    short rest of a prompt is never stored."""
+    """Tokens per stored chunk, rounded up to whole blocks of vLLM's; of a model that keeps a state (Mamba, GDN) a chunk
+    is one block. Larger chunks make fewer, faster transfers. The short rest of a prompt is never stored."""
     verify: Verify = "checksum"
     """``checksum``: every byte read from a drive, directory or bucket is verified, and of chunks in this process's own
     memory identity and length. ``always``: every byte of those, too; stores to and loads from memory are slower then.

@@ -26,6 +26,7 @@ from nixl_offload.vllm.compat import check_version, settle_extra_config
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
+from nixl_offload.vllm.kv_caches import keeps_state
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.registration import SPEC_NAME, register
 from nixl_offload.vllm.request_identity import sentence_about_media
@@ -97,15 +98,19 @@ class NixlOffloadConnector(OffloadingConnector):
         if extra.get("spec_name") != SPEC_NAME:  # in one process both roles share this mapping
             extra.update(merge_extra_config(extra, config))
         extra["spec_name"] = SPEC_NAME
-        extra["blocks_per_chunk"] = blocks = blocks_per_chunk(config.chunk_tokens, max(tokens))
+        # Of state vLLM keeps what a prompt's last whole block ends with, which is where a chunk of several rarely ends.
+        has_state = keeps_state(kv_cache_config)
+        extra["blocks_per_chunk"] = blocks = 1 if has_state else blocks_per_chunk(config.chunk_tokens, max(tokens))
         warning = settle_extra_config(extra)
         if role == KVConnectorRole.SCHEDULER:
             if blocks * max(tokens) != config.chunk_tokens:
                 logger.info(
-                    "A chunk is %d tokens, not %d: vLLM's blocks hold %d for this model, and a chunk is whole blocks",
+                    "A chunk is %d tokens, not %d: %s",
                     blocks * max(tokens),
                     config.chunk_tokens,
-                    max(tokens),
+                    "one of vLLM's blocks, because this model keeps a state; --block-size makes larger ones"
+                    if has_state
+                    else f"vLLM's blocks hold {max(tokens)}, and a chunk is whole blocks",
                 )
             if warning:
                 logger.warning("%s", warning)

@@ -227,8 +227,8 @@ def test_state(
     assert {group.state_bytes for group in shape.groups} == {0, state_bytes}
     assert sorted(group.layers for group in shape.groups) == sorted(layers)
     states = sum(group.layers * group.state_bytes for group in shape.groups)
-    one = shape.whole_tokens(1)
-    assert one == block_tokens
+    one = shape.chunk_holds(1)
+    assert one == shape.chunk_holds(4096) == block_tokens
     assert shape.prompt_bytes(10_000) == 10_000 * bytes_per_token + states
     assert 0 <= shape.chunk_bytes(1) - one * bytes_per_token - states <= 2 * 4096 * len(shape.groups)
     assert shape.tokens_in(10**12, 1) % block_tokens == 0

@@ -57,10 +57,8 @@ def make_kv_cache(shape: ModelShape, *, chunk_tokens: int, chunks: int, block_ou
     """
     on_gpu = torch.cuda.is_available()
     place = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    chunk_tokens = shape.whole_tokens(chunk_tokens)
-    block_tokens = BLOCK_TOKENS if chunk_tokens % BLOCK_TOKENS == 0 else chunk_tokens
-    if shape.block_tokens > 1:
-        block_tokens = shape.block_tokens
+    chunk_tokens = shape.chunk_holds(chunk_tokens)
+    block_tokens = BLOCK_TOKENS if chunk_tokens % BLOCK_TOKENS == 0 and not shape.block_tokens else chunk_tokens
     blocks = chunk_tokens // block_tokens
     pages = [group.layer_token_bytes * block_tokens + group.state_bytes for group in shape.groups]
     if on_gpu and block_outermost:

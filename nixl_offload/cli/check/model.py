@@ -43,7 +43,7 @@ def model_section(
     section.facts = {
         "bytes_per_token": shape.bytes_per_token,
         "ranks": shape.tp,
-        "chunk_tokens": shape.whole_tokens(config.chunk_tokens),
+        "chunk_tokens": shape.chunk_holds(config.chunk_tokens),
         "chunk_bytes": chunk,
         "tokens_per_tb": shape.tokens_in(_TB, config.chunk_tokens),
         "tiers": facts,
@@ -62,13 +62,14 @@ def model_section(
 
 
 def _chunk(shape: ModelShape, config: Config, size: str) -> Finding:
-    tokens = larger = shape.whole_tokens(config.chunk_tokens)
+    tokens = larger = shape.chunk_holds(config.chunk_tokens)
     words = f"{tokens} tokens are {size}, {shape.tokens_in(_TB, tokens) / 1e6:,.1f} million tokens per TB"
     if shape.chunk_bytes(tokens) >= _SMALL_BYTES:
         return ok(words)
-    while shape.chunk_bytes(larger) < _GOOD_BYTES:
+    while larger * shape.bytes_per_token < _GOOD_BYTES:
         larger *= 2
-    return warning(f"{words}; a transfer this small costs more than its bytes", f"chunk_tokens: {larger}")
+    fix = f"chunk_tokens: {larger}" if shape.block_tokens is None else f"start the server with --block-size {larger}"
+    return warning(f"{words}; a transfer this small costs more than its bytes", fix)
 
 
 def _staging(shape: ModelShape, config: Config) -> Finding:
@@ -85,7 +86,7 @@ def _capacity(shape: ModelShape, config: Config, capacity_bytes: int | None, fac
     if capacity_bytes is None:
         return ok("not bounded by the config")
     chunks = shape.chunks_in(capacity_bytes, config.chunk_tokens)
-    tokens = chunks * shape.whole_tokens(config.chunk_tokens)
+    tokens = chunks * shape.chunk_holds(config.chunk_tokens)
     fact |= {"chunks": chunks, "tokens": tokens}
     words = f"{format_size(capacity_bytes)} hold {chunks:,} chunks, {tokens:,} tokens"
     if chunks < SLOTS_PER_EXTENT_MIN:
