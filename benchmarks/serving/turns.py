@@ -98,6 +98,15 @@ def measure(plan: Plan, sides: Sequence[str], rounds: int, directory: Path | Non
 
 def run_side(plan: Plan, side: str, number: int, directory: Path | None, say: Progress) -> Run:
     """Run a side once. Raises SideError."""
+    with job_of(plan, side, number, directory) as (job, scratch, environment):
+        return _run_process(job, scratch, environment, say)
+
+
+@contextlib.contextmanager
+def job_of(
+    plan: Plan, side: str, number: int, directory: Path | None
+) -> Iterator[tuple[dict[str, Any], Path, dict[str, str]]]:
+    """Give what an engine's process is to be told, a directory for it, and its environment, as long as it runs."""
     engine_id = f"serving-{uuid.uuid4().hex[:12]}"
     with contextlib.ExitStack() as stack:
         scratch = Path(tempfile.mkdtemp(prefix="serving-"))
@@ -140,7 +149,7 @@ def run_side(plan: Plan, side: str, number: int, directory: Path | None, say: Pr
             "rate_per_s": plan.rate_per_s,
             "at_a_time": plan.at_a_time,
         }
-        return _run_process(job, scratch, environment, say)
+        yield job, scratch, environment
 
 
 def engine_environment(scratch: Path) -> dict[str, str]:
