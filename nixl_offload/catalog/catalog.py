@@ -30,6 +30,7 @@ from nixl_offload.catalog.tickets import (
 from nixl_offload.catalog.write_through import ChainOptions, WriteThrough, WriteThroughQueue
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 PREFETCH_BACKLOGS: Final = 4
@@ -63,12 +64,17 @@ class Catalog:
         self._tiers = list(tiers)
         """Shared with the two parts below."""
         self._numbered = tuple(enumerate(self._tiers))
+        self.is_chain = len(self._tiers) > 1
+        """Whether ``begin_write_throughs`` can have something to begin."""
+        self.has_flush = self._has_flush()
+        """Whether some tier has something to do in ``flush``."""
         self._world_size = world_size
         self._slot_bytes = slot_bytes
         self._pending_limit_s = pending_limit_s
         self._chain = ChainOptions() if chain is None else chain
         self._admission = Admission(store_after)
-        self._changes = Changes()
+        self.changes = Changes()
+        """What ``take_changes`` would return."""
         self._placing = Placing(
             self._tiers,
             slot_bytes=slot_bytes,
@@ -102,6 +108,7 @@ class Catalog:
         """From now on use ``tier`` at ``position``, where one stood that had nothing and took nothing."""
         self._tiers[position] = tier
         self._numbered = tuple(enumerate(self._tiers))
+        self.has_flush = self._has_flush()
 
     def disable(self, positions: Collection[int], now_s: float) -> None:
         """Store nothing more in these tiers, which some rank has disabled, and again in all others."""
@@ -320,13 +327,13 @@ class Catalog:
         for tier in self._tiers:
             tier.clear()
         self._admission.clear()
-        self._changes.take()
+        self.changes.take()
 
     # What to tell
 
     def take_changes(self) -> list[Change]:
         """Return which chunks became loadable and which ceased to be since the last call, in that order of events."""
-        return self._changes.take()
+        return self.changes.take()
 
     def in_flight_stores(self) -> list[tuple[int, Key]]:
         """Return (tier, key) of all that is being written. At the end a rank may finish it without being heard."""
@@ -355,6 +362,9 @@ class Catalog:
 
     # Inside
 
+    def _has_flush(self) -> bool:
+        return not all(isinstance(tier, SlotTier) for tier in self._tiers)
+
     def _among(self, allowed: Collection[int]) -> list[tuple[int, Tier]]:
         return [numbered for numbered in self._numbered if numbered[0] in allowed]
 
@@ -367,7 +377,7 @@ class Catalog:
         return states
 
     def _removed(self, tier: int, keys: Iterable[Key]) -> None:
-        self._changes.tell(tier, keys, removed=True)
+        self.changes.tell(tier, keys, removed=True)
         self._retention.dropped(tier, keys)
 
     def _may_wait(self, writing_since_s: float, context: LookupContext, now_s: float) -> bool:
@@ -457,7 +467,7 @@ class Catalog:
                 self._release_source(key, record.sources[position], outcome, now_s)
                 self._prefetches.ended(location)
         for tier_position, key in reversed(ready):
-            self._changes.tell(tier_position, (key,), removed=False)
+            self.changes.tell(tier_position, (key,), removed=False)
             if key in self._retention:
                 self._retention.stored(tier_position, key)
             if record.kind != "write_through" and len(self._tiers) > 1:

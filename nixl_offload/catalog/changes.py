@@ -24,19 +24,20 @@ class Changes:
     """What became of chunks since it was asked for last, in the order in which it happened."""
 
     def __init__(self) -> None:
-        self._log: list[tuple[int, bool, list[Key]]] = []
+        self.log: list[tuple[int, bool, list[Key]]] = []
+        """Tier, whether they were removed, and the chunks. Empty: ``take`` has nothing to return."""
 
     def tell(self, tier: int, keys: Iterable[Key], *, removed: bool) -> None:
         """Append ``keys``."""
         keys = list(keys)
         if not keys:
             return
-        if self._log and self._log[-1][:2] == (tier, removed):
-            self._log[-1][2].extend(keys)
+        if self.log and self.log[-1][:2] == (tier, removed):
+            self.log[-1][2].extend(keys)
         else:
-            self._log.append((tier, removed, keys))
+            self.log.append((tier, removed, keys))
 
     def take(self) -> list[Change]:
         """Return all of it, and begin anew."""
-        log, self._log = self._log, []
+        log, self.log = self.log, []
         return [Change(tier, tuple(keys), removed) for tier, removed, keys in log]

@@ -31,19 +31,17 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from nixl_offload.catalog import NOWHERE, Catalog, LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import Config
 from nixl_offload.engine import Work
-from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
+from nixl_offload.errors import NixlOffloadError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import Tier
-from nixl_offload.tiers.kinds import AnyPlace, AnyTier
+from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
-from nixl_offload.vllm.closed_tier import ClosedTier
 from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.open_tiers import chain_options
-from nixl_offload.vllm.opening import TierOpening, name_of
-from nixl_offload.vllm.rank_opening import RankOpening
 from nixl_offload.vllm.server_load import ServerLoad
+from nixl_offload.vllm.serving_tiers import ServingTiers
 from nixl_offload.vllm.tier_events import TierEvents, allowed_tiers, label_of
 
 if TYPE_CHECKING:
@@ -67,8 +65,6 @@ WEIGHTS_WAIT_S = 1.5
 """A start waits so long at most to learn which weights a local model has."""
 SMALL_WEIGHTS_WAIT_S = 30.0
 """Likewise, for a model that is read in a second: it takes longer only where the machine is too busy."""
-TIERS_WAIT_S = 30.0
-"""Likewise, for the scheduler's half of the tiers to be open: only storage that hangs takes longer."""
 STATS_EVERY_S = 0.25
 """How often metrics are looked at while no chunk is looked up, stored, loaded or moved."""
 STORE_BACKLOG_STAGINGS = 4
@@ -91,27 +87,18 @@ class NixlOffloadManager(OffloadingManager):
         """Remember what ``open`` will need; touches no storage."""
         self._offloading = offloading
         self._config = config
-        self._vllm_config = vllm_config
-        self._opening: TierOpening | None = None
-        self._is_off = False
-        """Nothing will ever be stored or loaded."""
-        self._begins = False
-        """The tiers are being opened while the engine steps, and some were not tried yet."""
+        self.version = 0
+        """Counts what may change the answers to lookups, but for what tiers that others write to find by themselves."""
+        self.serving = ServingTiers(offloading, config, vllm_config, begin=self._make_catalog, join=self._take_tier)
+        self._tiers = self.serving.tiers
+        """By position, as in the catalog."""
         self._catalog: Catalog | None = None
         """None until the namespace is known."""
-        self._tiers: list[Tier] = [ClosedTier() for _ in config.tiers]
-        """By position, as in the catalog: what serves, or a ``ClosedTier``."""
-        self._opened: dict[int, AnyTier] = {}
-        """What is open here, by position."""
-        self._to_clear: set[int] = set()
-        """The cache was reset before these were open."""
         self._labels = [label_of(tier) for tier in config.tiers]
-        self._rank_opening = RankOpening(offloading.parallel.world_size)
-        self._required = {position for position, tier in enumerate(config.tiers) if tier.required}
-        """The tiers without which no engine shall run, as long as they do not serve."""
         self._disabled: dict[int, set[int]] = {}
         """By rank: the tiers that it has disabled."""
-        self._moves: list[WriteThroughTicket] = []
+        self.moves: list[WriteThroughTicket] = []
+        """What ``take_moves`` would return."""
         self._events = TierEvents(enabled=offloading.enable_kv_cache_events)
         self._decider: LoadDecider | None = None
         self._metrics = MetricsReporter([tier.kind for tier in config.tiers])
@@ -129,108 +116,33 @@ class NixlOffloadManager(OffloadingManager):
         """Open the tiers, once. ``ranks``: what every rank has told, in order.
 
         Where a local model's files must be read to know which weights they are, waits ``wait_s`` at most, and
-        ``small_wait_s`` for a small one; then ``TIERS_WAIT_S`` at most for the tiers. What takes longer, or fails, goes
-        on in the background, and the tiers are taken over in a later step.
+        ``small_wait_s`` for a small one; then ``serving_tiers.TIERS_WAIT_S`` at most for the tiers. What takes longer,
+        or fails, goes on in the background, and the tiers are taken over in a later step.
 
         Raises, for the operator, ConfigError when a tier's options do not fit the model, and TierError when a tier with
         ``required: true`` is not open: at start, and only there. What a rank cannot open raises in a later step.
         Called again (vLLM repeats the handshake when it wakes up) it leaves the tiers, and the lock they hold, as they
         are.
         """
-        if self._opening is not None:
+        if self.serving.is_begun:
             return
-        self._opening = TierOpening(self._config, self._vllm_config, self._offloading, ranks)
         try:
-            self._wait_for_tiers(self._opening, wait_s, small_wait_s)
+            self.serving.open(ranks, wait_s, small_wait_s)
         except NixlOffloadError:
             self.shutdown()
             raise
 
-    def _wait_for_tiers(self, opening: TierOpening, wait_s: float, small_wait_s: float) -> None:
-        """Wait for tiers as ``open`` says, and take over those that are open. Raises as ``open`` does."""
-        is_ready = opening.wait(wait_s, small_wait_s, TIERS_WAIT_S)
-        errors = opening.errors()
-        for error in errors.values():
-            if isinstance(error, ConfigError):
-                raise error
-        self._update_tiers(is_start=True)
-        if self._is_off or is_ready:
-            return
-        if self._catalog is None:
-            logger.info("Offloading begins as soon as the model's files have been read, to know which weights they are")
-            return
-        for position, tier in enumerate(self._config.tiers):
-            if position not in self._opened and position not in errors:
-                if tier.required:
-                    raise TierError(self._refusal(position, f"it is not open within {TIERS_WAIT_S:.0f} s"), cause="io")
-                logger.warning(
-                    "%s: not open within %.0f s. Requests go on without it; it is used once it is open",
-                    name_of(tier),
-                    TIERS_WAIT_S,
-                )
-
     @property
     def is_begun(self) -> bool:
         """Whether ``open`` or ``begin`` was called."""
-        return self._opening is not None
+        return self.serving.is_begun
 
     def begin(self, ranks: Sequence[RankGeometry]) -> None:
         """As ``open``, while the engine steps: wait for nothing and raise nothing. A tier whose options do not fit the
         model is left out with a warning.
         """
-        if self._opening is None:
-            self._opening = TierOpening(self._config, self._vllm_config, self._offloading, ranks)
-            self._begins = True
-
-    def _update_tiers(self, *, is_start: bool = False) -> None:
-        """Take over what was opened since the last call, and have those serve that all ranks have opened, too.
-
-        Called in every step: costs nothing where nothing has changed. Requests wait for ranks at a start only, not amid
-        traffic. Raises TierError where a tier with ``required: true`` could not be opened.
-        """
-        if self._opening is None or self._is_off:
-            return
-        if self._required:
-            self._check_required(self._opening.errors())
-        if self._catalog is None:
-            try:
-                namespace = self._opening.namespace
-            except Exception as error:
-                self._is_off = True
-                if self._required:
-                    raise TierError(self._refusal(min(self._required), str(error)), cause="io") from error
-                trace = None if isinstance(error, NixlOffloadError) else error
-                logger.error("Offloading is off until the engine restarts: %s", error, exc_info=trace)
-                return
-            if namespace is None:
-                return
-            self._make_catalog(namespace)
-        now_s = time.monotonic()
-        is_start = is_start or self._begins
-        self._begins = self._begins and not self._opening.wait(0.0, 0.0, 0.0)
-        for position, tier in self._opening.take().items():
-            if position in self._to_clear:
-                tier.clear()
-            self._opened[position] = tier
-            if is_start:
-                self._put(position, ClosedTier(tier))
-            self._rank_opening.add(position, tier.place, now_s)
-        for position in self._rank_opening.take_open():
-            self._put(position, self._opened[position])
-            self._required.discard(position)
-
-    def _check_required(self, errors: Mapping[int, Exception]) -> None:
-        """Raise TierError where a tier must be open and is not, here or on a rank."""
-        for position in sorted(self._required & errors.keys()):
-            error = errors[position]
-            cause = getattr(error, "cause", "io")
-            raise TierError(self._refusal(position, str(error)), cause=cause) from error
-        for position in sorted(self._required & self._rank_opening.failed()):
-            raise TierError(self._refusal(position, "some rank cannot open it, and its log says why"), cause="io")
-
-    def _refusal(self, position: int, why: str) -> str:
-        tier = self._config.tiers[position]
-        return f"{name_of(tier)}: required: true allows no server without it, and {why}"
+        if not self.serving.is_begun:
+            self.serving.open_while_stepping(ranks)
 
     def _make_catalog(self, namespace: Namespace) -> None:
         parallel = self._offloading.parallel
@@ -254,20 +166,18 @@ class NixlOffloadManager(OffloadingManager):
             skips_slow=self._config.slow_hits == "skip",
         )
 
-    def _put(self, position: int, tier: Tier) -> None:
-        """Replace the closed tier at ``position`` by ``tier``."""
+    def _take_tier(self, position: int, tier: Tier) -> None:
         assert self._catalog is not None
-        self._tiers[position] = tier
+        self.version += 1
         self._catalog.join(position, tier)
 
     def take_places(self) -> dict[int, AnyPlace]:
         """Return where the ranks are to open tiers that were opened here since the last call."""
-        return self._rank_opening.take_places()
+        return self.serving.take_places()
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the word of ranks whose status has changed. A tier serves when all of them have opened it."""
         self._stats_s = 0.0
-        self._rank_opening.update(ranks)
         for rank, status in ranks.items():
             self._disabled[rank] = {position for position, tier in enumerate(status.tiers) if tier.trouble}
         if self._catalog is not None:
@@ -276,11 +186,7 @@ class NixlOffloadManager(OffloadingManager):
             self._metrics.update_ranks({rank: status.tiers for rank, status in ranks.items()})
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
-        for position in self._rank_opening.failed():
-            tier = self._tiers[position]
-            if isinstance(tier, ClosedTier):
-                tier.give_up()
-        self._update_tiers()
+        self.serving.take_ranks(ranks)
 
     # What hints need: see ``hints``.
 
@@ -302,7 +208,7 @@ class NixlOffloadManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Every request is offloaded chunk by chunk."""
-        self._update_tiers()
+        self.serving.update()
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -317,18 +223,19 @@ class NixlOffloadManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is scheduled: tiers go and look for what its lookups did not find in memory, and moves begin."""
-        self._update_tiers()
+        if not self.serving.is_whole:
+            self.serving.update()
         if self._catalog is None:
             return
-        now_s = time.monotonic()
-        self._catalog.flush(now_s)
-        if moves := self._catalog.begin_write_throughs(now_s):
-            self._moves += moves
-            self._stats_s = 0.0
+        if self._catalog.has_flush:
+            self._catalog.flush(time.monotonic())
+        if self._catalog.is_chain and (moves := self._catalog.begin_write_throughs(time.monotonic())):
+            self.moves += moves
+            self._changed()
 
     def take_moves(self) -> list[WriteThroughTicket]:
         """Return the moves to tell the ranks of."""
-        moves, self._moves = self._moves, []
+        moves, self.moves = self.moves, []
         return moves
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -399,6 +306,7 @@ class NixlOffloadManager(OffloadingManager):
         wanted = tuple(Key(key) for key in keys)
         if self._catalog is None:
             return TicketSpec(LoadTicket(0, wanted, (NOWHERE,) * len(wanted)))
+        self.version += 1
         now_s = time.monotonic()
         ticket = self._catalog.prepare_load(wanted, now_s, allowed_tiers(req_context, self._labels))
         if self._decider is not None:
@@ -410,7 +318,7 @@ class NixlOffloadManager(OffloadingManager):
         ticket = None
         if self._catalog is not None and req_context.get_state(Refused) is None:
             ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id)
-            self._stats_s = 0.0
+            self._changed()
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput([OffloadKey(key) for key in ticket.keys], TicketSpec(ticket), [])
 
@@ -425,7 +333,7 @@ class NixlOffloadManager(OffloadingManager):
         lost: set[OffloadKey] = set()
         if self._catalog is None or self._decider is None:
             return lost
-        self._stats_s = 0.0
+        self._changed()
         now_s = time.monotonic()
         self._decider.observe_loads(loads, now_s)
         for ticket, report in reports.items():
@@ -453,12 +361,9 @@ class NixlOffloadManager(OffloadingManager):
         """Keep an idle engine stepping while ranks open tiers, until they have reported every ticket, and nothing waits
         to be moved.
         """
-        if self._begins:
-            return not self._is_off
-        if self._catalog is None:
-            return False
-        is_busy = self._catalog.open_tickets > 0 or self._catalog.has_pending_writes
-        return is_busy or self._rank_opening.is_under_way(time.monotonic())
+        catalog = self._catalog
+        is_busy = catalog is not None and (catalog.open_tickets > 0 or catalog.has_pending_writes)
+        return is_busy or self.serving.is_opening
 
     def is_waiting(self) -> bool:
         """Whether some rank opens its tiers or moves bytes, or somebody looks into a shared tier."""
@@ -480,8 +385,13 @@ class NixlOffloadManager(OffloadingManager):
             self._complain_of_metrics()
             return None
 
+    @property
+    def has_events(self) -> bool:
+        """Whether ``take_events`` has something to take. Asked in every step."""
+        return self._catalog is not None and bool(self._catalog.changes.log)
+
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what was stored and removed since the last call. Called in every step."""
+        """Return what was stored and removed since the last call."""
         if self._catalog is not None:
             self._events.add(self._catalog.take_changes(), self._labels)
         return self._events.take()
@@ -496,14 +406,10 @@ class NixlOffloadManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Forget everything. Slots that a rank may still touch come back as their tickets settle."""
-        self._stats_s = 0.0
+        self._changed()
         if self._catalog is not None:
             self._catalog.clear()
-        for position, tier in enumerate(self._tiers):
-            if position not in self._opened:
-                self._to_clear.add(position)
-            elif tier is not self._opened[position]:
-                self._opened[position].clear()
+        self.serving.clear_closed()
         self._events.clear()  # as with vLLM's own managers, its "all blocks cleared" says the rest
         logger.info("Cleared by reset_prefix_cache: nothing that was stored before is served any more")
 
@@ -513,12 +419,13 @@ class NixlOffloadManager(OffloadingManager):
         vLLM has ended the ranks before: they drained what was on its way, and could not tell. What they may have
         finished is written down as a hint; its checksums tell, when it is loaded, whether they had.
         """
-        if self._opening is not None:
-            self._opening.close()
         verifies = self._config.verify != "header"
-        pending = self._catalog.in_flight_stores() if self._catalog is not None and verifies else ()
-        for position, tier in self._opened.items():
-            tier.close([key for at, key in pending if at == position])
+        self.serving.close(self._catalog.in_flight_stores() if self._catalog is not None and verifies else ())
+
+    def _changed(self) -> None:
+        """Take note that chunks came or went, or are about to."""
+        self.version += 1
+        self._stats_s = 0.0
 
     def _complain_of_metrics(self) -> None:
         """Say once that metrics could not be told: by a rank of another config, for one."""

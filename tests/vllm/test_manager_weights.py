@@ -68,8 +68,8 @@ def ask(manager: NixlOffloadManager) -> None:
 
 def opened(manager: NixlOffloadManager) -> None:
     """Wait until the tiers are open, or have failed to."""
-    assert manager._opening is not None
-    assert manager._opening.wait(DEADLINE_S, 0.0, DEADLINE_S)
+    assert manager.serving._opening is not None
+    assert manager.serving._opening.wait(DEADLINE_S, 0.0, DEADLINE_S)
 
 
 def stored(manager: NixlOffloadManager, *numbers: int) -> tuple[bytes, ...]:

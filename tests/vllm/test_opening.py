@@ -25,8 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import TierError
-from nixl_offload.vllm import background, closed_tier, rank_opening
-from nixl_offload.vllm import manager as manager_module
+from nixl_offload.vllm import background, closed_tier, rank_opening, serving_tiers
 from nixl_offload.vllm import opening as opening_module
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
@@ -142,6 +141,43 @@ def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already
         scheduler.shutdown()
 
 
+def test_a_tier_that_hangs_keeps_no_idle_engine_stepping_that_serves_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins all the same, in the steps of a request that comes later."""
+    is_hung, works, open_tier = threading.Event(), threading.Event(), opening_module.open_tier
+
+    def opening(*arguments: Any) -> Any:
+        is_hung.set()
+        assert works.wait(DEADLINE_S)
+        return open_tier(*arguments)
+
+    monkeypatch.setattr(opening_module, "open_tier", opening)
+    monkeypatch.setattr(serving_tiers, "BEGIN_WAIT_S", 0.1)
+    scheduler = inside_another(tmp_path, world_size=1)
+    try:
+        report(scheduler, geometries=dict(enumerate(manager_rig.ranks(1))))
+        began_s = time.monotonic()
+        assert scheduler.has_pending_push_work()
+        assert is_hung.wait(DEADLINE_S)
+        time.sleep(max(0.0, began_s + 0.1 - time.monotonic()))
+        scheduler.build_connector_meta(SchedulerOutput.make_empty())
+        assert not scheduler.has_pending_push_work()
+        works.set()
+        for _ in range(1000):
+            meta = scheduler.build_connector_meta(SchedulerOutput.make_empty())
+            if isinstance(meta, StepMetadata):
+                break
+            time.sleep(0.01)
+        assert list(meta.places) == [0]
+        assert scheduler.has_pending_push_work(), "the rank is to open it"
+        report(scheduler, ranks={0: OPEN})
+        assert not scheduler.has_pending_push_work()
+    finally:
+        works.set()
+        scheduler.shutdown()
+
+
 def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is computed, and nothing of it is stored; those that come later hit."""
     asked = restarted()
@@ -239,7 +275,7 @@ def test_a_required_tier_that_hangs_ends_the_start(tmp_path: Path, monkeypatch: 
         return open_tier(*arguments)
 
     monkeypatch.setattr(opening_module, "open_tier", opening)
-    monkeypatch.setattr(manager_module, "TIERS_WAIT_S", 0.1)
+    monkeypatch.setattr(serving_tiers, "TIERS_WAIT_S", 0.1)
     monkeypatch.setattr(opening_module, "CLOSE_S", 0.1)
     config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
     manager = NixlOffloadManager(manager_rig.offloading_config(), config, manager_rig.vllm_config())
@@ -517,7 +553,7 @@ def test_a_tier_that_hangs_while_it_is_opened_delays_no_other(
         return open_tier(tier, *arguments)
 
     monkeypatch.setattr(opening_module, "open_tier", opening)
-    monkeypatch.setattr(manager_module, "TIERS_WAIT_S", 0.2)
+    monkeypatch.setattr(serving_tiers, "TIERS_WAIT_S", 0.2)
     monkeypatch.setattr(opening_module, "CLOSE_S", 0.1)
     engine = SlowEngine(tmp_path, {"kind": "memory", "capacity": "64MiB"})
     engine.settle()
