@@ -148,6 +148,8 @@ class ChainEngine:
 
     def settled(self) -> list[Completion]:
         """Return the tickets that were settled since the last call, each exactly once over all calls."""
+        if self._moves.idle:
+            return []
         self._poll()
         return self._moves.take()
 

@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, PromMetric, PromMetricT
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 
 from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
@@ -33,6 +32,7 @@ from nixl_offload.vllm.request_identity import sentence_about_media
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.stopping import sentence_about_stopping
 from nixl_offload.vllm.vllm_internals import (
+    LeanConnector,
     evict_blocks,
     load_failure_policy,
     outermost_connector,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class NixlOffloadConnector(OffloadingConnector):
+class NixlOffloadConnector(LeanConnector):
     """Registered as ``NixlOffloadConnector``; configured by ``kv_connector_extra_config: {"config": FILE}``."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -168,20 +168,24 @@ class NixlOffloadConnector(OffloadingConnector):
 
         vLLM leaves it there where it recomputes (0.32), and whoever came before the recomputation had it for a hit.
         """
-        super().update_connector_output(connector_output)
-        if connector_output.invalid_block_ids and self.connector_scheduler is not None:
-            evict_blocks(self, self.connector_scheduler.spoiled_blocks(connector_output.invalid_block_ids))
+        scheduler = self.connector_scheduler
+        assert scheduler is not None
+        scheduler.update_connector_output(connector_output)
+        if connector_output.invalid_block_ids:
+            evict_blocks(self, scheduler.spoiled_blocks(connector_output.invalid_block_ids))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return completions and, for models of which no prefix can be kept, the requests whose load failed."""
-        results = super().get_transfer_results(finished_req_ids)
-        if self.connector_worker is not None:
-            results.failed_recving = self.connector_worker.take_failed_requests() & results.finished_recving
-        return results
+        worker = self.connector_worker
+        assert worker is not None
+        received = worker.take_received()
+        failed = worker.take_failed_requests() & received if received else set()
+        return KVConnectorTransferResults(set(), received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that no load filled, where vLLM can keep the prefix before them: see ``keeps_prefix``."""
-        return self.connector_worker.take_failed_blocks() if self.connector_worker is not None else set()
+        worker = self.connector_worker
+        return worker.take_failed_blocks() if worker is not None and worker.failed_blocks else set()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
@@ -17,7 +18,7 @@ from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.idling import Idling
 from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
-from nixl_offload.vllm.messages import RankGeometry, StepMetadata, WorkerReport
+from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
 from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
 from nixl_offload.vllm.server_load import ServerLoadCounter
 from nixl_offload.vllm.step_clock import StepClock
@@ -44,6 +45,23 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+ANSWER_S: Final = 0.1
+"""So long at most a request that waits is told again what it was told, without being looked up. Tiers that others
+write to change by themselves."""
+
+
+class _Answer(NamedTuple):
+    """What a request was told that has no blocks yet."""
+
+    computed_tokens: int
+    limit: int | None
+    """The most that it may load."""
+    version: int
+    """``NixlOffloadManager.version`` at that time."""
+    until_s: float
+    found: int
+
+
 class NixlOffloadScheduler(ChunkwiseScheduler):
     """vLLM's scheduler half; hears of failures before it hears of completions."""
 
@@ -62,6 +80,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self.is_off = False
         """Nothing will ever be stored or loaded."""
         self._loads = self._stores = True
+        self._answers: dict[str, _Answer] = {}
+        """By request, until it is given blocks."""
         self._asked_about: set[str] = set()
         """Requests that were looked up in this step."""
         self._allocated: list[Request] = []
@@ -80,7 +100,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         }
         """By KV cache group that looks back no farther: how many tokens of it a hit loads."""
 
-    @property
+    @cached_property
     def offload_manager(self) -> NixlOffloadManager:
         """The manager, as what it is."""
         assert isinstance(self.manager, NixlOffloadManager)
@@ -121,9 +141,33 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """As vLLM's, less what would take longer to load than to compute."""
+        """As vLLM's, less what would take longer to load than to compute.
+
+        vLLM asks in every step as long as there is no room for the request: while nothing has changed it is told the
+        same.
+        """
         self._idling.record_progress()
         self._asked_about.add(request.request_id)
+        version, known = self.offload_manager.version, self._answers.get(request.request_id)
+        if (
+            known is not None
+            and known.version == version
+            and known.computed_tokens == num_computed_tokens
+            and known.limit == max_num_new_tokens
+            and time.monotonic() < known.until_s
+        ):
+            return known.found, known.found > 0
+        found, is_async = self._look_up(request, num_computed_tokens, max_num_new_tokens)
+        if found is not None:
+            until_s = time.monotonic() + ANSWER_S
+            self._answers[request.request_id] = _Answer(
+                num_computed_tokens, max_num_new_tokens, version, until_s, found
+            )
+        return found, is_async
+
+    def _look_up(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
+    ) -> tuple[int | None, bool]:
         self._refuse_worthless_keys(request)  # a session may have been given an image since
         if not self._loads:
             return super().get_num_new_matched_tokens(request, num_computed_tokens, 0)
@@ -159,8 +203,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if not num_external_tokens and request.request_id in self._asked_about:
-            self._allocated.append(request)
+        if request.request_id in self._asked_about:
+            self._answers.pop(request.request_id, None)
+            if not num_external_tokens:
+                self._allocated.append(request)
         self._load.allocated(request.request_id)
         status = request_state(self, request.request_id)
         if status is not None:
@@ -171,20 +217,25 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
         In a step without work leave the processor to those who are waited for.
         """
-        if not scheduler_output.total_num_scheduled_tokens and self.offload_manager.is_waiting():
+        manager, tokens = self.offload_manager, scheduler_output.total_num_scheduled_tokens
+        if not tokens and manager.is_waiting():
             time.sleep(self._idling.pause_s)
         self._steps += 1
         if self._hints.has_pending:
             self._hints.step()
             self._idling.record_progress()
-        if self._asked_about or self.holds_stores:
+        if self._allocated or self.holds_stores:
             self._hold_stores(scheduler_output)
+        self._asked_about.clear()
         self._clock.scheduled(scheduler_output)
-        self._load.scheduled(len(scheduler_output.num_scheduled_tokens))
-        meta = super().build_connector_meta(without_preempted_loads(self, scheduler_output))
-        moves, places = self.offload_manager.take_moves(), self.offload_manager.take_places()
+        self._load.running = len(scheduler_output.num_scheduled_tokens)
+        if scheduler_output.preempted_req_ids:
+            scheduler_output = without_preempted_loads(self, scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        moves = manager.take_moves() if manager.moves else []
+        places = {} if manager.serving.is_whole else manager.take_places()
         assert isinstance(meta, OffloadingConnectorMetadata)
-        if scheduler_output.total_num_scheduled_tokens or moves or places or meta.load_jobs or meta.store_jobs:
+        if tokens or moves or places or meta.load_jobs or meta.store_jobs:
             self._idling.record_progress()
         if not moves and not places:
             return meta
@@ -197,6 +248,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if connector_output.invalid_block_ids:
             self._refuse_unloaded(connector_output.invalid_block_ids)
         meta = connector_output.kv_connector_worker_meta
+        if meta is NOTHING:
+            return  # as in most steps
         if isinstance(meta, WorkerReport):
             if meta.geometries:
                 self.take_geometries(meta.geometries, is_start=False)
@@ -227,6 +280,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._load.allocated(request.request_id)
         if self._hints.waits_for_ends:
             self._hints.finished(request.request_id, request_state(self, request.request_id))
+        self._answers.pop(request.request_id, None)
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:
@@ -236,6 +290,9 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """As vLLM's, with a name for each medium; what chunks were made of is forgotten with them."""
+        return self._named_events() if self.offload_manager.has_events else ()
+
+    def _named_events(self) -> Iterable[KVCacheEvent]:
         yield from name_media(super().take_events())
         forget_descriptions(self, self.offload_manager.take_removed(), self.offload_manager.is_known)
 
@@ -252,7 +309,6 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
                 and request.request_id in scheduler_output.num_scheduled_tokens
             ):
                 self._doubtful_step = self._steps
-        self._asked_about.clear()
         self._allocated.clear()
         self.holds_stores = not self._stores or self._doubtful_step > self._heard_steps
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from nixl_offload.catalog import LoadTicket
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.kv_caches import keeps_prefix
-from nixl_offload.vllm.messages import RankGeometry, StepMetadata, TicketReport, WorkerReport
+from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, TicketReport, WorkerReport
 from nixl_offload.vllm.rank_identity import allocation_digest
 from nixl_offload.vllm.vllm_internals import pop_loading_request, store_on_every_rank
 from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker, failures_of
@@ -33,11 +33,15 @@ logger = logging.getLogger(__name__)
 class NixlConnectorWorker(OffloadingConnectorWorker):
     """vLLM's connector worker, without its assertions that storage never fails."""
 
+    worker: NixlOffloadingWorker | None
+
     def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         store_on_every_rank(self)  # each has storage of its own
-        self._report = WorkerReport()
-        self._failed_blocks: set[int] = set()
+        self._report = NOTHING
+        """What is not told yet. ``_news`` gives one that may be written to."""
+        self.failed_blocks: set[int] = set()
+        """Those that ``take_failed_blocks`` would return."""
         self._failed_requests: set[str] = set()
         self._keeps_prefix = keeps_prefix(kv_cache_config, len(spec.config.groups))
         self._allocated = ""
@@ -82,40 +86,58 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         try:
             super().start_kv_transfers(metadata)
         finally:
-            self.rank_worker.end_step()
+            if metadata.load_jobs:
+                self.rank_worker.end_step()
         if isinstance(metadata, StepMetadata):
             self.rank_worker.open(metadata.places)
             for ticket in metadata.moves:
                 self.rank_worker.submit(ticket)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Collect outcomes. A failed load is reported as received *and* as failed, so that its request resumes."""
+        """As vLLM's; stores never hold a request's blocks."""
+        return set(), self.take_received()
+
+    def take_received(self) -> set[str]:
+        """Collect outcomes, and return the requests whose load has ended. One that failed is received *and* failed, so
+        that its request resumes.
+        """
         received: set[str] = set()
-        worker = self.rank_worker
+        worker = self.worker
+        assert worker is not None
         if not worker.has_news:
-            return set(), received
-        for job in worker.take_finished():
-            result, is_load = job.result, isinstance(job.ticket, LoadTicket)
-            failures = failures_of(result.outcomes)
-            self._report.mark_completed(result.job_id)
-            self._report.tickets[job.ticket.ticket] = TicketReport(1, failures)
-            if result.bytes_moved:
-                stats = self._report.transfer_stats
-                (stats.load if is_load else stats.store).record(result.bytes_moved, result.seconds)
-            request = pop_loading_request(self, result.job_id)
-            if request is not None:
-                received.add(request)
-            if is_load:
-                if failures:
-                    self._fail_load(job, request, failures)
-                self._report.loads.extend(worker.samples(job))
-        for ticket, failures in worker.take_tickets().items():
-            self._report.tickets[ticket] = TicketReport(1, failures)
-        work = worker.take_work()
-        if work is not None:
-            self._report.work = work if self._report.work is None else self._report.work.merge(work)
-        self._report.ranks.update(worker.take_status())
-        return set(), received
+            return received
+        jobs, tickets = worker.take_finished(), worker.take_tickets()
+        for job in jobs:
+            self._take_job(worker, job, received)
+        for ticket, failures in tickets.items():
+            self._news().tickets[ticket] = TicketReport(1, failures)
+        if (jobs or tickets) and (work := worker.take_work()) is not None:
+            report = self._news()
+            report.work = work if report.work is None else report.work.merge(work)
+        if status := worker.take_status():
+            self._news().ranks.update(status)
+        return received
+
+    def _take_job(self, worker: NixlOffloadingWorker, job: FinishedJob, received: set[str]) -> None:
+        report, result, is_load = self._news(), job.result, isinstance(job.ticket, LoadTicket)
+        failures = failures_of(result.outcomes)
+        report.mark_completed(result.job_id)
+        report.tickets[job.ticket.ticket] = TicketReport(1, failures)
+        if result.bytes_moved:
+            stats = report.transfer_stats
+            (stats.load if is_load else stats.store).record(result.bytes_moved, result.seconds)
+        request = pop_loading_request(self, result.job_id)
+        if request is not None:
+            received.add(request)
+        if is_load:
+            if failures:
+                self._fail_load(job, request, failures)
+            report.loads.extend(worker.samples(job))
+
+    def _news(self) -> WorkerReport:
+        if self._report is NOTHING:
+            self._report = WorkerReport()
+        return self._report
 
     def take_failed_requests(self) -> set[str]:
         """Return requests whose load failed since the last call, where no prefix of it can be kept."""
@@ -124,7 +146,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
 
     def take_failed_blocks(self) -> set[int]:
         """Return blocks that a load did not fill since the last call, where vLLM keeps what lies before them."""
-        failed, self._failed_blocks = self._failed_blocks, set()
+        failed, self.failed_blocks = self.failed_blocks, set()
         return failed
 
     def build_connector_worker_meta(self) -> WorkerReport:
@@ -132,9 +154,9 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
 
         Also when nothing has: vLLM keeps an empty step to itself, and our scheduler's half counts them: ``step_clock``.
         """
-        report, self._report = self._report, WorkerReport()
         if not self._has_told_geometry and (geometry := self.geometry()) is not None:
-            report.geometries[geometry.rank] = geometry
+            self._news().geometries[geometry.rank] = geometry
+        report, self._report = self._report, NOTHING
         return report
 
     def _fail_load(self, job: FinishedJob, request: str | None, failures: Mapping[int, Outcome]) -> None:
@@ -147,6 +169,6 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         )
         if self._keeps_prefix:
             for position in failures:
-                self._failed_blocks.update(job.chunks[position].block_ids.tolist())
+                self.failed_blocks.update(job.chunks[position].block_ids.tolist())
         elif request is not None:
             self._failed_requests.add(request)

@@ -6,7 +6,7 @@ Threading: plain values. Picklable by vLLM's own transport (process to process o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple, SupportsIndex
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -104,6 +104,8 @@ class WorkerReport(OffloadingWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another rank's report of the same step into a new one."""
+        if self is NOTHING or other is NOTHING:
+            return other if self is NOTHING else self
         base = super().aggregate(other)
         assert isinstance(base, OffloadingWorkerMetadata)
         merged = WorkerReport(
@@ -125,3 +127,11 @@ class WorkerReport(OffloadingWorkerMetadata):
                 ours = merged.tickets.get(number)
                 merged.tickets[number] = report if ours is None else ours.merge(report)
         return merged
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickle ``NOTHING`` by its name, so that it is the same object in the scheduler's process, and short."""
+        return "NOTHING" if self is NOTHING else super().__reduce_ex__(protocol)
+
+
+NOTHING: Final = WorkerReport()
+"""What a rank reports in most steps. Never changed."""

@@ -21,7 +21,8 @@ class ServerLoadCounter:
 
     def __init__(self) -> None:
         self._waiting: set[str] = set()
-        self._running = 0
+        self.running = 0
+        """How many requests the last step runs."""
 
     def arrived(self, request_id: str) -> None:
         """Record a request that the scheduler has queued."""
@@ -31,10 +32,6 @@ class ServerLoadCounter:
         """Record a request that runs from now on, or waits for its load; or one that has finished."""
         self._waiting.discard(request_id)
 
-    def scheduled(self, requests: int) -> None:
-        """Record how many requests a step runs."""
-        self._running = requests
-
     def beside(self, request_id: str) -> ServerLoad:
         """Return the load of all requests but one."""
-        return ServerLoad(len(self._waiting) - (request_id in self._waiting), self._running)
+        return ServerLoad(len(self._waiting) - (request_id in self._waiting), self.running)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,12 +26,6 @@ _KEEP = 0.9
 _MOST_OPEN = 16
 
 
-class _Step(NamedTuple):
-    scheduled_s: float
-    tokens: int
-    context_tokens: int
-
-
 class StepClock:
     """Calls ``observe(tokens, context_tokens, seconds)`` after each step that computes at least ``MIN_TOKENS``.
 
@@ -41,7 +35,8 @@ class StepClock:
     def __init__(self, observe: Callable[[int, int, float], None], clock: Callable[[], float]) -> None:
         self._observe = observe
         self._clock = clock
-        self._open: deque[_Step] = deque()
+        self._open: deque[tuple[float, int, int]] = deque()
+        """When a step was scheduled, its tokens, and how many precede one of them on average."""
         self._ended_s = 0.0
         self._base_s = 0.0
 
@@ -49,27 +44,26 @@ class StepClock:
         """Record the start of a step."""
         if len(self._open) == _MOST_OPEN:  # vLLM does not report their ends
             self._open.clear()
-        self._open.append(_Step(self._clock(), output.total_num_scheduled_tokens, _context(output)))
+        tokens = output.total_num_scheduled_tokens
+        self._open.append((self._clock(), tokens, _context(output) if tokens >= MIN_TOKENS else 0))
 
     def done(self) -> None:
         """Record the end of the oldest step in flight."""
         if not self._open:
             return
-        step, now_s = self._open.popleft(), self._clock()
-        seconds = now_s - max(step.scheduled_s, self._ended_s)
+        (scheduled_s, tokens, context_tokens), now_s = self._open.popleft(), self._clock()
+        seconds = now_s - max(scheduled_s, self._ended_s)
         self._ended_s = now_s
-        if not step.tokens or seconds <= 0:
+        if not tokens or seconds <= 0:
             return
-        if step.tokens < MIN_TOKENS:
+        if tokens < MIN_TOKENS:
             self._base_s = _KEEP * self._base_s + (1 - _KEEP) * seconds if self._base_s else seconds
         else:
-            self._observe(step.tokens, step.context_tokens, max(seconds - self._base_s, _MIN_SHARE * seconds))
+            self._observe(tokens, context_tokens, max(seconds - self._base_s, _MIN_SHARE * seconds))
 
 
 def _context(output: SchedulerOutput) -> int:
     """Return how many tokens precede a token of the step, on average."""
-    if output.total_num_scheduled_tokens < MIN_TOKENS:
-        return 0
     scheduled = output.num_scheduled_tokens
     before = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs

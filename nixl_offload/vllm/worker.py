@@ -114,6 +114,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Behind which this step's loads may write; None: behind all that the model was given when they are submitted.
         """
         self._jobs: dict[int, tuple[StoreTicket | LoadTicket, tuple[ChunkIO, ...]]] = {}
+        self._tickets: set[int] = set()
+        """Of promotions and write-throughs that the engine has, and that have not been told of."""
         self._refused: list[Completion] = []
         self._refused_tickets: dict[int, int] = {}
         """Ticket of promotions or write-throughs that were refused -> how many chunks."""
@@ -188,6 +190,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._look_s = 0.0
         self._take_opened()
         if isinstance(ticket, WriteThroughTicket):
+            self._tickets.add(ticket.ticket)
             self._engine.submit_moves(ticket.ticket, self._moves(ticket))
             return
         assert blocks is not None
@@ -203,6 +206,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         if isinstance(ticket, StoreTicket):
             self._engine.submit_store(job_id, chunks)
         else:
+            if ticket.promotion_ticket:
+                self._tickets.add(ticket.promotion_ticket)
             self._engine.submit_load(
                 job_id,
                 chunks,
@@ -226,11 +231,14 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def take_tickets(self) -> dict[int, dict[int, Outcome]]:
         """Return how promotions and write-throughs ended since the last call: ticket -> failures by position."""
+        if not self._tickets and not self._refused_tickets:
+            return {}
         ended = {ticket: dict.fromkeys(range(count), Outcome.FAILED) for ticket, count in self._refused_tickets.items()}
         self._refused_tickets = {}
         for result in self._engine.settled():
             ended[result.job_id] = failures_of(result.outcomes)
         if ended:
+            self._tickets.difference_update(ended)
             self._look_s = 0.0
         return ended
 
@@ -265,8 +273,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Whether any of the ``take_`` methods may have something to tell. As quick as it can be: asked in every step,
         after one that has emptied the processor's caches.
         """
-        refused = self._refused or self._refused_tickets
-        return bool(refused) or self._engine.has_jobs or time.monotonic() >= self._look_s
+        under_way = self._refused_tickets or self._tickets or self._jobs
+        return bool(under_way) or time.monotonic() >= self._look_s
 
     def take_finished(self) -> list[FinishedJob]:
         """Return vLLM's jobs that ended since the last call, each exactly once."""

@@ -24,7 +24,7 @@ def test_requests_wait_from_their_arrival_until_they_are_allocated_or_finished()
 
 def test_those_of_the_last_step_run() -> None:
     load = ServerLoadCounter()
-    load.scheduled(3)
+    load.running = 3
     assert load.beside("a").running == 3
-    load.scheduled(0)
+    load.running = 0
     assert load.beside("a").running == 0

@@ -5,18 +5,31 @@ Threading: one test's thread. Loaded by ``run.py`` in vLLM's source tree, which 
 
 from __future__ import annotations
 
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
 
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 
+_VERSIONS = count()
+
 
 class MockedManager:
     """Answers what our half asks beyond vLLM's contract as if there were nothing to add; hands on the rest."""
 
+    has_events = True
+    moves: tuple[Any, ...] = ()
+    serving = SimpleNamespace(is_whole=True)
+
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+
+    @property
+    def version(self) -> int:
+        """Answers of a mocked manager may change at any time."""
+        return next(_VERSIONS)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -31,12 +44,6 @@ class MockedManager:
 
     def is_waiting(self) -> bool:
         return False
-
-    def take_moves(self) -> list[Any]:
-        return []
-
-    def take_places(self) -> dict[int, Any]:
-        return {}
 
     def take_removed(self) -> list[Any]:
         return []

@@ -6,6 +6,7 @@ As ``test_contract``: asked of the vLLM that is installed, its source where only
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,10 +21,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from nixl_offload.engine import Work
 from nixl_offload.engine.transfer_statistics import Act
 from nixl_offload.types import Outcome
-from nixl_offload.vllm import compat
+from nixl_offload.vllm import compat, connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
-from nixl_offload.vllm.messages import LoadSample, RankStatus, StepMetadata, TicketReport
+from nixl_offload.vllm.messages import NOTHING, LoadSample, RankStatus, StepMetadata, TicketReport, WorkerReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.vllm import manager_rig
@@ -175,7 +176,7 @@ def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
     rank = object.__new__(NixlOffloadingWorker)
     rank._refused, rank._refused_tickets = [], {1: 1}  # there is something to take
     rank.take_finished = list  # type: ignore[method-assign]
-    rank.take_tickets = dict  # type: ignore[method-assign]
+    rank.take_tickets = lambda: {1: {}}  # type: ignore[method-assign]
     rank.take_work = lambda: works.pop() if works else None  # type: ignore[method-assign]
     rank.take_status = lambda: told.pop(0)  # type: ignore[method-assign]
     worker.worker = rank
@@ -280,15 +281,70 @@ def test_a_hit_that_is_slow_from_some_chunk_on_is_cut_there(matching: Callable[[
     asked.lose_from_memory(3)
     asked.slow_files()
     chunk = manager_rig.CHUNK_TOKENS
-    for _ in range(2):
+    for lookups in (2, 0):
         assert asked.ask() == (3 * chunk, True)
-        assert asked.lookups() == 2
+        assert asked.lookups() == lookups, "nothing has changed since, so vLLM's half is not asked again"
         [group] = asked.scheduler._req_status["request"].group_states
         assert group.num_hit_chunks == 3
         assert group.offload_keys == asked.keys
     assert asked.ask(chunk + 64) == (2 * chunk - 64, True), "from within a chunk on"
     assert asked.ask(2 * chunk + 64) == (0, False), "vLLM loads no less than a chunk"
     assert asked.ask(3 * chunk) == (0, False), "nothing is left that is worth it"
+
+
+def test_a_request_that_waits_for_room_is_looked_up_again_when_something_has_changed(
+    matching: Callable[[int], Matching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked about in every step. What counts: chunks that came, went or are being loaded, time, the question."""
+    asked = matching(3)
+    chunk = manager_rig.CHUNK_TOKENS
+
+    def ask(*question: int) -> tuple[tuple[int | None, bool], int]:
+        answer = asked.ask(*question)
+        return answer, asked.lookups()
+
+    assert ask() == ((3 * chunk, True), 1)
+    assert ask() == ((3 * chunk, True), 0)
+    assert ask(chunk) == ((2 * chunk, True), 1)
+    assert ask(chunk) == ((2 * chunk, True), 0)
+    assert ask() == ((3 * chunk, True), 1)
+    assert asked.ask(0, chunk) == (chunk, True)
+    output = asked.manager.prepare_store([asked.keys[3]], manager_rig.request("stores"))
+    assert output is not None
+    assert asked.ask() == (None, False), "the fourth is just being stored"
+    asked.manager.settle({output.store_spec.ticket.ticket: TicketReport()})  # type: ignore[attr-defined]
+    asked.lookups()
+    assert ask() == ((4 * chunk, True), 1)
+    asked.manager.prepare_load(asked.keys[:1], manager_rig.request("loads"))
+    assert ask() == ((4 * chunk, True), 1)
+    asked.scheduler.update_state_after_alloc(asked.request, None, 0)  # type: ignore[arg-type]
+    assert ask() == ((4 * chunk, True), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(connector_scheduler, "ANSWER_S", 0.0)
+        assert ask(0, 2 * chunk) == ((2 * chunk, True), 1)
+    assert ask(0, 2 * chunk) == ((2 * chunk, True), 1), "what others write may have come meanwhile"
+    assert ask(0, 2 * chunk) == ((2 * chunk, True), 0)
+    asked.manager.reset_cache()
+    assert ask(0, 2 * chunk) == ((0, False), 1)
+
+
+def test_a_rank_that_has_nothing_to_tell_says_so_in_a_few_bytes() -> None:
+    """In every step, pickled for the scheduler's process, where it is the same object; beside another rank's report it
+    adds nothing.
+    """
+    spec = SimpleNamespace(
+        replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
+    )
+    silent = NixlConnectorWorker(spec, None, None).build_connector_worker_meta()  # type: ignore[arg-type]
+    assert silent is NOTHING
+    pickled = pickle.dumps(silent, pickle.HIGHEST_PROTOCOL)
+    assert len(pickled) < 100
+    assert pickle.loads(pickled) is NOTHING
+    told = WorkerReport(tickets={1: TicketReport()})
+    for merged in (silent.aggregate(told), told.aggregate(silent), pickle.loads(pickle.dumps(told))):
+        assert merged == told
+    assert silent.aggregate(silent) is NOTHING
+    assert WorkerReport() == NOTHING, "nobody wrote to it"
 
 
 @pytest.mark.parametrize("memory", [True, False])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from nixl_offload.vllm import connector_scheduler
@@ -53,7 +54,8 @@ class Steps:
     def step(self, tokens: int = 0) -> list[float]:
         """Schedule a step; return the pauses that this took."""
         self.pauses = []
-        output: Any = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens={})
+        output = SchedulerOutput.make_empty()
+        output.total_num_scheduled_tokens = tokens
         self.scheduler.build_connector_meta(output)
         return self.pauses
 

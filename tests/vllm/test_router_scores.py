@@ -89,7 +89,7 @@ class Stored:
         """Return what a subscriber is told when the first chunks come to a tier, or go from it."""
         keys = tuple(Key(key) for key in self._asked.keys[:chunks])
         self._asked.manager._events.add([Change(KINDS.index(kind), keys, removed)], self._labels)
-        return list(self._asked.scheduler.take_events())
+        return list(self._asked.scheduler._named_events())
 
 
 @pytest.fixture
