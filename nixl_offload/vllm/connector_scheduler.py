@@ -79,19 +79,22 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """By rank: what was told so far, as long as some rank has not told."""
         self.is_off = False
         """Nothing will ever be stored or loaded."""
-        self._loads = self._stores = True
+        self._loads = True
         self._answers: dict[str, _Answer] = {}
         """By request, until it is given blocks."""
         self._asked_about: set[str] = set()
         """Requests that were looked up in this step."""
-        self._allocated: list[Request] = []
-        """Those of them that were given blocks and nothing to load by us: another connector may load."""
+        self._allocated: dict[str, bool] = {}
+        """Those of them that were given blocks, and whether we load some of these: if not, another connector may."""
         self._steps = 0
         """How many steps were scheduled."""
         self._heard_steps = 0
         """Of how many the ranks have told the outcome."""
         self._doubtful_step = 0
         """The last step in which another connector loads."""
+        self.held: dict[str, int] = {}
+        """Requests that may run on blocks which another connector loads within a step -> the last such step. How it
+        ended is not known."""
         self._counts_media = counts_media(vllm_config)
         self._windows = {
             group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
@@ -108,8 +111,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
     def set_role(self, *, loads: bool, stores: bool) -> None:
         """Say what ``kv_role`` has us do: a producer stores only, a consumer loads only."""
-        self._loads, self._stores = loads, stores
-        self.holds_stores = not stores
+        self._loads, self.stores = loads, stores
 
     def open(self, ranks: Sequence[RankGeometry]) -> None:
         """Open the tiers. An engine without requests steps now, while the ranks open theirs."""
@@ -204,9 +206,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if request.request_id in self._asked_about:
+            self._allocated[request.request_id] = num_external_tokens > 0
             self._answers.pop(request.request_id, None)
-            if not num_external_tokens:
-                self._allocated.append(request)
         self._load.allocated(request.request_id)
         status = request_state(self, request.request_id)
         if status is not None:
@@ -224,7 +225,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if self._hints.has_pending:
             self._hints.step()
             self._idling.record_progress()
-        if self._allocated or self.holds_stores:
+        if self._allocated or self.held:
             self._hold_stores(scheduler_output)
         self._asked_about.clear()
         self._clock.scheduled(scheduler_output)
@@ -300,25 +301,32 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     # with it whatever was computed from it.
 
     def _hold_stores(self, scheduler_output: SchedulerOutput) -> None:
-        """Store nothing as long as the outcome of another connector's load within a step is not known."""
-        for request in self._allocated:
-            status = request_state(self, request.request_id)
+        """Store nothing of a request as long as the outcome of another connector's load within a step is not known, if
+        that may have filled some of its blocks: then it was given them in that step or later.
+        """
+        for request_id, we_load in self._allocated.items():
+            status = request_state(self, request_id)
             if (
                 status is not None
-                and request.num_computed_tokens > status.num_locally_computed_tokens
-                and request.request_id in scheduler_output.num_scheduled_tokens
+                and not we_load
+                and status.req.num_computed_tokens > status.num_locally_computed_tokens
+                and request_id in scheduler_output.num_scheduled_tokens
             ):
                 self._doubtful_step = self._steps
+        self.held = {request: step for request, step in self.held.items() if step > self._heard_steps}
+        if self._doubtful_step > self._heard_steps:
+            self.held.update(dict.fromkeys(self._allocated, self._doubtful_step))
         self._allocated.clear()
-        self.holds_stores = not self._stores or self._doubtful_step > self._heard_steps
 
     def _refuse_unloaded(self, invalid_blocks: Set[int]) -> None:
         """Store nothing more of requests that run on blocks which a load has not filled.
 
-        Requests that we load for have no blocks here until their load has ended.
+        They were given them since that load began. What other requests have by these numbers was theirs once. Requests
+        that we load for have no blocks here until their load has ended.
         """
         for status in allocated_requests(self, invalid_blocks):
-            status.req_context.set_state(Refused())
+            if status.req.request_id in self.held:
+                status.req_context.set_state(Refused())
 
     def _refuse_worthless_keys(self, request: Request) -> None:
         status = request_state(self, request.request_id)

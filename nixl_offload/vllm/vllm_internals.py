@@ -6,9 +6,10 @@ file to be the only one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from copy import copy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -81,21 +82,29 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
     a good part of a step that decodes, and nearly all of it finds nothing.
     """
 
-    holds_stores = False
-    """Offer nothing to the store in this step; a later one offers it."""
+    stores = True
+    """Whether anything is stored."""
+    held: Mapping[str, int] = MappingProxyType({})
+    """Requests that offer nothing in this step; a later one offers it, if they have not ended by then."""
 
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        return {} if self.holds_stores else super()._build_partial_tail_store_jobs(scheduler_output)
+        if not self.stores:
+            return {}
+        if self.held and (states := scheduler_output.kv_connector_block_state) is not None:
+            offered = {name: of for name, of in states.boundary_state_offloads.items() if name not in self.held}
+            scheduler_output = copy(scheduler_output)
+            scheduler_output.kv_connector_block_state = replace(states, boundary_state_offloads=offered)
+        return super()._build_partial_tail_store_jobs(scheduler_output)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        if self.holds_stores:
+        if not self.stores:
             return {}
         configs = self.config.kv_group_configs
-        states = self._req_status
+        states, held = self._req_status, self.held
         worthwhile: dict[str, int] = {}
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = states.get(request_id)
-            if state is None:
+            if state is None or request_id in held:
                 continue
             storable = self._calc_num_offloadable_tokens(state, state.req.num_computed_tokens + tokens)
             for config, group in zip(configs, state.group_states, strict=True):
@@ -109,6 +118,8 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
             return {}
         output = copy(scheduler_output)
         output.num_scheduled_tokens = worthwhile
+        if held:
+            output.finished_req_ids = output.finished_req_ids.difference(held)
         return super()._build_store_jobs(output)
 
 

@@ -313,8 +313,9 @@ def test_bases_set_the_attributes_that_we_use(path: str, names: set[str]) -> Non
         ),
         (
             "vllm.v1.core.sched.output:SchedulerOutput",
-            ["finished_req_ids", "preempted_req_ids"],
+            ["finished_req_ids", "preempted_req_ids", "kv_connector_block_state"],
         ),
+        ("vllm.v1.core.sched.output:KVConnectorBlockState", ["boundary_state_offloads"]),
         ("vllm.v1.core.sched.output:NewRequestData", ["req_id", "num_computed_tokens"]),
         ("vllm.v1.core.sched.output:CachedRequestData", ["req_ids", "num_computed_tokens"]),
         ("vllm.v1.kv_offload.base:ReqContext", ["req_id", "kv_transfer_params", "load_tier_filter"]),

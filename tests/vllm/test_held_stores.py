@@ -1,0 +1,156 @@
+"""What is stored while another connector loads within steps whose outcome is not known yet: our scheduler's half,
+stepped by hand in the order of vLLM's asynchronous scheduling, where a step is scheduled before the one before it has
+ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+from nixl_offload.vllm.manager import Refused
+from nixl_offload.vllm.messages import NOTHING
+from nixl_offload.vllm.spec import NixlOffloadSpec
+from tests.vllm import manager_rig
+from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS
+
+PROMPT_CHUNKS = 8
+
+
+class Steps:
+    """Requests of ``PROMPT_CHUNKS`` chunks, of which nothing is stored. Each gets all its blocks when it arrives."""
+
+    def __init__(self) -> None:
+        offloading, caches = manager_rig.offloading_config(), manager_rig.kv_cache_config()
+        spec = NixlOffloadSpec(
+            offloading,
+            config_file=manager_rig.config_of(manager_rig.memory_tier(64)),
+            vllm_config=manager_rig.vllm_config(),
+            kv_cache_config=caches,
+        )
+        self.scheduler = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
+        self.scheduler.open(manager_rig.ranks())
+        manager_rig.ranks_open(self.scheduler.offload_manager)
+        self.requests: dict[str, Request] = {}
+        self._arrived: list[Any] = []
+        self._numbers = itertools.count(1)
+
+    def arrive(self, name: str, *, loaded_chunks: int = 0, blocks: Collection[int] = ()) -> list[int]:
+        """Allocate a request, of which another connector loads the first chunks in its first step. ``blocks``: the
+        first of those that it is given. Returns all.
+        """
+        tokens = random.Random(name).choices(range(1000), k=PROMPT_CHUNKS * CHUNK_TOKENS)
+        hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        request = Request(name, tokens, SamplingParams(max_tokens=9), None, block_hasher=hasher)
+        self.scheduler.on_new_request(request)
+        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        given = [*blocks, *itertools.islice(self._numbers, PROMPT_CHUNKS * BLOCKS_PER_CHUNK - len(blocks))]
+        self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(given,)), 0)  # type: ignore[arg-type]
+        request.num_computed_tokens = loaded_chunks * CHUNK_TOKENS
+        request.status = RequestStatus.RUNNING
+        self.requests[name] = request
+        self._arrived.append(SimpleNamespace(req_id=name, block_ids=(given,), num_computed_tokens=0))
+        return given
+
+    def step(self, *names: str) -> set[str]:
+        """Schedule a step that computes a chunk of these requests; return those of which something is stored."""
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs, self._arrived = self._arrived, []
+        output.num_scheduled_tokens = dict.fromkeys(names, CHUNK_TOKENS)
+        output.total_num_scheduled_tokens = len(names) * CHUNK_TOKENS
+        meta: Any = self.scheduler.build_connector_meta(output)
+        for name in names:
+            self.requests[name].num_computed_tokens += CHUNK_TOKENS
+        return {job.req_id for job in meta.store_jobs.values()}
+
+    def hear(self, invalid_blocks: Collection[int] = ()) -> None:
+        """The oldest step has ended."""
+        output = KVConnectorOutput(kv_connector_worker_meta=NOTHING, invalid_block_ids=set(invalid_blocks))
+        self.scheduler.update_connector_output(output)
+
+    def refused(self) -> set[str]:
+        states = self.scheduler._req_status.items()
+        return {name for name, state in states if state.req_context.get_state(Refused) is not None}
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Iterator[Steps]:
+    init_none_hash(sha256)
+    made = Steps()
+    yield made
+    made.scheduler.shutdown()
+
+
+def test_a_request_is_stored_once_the_step_that_loaded_it_is_known_to_have_ended_well(steps: Steps) -> None:
+    """So are those that were given blocks meanwhile: they may share what was loaded."""
+    steps.arrive("loads", loaded_chunks=2)
+    assert steps.step("loads") == set()
+    steps.arrive("later")
+    assert steps.step("loads", "later") == set()
+    steps.hear()
+    assert steps.step("loads", "later") == {"loads", "later"}
+    for name, chunks in (("loads", 5), ("later", 2)):
+        [group] = steps.scheduler._req_status[name].group_states
+        assert group.next_stored_chunk_idx == chunks, "with all that was held back"
+
+
+def test_steps_that_all_begin_a_load_of_another_connector_keep_no_store_waiting_for_ever(steps: Steps) -> None:
+    """A request that ran before is stored in every step, each of the others once its first step has ended."""
+    steps.arrive("before")
+    steps.step("before")
+    for number in range(6):
+        steps.arrive(str(number), loaded_chunks=1)
+        names = [str(each) for each in range(number + 1)]
+        assert steps.step("before", *names) == {"before", *names[:-2]}
+        steps.hear()
+
+
+def test_one_that_ends_while_it_is_held_back_is_not_stored(steps: Steps) -> None:
+    steps.arrive("loads", loaded_chunks=2)
+    steps.step("loads")
+    request = steps.requests["loads"]
+    request.status = RequestStatus.FINISHED_STOPPED
+    steps.scheduler.request_finished(request)
+    output = SchedulerOutput.make_empty()
+    output.finished_req_ids = {"loads"}
+    meta: Any = steps.scheduler.build_connector_meta(output)
+    assert not meta.store_jobs
+    assert "loads" not in steps.scheduler._req_status
+
+
+def test_a_failed_load_of_another_connector_refuses_those_that_may_run_on_it_alone(steps: Steps) -> None:
+    """Not one that had these blocks before they were given away, of which vLLM's half still knows."""
+    stale = steps.arrive("had them")
+    steps.step("had them")
+    steps.hear()
+    steps.requests["had them"].status = RequestStatus.PREEMPTED
+    blocks = steps.arrive("loads", loaded_chunks=2, blocks=stale[:BLOCKS_PER_CHUNK])
+    steps.step("loads")
+    steps.arrive("shares", blocks=blocks[: 2 * BLOCKS_PER_CHUNK])
+    steps.arrive("beside")
+    steps.step("loads", "shares", "beside")
+    steps.hear(blocks[: 2 * BLOCKS_PER_CHUNK])
+    assert steps.refused() == {"loads", "shares"}
+    assert steps.step("loads", "shares", "beside") == {"beside"}
+
+
+def test_a_failed_load_of_ours_refuses_nobody(steps: Steps) -> None:
+    """The request that it was for has no blocks yet, and who had them is not to blame."""
+    stale = steps.arrive("had them")
+    steps.step("had them")
+    steps.hear(stale)
+    assert steps.refused() == set()
+    assert steps.step("had them") == {"had them"}
