@@ -69,15 +69,20 @@ def hints_of(params: Any, envelope: KvHintsEnvelope | None) -> Iterator[Hint | B
     """
     if isinstance(params, Mapping) and FIELD in params:
         yield _checked(params[FIELD], f"kv_transfer_params.{FIELD}")
-    ours = [action for action in envelope.actions if action.action_type == ACTION_TYPE] if envelope is not None else ()
+    actions = getattr(envelope, "actions", None)  # whoever drives the engine within this process may pass anything
+    ours = [action for action in actions if _is_ours(action)] if isinstance(actions, list) else ()
     for number, action in enumerate(ours):
         if number >= MAX_ACTIONS:
             yield BadHintError("kv_hints.actions", f"at most {MAX_ACTIONS} of type {ACTION_TYPE}")
             return
-        if action.action_version.partition(".")[0] != ACTION_MAJOR:
+        if str(action.action_version).partition(".")[0] != ACTION_MAJOR:
             yield BadHintError("kv_hints.actions.action_version", f"this version knows {ACTION_TYPE} {ACTION_MAJOR}.x")
         else:
-            yield _checked(action.payload, "kv_hints.actions.payload")
+            yield _checked(getattr(action, "payload", None), "kv_hints.actions.payload")
+
+
+def _is_ours(action: object) -> bool:
+    return getattr(action, "action_type", None) == ACTION_TYPE and hasattr(action, "action_version")
 
 
 def _checked(raw: Any, path: str) -> Hint | BadHintError:

@@ -1,7 +1,8 @@
 """SharedTier against a plain model: lookups, stores, loads, failures, resets, expiry, others' work, in any order.
 
 Proves: a hit only for a chunk that this server stored, saw, or may infer from a later one of its chain, and never one
-from before a reset; a request is never told to ask again beyond its deadline; pins and reservations all come back.
+from before a reset; a request that asks in each step is never told to beyond its deadline; pins and reservations all
+come back.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class SharedMachine(RuleBasedStateMachine):
         )
         self.plausible: set[Key] = set()
         """Ever there as a good shard since the last reset, or before one that was."""
-        self.asking: dict[str, float] = {}
-        """Request -> when it was first told to ask again."""
+        self.asking: dict[str, tuple[float, int]] = {}
+        """Request -> when it was first told to ask again, and in which step last."""
         self.stores: list[StoreTicket] = []
         self.loads: list[LoadTicket] = []
         self.reset_s: float | None = None
@@ -146,7 +147,11 @@ class SharedMachine(RuleBasedStateMachine):
             if answer is Lookup.HIT:
                 assert keys[position] in self.plausible, "a hit from nowhere"
             elif answer is Lookup.RETRY:
-                first_s = self.asking.setdefault(request, now_s)
+                step = self.rig.tier._lookups._step
+                first_s, last_step = self.asking.get(request, (now_s, step))
+                if step > last_step + 1:
+                    first_s = now_s  # it has not asked for a step, so it may have been answered: that is another wait
+                self.asking[request] = first_s, step
                 assert now_s - first_s <= TIMEOUT_S, "held back beyond the deadline"
             elif answer is Lookup.MISS and not backwards:
                 break

@@ -29,6 +29,9 @@ def test_requests_without_hints_for_us() -> None:
     for params in (None, {}, {"do_remote_decode": True}, "text", 7, ["nixl_offload"]):
         assert list(hints_of(params, None)) == []
     assert list(hints_of(None, envelope({"keys": []}, kind="kv.fetch"))) == []
+    nonsense: list[Any] = [{"actions": []}, 7, SimpleNamespace(actions=7), SimpleNamespace(actions=[7, None])]
+    for each in nonsense:
+        assert list(hints_of(None, each)) == [], "of no shape that vLLM's decoder would let through"
 
 
 def test_every_field_by_either_way() -> None:
