@@ -607,7 +607,7 @@ def test_every_rank_stores_where_the_kv_is_replicated() -> None:
     spec = SimpleNamespace(
         replicated_layout=True, config=SimpleNamespace(canonical_layout=False, parallel=parallel, groups=(None,))
     )
-    worker = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+    worker = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
     blocks = named("vllm.v1.kv_offload.base:GPULoadStoreSpec")([1], group_sizes=[1], block_indices=[0])
     worker.prepare_store_kv(jobs.OffloadingConnectorMetadata({}, {5: jobs.TransferJob("request", blocks, blocks)}))
     assert [job_id for job_id, *_ in worker._unsubmitted_store_jobs] == [5]

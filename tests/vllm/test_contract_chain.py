@@ -124,7 +124,7 @@ def test_every_step_ends_at_the_scheduler_half_once() -> None:
     spec = SimpleNamespace(
         replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
     )
-    worker = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+    worker = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
     for _ in range(2):
         told = outputs.KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta())
         assert outputs.ModelRunnerOutput.with_kv_conn_output_only(told).kv_connector_output is told
@@ -148,7 +148,7 @@ def test_our_moves_travel_with_vllms_jobs() -> None:
     spec = SimpleNamespace(
         replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
     )
-    worker = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+    worker = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
     rank = object.__new__(NixlOffloadingWorker)
     rank.submit_load = lambda job_id, *rest, **options: submitted.append(job_id) or True  # type: ignore[func-returns-value, method-assign]
     rank.submit = lambda ticket, *rest, **options: submitted.append(ticket)  # type: ignore[method-assign]
@@ -169,7 +169,7 @@ def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
     spec = SimpleNamespace(
         replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
     )
-    worker = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+    worker = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
     act, status = Act("store", 0), RankStatus(frozenset({0}))
     works = [Work(Counter({act: size_bytes})) for size_bytes in (3, 4)]
     told: list[dict[int, RankStatus]] = [{0: status}, {}, {}]

@@ -20,6 +20,7 @@ from nixl_offload.vllm import rank_engine
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.messages import StepMetadata
 from tests.unit.device_rig import LIMIT_S, ThreadedStreams, emulated
+from tests.vllm import manager_rig
 from tests.vllm.test_rank_worker import Rig, gpu
 
 
@@ -31,7 +32,7 @@ class Runner:
         spec = SimpleNamespace(
             replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
         )
-        self.connector = NixlConnectorWorker(spec, None, None)  # type: ignore[arg-type]
+        self.connector = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
         self.connector.worker = rig.worker
         self.received: set[str] = set()
         self._gates: list[threading.Event] = []
