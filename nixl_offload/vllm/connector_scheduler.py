@@ -285,7 +285,12 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        """As vLLM's, as long as storage makes progress. Requests keep the engine stepping by themselves."""
+        """As vLLM's, as long as storage makes progress. Requests keep the engine stepping by themselves.
+
+        While ranks open a tier that is required, always: a step ends the engine where that takes too long.
+        """
+        if self.offload_manager.serving.awaits_required:
+            return True
         awaits = self._hints.has_pending or (not self.is_off and not self.offload_manager.is_begun)
         return self._idling.is_patient and (awaits or super().has_pending_push_work())
 

@@ -49,6 +49,10 @@ class RankOpening:
         """Return the tiers that some rank could not open, as far as it has tried."""
         return {at for at in self._added_s if any(at in status.failed for status in self._ranks.values())}
 
+    def awaited(self, now_s: float, longer_than_s: float = 0.0) -> set[int]:
+        """Return the tiers that not all ranks have opened, as of now, since longer than that."""
+        return {at for at, added_s in self._added_s.items() if now_s - added_s >= longer_than_s}
+
     def is_under_way(self, now_s: float) -> bool:
         """Whether some rank is just opening a tier. Nobody waits for one that has taken ``RANKS_WAIT_S``: it hangs."""
         failed = self.failed()

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 TIERS_WAIT_S = 30.0
 """A start waits so long at most for the scheduler's half of the tiers to be open: only storage that hangs takes
 longer."""
+REQUIRED_WAIT_S = 120.0
+"""How long ranks may take to open a tier with ``required: true``: registering much memory takes its time."""
 BEGIN_WAIT_S = 5.0
 """Tiers that are opened while the engine steps keep it stepping so long at most, if it has nothing else to do. What
 takes longer hangs, or reads the weights of a large model."""
@@ -87,6 +89,11 @@ class ServingTiers:
         now_s = time.monotonic()
         begins = self._begins and not self._is_off and now_s < self._begins_until_s
         return begins or self._ranks.is_under_way(now_s)
+
+    @property
+    def awaits_required(self) -> bool:
+        """Whether some rank has still to open a tier without which no engine shall run."""
+        return bool(self._required) and not self._required.isdisjoint(self._ranks.awaited(time.monotonic()))
 
     def open(self, ranks: Sequence[RankGeometry], weights_s: float, small_weights_s: float) -> None:
         """Open the tiers, and wait for them as ``NixlOffloadManager.open`` says. Raises as it does."""
@@ -199,6 +206,9 @@ class ServingTiers:
             raise TierError(self._refusal(position, str(error)), cause=cause) from error
         for position in sorted(self._required & self._ranks.failed()):
             raise TierError(self._refusal(position, "some rank cannot open it, and its log says why"), cause="io")
+        for position in sorted(self._required & self._ranks.awaited(time.monotonic(), REQUIRED_WAIT_S)):
+            why = f"some rank has not opened it within {REQUIRED_WAIT_S:.0f} s; does storage answer where it runs?"
+            raise TierError(self._refusal(position, why), cause="io")
 
     def _refusal(self, position: int, why: str) -> str:
         tier = self._config.tiers[position]

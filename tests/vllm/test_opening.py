@@ -308,6 +308,27 @@ def test_a_required_tier_must_open_on_all_ranks_once(tmp_path: Path) -> None:
     manager.shutdown()
 
 
+def test_a_required_tier_that_hangs_on_a_rank_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that never says a word: the engine steps on without requests, and a step after the bound ends it."""
+    monkeypatch.setattr(serving_tiers, "REQUIRED_WAIT_S", 0.2)
+    config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
+    offloading, caches = manager_rig.offloading_config(2), manager_rig.kv_cache_config()
+    spec = NixlOffloadSpec(
+        offloading, config_file=config, vllm_config=manager_rig.vllm_config(2), kv_cache_config=caches
+    )
+    scheduler = NixlOffloadScheduler(spec, manager_rig.vllm_config(2), caches)
+    monkeypatch.setattr("nixl_offload.vllm.idling.PATIENCE_S", 0.0)
+    scheduler.open(manager_rig.ranks(2))
+    manager = scheduler.offload_manager
+    manager.take_ranks({0: OPEN})
+    assert scheduler.has_pending_push_work(), "nobody else would notice"
+    manager.on_new_request(manager_rig.request())
+    time.sleep(0.25)
+    with pytest.raises(TierError, match=f"{REQUIRED}, and some rank has not opened it within"):
+        manager.on_new_request(manager_rig.request())
+    manager.shutdown()
+
+
 def test_all_ranks_must_be_open(tmp_path: Path) -> None:
     config = manager_rig.config_of(manager_rig.slab_tier(tmp_path))
     manager = NixlOffloadManager(manager_rig.offloading_config(2), config, manager_rig.vllm_config(2))
