@@ -50,6 +50,6 @@ def settle_extra_config(extra_config: MutableMapping[str, Any]) -> str | None:
         return None
     extra_config["sync_load_budget_bytes"] = 0
     return (
-        "vllm.sync_load_budget_bytes is ignored: when a load that finishes within the step fails, vLLM keeps and stores"
-        " what was computed from it, so damaged storage could reach an answer"
+        "kv_connector_extra_config: sync_load_budget_bytes is ignored: when a load that finishes within the step fails,"
+        " vLLM keeps and stores what was computed from it, so damaged storage could reach an answer"
     )
