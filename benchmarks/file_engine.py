@@ -1,9 +1,11 @@
 """The whole engine on one file, for ``benchmarks.file``: KV blocks in host memory, gathered, summed and written; read,
-verified and scattered. A chunk has 32 layers, which lie in one extent behind its header page.
+verified and scattered. A chunk has 32 layers, which lie in one extent behind its header page. For
+``benchmarks.data_parallel`` also over a shared directory, with a file for each chunk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections import deque
@@ -18,6 +20,8 @@ from nixl_offload.engine import ChunkIO, Engine
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
+from nixl_offload.tiers.base import Link
+from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome
@@ -32,9 +36,12 @@ ASK_S = 0.0005
 
 
 class WholeEngine:
-    """An engine over a slab of ``chunks`` slots in ``directory``, all of them written before the first ``run``."""
+    """An engine over a slab of ``chunks`` slots in ``directory``, all of them written before the first ``run``.
 
-    def __init__(self, mover: str, directory: Path, chunks: int, payload_bytes: int) -> None:
+    ``shares``: over files in ``directory`` itself, beside those of other engines; each has keys of its own.
+    """
+
+    def __init__(self, mover: str, directory: Path, chunks: int, payload_bytes: int, *, shares: bool = False) -> None:
         page_bytes = payload_bytes // LAYERS // BLOCKS_PER_CHUNK
         blocks = KV_CHUNKS * BLOCKS_PER_CHUNK
         tensors = [torch.randint(-128, 128, (blocks, page_bytes), dtype=torch.int8) for _ in range(LAYERS)]
@@ -42,13 +49,21 @@ class WholeEngine:
         group = GroupLayout(tuple((layer, page_bytes) for layer in range(LAYERS)))
         layout = KVLayout(tuple(specs), (group,), BLOCKS_PER_CHUNK)
         self._slot_bytes, self._payload_bytes, self._chunks = layout.slot_bytes(0), payload_bytes, chunks
+        self._salt = os.urandom(8)
         slab = SlabFile(directory / "tier" / "rank0", chunks * self._slot_bytes, 64 * self._slot_bytes)
-        slab.open()
+        opened = LimitedMover(make_mover(mover))
+        if shares:
+            link: Link = TreeLink(
+                str(directory), "0" * 32, 0, opened, direct_io=True, clock=time.monotonic, is_kept=True
+            )
+        else:
+            slab.open()
+            link = SlabLink(slab, opened, time.monotonic)
         self.direct_io = slab.direct_io
         self._engine = Engine(
             tensors=tensors,
             layout=layout,
-            link=SlabLink(slab, LimitedMover(make_mover(mover)), time.monotonic),
+            link=link,
             rank_namespace=os.urandom(32),
             staging_bytes=STAGING_BYTES,
             direct_min_extent_bytes=1 << 62,
@@ -76,7 +91,7 @@ class WholeEngine:
         ids = np.arange(first, first + len(chunks) * BLOCKS_PER_CHUNK, dtype=np.int32).reshape(-1, BLOCKS_PER_CHUNK)
         ios = [
             ChunkIO(
-                Key(chunk.to_bytes(32, "big") + bytes(4)),
+                Key(hashlib.sha256(self._salt + chunk.to_bytes(8, "big")).digest() + bytes(4)),
                 Location(0, chunk * self._slot_bytes, self._slot_bytes),
                 0,
                 ids[number],

@@ -37,7 +37,7 @@ MOVERS_WITH: Final[dict[str, tuple[str, ...]]] = {
 OWNED_EXTRA_KEYS: Final = ("config", "spec_name", "spec_module_path", "block_size", "blocks_per_chunk")
 """Keys of vLLM's extra config that this connector sets itself; refused under ``vllm:``."""
 
-VLLM_KEYS: Final = ("offload_prompt_only", "self_describing_kv_events", "canonical_layout", "sync_load_budget_bytes")
+VLLM_KEYS: Final = ("offload_prompt_only", "self_describing_kv_events", "canonical_layout")
 """Those that vLLM itself looks at where this connector runs: the only ones that ``vllm:`` takes."""
 
 PolicyName = Literal["lru", "s3fifo"]
@@ -93,7 +93,8 @@ class MemoryConfig(_Tier):
     ttl_s: ClassVar[None] = None
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """Host memory for chunks, over all ranks and data-parallel engines of this machine. Allocated whole at start."""
+    """Host memory for chunks, over all ranks of this server. Allocated whole at start. It covers the data-parallel
+    engines of a model with experts, too; of a dense model each engine takes as much."""
     policy: PolicyName = "lru"
     """What to evict: ``lru``, the least recently used; ``s3fifo``, likewise, and one-time prompts first."""
     promote: bool = True
@@ -156,13 +157,17 @@ class SlabConfig(DirectoryConfig):
 
 
 class SharedDirConfig(DirectoryConfig):
-    """Chunks in a file per shard, on a filesystem that many servers share."""
+    """Chunks in a file per shard, on a filesystem that many servers share, or on a drive that several engines of one
+    machine share: with ``--data-parallel-size``, or a server for each GPU.
+    """
 
     is_shared: ClassVar[bool] = True
     kind: Literal["shared_dir"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """The size to which ``nixl-offload gc`` shrinks the directory, oldest chunks first. Servers do not enforce it: run
-    gc by a timer."""
+    """What the directory may hold; what was not used for longest goes first."""
+    evict: bool | None = None
+    """``true``: servers keep the directory to ``capacity``, to within what they write in a few seconds. ``false``: run
+    ``nixl-offload gc`` by a timer. If omitted, ``true`` on a filesystem of this machine, such as ext4 or xfs."""
     lookup: LookupOptions = LookupOptions()
     """How servers ask what the directory holds."""
     warm_start: bool = False
@@ -265,7 +270,7 @@ class Config(_Model):
     """Nearest the GPU first: ``memory``, ``slab``, ``shared_dir``, ``s3``; one or more, each at most once."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Passed to vLLM's ``kv_connector_extra_config``: ``offload_prompt_only``, ``self_describing_kv_events``,
-    ``canonical_layout``, ``sync_load_budget_bytes``."""
+    ``canonical_layout``."""
 
     @property
     def memory(self) -> MemoryConfig | None:

@@ -13,6 +13,8 @@ from typing import Final, NamedTuple
 
 from nixl_offload.hardware.files import beneath, names, read
 
+LOCAL: Final = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "overlay", "tmpfs", "ramfs")
+"""Filesystems that belong to one machine."""
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")
 
 

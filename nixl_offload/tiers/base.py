@@ -36,6 +36,7 @@ class TierContext:
     dp_index: int = 0
     """Which of the data-parallel engines this is."""
     dp_size: int = 1
+    """How many there are. Of a dense model always 1: vLLM does not tell its engines that there are others."""
 
     @property
     def slot_classes(self) -> list[int]:
@@ -73,6 +74,8 @@ class SharedStatistics:
     """Chunks believed present now."""
     breakers: Mapping[str, BreakerState]
     """By what each watches: ``reach``, ``load`` or ``store``."""
+    evictions: int | None = None
+    """Chunks that this engine has deleted to make room for others. None: engines do not."""
 
 
 @dataclass(frozen=True, slots=True)

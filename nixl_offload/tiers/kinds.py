@@ -56,7 +56,7 @@ def open_tier(config: TierConfig, context: TierContext) -> AnyTier:
     return KINDS[config.kind].open_tier(config, context)
 
 
-def require_apart(config: TierConfig, nearer: Iterable[TierConfig]) -> None:
+def require_apart(config: TierConfig | DirectoryConfig, nearer: Iterable[TierConfig | DirectoryConfig]) -> None:
     """Raise TierError where the directory of a tier is that of a nearer one, or one lies in the other, by symbolic
     links: the config's text does not tell. A slab counts all that lies under its directory as its own.
 

@@ -151,7 +151,7 @@ def _hint(fd: int) -> dict[str, Any]:
 def _in_use(path: Path, hint: dict[str, Any]) -> str:
     return (
         f"{path.parent} is in use by another engine ({_words(hint)}). "
-        "Stop that engine, or give this one a path of its own"
+        "Stop that engine, give this one a path of its own, or say kind: shared_dir, which engines share"
     )
 
 

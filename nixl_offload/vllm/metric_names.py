@@ -165,7 +165,7 @@ EVICTED: Final = _of(
     "counter",
     TIER,
     "chunks",
-    "Chunks evicted from memory and slabs to make room.",
+    "Chunks evicted to make room. Of a shared directory, by the engine that does it for all.",
     "Rises while the hit ratio falls: the working set does not fit",
 )
 KNOWN: Final = _of(

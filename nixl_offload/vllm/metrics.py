@@ -187,6 +187,8 @@ class MetricsReporter:
         self._count(names.LATE, shared.late, label)
         self._count(names.OPENINGS, shared.openings, label)
         self._show(names.KNOWN, shared.known, label)
+        if shared.evictions is not None:
+            self._count(names.EVICTED, shared.evictions, label)
         for purpose, state in shared.breakers.items():
             self._show(names.BREAKER, _STATES[state], (purpose, *label))
 

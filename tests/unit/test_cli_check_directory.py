@@ -301,6 +301,29 @@ def test_filesystems_of_other_machines(tmp_path: Path) -> None:
     assert line().state == "unknown"
 
 
+def test_who_keeps_a_shared_directory_to_its_capacity(tmp_path: Path) -> None:
+    """Servers on a drive of this machine; elsewhere the timer that somebody has to set."""
+    machine = Machine(tmp_path)
+
+    def words() -> str:
+        return look("eviction", tier_of(machine.directory, "shared_dir"), root=str(machine.root)).words
+
+    assert words().startswith("servers keep it to 1MiB")
+    machine.mount("nfs4", "server:/kv", "0:44", "rw,proto=tcp")
+    assert words().startswith("by nixl-offload gc, which a timer must run")
+
+
+def test_two_tiers_in_one_directory(tmp_path: Path) -> None:
+    """By a symbolic link, which the config's text does not show: as a server's start refuses it."""
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    (tmp_path / "beside").mkdir()
+    nearer = (tier_of(tmp_path / "kv"),)
+    found = look("apart", tier_of(tmp_path / "link" / "shared", "shared_dir"), nearer=nearer)
+    assert (found.state, str(tmp_path / "kv") in found.words) == ("wrong", True)
+    assert dict(DIRECTORY_PROBES)["apart"](DirectoryContext(tier_of(tmp_path / "beside"), nearer=nearer)) is None
+
+
 def test_with_a_gpu_each_condition_of_gds_is_a_finding(tmp_path: Path) -> None:
     """On a machine made of files: GPUDirect real; then without udev, which is told with its fix, and fails nothing."""
     machine = Machine(tmp_path)

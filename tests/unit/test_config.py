@@ -192,6 +192,7 @@ def test_defaults_of_a_tree_show_what_a_tree_has() -> None:
         "bounce": "16MiB",
         "direct_io": True,
         "required": False,
+        "evict": None,
         "lookup": LOOKUP_DEFAULTS,
         "warm_start": False,
     }

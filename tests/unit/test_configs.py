@@ -23,6 +23,7 @@ DEPLOYMENTS = {
     "memory.yaml": ["memory"],
     "nvme-with-memory.yaml": ["memory", "slab"],
     "s3-shared.yaml": ["s3"],
+    "several-engines.yaml": ["shared_dir"],
     "shared-filesystem.yaml": ["shared_dir"],
 }
 """Every real deployment has its file: this list is what ``nixl_offload/configs/`` promises."""

@@ -47,10 +47,17 @@ class Server:
             self.close()
             raise
 
-    def complete(self, model: str, prompt: list[int], **fields: Any) -> None:
-        """Answer a prompt of token ids."""
+    @property
+    def pid(self) -> int:
+        """The first process, which leads the group of all."""
+        return self._process.pid
+
+    def complete(self, model: str, prompt: list[int], *, rank: int | None = None, **fields: Any) -> dict[str, Any]:
+        """Answer a prompt of token ids, on a data-parallel rank if one is named. Returns the answer as JSON."""
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "detokenize": False, **fields}
-        self._ask("/v1/completions", body)
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        answer: dict[str, Any] = json.loads(self._ask("/v1/completions", body, headers))
+        return answer
 
     def reset_prefix_cache(self) -> None:
         """Make vLLM forget its prefix cache (needs VLLM_SERVER_DEV_MODE=1)."""
@@ -92,10 +99,9 @@ class Server:
             return True
         return False
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data, headers)
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **(headers or {})})
         with urllib.request.urlopen(request, timeout=60) as reply:
             content: bytes = reply.read()
             return content

@@ -94,7 +94,7 @@ class Medium:
     def _names(self) -> list[str]:
         paths = (path for path in self.directory.rglob("*") if path.is_file())
         names = (path.relative_to(self.directory).as_posix() for path in paths)
-        return sorted(name for name in names if ".rclone_temp_put_" not in name)
+        return sorted(name for name in names if ".rclone_temp_put_" not in name and not name.startswith("."))
 
 
 def bucket(server: RcloneServer, mover: str, *, prefix: str = PREFIX, **fields: Any) -> Medium:

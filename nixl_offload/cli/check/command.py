@@ -151,7 +151,7 @@ def _look(
             progress("adding up the memory", why_long="the engine imports torch")
             section = machine.memory_section(tier.capacity_bytes, child.run("memory"), config.staging_bytes)
         elif tier.kind != "s3":
-            context = DirectoryContext(tier, has_capacity)
+            context = DirectoryContext(tier, has_capacity, nearer=config.tiers[: config.tiers.index(tier)])
             section = directory_section(context, child, progress, gpu=bool(gpu.ok), io=io, piece_bytes=piece_bytes)
             section.add("staging", machine.staging_finding(config.staging_bytes) if gpu.ok else None)
         else:

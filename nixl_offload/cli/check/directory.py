@@ -29,12 +29,14 @@ from nixl_offload.cli.check.child import ChildProcess
 from nixl_offload.cli.check.file_movers import add_gds, finding_of, try_movers
 from nixl_offload.cli.check.report import CheckProgress, Finding, Probe, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
-from nixl_offload.config import DirectoryConfig
+from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.mounts import find_mount
+from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared.sweep import GRACE_S
+from nixl_offload.tiers.shared_dir.kind import is_kept
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 
@@ -63,6 +65,8 @@ class DirectoryContext:
     root: str = "/"
     """Stands for ``/`` in tests."""
     clock: Callable[[], float] = time.time
+    nearer: Sequence[TierConfig | DirectoryConfig] = ()
+    """The tiers before this one in the config."""
 
     @property
     def at(self) -> str:
@@ -120,10 +124,10 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def _look(section: Section, context: DirectoryContext) -> GdsReport:
-    section.run(DIRECTORY_PROBES[:2], context)
+    section.run(DIRECTORY_PROBES[:3], context)
     gds = gds_report(context.at, root=context.root)
     if section.state("directory") != "wrong":
-        section.run(DIRECTORY_PROBES[2:], context)
+        section.run(DIRECTORY_PROBES[3:], context)
         section.add("O_DIRECT", _direct_io(context.tier, gds))
     return gds
 
@@ -176,6 +180,14 @@ def _refused(context: DirectoryContext, error: OSError, owner: str, *, mine: boo
     return wrong(f"{where}: no file can be made there ({error.strerror})", fix)
 
 
+def _apart(context: DirectoryContext) -> Finding | None:
+    try:
+        require_apart(context.tier, context.nearer)
+    except TierError as error:
+        return wrong(str(error), "path: a directory beside the other tier's, in the config")
+    return None
+
+
 def _closed(directory: str) -> str | None:
     """Return something that servers keep in ``directory`` and this user may not open."""
     try:
@@ -208,6 +220,15 @@ def _filesystem(context: DirectoryContext) -> Finding:
         return warning(words, "mount the drive, or path: a directory on it; lsblk -f shows drives and where they are")
     local = "; only servers of this machine share it" if context.tier.is_shared else ""
     return ok(f"{on} ({mount.source}){local}")
+
+
+def _eviction(context: DirectoryContext) -> Finding | None:
+    tier = context.tier
+    if not isinstance(tier, SharedDirConfig) or not context.has_capacity:
+        return None
+    if is_kept(tier, context.root):
+        return ok(f"servers keep it to {format_size(tier.capacity_bytes)}; what was not used for longest goes first")
+    return ok(f"by nixl-offload gc, which a timer must run, down to {format_size(tier.capacity_bytes)}")
 
 
 def _space(context: DirectoryContext) -> Finding:
@@ -263,7 +284,7 @@ def _lock(context: DirectoryContext) -> Finding | None:
     if holder is None:
         return ok("free")
     words = f"held by the engine with {holder}: right if that is your server; a second one would do without this tier"
-    return warning(words, "stop that engine, or give each a path of its own")
+    return warning(words, "stop that engine, or give each a path of its own; kind: shared_dir is for several")
 
 
 def _clock(context: DirectoryContext) -> Finding | None:
@@ -294,10 +315,12 @@ def _clock(context: DirectoryContext) -> Finding | None:
 
 DIRECTORY_PROBES: Final[Sequence[Probe[DirectoryContext]]] = (
     ("directory", _access),
+    ("apart", _apart),
     ("filesystem", _filesystem),
     # Where nothing can be written, the rest has nothing to say.
     ("space", _space),
     ("lock", _lock),
+    ("eviction", _eviction),
     ("sync and clock", _clock),
 )
 

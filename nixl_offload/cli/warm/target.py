@@ -243,7 +243,7 @@ def _refuse_what_is_not_one_slab(path: str, namespace: Namespace, *, replace: bo
     with contextlib.suppress(OSError):
         if any(name.startswith("dp-") and name[3:].isdigit() for name in os.listdir(path)):
             what = "data-parallel engines have a slab each there, which warm does not fill"
-            raise ConfigError(f"{path}: {what}; let traffic do it, or use a shared directory")
+            raise ConfigError(f"{path}: {what}; let traffic do it, or say kind: shared_dir, which they share")
     others = held_namespaces(path) - {namespace.name}
     if others and not replace:
         raise ConfigError(

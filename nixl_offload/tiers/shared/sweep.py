@@ -105,12 +105,14 @@ class Plan:
     """By how much that is more than was asked for, because all the rest is too young."""
 
 
-def make_plan(ages: Ages, *, now_s: float, max_bytes: int | None, older_than_s: float | None) -> Plan:
+def make_plan(
+    ages: Ages, *, now_s: float, max_bytes: int | None, older_than_s: float | None, grace_s: float = GRACE_S
+) -> Plan:
     """Decide which chunks go so that none is older than ``older_than_s`` and ``max_bytes`` are left at most.
 
-    The oldest go first, never one within ``GRACE_S`` of ``now_s``; None means no such limit.
+    The oldest go first, never one within ``grace_s`` of ``now_s``; None means no such limit.
     """
-    untouchable_s = now_s - GRACE_S
+    untouchable_s = now_s - grace_s
     before_s = -math.inf if older_than_s is None else min(now_s - older_than_s, untouchable_s)
     partly_before_s, partly_bytes = before_s, 0
     excess_bytes = 0 if max_bytes is None else ages.total.size_bytes - max_bytes

@@ -2,8 +2,9 @@
 
 Threading: called by the scheduler's thread alone, except that the prober and the listing have threads of their own. No
 method waits for storage or raises for reasons of storage.
-Ownership: the store (closed with the tier), the prober, the listing, and what is believed of the store. The chunks
-belong to nobody: any server may delete any of them at any time, and the worst that comes of it is a recompute.
+Ownership: the store (closed with the tier), the prober, the listing, the eviction, and what is believed of the store.
+The chunks belong to nobody: any server may delete any of them at any time, and the worst that comes of it is a
+recompute.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from nixl_offload.stores.base import Store
 from nixl_offload.tiers.base import SharedStatistics, TierContext, TierStatistics
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.shared.background_tasks import Discard, Recheck, Refresh, WriteManifest
+from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.health import StorageHealth
 from nixl_offload.tiers.shared.listing import Listing
 from nixl_offload.tiers.shared.lookup_queue import LookupQueue, SearchKind
@@ -89,6 +91,7 @@ class SharedTier:
         ttl_s: float | None,
         warm_start: bool,
         name: str,
+        eviction: Callable[[], Eviction] | None = None,
         threads: int = 16,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -96,7 +99,7 @@ class SharedTier:
         """Begin with nothing known, or with a listing under way. Does not reach the store on this thread.
 
         ``namespace`` says which shards a chunk consists of, and how large each is. ``clock`` must be the one that
-        callers take ``now_s`` from.
+        callers take ``now_s`` from. ``eviction`` begins what keeps the store to its capacity; None: somebody else does.
         """
         ranks = range(namespace.fields.world_size)
         self.place = SharedPlace(namespace.name, tuple(namespace.rank_digest(rank) for rank in ranks))
@@ -138,6 +141,7 @@ class SharedTier:
         self._listing: Listing | None = None
         if warm_start:
             self._listing = Listing(store, namespace, name=name, max_keys=lookup.max_keys)
+        self._eviction = eviction() if eviction is not None else None
 
     @classmethod
     def open(
@@ -150,6 +154,7 @@ class SharedTier:
         ttl_s: float | None,
         warm_start: bool,
         required: bool,
+        eviction: Callable[[], Eviction] | None = None,
     ) -> SharedTier:
         """Return the tier over ``store``, which is closed when that fails.
 
@@ -166,6 +171,7 @@ class SharedTier:
                 ttl_s=ttl_s,
                 warm_start=warm_start,
                 name=name,
+                eviction=eviction,
             )
         except BaseException:
             store.close()
@@ -245,7 +251,7 @@ class SharedTier:
     # Storing
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
-        """Make ``key`` WRITING. None while the tier is disabled. Evicts nothing: ``nixl-offload gc`` deletes."""
+        """Make ``key`` WRITING. None while the tier is disabled. ``Eviction`` or ``nixl-offload gc`` make room."""
         if not self._health.may_store(self._now_s) or not self._presence.reserve(key):
             return None
         return Location(self._position, 0, slot_bytes)
@@ -343,6 +349,8 @@ class SharedTier:
         """
         if self._listing is not None:
             self._listing.stop()
+        if self._eviction is not None:
+            self._eviction.close(timeout_s)
         self._prober.close(timeout_s)
         if self._listing is not None:
             self._listing.close(timeout_s)
@@ -377,6 +385,7 @@ class SharedTier:
                 openings=counts.openings,
                 known=counts.known,
                 breakers=self.breakers(),
+                evictions=self._eviction.evicted if self._eviction is not None else None,
             )
         )
 

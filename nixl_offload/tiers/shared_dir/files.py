@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 TOUCH_AFTER_S: Final = 3600.0
 """A file that is read gets a new modification time when the old one is older: what goes first when space is made is
 what was not used for longest."""
+KEPT_TOUCH_S: Final = 30.0
+"""Likewise, on a local drive: it may be full, and evict, within minutes, and a new time costs it microseconds."""
 _MAKE_DIRECTORY_ATTEMPTS: Final = 8
 """A directory that was made for a file may be removed, empty, before the file is in it."""
 _CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -64,10 +66,11 @@ class OpenedShard:
 class TreeFiles:
     """Files below ``root``, named by ``tiers.shared.naming``. Everything raises TierError."""
 
-    def __init__(self, root: str, *, direct_io: bool) -> None:
+    def __init__(self, root: str, *, direct_io: bool, touch_after_s: float = TOUCH_AFTER_S) -> None:
         self.root = root.rstrip("/") or "/"
         self._direct: bool | None = None if direct_io else False
         """Whether O_DIRECT works here; None until it was tried."""
+        self._touch_after_s = touch_after_s
         self._device: int | None = None
         # Machines that share the directory may share the pid.
         self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -139,7 +142,7 @@ class TreeFiles:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != length_bytes:
                 raise TierError(f"{path} has {found.st_size} bytes, not {length_bytes}", cause="missing")
-            if time.time() - found.st_mtime > TOUCH_AFTER_S:
+            if time.time() - found.st_mtime > self._touch_after_s:
                 with contextlib.suppress(OSError):  # a filesystem may be read-only for us
                     os.utime(fd)
             return OpenedShard(path, fd, direct and self._direct_works(fd))

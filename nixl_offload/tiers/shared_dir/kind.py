@@ -1,15 +1,22 @@
-"""How a tier in a shared directory is opened: by the scheduler, by a rank, and by commands."""
+"""How a tier in a shared directory is opened: by the scheduler, by a rank, and by commands.
+
+Where the machine alone has the directory, one of its engines keeps it to its capacity; elsewhere ``nixl-offload gc``
+does.
+"""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 from nixl_offload.config import SharedDirConfig
+from nixl_offload.hardware.mounts import LOCAL, find_mount
 from nixl_offload.movers.base import Mover
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.inspect import require_directory
+from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
 from nixl_offload.tiers.shared_dir.link import TreeLink
@@ -20,24 +27,45 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
 
     Raises StoreError or NotSupportedError when there can be no store, and when a required one does not answer.
     """
-    store = open_store(config)
+    store = TreeStore(config.path)
+    name = f"Shared directory tier {store.where}"
     return SharedTier.open(
         context,
         store,
-        name=f"Shared directory tier {store.where}",
+        name=name,
         lookup=config.lookup,
         ttl_s=None,
         warm_start=config.warm_start,
         required=config.required,
+        eviction=partial(Eviction, store, config.capacity_bytes, name=name) if is_kept(config) else None,
     )
+
+
+def is_kept(config: SharedDirConfig, root: str = "/") -> bool:
+    """Whether engines keep the directory to its capacity: as the config says, or because no other machine has it.
+
+    ``root`` stands for ``/`` in tests.
+    """
+    if config.evict is not None:
+        return config.evict
+    mount = find_mount(config.path, root)
+    return mount is not None and mount.kind in LOCAL
 
 
 def open_link(config: SharedDirConfig, place: SharedPlace, rank: int, mover: Mover) -> TreeLink:
     """Return a rank's link to the directory. Touches no file yet."""
-    return TreeLink(config.path, place.namespace, rank, mover, direct_io=config.direct_io, clock=time.monotonic)
+    return TreeLink(
+        config.path,
+        place.namespace,
+        rank,
+        mover,
+        direct_io=config.direct_io,
+        clock=time.monotonic,
+        is_kept=is_kept(config),
+    )
 
 
 def open_inspector(config: SharedDirConfig) -> SharedInspector:
     """Return what looks into the directory. Raises StoreError where there is none: it is not made."""
     require_directory(Path(config.path))
-    return SharedInspector(open_store(config), kind=config.kind, capacity_bytes=config.capacity_bytes)
+    return SharedInspector(TreeStore(config.path), kind=config.kind, capacity_bytes=config.capacity_bytes)

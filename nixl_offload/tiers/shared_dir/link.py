@@ -17,7 +17,7 @@ from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared_dir.calls import Call, CallThreads
-from nixl_offload.tiers.shared_dir.files import Draft, OpenedShard, TreeFiles
+from nixl_offload.tiers.shared_dir.files import KEPT_TOUCH_S, TOUCH_AFTER_S, Draft, OpenedShard, TreeFiles
 from nixl_offload.types import Key, Location
 
 T = TypeVar("T")
@@ -58,13 +58,15 @@ class TreeLink(Link):
         *,
         direct_io: bool,
         clock: Callable[[], float],
+        is_kept: bool = False,
     ) -> None:
+        """``is_kept``: engines evict from the directory, so it must show soon what is in use."""
         self.name = f"shared directory tier {root}"
         self.mover = mover
         self._namespace = namespace_name
         self._rank = rank
         self._clock = clock
-        self._files = TreeFiles(root, direct_io=direct_io)
+        self._files = TreeFiles(root, direct_io=direct_io, touch_after_s=KEPT_TOUCH_S if is_kept else TOUCH_AFTER_S)
         self._calls = CallThreads("nixl-offload-tree", clock=clock)
         self._syncs = CallThreads("nixl-offload-tree-sync", clock=clock)
         """For what takes long: nothing that is opened or created waits behind the syncing of files."""

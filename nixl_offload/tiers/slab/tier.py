@@ -114,6 +114,13 @@ class SlabTier(SlotTier):
             world_size,
             f", {len(stale)} index rows dropped" if stale else "",
         )
+        if dp_size > 1 and not dp_index:
+            logger.warning(
+                "Slab tier %s: %d data-parallel engines have a part of it each, and do not find each other's chunks; "
+                "kind: shared_dir has them share all",
+                config.path,
+                dp_size,
+            )
         place = SlabPlace(
             directory=str(directory.namespace_path),
             rank_namespaces=tuple(namespace.rank_digest(rank) for rank in range(world_size)),

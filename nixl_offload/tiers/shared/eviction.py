@@ -1,0 +1,168 @@
+"""Keeps a shared directory to its capacity while engines write there, for a drive that those of one machine share.
+
+Threading: a daemon thread for each tier. Of the engines that share a directory one has the lock and works; the others
+try for it again and again, so that another takes over where that one ends, however it ends.
+After a failure still holds: what is deleted costs a recompute, and what is left the next pass counts anew. Two engines
+that work at once, where a filesystem's locks do not work, choose the same chunks.
+
+A pass lists all there is, twice if some of it must go: as ``nixl-offload gc`` does, and by the same plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from nixl_offload.errors import StoreError, TierError
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.inspect import ChunkInfo
+from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.shared.inspect import group_chunks
+from nixl_offload.tiers.shared.naming import parse_manifest_name, parse_shard_name
+from nixl_offload.tiers.shared.sweep import Ages, Sweep, make_plan
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME: Final = ".evict.lock"
+"""Listings leave out what begins with a dot."""
+STEPS: Final = 64
+"""A pass begins when the filesystem has lost a 64th of the capacity since the last one. Where less than that is left,
+as much is deleted that two are."""
+LOOK_S: Final = 1.0
+"""How often the free space is looked at, and the lock tried for."""
+PASS_S: Final = 60.0
+"""A pass begins at least this often: a filesystem may tell of its free space late."""
+STALE_DRAFT_S: Final = 3600.0
+"""Drafts that are older belong to writers that died; they are looked for this often."""
+_DELETE_NAMES: Final = 64
+_PAUSE_CHUNKS: Final = 16
+_PAUSE_S: Final = 200e-6
+"""So many chunks are a fifth of a millisecond's work; then the scheduler may have the interpreter."""
+
+
+class Eviction:
+    """Begins at once. ``close`` ends it."""
+
+    def __init__(self, store: TreeStore, capacity_bytes: int, *, name: str) -> None:
+        """``store`` stays the caller's. ``name`` opens each message."""
+        self.evicted = 0
+        """Chunks deleted, ever; written by the thread."""
+        self._store = store
+        self._capacity_bytes = capacity_bytes
+        self._name = name
+        self._lock = DirectoryLock(Path(store.where, LOCK_NAME))
+        self._device: int | None = None
+        self._free_bytes = self._lost_bytes = 0
+        """At the last look, and what was lost between looks since the last pass began."""
+        self._pass_s = self._drafts_s = float("-inf")
+        """When the last pass began, and when drafts were looked for."""
+        self._told = False
+        """That nothing is evicted now."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nixl-offload-evict", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the thread, waiting ``timeout_s`` at most. Idempotent."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    if self._holds():
+                        self._look()
+                    self._told = False
+                except (StoreError, TierError, OSError) as error:
+                    self._tell(str(error))
+                except Exception:
+                    logger.exception("%s: eviction met an error that should not be; it goes on", self._name)
+                self._stop.wait(LOOK_S)
+        finally:
+            self._lock.release()
+
+    def _holds(self) -> bool:
+        """Whether this engine is the one that deletes. Raises TierError, OSError."""
+        device = os.stat(self._store.where).st_dev
+        if self._device not in {None, device}:
+            return False  # not mounted, perhaps: nothing may be made there
+        if not self._lock.is_held():
+            try:
+                self._lock.acquire()
+            except TierError as error:
+                if error.cause == "locked":
+                    return False
+                raise
+            self._pass_s = self._drafts_s = float("-inf")
+        self._device = device
+        return True
+
+    def _look(self) -> None:
+        """Begin a pass if it is time. Raises StoreError, OSError."""
+        space, now_s = os.statvfs(self._store.where), time.monotonic()
+        free_bytes = space.f_bavail * space.f_frsize
+        self._lost_bytes += max(0, self._free_bytes - free_bytes)  # others may free as much meanwhile
+        self._free_bytes = free_bytes
+        if now_s - self._pass_s < PASS_S and self._lost_bytes < self._capacity_bytes // STEPS:
+            return
+        self._lost_bytes, self._pass_s = 0, now_s
+        self.evicted += shrink(self._store, self._capacity_bytes, stopped=self._stop.is_set)
+        if now_s - self._drafts_s >= STALE_DRAFT_S:
+            self._drafts_s = now_s
+            self._store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
+
+    def _tell(self, trouble: str) -> None:
+        """Warn once of a trouble that goes on."""
+        if not self._told:
+            self._told = True
+            logger.warning("%s: nothing is evicted: %s", self._name, trouble)
+
+
+def shrink(
+    store: TreeStore, capacity_bytes: int, *, wall: Callable[[], float] = time.time, stopped: Callable[[], bool] = bool
+) -> int:
+    """Delete what was not used for longest, where there is more than 63/64 of ``capacity_bytes``, down to 62/64.
+
+    Returns how many chunks were deleted. Ends early when ``stopped``. Raises StoreError.
+    """
+    step_bytes, ages = capacity_bytes // STEPS, Ages()
+    for chunk in _chunks(store, stopped):
+        ages.add(chunk)
+    if stopped() or ages.total.size_bytes <= capacity_bytes - step_bytes:
+        return 0
+    left_bytes = capacity_bytes - 2 * step_bytes
+    sweep = Sweep(make_plan(ages, now_s=wall(), max_bytes=left_bytes, older_than_s=None, grace_s=0.0))
+    names: list[str] = []
+    evicted = 0
+    for chunk in _chunks(store, stopped):
+        if sweep.takes(chunk):
+            names += [shard.place for shard in chunk.shards]
+            evicted += 1
+        if len(names) >= _DELETE_NAMES:
+            store.delete(names)
+            names.clear()
+    store.delete(names)
+    logger.debug("%s: %d chunks evicted; it held %.1f GiB", store.where, evicted, ages.total.size_bytes / 2**30)
+    return evicted
+
+
+def _chunks(store: TreeStore, stopped: Callable[[], bool]) -> Iterator[ChunkInfo]:
+    """Yield what is there, until ``stopped``. Raises StoreError."""
+    for number, chunk in enumerate(group_chunks(store.list(""))):
+        if not number % _PAUSE_CHUNKS:
+            if stopped():
+                return
+            time.sleep(_PAUSE_S)
+        yield chunk
+
+
+def _is_ours(name: str) -> bool:
+    return parse_shard_name(name) is not None or parse_manifest_name(name) is not None

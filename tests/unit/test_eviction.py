@@ -1,0 +1,138 @@
+"""Proves that engines keep a directory that they share to its capacity: the least recently used go, whole chunks of any
+namespace, nothing of others; one engine at a time does it, and another takes over when that one ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.config import SharedDirConfig
+from nixl_offload.hardware import mounts
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared import eviction
+from nixl_offload.tiers.shared.eviction import Eviction, shrink
+from nixl_offload.tiers.shared_dir import kind
+from tests.unit.gc_rig import RANKS, namespace_of, put_chunk
+
+SHARD_BYTES = 4096
+CHUNK_BYTES = RANKS * SHARD_BYTES
+CAPACITY_BYTES = 64 * CHUNK_BYTES
+LEFT = 62
+"""Chunks that are left where more than 63 are there: see ``eviction.STEPS``."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TreeStore:
+    return TreeStore(str(tmp_path / "kv"))
+
+
+def fill(store: TreeStore, count: int, *, tenant: str = "default", used_s: Callable[[int], float]) -> list[list[str]]:
+    """Store chunks, each last used ``used_s`` of its number. Returns the names of each one's shards."""
+    chunks = []
+    for number in range(count):
+        names = put_chunk(store, namespace_of(tenant), number, SHARD_BYTES)
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # evicted already
+                os.utime(Path(store.where, name), (used_s(number), used_s(number)))
+        chunks.append(names)
+    return chunks
+
+
+def there(store: TreeStore) -> set[str]:
+    return {info.name for info in store.list("")}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_what_was_not_used_for_longest_goes(store: TreeStore) -> None:
+    """Of two namespaces together, down to the mark, shards of a chunk together; seconds apart is enough."""
+    now_s = time.time()
+    ours = fill(store, 50, used_s=lambda number: now_s - 1000 + 2 * number)
+    others = fill(store, 50, tenant="other", used_s=lambda number: now_s - 999 + 2 * number)
+    by_age = [chunk for pair in zip(ours, others, strict=True) for chunk in pair]
+    assert shrink(store, CAPACITY_BYTES) == 100 - LEFT
+    assert there(store) == {name for chunk in by_age[100 - LEFT :] for name in chunk}
+
+
+def test_nothing_goes_below_the_mark(store: TreeStore) -> None:
+    chunks = fill(store, 63, used_s=lambda number: 1e9 + number)
+    assert shrink(store, CAPACITY_BYTES) == 0
+    assert there(store) == {name for chunk in chunks for name in chunk}
+
+
+def test_files_of_others_stay_and_do_not_count(store: TreeStore) -> None:
+    """However old and large they are."""
+    stranger = Path(store.where, "notes.txt")
+    stranger.write_bytes(bytes(CAPACITY_BYTES))
+    os.utime(stranger, (1.0, 1.0))
+    fill(store, 63, used_s=lambda number: 1e9 + number)
+    assert shrink(store, CAPACITY_BYTES) == 0
+    fill(store, 64, used_s=lambda number: 1e9 + number)
+    assert shrink(store, CAPACITY_BYTES) == 64 - LEFT
+    assert stranger.exists()
+
+
+def test_one_engine_evicts_and_another_takes_over(store: TreeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines have the directory open: only one deletes. When it ends the other goes on."""
+    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
+    monkeypatch.setattr(eviction, "PASS_S", 0.0)
+    fill(store, 100, used_s=lambda number: 1e9 + number)
+    both = [Eviction(store, CAPACITY_BYTES, name=f"engine {number}") for number in range(2)]
+    try:
+        until(lambda: len(there(store)) == LEFT * RANKS)
+        [first] = [each for each in both if each.evicted]
+        [second] = [each for each in both if each is not first]
+        first.close()
+        fill(store, 100, used_s=lambda number: 1e9 + number)
+        until(lambda: len(there(store)) <= (LEFT + 1) * RANKS)
+        assert first.evicted == 100 - LEFT < 100 - LEFT + second.evicted
+    finally:
+        for each in both:
+            each.close()
+
+
+def test_a_directory_that_vanishes_ends_nothing(
+    store: TreeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning; nothing is made in its place; when it is back, eviction goes on."""
+    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
+    root = Path(store.where)
+    fill(store, 10, used_s=lambda number: 1e9 + number)
+    evicting = Eviction(store, CAPACITY_BYTES, name="Tier")
+    try:
+        until((root / eviction.LOCK_NAME).exists)
+        root.rename(root.with_name("away"))
+        until(lambda: "nothing is evicted" in caplog.text)
+        time.sleep(0.1)
+        assert not root.exists()
+        assert caplog.text.count("nothing is evicted") == 1
+        root.with_name("away").rename(root)
+        fill(store, 100, used_s=lambda number: 1e9 + number)
+        monkeypatch.setattr(eviction, "PASS_S", 0.0)
+        until(lambda: len(there(store)) <= (LEFT + 1) * RANKS)
+    finally:
+        evicting.close()
+
+
+@pytest.mark.parametrize(("filesystem", "kept"), [("ext4", True), ("xfs", True), ("nfs4", False), ("lustre", False)])
+def test_who_keeps_a_directory_to_its_capacity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filesystem: str, kept: bool
+) -> None:
+    """Engines on a drive of this machine, a timer elsewhere; and what the config says counts before that."""
+    mount = mounts.Mount("/", filesystem, "source", (), "8:1")
+    monkeypatch.setattr(kind, "find_mount", lambda path, root: mount)
+    fields = {"kind": "shared_dir", "path": str(tmp_path), "capacity": "1GiB"}
+    assert kind.is_kept(SharedDirConfig.model_validate(fields)) is kept
+    for said in (True, False):
+        assert kind.is_kept(SharedDirConfig.model_validate({**fields, "evict": said})) is said

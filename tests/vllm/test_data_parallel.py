@@ -1,0 +1,195 @@
+"""Proves over a real ``vllm serve --data-parallel-size 2`` that one drive serves both ranks: what one has stored the
+other loads, to the last bit; damage to it, and the death of a rank, show in no answer; what both store stays within the
+capacity.
+
+vLLM runs the ranks of a dense model as engines that know nothing of each other, not even how many there are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from examples.demo.engine import quick_environment, transfer_config
+from examples.demo.model import TINY, write_model
+from nixl_offload.cli.main import main
+from nixl_offload.tiers.lock import holder_of
+from nixl_offload.tiers.shared import eviction
+from nixl_offload.vllm.metric_names import PREFIX
+from tests.vllm.damage import FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts, until
+from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop
+from tests.vllm.server import Server
+from tests.vllm.shared_rig import SHARD_BYTES, Medium, tree
+from tests.vllm.zygote import Zygote
+
+PROMPTS = chunk_prompts(3, seed=241)
+CAPACITY_CHUNKS = 16
+LOOKUP = {"timeout": "10s", "present_for": "100ms", "absent_for": "100ms"}
+"""Each request looks again: what a test changes behind the ranks' backs is seen."""
+
+
+class Answered(NamedTuple):
+    """What a rank has said."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> Answered:
+        (choice,) = body["choices"]
+        return cls(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+
+class Ranks:
+    """A server with two ranks, and the directory that they share."""
+
+    def __init__(self, zygote: Zygote, workshop: Workshop, medium: Medium) -> None:
+        scratch = workshop.scratch
+        self.medium = medium
+        self._model = str(write_model(scratch / "served", TINY))
+        options = {
+            "model": self._model,
+            "data-parallel-size": 2,
+            "api-server-count": 1,
+            "dtype": "float32",
+            "block-size": BLOCK_TOKENS,
+            "max-model-len": TINY.max_tokens,
+            "max-num-batched-tokens": CHUNK_TOKENS,
+            "max-num-seqs": 4,
+            "kv-cache-memory-bytes": 64 << 20,
+            "kv-transfer-config": json.dumps(transfer_config(medium.config(lookup=LOOKUP))),
+        }
+        environment = {**quick_environment(scratch=scratch), **ONE_CORE, "VLLM_SERVER_DEV_MODE": "1"}
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        self.server = Server(
+            zygote, [*arguments, "--skip-tokenizer-init", "--enforce-eager"], environment, scratch / "ranks.log"
+        )
+
+    def ask(self, prompt: Prompt, rank: int) -> Answered:
+        """Answer a prompt on a rank."""
+        fields = {"max_tokens": 4, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        return Answered.of(self.server.complete(self._model, prompt, rank=rank, **fields))
+
+    def ask_anew(self, prompt: Prompt, rank: int) -> tuple[Answered, float]:
+        """Likewise, without what the ranks' KV caches remember; and how many tokens came from the directory."""
+        self.server.reset_prefix_cache()
+        time.sleep(0.15)  # what was looked up before has lapsed
+        before = self._loaded(rank)
+        answer = self.ask(prompt, rank)
+        return answer, self._loaded(rank) - before
+
+    def until_stored(self, chunks: int) -> None:
+        """Wait until so many shards rest in the directory."""
+        self.server.until(lambda: len(self.medium.shards()) >= chunks, 30, f"{chunks} chunks are stored")
+
+    def until_loaded(self, prompt: Prompt, rank: int, expected: Answered) -> None:
+        """Ask until every full chunk is loaded: a busy machine stores late, or sheds a store. Each answer is right."""
+        deadline_s = time.monotonic() + 30.0
+        while True:
+            answer, loaded = self.ask_anew(prompt, rank)
+            assert answer == expected
+            if loaded == FULL_TOKENS:
+                return
+            assert time.monotonic() < deadline_s, f"{loaded} tokens loaded"
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank's engine, without a word of warning, and wait until the server has noticed."""
+        [pid] = set(re.findall(rf"\(EngineCore_DP{rank} pid=(\d+)\)", self.server.log.read_text(errors="replace")))
+        os.kill(int(pid), signal.SIGKILL)
+        self.server.until(lambda: "EngineDeadError" in self.server.log.read_text(errors="replace"), 30, "it is noticed")
+
+    def _loaded(self, rank: int) -> float:
+        """Tokens that a rank has loaded, ever."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.server.metrics())
+            for sample in family.samples
+            if sample.name == f"{PREFIX}lookup_tokens_total"
+            and (sample.labels["engine"], sample.labels["result"]) == (str(rank), "hit")
+        )
+
+
+@pytest.fixture(scope="module")
+def medium(workshop: Workshop) -> Medium:
+    """A directory on a drive of this machine."""
+    return tree(workshop.scratch / "kv-ranks", capacity=f"{CAPACITY_CHUNKS * SHARD_BYTES}B")
+
+
+@pytest.fixture(scope="module")
+def ranks(zygote: Zygote, workshop: Workshop, medium: Medium) -> Iterator[Ranks]:
+    """The server of all tests; the last one kills it."""
+    started = Ranks(zygote, workshop, medium)
+    yield started
+    started.server.close()
+
+
+@pytest.fixture(scope="module")
+def right(ranks: Ranks) -> list[Answered]:
+    """What each prompt is to be answered with: computed from nothing, on rank 0, and stored."""
+    answers = [ranks.ask(prompt, 0) for prompt in PROMPTS]
+    ranks.until_stored(len(PROMPTS) * PROMPT_CHUNKS)
+    return answers
+
+
+def test_a_rank_loads_what_the_other_has_stored(ranks: Ranks, right: list[Answered]) -> None:
+    """Nothing was ever asked of rank 1; its first answers come from the drive, and are those of rank 0."""
+    for prompt, expected in zip(PROMPTS, right, strict=True):
+        answer, loaded = ranks.ask_anew(prompt, 1)
+        assert (answer, loaded) == (expected, FULL_TOKENS)
+    assert len(ranks.medium.shards()) == len(PROMPTS) * PROMPT_CHUNKS, "nothing was stored twice"
+
+
+def _flip(medium: Medium, name: str) -> None:
+    medium.flip(name, SHARD_BYTES // 2)
+
+
+def _truncate(medium: Medium, name: str) -> None:
+    medium.write(name, medium.read(name)[: SHARD_BYTES // 2])
+
+
+@pytest.mark.parametrize("damage", [_flip, _truncate, Medium.delete], ids=["flipped", "truncated", "deleted"])
+def test_damage_to_what_the_other_has_stored(
+    ranks: Ranks, right: list[Answered], damage: Callable[[Medium, str], None]
+) -> None:
+    """All that rests there is damaged: rank 1 computes it anew and stores it, and rank 0 loads that."""
+    for name in ranks.medium.shards():
+        damage(ranks.medium, name)
+    prompt, expected = PROMPTS[0], right[0]
+    assert ranks.ask_anew(prompt, 1)[0] == expected
+    ranks.until_loaded(prompt, 0, expected)
+
+
+def test_both_ranks_keep_to_one_capacity(ranks: Ranks, medium: Medium) -> None:
+    """Both store more than fits; what was not used for longest goes, and what was stored last can be loaded."""
+    new = chunk_prompts(CAPACITY_CHUNKS // PROMPT_CHUNKS + 1, seed=242)
+    answers = [ranks.ask(prompt, number % 2) for number, prompt in enumerate(new)]
+    kept = CAPACITY_CHUNKS * (eviction.STEPS - 1) // eviction.STEPS
+    until(lambda: 0 < len(medium.shards()) <= kept, "the directory keeps to its capacity")
+    ranks.until_loaded(new[-1], len(new) % 2, answers[-1])  # on the other one
+    until(lambda: len(medium.shards()) <= kept, "it still does")
+
+
+def test_a_rank_is_killed_while_it_stores(
+    ranks: Ranks, right: list[Answered], workshop: Workshop, medium: Medium
+) -> None:
+    """The server ends, for it wants all its ranks. What is there is whole, and the next engine may evict."""
+    for prompt in PROMPTS:
+        ranks.ask(prompt, 1)
+    ranks.kill(1)
+    ranks.server.close()
+    assert holder_of(medium.directory / eviction.LOCK_NAME) is None
+    file = workshop.scratch / "kv.yaml"
+    file.write_text(json.dumps(medium.config()))
+    assert main(["verify", str(file)]) == 0
+    assert len(medium.namespaces()) == 1, "both ranks had one cache"
