@@ -88,7 +88,7 @@ def _contests(scene: Scene, cache: Cache, number: int) -> Iterator[tuple[str, Co
         for name, kind in KINDS.items():
             try:
                 ways[name] = stack.enter_context(driven(scene, cache, kind, f"way-{len(ways)}"))
-            except Exception as error:  # noqa: BLE001, PERF203 - the others are still to be measured
+            except Exception as error:  # noqa: BLE001 - the others are still to be measured
                 trouble[name] = reason(error)
         for step, op in enumerate(("store", "load")):
             runs: dict[str, Run] = {name: getattr(way, op) for name, way in ways.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Collection, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Final, TextIO
 
 from nixl_offload.units import parse_duration, parse_size
@@ -28,7 +28,7 @@ def about_size(size_bytes: int) -> str:
 def moment(seconds: float) -> str:
     """Render a time since the epoch in UTC: ``2026-11-21 14:03:13Z``; ``-`` for what no calendar has."""
     try:
-        return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}Z"
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
     except (ValueError, OverflowError, OSError):
         return "-"
 

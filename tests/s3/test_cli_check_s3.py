@@ -463,7 +463,7 @@ class _TlsRclone(RcloneServer):
 
 def _certificate(directory: Path, name: str, *, expired: bool = False) -> tuple[Path, Path, Path]:
     """Make an authority and a certificate by it; return the certificate's file, its key's, the authority's."""
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     day = datetime.timedelta(days=1)
     until = now - day if expired else now + day
     ours = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "our authority")])

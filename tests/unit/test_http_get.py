@@ -158,7 +158,7 @@ def test_connections_are_used_again_and_replaced_when_the_server_closes_them(get
 def certified(file: Path) -> ssl.SSLContext:
     """Return a server's context. Its certificate, of its own authority, is in ``file`` together with the key."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
     builder = builder.serial_number(1).not_valid_before(now - day).not_valid_after(now + day)
     here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])

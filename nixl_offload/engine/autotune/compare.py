@@ -60,7 +60,7 @@ def compare(
         for name in dict.fromkeys(name for name, _ in candidates):
             try:
                 comparison.movers[name] = open_mover(name)
-            except Exception as error:  # noqa: BLE001, PERF203 - whatever a third party raises, the others may do
+            except Exception as error:  # noqa: BLE001 - whatever a third party raises, the others may do
                 comparison.refusals[name] = words(name, error)
         able = [(name, path) for name, path in candidates if name in comparison.movers]
         if len(able) >= least:
@@ -112,7 +112,7 @@ class _Comparison:
                 try:
                     size_bytes = memory.images * memory.image_bytes
                     files[name] = mover.open_file(scratch_path, size_bytes, direct_io=self._direct_io)
-                except MoverError as error:  # noqa: PERF203 - it is this mover's alone
+                except MoverError as error:
                     self.refusals[name] = words(name, error)
             os.unlink(scratch_path)  # whatever happens from here on, nothing stays behind
             # Where time is short it is movers that are compared: the second path of one waits for the first of all.
