@@ -145,8 +145,10 @@ class Engine:
         together: bool = False,
         timeout_s: float = 120.0,
         transfer_params: Mapping[str, Any] | None = None,
+        adapter: Mapping[str, Any] | None = None,
     ) -> list[Answer]:
         """Answer prompts greedily, one after the other or as one batch. ``transfer_params``: hints of each request.
+        ``adapter``: the fields of the ``LoRARequest`` of each.
 
         ``max_tokens`` defaults to ``answer_tokens``.
         """
@@ -157,6 +159,7 @@ class Engine:
             together=together,
             timeout_s=timeout_s,
             transfer_params=transfer_params,
+            adapter=adapter,
         )
         return [_answer(told) for told in reply["answers"]]
 

@@ -46,20 +46,21 @@ class EngineHost:
         together: bool = False,
         timeout_s: float | None = None,
         transfer_params: dict[str, Any] | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> Reply:
         """Answer token-id prompts greedily, one after the other or, with ``together``, as one batch.
 
-        ``transfer_params`` are each request's ``kv_transfer_params``.
+        ``transfer_params`` are each request's ``kv_transfer_params``, ``adapter`` the fields of its ``LoRARequest``.
 
         Each answer: ``tokens``, ``logprobs`` of the chosen tokens, ``cached_tokens`` (prompt tokens that were not
         computed), ``ttft_s``, ``total_s``, and, unless ``together``, how far vLLM's counters moved (``counters``).
         """
         if together:
-            return {"answers": self._generate(prompts, max_tokens, transfer_params)}
+            return {"answers": self._generate(prompts, max_tokens, transfer_params, adapter)}
         answers = []
         for prompt in prompts:
             before = self._counters()
-            [answer] = self._generate([prompt], max_tokens, transfer_params)
+            [answer] = self._generate([prompt], max_tokens, transfer_params, adapter)
             after = self._counters()
             answer["counters"] = {name: value - before.get(name, 0) for name, value in after.items()}
             answers.append(answer)
@@ -77,6 +78,10 @@ class EngineHost:
     def reset_prefix_cache(self, connector: bool = False) -> Reply:
         """Make vLLM forget its prefix cache (with ``connector`` the connector's, too). ``done``: whether it did."""
         return {"done": self._llm.reset_prefix_cache(reset_connector=connector)}
+
+    def reset_connector_alone(self) -> Reply:
+        """Have the connector forget everything, and vLLM nothing (in-process only)."""
+        return {"done": self._llm.llm_engine.engine_core.engine_core.scheduler.reset_connector_cache()}
 
     def settle(self, deadline_s: float = 60.0) -> Reply:
         """Step the engine until nothing is left to do, background stores included. ``idle``: False at the deadline."""
@@ -172,12 +177,21 @@ class EngineHost:
         self._llm.llm_engine.engine_core.shutdown(timeout=timeout_s)
         return {}
 
+    def add_adapter(self, adapter: dict[str, Any]) -> Reply:
+        """Load a LoRA adapter, as ``/v1/load_lora_adapter`` does: the fields of a ``LoRARequest``."""
+        return {"done": self._llm.llm_engine.add_lora(_adapter(adapter))}
+
     def _generate(
-        self, prompts: list[list[int]], max_tokens: int, transfer_params: dict[str, Any] | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        transfer_params: dict[str, Any] | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> list[Reply]:
         sampling = _sampling(max_tokens, transfer_params)
+        asked, lora = [{"prompt_token_ids": prompt} for prompt in prompts], _adapter(adapter)
         start = time.perf_counter()
-        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        outputs = self._llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         total_s = time.perf_counter() - start
         return [_answer(output, total_s) for output in outputs]
 
@@ -207,6 +221,14 @@ def _sampling(max_tokens: int, transfer_params: dict[str, Any] | None = None) ->
         ignore_eos=True,
         extra_args={"kv_transfer_params": transfer_params} if transfer_params else None,
     )
+
+
+def _adapter(adapter: dict[str, Any] | None) -> Any:
+    if adapter is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(**adapter)
 
 
 def _answer(output: Any, total_s: float) -> Reply:

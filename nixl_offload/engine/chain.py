@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from nixl_offload.engine.moves import MoveIO, Moves, RelayHost
+from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.records import ChunkIO, Completion, Share
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import Fence
@@ -97,7 +98,7 @@ class ChainEngine:
 
     def join(self, tier: int, engine: TierEngine) -> None:
         """From now on use ``engine`` for ``tier``, which had none; it is closed with the others."""
-        assert self._engines[tier] is None, "a tier is opened once"
+        assert self._engines[tier] is None, "a tier is open once"
         self._engines[tier] = engine
         self._live = self._find_live()
 
@@ -191,9 +192,34 @@ class ChainEngine:
         Afterwards every job and ticket has ended, and ``finished`` and ``settled`` still give the last results. Returns
         within ``CLOSE_PATIENCE_S`` of the deadline.
         """
-        if self._closed:
-            return
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._end(deadline_s)
+
+    def release(self, deadline_s: float = 5.0) -> bool:
+        """As ``close``, and have no tier afterwards: any of them may ``join`` again.
+
+        Returns whether KV memory may go away: False where a transfer that did not end, now or earlier, may still touch
+        it. Only those of the direct path do.
+        """
+        is_direct = any(status.access is not None and "direct" in status.access.paths for status in self.statuses())
+        ended = self._end(deadline_s) and not LEAKED
+        for tier, _ in self._live:
+            self._engines[tier] = None
+        self._live = ()
+        return ended or not is_direct
+
+    def part(self) -> dict[int, TierEngine]:
+        """Have no tier any more, and return the engines, by tier: whoever takes them closes them. Nothing may be under
+        way.
+        """
+        parted = dict(self._live)
+        for tier in parted:
+            self._engines[tier] = None
+        self._live = ()
+        return parted
+
+    def _end(self, deadline_s: float) -> bool:
         end_s = self._clock() + deadline_s
         while self._moves.relaying and self._clock() < end_s:
             self._poll()
@@ -211,6 +237,7 @@ class ChainEngine:
         self._poll()
         self._poll()
         self._give_up()
+        return not any(closer.is_alive() for closer in closers)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

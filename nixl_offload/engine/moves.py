@@ -256,6 +256,7 @@ class Moves:
             logger.error("Ticket %d was never settled by its engines; its places are given up", ticket.number)
             for position in range(len(ticket.outcomes)):
                 self.settle(ticket, position, Outcome.TAINTED)
+        self._usable_slots -= len(self._fetching) + len(self._storing)
         self._stores.clear()
         self._promotions.clear()
         self._fetching.clear()

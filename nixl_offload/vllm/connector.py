@@ -7,6 +7,7 @@ does or fails to do raises into vLLM. Loads that fail are reported as such and r
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -36,12 +37,14 @@ from nixl_offload.vllm.vllm_internals import (
     evict_blocks,
     load_failure_policy,
     outermost_connector,
+    prefix_cache,
     set_canonical_layout,
 )
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -57,8 +60,11 @@ class NixlOffloadConnector(LeanConnector):
         Raises ConfigError, NotSupportedError or TierError in words meant for the operator: at start, and only there.
         """
         check_version()
-        if vllm_config.model_config.enable_sleep_mode:
-            raise NotSupportedError("NixlOffloadConnector cannot follow sleep mode: KV cache memory stays registered")
+        if vllm_config.model_config.enable_sleep_mode and check_version() < (0, 33):
+            raise NotSupportedError(
+                "NixlOffloadConnector cannot follow sleep mode with vLLM 0.32, which does not tell connectors that the "
+                "KV cache goes away. Leave out --enable-sleep-mode, or use vLLM 0.33"
+            )
         register()
         # Past OffloadingConnector.__init__, which would build vLLM's own halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
@@ -163,6 +169,12 @@ class NixlOffloadConnector(LeanConnector):
             told = {item.rank: item for item in metadata.values() if isinstance(item, RankGeometry)}
             self.connector_scheduler.take_geometries(told, is_start=True)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """As vLLM's; and look from now on whether its prefix cache is reset."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.watch_prefix_cache(partial(prefix_cache, self))
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's; and what a load has not filled goes out of vLLM's prefix cache, with what was computed behind it.
 
@@ -189,8 +201,21 @@ class NixlOffloadConnector(LeanConnector):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Sleep takes the KV cache's memory away, and what is registered with a mover would point to nothing (0.33)."""
-        return False
+        """Whether registrations follow the KV cache when its memory goes away and comes back (0.33 asks)."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of KV memory before vLLM takes it away (0.33). Idempotent.
+
+        Raises TierError where a transfer that does not end may still write there.
+        """
+        if self.connector_worker is not None:
+            self.connector_worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """Take KV memory again, which is back at the same addresses (0.33). Idempotent."""
+        if self.connector_worker is not None:
+            self.connector_worker.wake_up()
 
     @classmethod
     def build_prom_metrics(

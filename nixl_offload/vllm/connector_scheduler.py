@@ -6,7 +6,7 @@ Threading: the scheduler's thread. Nothing raises for reasons of storage, but fo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from nixl_offload.vllm.adapters import AdapterTable, adapter_of
 from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.idling import Idling
 from nixl_offload.vllm.load_decision import LookupStatistics
@@ -24,14 +25,18 @@ from nixl_offload.vllm.server_load import ServerLoadCounter
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.tier_events import name_media
 from nixl_offload.vllm.vllm_internals import (
+    AdaptedRequestState,
     ChunkwiseScheduler,
     allocated_requests,
     first_lookup_group,
     forget_descriptions,
+    known_requests,
     offer_again,
     request_state,
+    with_adapter,
     without_preempted_loads,
 )
+from nixl_offload.vllm.weights_check import Trust, WeightsCheck
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +48,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from nixl_offload.vllm.adapters import AdapterName
+
+
+def _no_prefix_cache() -> object:
+    return None
 
 
 ANSWER_S: Final = 0.1
@@ -79,7 +90,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """By rank: what was told so far, as long as some rank has not told."""
         self.is_off = False
         """Nothing will ever be stored or loaded."""
-        self._loads = True
+        self._loads = self._stores = True
+        """What ``kv_role`` has us do."""
         self._answers: dict[str, _Answer] = {}
         """By request, until it is given blocks."""
         self._asked_about: set[str] = set()
@@ -96,6 +108,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """Requests that may run on blocks which another connector loads within a step -> the last such step. How it
         ended is not known."""
         self._counts_media = counts_media(vllm_config)
+        self._adapters = AdapterTable(self._world_size)
+        self._weights = WeightsCheck(self._world_size)
+        self._prefix_cache: Callable[[], object] = _no_prefix_cache
+        """Returns vLLM's prefix cache: another one after each reset."""
         self._windows = {
             group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
             for group in self.config.kv_group_configs
@@ -109,9 +125,14 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         assert isinstance(self.manager, NixlOffloadManager)
         return self.manager
 
+    def watch_prefix_cache(self, prefix_cache: Callable[[], object]) -> None:
+        """Take what returns vLLM's prefix cache. Called before anything is computed."""
+        self._prefix_cache = prefix_cache
+        self._weights.look(prefix_cache(), time.monotonic())
+
     def set_role(self, *, loads: bool, stores: bool) -> None:
         """Say what ``kv_role`` has us do: a producer stores only, a consumer loads only."""
-        self._loads, self.stores = loads, stores
+        self._loads, self._stores = loads, stores
 
     def open(self, ranks: Sequence[RankGeometry]) -> None:
         """Open the tiers. An engine without requests steps now, while the ranks open theirs."""
@@ -124,6 +145,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if self.is_off or self.offload_manager.is_begun or set(self._geometries) != set(range(self._world_size)):
             return
         ranks = [self._geometries[rank] for rank in range(self._world_size)]
+        self._weights.start([rank.weights for rank in ranks])
         if is_start:
             self.open(ranks)
         else:
@@ -133,6 +155,9 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; a request whose keys name no content is neither stored nor loaded."""
         super().on_new_request(request)
+        if request.lora_request is not None:
+            with_adapter(self, request.request_id)
+            self._awaits_adapter(request)  # hints look at its keys
         self._load.arrived(request.request_id)
         self._refuse_worthless_keys(request)
         if request.kv_transfer_params or request.kv_hints:
@@ -150,12 +175,16 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         self._idling.record_progress()
         self._asked_about.add(request.request_id)
+        if self.offload_manager.is_begun and self._awaits_weights():
+            return None, False
         version, known = self.offload_manager.version, self._answers.get(request.request_id)
         if (
             known is not None
             and known.version == version
             and known.computed_tokens == num_computed_tokens
             and known.limit == max_num_new_tokens
+            and self._weights.trust is Trust.SETTLED
+            and request.lora_request is None
             and time.monotonic() < known.until_s
         ):
             return known.found, known.found > 0
@@ -171,7 +200,9 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
     ) -> tuple[int | None, bool]:
         self._refuse_worthless_keys(request)  # a session may have been given an image since
-        if not self._loads:
+        if request.lora_request is not None and self._awaits_adapter(request):
+            return None, False
+        if not self._loads or self._weights.trust is Trust.BLOCKED:
             return super().get_num_new_matched_tokens(request, num_computed_tokens, 0)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         group = first_lookup_group(self)
@@ -225,6 +256,11 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if self._hints.has_pending:
             self._hints.step()
             self._idling.record_progress()
+        now_s = time.monotonic()
+        self._weights.look(self._prefix_cache(), now_s)
+        if tokens:
+            self._weights.want(now_s)
+        self.stores = self._stores and self._weights.trust is Trust.SETTLED
         if self._allocated or self.held:
             self._hold_stores(scheduler_output)
         self._asked_about.clear()
@@ -238,9 +274,13 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         assert isinstance(meta, OffloadingConnectorMetadata)
         if tokens or moves or places or meta.load_jobs or meta.store_jobs:
             self._idling.record_progress()
-        if not moves and not places:
+        question = self._weights.take_question()
+        if not moves and not places and not question:
             return meta
-        return StepMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, moves, places)
+        opening = manager.serving.number
+        return StepMetadata(
+            meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, moves, places, opening, weights_question=question
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle tickets first, so that a failed chunk is gone before its request is looked up again."""
@@ -254,6 +294,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if isinstance(meta, WorkerReport):
             if meta.geometries:
                 self.take_geometries(meta.geometries, is_start=False)
+            if meta.adapters:
+                self._take_adapters(meta.adapters)
+            if meta.weights and self._weights.hear(meta.weights):
+                self._serve_other_weights()
             if meta.tickets or meta.completed_jobs:
                 self._idling.record_progress()
             if meta.ranks:
@@ -301,6 +345,54 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def _named_events(self) -> Iterable[KVCacheEvent]:
         yield from name_media(super().take_events())
         forget_descriptions(self, self.offload_manager.take_removed(), self.offload_manager.is_known)
+
+    # Weights that may be others since a cache was reset.
+
+    def reset_cache(self) -> None:
+        """As vLLM's; and have the ranks tell which weights they have before anything is stored or loaded again."""
+        super().reset_cache()
+        self._weights.suspect(time.monotonic())
+
+    def _awaits_weights(self) -> bool:
+        """Whether the ranks are still to tell which weights they have: they do within a step."""
+        now_s = time.monotonic()
+        self._weights.look(self._prefix_cache(), now_s)
+        self._weights.want(now_s)
+        return self._weights.trust is Trust.ASKED
+
+    def _serve_other_weights(self) -> None:
+        """What runs was begun with the weights before, and goes on with those that are there now: store none of it."""
+        for status in known_requests(self):
+            if any(group.block_ids for group in status.group_states):
+                status.req_context.set_state(Refused())
+        self.offload_manager.reopen(self._weights.generation)
+        self._idling.record_progress()
+
+    # Requests with LoRA adapters: their keys hold what the ranks have loaded.
+
+    def _awaits_adapter(self, request: Request) -> bool:
+        """Have a request's keys hold its adapter's content; True: the ranks are still to tell of it, within a step."""
+        assert request.lora_request is not None
+        status, name = request_state(self, request.request_id), adapter_of(request.lora_request)
+        if not isinstance(status, AdaptedRequestState) or status.transfer_jobs:
+            return False
+        status.adapt(self._adapters.find(name, self._prefix_cache()))
+        return not self.is_off and self._adapters.may_come(name, self._steps + 1, self._heard_steps)
+
+    def _take_adapters(self, told: Mapping[int, Mapping[AdapterName, tuple[str | None, ...]]]) -> None:
+        """Take the word of ranks that have loaded adapters. What runs with one that was replaced is refused, for it
+        mixes both; what has run without its content being known is stored from now on.
+        """
+        cache = self._prefix_cache()
+        changed = self._adapters.hear(told, cache)
+        for status in known_requests(self):
+            if not isinstance(status, AdaptedRequestState) or status.req.lora_request is None:
+                continue
+            name = adapter_of(status.req.lora_request)
+            if name in changed:
+                status.req_context.set_state(Refused())
+            elif status.use is None and not status.transfer_jobs:
+                status.adapt(self._adapters.find(name, cache))
 
     # Beside other connectors (MultiConnector): what they load within a step may turn out wrong when that is over, and
     # with it whatever was computed from it.

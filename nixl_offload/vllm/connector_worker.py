@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,16 +17,34 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from nixl_offload.catalog import LoadTicket
+from nixl_offload.errors import NotSupportedError
 from nixl_offload.types import Outcome
+from nixl_offload.vllm.adapters import LoadedAdapters
 from nixl_offload.vllm.kv_caches import keeps_prefix
-from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, TicketReport, WorkerReport
+from nixl_offload.vllm.messages import (
+    NOTHING,
+    RankGeometry,
+    StepMetadata,
+    TicketReport,
+    WeightsAnswer,
+    WorkerReport,
+)
 from nixl_offload.vllm.rank_identity import allocation_digest
-from nixl_offload.vllm.vllm_internals import pop_loading_request, store_on_every_rank
+from nixl_offload.vllm.tensor_digests import weights_digest
+from nixl_offload.vllm.vllm_internals import (
+    find_worker,
+    models_of_worker,
+    pop_loading_request,
+    store_on_every_rank,
+    submit_deferred_stores,
+    watch_adapters,
+)
 from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker, failures_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +63,14 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         """Those that ``take_failed_blocks`` would return."""
         self._failed_requests: set[str] = set()
         self._keeps_prefix = keeps_prefix(kv_cache_config, len(spec.config.groups))
+        self._adapters = LoadedAdapters()
         self._allocated = ""
         """Digest of this rank's KV caches, once they are registered."""
         self._has_told_geometry = False
+        self._vllm_worker: WorkerBase | None = None
+        self._weights: str | None = None
+        """Digest of what this rank has loaded at start."""
+        self._weights_unknown = False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; and take down what was allocated. Where that fails, the scheduler's half stays off."""
@@ -55,6 +79,35 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         except Exception:
             logger.exception("What lies where in the KV caches of this rank is not understood")
         super().register_kv_caches(kv_caches)
+        self._vllm_worker = find_worker(self.vllm_config)
+        if self._vllm_worker is not None:
+            watch_adapters(self._vllm_worker, self._adapters.loaded)
+        self.rank_worker.adapters = self._adapters
+        self._weights = self._digest_weights()
+
+    def sleep(self) -> None:
+        """Finish what is under way and let go of KV memory. As ``NixlOffloadingWorker.sleep``."""
+        if self.worker is not None:
+            # What the last step left for the next one: its blocks are gone then.
+            submit_deferred_stores(self)
+            self.rank_worker.sleep()
+
+    def wake_up(self) -> None:
+        """Take KV memory again, which is where it was."""
+        if self.worker is not None:
+            self.rank_worker.wake_up()
+
+    def _digest_weights(self) -> str | None:
+        """Return a digest of the weights on this rank; None, with one line in the log, where it cannot be told."""
+        try:
+            if self._vllm_worker is None:
+                raise NotSupportedError("vLLM's worker was not found in this process")
+            return weights_digest(models_of_worker(self._vllm_worker))
+        except Exception as error:  # noqa: BLE001 - whatever it is: nothing of other weights is to be believed then
+            if not self._weights_unknown:
+                logger.warning("Which weights this rank has loaded cannot be told: %s", error)
+            self._weights_unknown = True
+            return None
 
     @property
     def rank_worker(self) -> NixlOffloadingWorker:
@@ -68,9 +121,10 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             return None
         self._has_told_geometry = True
         if not any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
-            return self.rank_worker.geometry(self._allocated)  # vLLM would name the backend that it prefers
-        backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
-        return self.rank_worker.geometry(self._allocated, backends)
+            backends = set()  # vLLM would name the backend that it prefers
+        else:
+            backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
+        return replace(self.rank_worker.geometry(self._allocated, backends), weights=self._weights)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """As vLLM's, before the step's forward pass is launched; and fence the loads of this step off what ran before.
@@ -89,9 +143,11 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             if metadata.load_jobs:
                 self.rank_worker.end_step()
         if isinstance(metadata, StepMetadata):
-            self.rank_worker.open(metadata.places)
+            self.rank_worker.open(metadata.places, metadata.opening)
             for ticket in metadata.moves:
                 self.rank_worker.submit(ticket)
+            if question := metadata.weights_question:
+                self._news().weights[self.spec.config.parallel.rank] = WeightsAnswer(question, self._digest_weights())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As vLLM's; stores never hold a request's blocks."""
@@ -156,6 +212,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         """
         if not self._has_told_geometry and (geometry := self.geometry()) is not None:
             self._news().geometries[geometry.rank] = geometry
+        if adapters := self._adapters.take():
+            self._news().adapters[self.spec.config.parallel.rank] = adapters
         report, self._report = self._report, NOTHING
         return report
 

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 import torch
@@ -173,6 +174,17 @@ def build_namespace(
             ranks=tuple(rank.digest for rank in ranks),
         )
     )
+
+
+def with_loaded_weights(first: Namespace, loaded_weights: str | None) -> Namespace:
+    """Return the namespace of an engine that was ``first`` at its start and has other weights now. ``loaded_weights``:
+    what tells them from those of the start; None: they are those. Files and settings count as they were at the start:
+    they say nothing of what was loaded since.
+    """
+    if loaded_weights is None:
+        return first
+    settings = {**first.fields.settings, "loaded_weights": loaded_weights}
+    return make_namespace(replace(first.fields, settings=settings))
 
 
 def known_fields(vllm_config: VllmConfig, config: Config, weights: Mapping[str, str]) -> KnownFields:

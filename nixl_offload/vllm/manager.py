@@ -36,6 +36,8 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
+from nixl_offload.vllm.adapters import Adapted, AdapterUse
+from nixl_offload.vllm.identity import with_loaded_weights
 from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
@@ -78,6 +80,20 @@ class Refused:
     may_load: bool = False
 
 
+def _may_load(req_context: ReqContext) -> bool:
+    refused, adapted = req_context.get_state(Refused), req_context.get_state(Adapted)
+    return (refused is None or refused.may_load) and (adapted is None or adapted.use is not None)
+
+
+def _is_refused(req_context: ReqContext) -> bool:
+    return req_context.get_state(Refused) is not None or not _may_load(req_context)
+
+
+def _adapter_of(req_context: ReqContext) -> AdapterUse | None:
+    adapted = req_context.get_state(Adapted)
+    return None if adapted is None else adapted.use
+
+
 class NixlOffloadManager(OffloadingManager):
     """Answers vLLM from the catalog. A tier serves from when it is open here and on all ranks; until then nothing is
     found there and nothing is stored there.
@@ -92,6 +108,11 @@ class NixlOffloadManager(OffloadingManager):
         self.serving = ServingTiers(offloading, config, vllm_config, begin=self._make_catalog, join=self._take_tier)
         self._tiers = self.serving.tiers
         """By position, as in the catalog."""
+        self._first: Namespace | None = None
+        """The namespace of the start; None: not known yet."""
+        self._loaded_weights: str | None = None
+        self._reopens = False
+        """Tiers are to be opened for other weights, once nothing is under way."""
         self._catalog: Catalog | None = None
         """None until the namespace is known."""
         self._labels = [label_of(tier) for tier in config.tiers]
@@ -144,8 +165,32 @@ class NixlOffloadManager(OffloadingManager):
         if not self.serving.is_begun:
             self.serving.open_while_stepping(ranks)
 
+    def reopen(self, loaded_weights: str | None) -> None:
+        """Serve, from now on, what was computed with other weights: ``loaded_weights`` tells them from those of the
+        start; None: they are those again.
+
+        Nothing is found and nothing is stored until the tiers are open in that namespace, which waits until what is
+        under way has ended.
+        """
+        if self.serving.is_begun and not self.serving.is_off:
+            self._loaded_weights = loaded_weights
+            self._reopens = True
+            self._changed()
+            self._reopen_when_idle()
+
+    def _reopen_when_idle(self) -> None:
+        """Open the tiers for other weights, if nothing is under way any more."""
+        if self._first is None or (self._catalog is not None and self._catalog.open_tickets):
+            return
+        self._reopens, self._catalog, self._decider = False, None, None
+        self._disabled = {}
+        self._metrics.restart()
+        self._changed()
+        self.serving.reopen(with_loaded_weights(self._first, self._loaded_weights))
+
     def _make_catalog(self, namespace: Namespace) -> None:
         parallel = self._offloading.parallel
+        self._first = self._first or namespace
         self._catalog = Catalog(
             self._tiers,
             world_size=parallel.world_size,
@@ -178,6 +223,7 @@ class NixlOffloadManager(OffloadingManager):
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the word of ranks whose status has changed. A tier serves when all of them have opened it."""
         self._stats_s = 0.0
+        ranks = {rank: status for rank, status in ranks.items() if status.opening == self.serving.number}
         for rank, status in ranks.items():
             self._disabled[rank] = {position for position, tier in enumerate(status.tiers) if tier.trouble}
         if self._catalog is not None:
@@ -213,8 +259,7 @@ class NixlOffloadManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether one chunk can be loaded."""
-        refused = req_context.get_state(Refused)
-        if self._catalog is None or (refused is not None and not refused.may_load):
+        if self._catalog is None or self._reopens or not _may_load(req_context):
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
         context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
@@ -223,12 +268,16 @@ class NixlOffloadManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step is scheduled: tiers go and look for what its lookups did not find in memory, and moves begin."""
+        if self._reopens:
+            self._reopen_when_idle()
         if not self.serving.is_whole:
             self.serving.update()
         if self._catalog is None:
             return
         if self._catalog.has_flush:
             self._catalog.flush(time.monotonic())
+        if self._reopens:
+            return
         if self._catalog.is_chain and (moves := self._catalog.begin_write_throughs(time.monotonic())):
             self.moves += moves
             self._changed()
@@ -305,22 +354,24 @@ class NixlOffloadManager(OffloadingManager):
         """Pin chunks and tell the ranks where they are."""
         wanted = tuple(Key(key) for key in keys)
         if self._catalog is None:
-            return TicketSpec(LoadTicket(0, wanted, (NOWHERE,) * len(wanted)))
+            return TicketSpec(LoadTicket(0, wanted, (NOWHERE,) * len(wanted)), _adapter_of(req_context))
         self.version += 1
         now_s = time.monotonic()
         ticket = self._catalog.prepare_load(wanted, now_s, allowed_tiers(req_context, self._labels))
         if self._decider is not None:
             self._decider.begin_load(ticket, now_s)
-        return TicketSpec(ticket)
+        return TicketSpec(ticket, _adapter_of(req_context))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
         ticket = None
-        if self._catalog is not None and req_context.get_state(Refused) is None:
+        if self._catalog is not None and not self._reopens and not _is_refused(req_context):
             ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id)
             self._changed()
         ticket = ticket or _NO_STORE
-        return PrepareStoreOutput([OffloadKey(key) for key in ticket.keys], TicketSpec(ticket), [])
+        return PrepareStoreOutput(
+            [OffloadKey(key) for key in ticket.keys], TicketSpec(ticket, _adapter_of(req_context)), []
+        )
 
     # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
     # tickets settle here, from our own message, and those two have nothing left to do.
@@ -363,7 +414,7 @@ class NixlOffloadManager(OffloadingManager):
         """
         catalog = self._catalog
         is_busy = catalog is not None and (catalog.open_tickets > 0 or catalog.has_pending_writes)
-        return is_busy or self.serving.is_opening
+        return is_busy or self.serving.is_opening or (self._reopens and not self.serving.is_off)
 
     def is_waiting(self) -> bool:
         """Whether some rank opens its tiers or moves bytes, or somebody looks into a shared tier."""

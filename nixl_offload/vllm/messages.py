@@ -19,6 +19,7 @@ from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.engine import TierStatus, Work
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Outcome, worst
+from nixl_offload.vllm.adapters import AdapterName, AdapterUse
 
 
 @dataclass
@@ -32,6 +33,8 @@ class RankGeometry(KVConnectorHandshakeMetadata):
     """Of what lies where in its KV caches (``rank_identity``)."""
     attention_backends: tuple[str, ...] = ()
     """Names of the backends that its layers really use, sorted: they decide what lies where inside a block."""
+    weights: str | None = None
+    """Digest of the weights that it has loaded; None: not known."""
 
 
 @dataclass
@@ -39,6 +42,8 @@ class TicketSpec(LoadStoreSpec):
     """The storage side of vLLM's job: the catalog's ticket."""
 
     ticket: StoreTicket | LoadTicket
+    adapter: AdapterUse | None = None
+    """What its keys stand for, if it is of a request with a LoRA adapter."""
 
 
 @dataclass
@@ -48,6 +53,10 @@ class StepMetadata(OffloadingConnectorMetadata):
     moves: list[WriteThroughTicket] = field(default_factory=list)
     places: dict[int, AnyPlace] = field(default_factory=dict)
     """Tiers to open, by position in the config, and where they are. Each is sent once, before any job that needs it."""
+    opening: int = 0
+    """Which opening of the tiers ``places`` belongs to: what an earlier one has opened is closed first."""
+    weights_question: int = 0
+    """Which question for the weights that a rank has loaded this is; 0: none."""
 
 
 class LoadSample(NamedTuple):
@@ -77,6 +86,14 @@ class TicketReport:
         return TicketReport(self.ranks + other.ranks, failures)
 
 
+class WeightsAnswer(NamedTuple):
+    """What a rank has in memory."""
+
+    question: int
+    digest: str | None
+    """None: it cannot tell."""
+
+
 class RankStatus(NamedTuple):
     """What one rank has open, by position in the config. It sends none before it has opened a tier or failed to."""
 
@@ -86,6 +103,8 @@ class RankStatus(NamedTuple):
     """Tiers that it could not open. It tries again."""
     tiers: tuple[TierStatus, ...] = ()
     """By position; empty where the rank has no layer to store."""
+    opening: int = 0
+    """Of which opening of the tiers this is said."""
 
 
 @dataclass
@@ -101,6 +120,10 @@ class WorkerReport(OffloadingWorkerMetadata):
     """Of the ranks whose status has changed."""
     geometries: dict[int, RankGeometry] = field(default_factory=dict)
     """By rank: what no handshake has taken."""
+    adapters: dict[int, dict[AdapterName, tuple[str | None, ...]]] = field(default_factory=dict)
+    """By rank: the LoRA adapters that it has loaded, each as often as it has, and their digests."""
+    weights: dict[int, WeightsAnswer] = field(default_factory=dict)
+    """By rank: what it has answered to a question for its weights."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another rank's report of the same step into a new one."""
@@ -116,11 +139,15 @@ class WorkerReport(OffloadingWorkerMetadata):
             self.work,
             self.ranks,
             self.geometries,
+            self.adapters,
+            self.weights,
         )
         if isinstance(other, WorkerReport):
             merged.loads += other.loads
             merged.ranks = {**self.ranks, **other.ranks}
             merged.geometries = {**self.geometries, **other.geometries}
+            merged.adapters = {**self.adapters, **other.adapters}
+            merged.weights = {**self.weights, **other.weights}
             if other.work is not None:
                 merged.work = other.work if self.work is None else self.work.merge(other.work)
             for number, report in other.tickets.items():

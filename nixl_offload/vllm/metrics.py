@@ -66,6 +66,10 @@ class MetricsReporter:
         self._statuses: dict[int, tuple[TierStatus, ...]] = {}
         """By rank."""
 
+    def restart(self) -> None:
+        """The tiers are opened anew, and count from 0 again."""
+        self._told.clear()
+
     def settled(self, settled: Settled) -> None:
         """Count the chunks of a ticket."""
         counted = Counter(

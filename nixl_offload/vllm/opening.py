@@ -7,6 +7,7 @@ Ownership: tiers belong to whoever takes them; those that nobody takes are close
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -42,8 +43,18 @@ class TierOpening:
     """Turns what the ranks have sent into a namespace and open tiers. Begins at once."""
 
     def __init__(
-        self, config: Config, vllm_config: VllmConfig, offloading: OffloadingConfig, ranks: Sequence[RankGeometry]
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        offloading: OffloadingConfig,
+        ranks: Sequence[RankGeometry],
+        *,
+        namespace: Namespace | None = None,
+        before: Sequence[AnyTier] = (),
     ) -> None:
+        """``namespace``: None: it is to be made. ``before``: tiers of the same places, which are closed first."""
+        self._given = namespace
+        self._before = before
         self._config = config
         self._vllm_config = vllm_config
         self._offloading = offloading
@@ -120,6 +131,9 @@ class TierOpening:
             tier.close(max(0.0, until_s - time.monotonic()))
 
     def _prepare(self) -> None:
+        for before in self._before:
+            with contextlib.suppress(Exception):
+                before.close()
         try:
             namespace = self._make_namespace()
         except BaseException as error:  # noqa: BLE001 - whoever asks is told, of a panic in a library, too
@@ -138,6 +152,8 @@ class TierOpening:
             self._is_prepared.set()
 
     def _make_namespace(self) -> Namespace:
+        if self._given is not None:
+            return self._given
         models = models_of(self._vllm_config)
         digests = self._digests(models)
         warn_about_weights(models, self._weights)

@@ -15,7 +15,9 @@ from nixl_offload.vllm.messages import RankStatus
 class RankOpening:
     """Says once where each tier is, and remembers what every rank has told of it. Tiers are positions in the config."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, number: int = 0) -> None:
+        """``number``: which opening of the tiers this is."""
+        self.number = number
         self._world_size = world_size
         self._untold: dict[int, AnyPlace] = {}
         self._added_s: dict[int, float] = {}
@@ -34,7 +36,7 @@ class RankOpening:
 
     def update(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the word of ranks whose status has changed."""
-        self._ranks.update(ranks)
+        self._ranks.update({rank: status for rank, status in ranks.items() if status.opening == self.number})
 
     def take_open(self) -> list[int]:
         """Return the tiers that every rank has opened, each once."""

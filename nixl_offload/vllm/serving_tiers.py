@@ -59,8 +59,9 @@ class ServingTiers:
         self._begin = begin
         self._join = join
         self.tiers: list[Tier] = [ClosedTier() for _ in config.tiers]
+        self._geometries: Sequence[RankGeometry] = ()
         self._opening: TierOpening | None = None
-        self._is_off = False
+        self.is_off = False
         """Nothing will ever be stored or loaded."""
         self._is_known = False
         """The namespace was told."""
@@ -79,6 +80,11 @@ class ServingTiers:
         """The tiers without which no engine shall run, as long as they do not serve."""
 
     @property
+    def number(self) -> int:
+        """Which opening of the tiers this is: ranks say of which they tell."""
+        return self._ranks.number
+
+    @property
     def is_begun(self) -> bool:
         """Whether ``open`` or ``open_while_stepping`` was called."""
         return self._opening is not None
@@ -87,7 +93,7 @@ class ServingTiers:
     def is_opening(self) -> bool:
         """Whether an idle engine should step on, so that tiers are taken over and ranks hear where they are."""
         now_s = time.monotonic()
-        begins = self._begins and not self._is_off and now_s < self._begins_until_s
+        begins = self._begins and not self.is_off and now_s < self._begins_until_s
         return begins or self._ranks.is_under_way(now_s)
 
     @property
@@ -97,14 +103,14 @@ class ServingTiers:
 
     def open(self, ranks: Sequence[RankGeometry], weights_s: float, small_weights_s: float) -> None:
         """Open the tiers, and wait for them as ``NixlOffloadManager.open`` says. Raises as it does."""
-        opening = self._opening = TierOpening(self._config, self._vllm_config, self._offloading, ranks)
+        opening = self._begin_opening(ranks)
         is_ready = opening.wait(weights_s, small_weights_s, TIERS_WAIT_S)
         errors = opening.errors()
         for error in errors.values():
             if isinstance(error, ConfigError):
                 raise error
         self.update(is_start=True)
-        if self._is_off or is_ready:
+        if self.is_off or is_ready:
             return
         if not self._is_known:
             logger.info("Offloading begins as soon as the model's files have been read, to know which weights they are")
@@ -121,7 +127,35 @@ class ServingTiers:
 
     def open_while_stepping(self, ranks: Sequence[RankGeometry]) -> None:
         """Open the tiers, and wait for nothing. One whose options do not fit the model is left out with a warning."""
-        self._opening = TierOpening(self._config, self._vllm_config, self._offloading, ranks)
+        self._begin_opening(ranks)
+        self._open_while_idle()
+
+    def reopen(self, namespace: Namespace) -> None:
+        """Close what is open, and open it for another namespace, as ``open_while_stepping`` does. Nothing is under way.
+
+        ``begin`` and ``join`` are told anew.
+        """
+        assert self._opening is not None
+        self._opening.close()
+        before, self._opened = list(self._opened.values()), {}
+        self.tiers[:] = [ClosedTier() for _ in self.tiers]
+        self._to_clear.clear()
+        self._required.clear()  # of the start
+        self._ranks = RankOpening(self._offloading.parallel.world_size, self.number + 1)
+        self._is_known = self.is_whole = False
+        self._begin_opening(self._geometries, namespace, before)
+        self._open_while_idle()
+
+    def _begin_opening(
+        self, ranks: Sequence[RankGeometry], namespace: Namespace | None = None, before: Sequence[AnyTier] = ()
+    ) -> TierOpening:
+        self._geometries = ranks
+        self._opening = TierOpening(
+            self._config, self._vllm_config, self._offloading, ranks, namespace=namespace, before=before
+        )
+        return self._opening
+
+    def _open_while_idle(self) -> None:
         self._begins = True
         self._begins_until_s = time.monotonic() + BEGIN_WAIT_S
 
@@ -131,7 +165,7 @@ class ServingTiers:
         Called in every step: costs nothing where nothing has changed. Requests wait for ranks at a start only, not amid
         traffic. Raises TierError where a tier with ``required: true`` could not be opened.
         """
-        if self.is_whole or self._opening is None or self._is_off:
+        if self.is_whole or self._opening is None or self.is_off:
             return
         if self._required:
             self._check_required(self._opening.errors())
@@ -187,7 +221,7 @@ class ServingTiers:
         try:
             namespace = opening.namespace
         except Exception as error:
-            self._is_off = True
+            self.is_off = True
             if self._required:
                 raise TierError(self._refusal(min(self._required), str(error)), cause="io") from error
             trace = None if isinstance(error, NixlOffloadError) else error

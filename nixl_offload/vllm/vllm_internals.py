@@ -6,6 +6,7 @@ file to be the only one.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Set
 from copy import copy
 from dataclasses import replace
@@ -14,22 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
-from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from vllm.v1.request import Request
+from vllm.v1.worker.worker_base import WorkerBase
 
+from nixl_offload.vllm.adapters import Adapted, AdapterUse
 from nixl_offload.vllm.compat import check_version
 
 if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.request import Request
 
 # The connector.
 
@@ -72,7 +82,61 @@ def evict_blocks(connector: OffloadingConnector, block_ids: set[int]) -> None:
         manager.evict_blocks(block_ids)
 
 
+def prefix_cache(connector: OffloadingConnector) -> object:
+    """Return vLLM's table of cached blocks, which a reset replaces: as long as it is the same, nothing was reset."""
+    manager = connector._kv_cache_manager
+    return None if manager is None else manager.block_pool.cached_block_hash_to_block
+
+
 # The scheduler's half.
+
+
+class AdaptedRequestState(RequestOffloadState):
+    """vLLM's state of a request with an adapter, whose keys hold the adapter's content once that is known."""
+
+    use: AdapterUse | None = None
+
+    def adapt(self, use: AdapterUse | None) -> None:
+        """Have keys stand for ``use``, and the request offer all its chunks to the store anew. Nothing of it may be
+        under way.
+        """
+        self.req_context.set_state(Adapted(use))
+        if use == self.use:
+            return
+        self.use = use
+        for group in self.group_states:
+            group.offload_keys.clear()
+            group.next_stored_chunk_idx = 0
+        self.update_offload_keys()
+
+    def update_offload_keys(self) -> None:
+        known = [len(group.offload_keys) for group in self.group_states]
+        super().update_offload_keys()
+        for first, group in zip(known, self.group_states, strict=True):
+            group.offload_keys[first:] = [self.key(key) for key in group.offload_keys[first:]]
+
+    def key(self, key: OffloadKey) -> OffloadKey:
+        """Return what stands for a key of vLLM's."""
+        if self.use is None:
+            return key
+        own = make_offload_key(self.use.tag(get_offload_block_hash(key)), get_offload_group_idx(key))
+        position = self.req_context.get_offload_key_position(key)
+        if position is not None:
+            self.req_context.set_offload_key_position(own, position)
+        return own
+
+
+def with_adapter(scheduler: OffloadingConnectorScheduler, request_id: str) -> None:
+    """Have a new request's keys hold its adapter's content, which is not known yet."""
+    state = scheduler._req_status[request_id]
+    adapted = AdaptedRequestState(state.config, state.req, state.req_context, state.offloading_context)
+    scheduler._req_status[request_id] = adapted
+    adapted.adapt(None)
+
+
+def known_requests(scheduler: OffloadingConnectorScheduler) -> list[RequestOffloadState]:
+    """Return what vLLM's half knows of all requests."""
+    return list(scheduler._req_status.values())
 
 
 class ChunkwiseScheduler(OffloadingConnectorScheduler):
@@ -86,6 +150,13 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
     """Whether anything is stored."""
     held: Mapping[str, int] = MappingProxyType({})
     """Requests that offer nothing in this step; a later one offers it, if they have not ended by then."""
+
+    def _make_boundary_key(
+        self, request: Request, group_idx: int, boundary_tokens: int, req_context: ReqContext
+    ) -> OffloadKey:
+        key = super()._make_boundary_key(request, group_idx, boundary_tokens, req_context)
+        state = self._req_status.get(request.request_id)
+        return state.key(key) if isinstance(state, AdaptedRequestState) else key
 
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         if not self.stores:
@@ -209,9 +280,52 @@ def store_on_every_rank(worker: OffloadingConnectorWorker) -> None:
     worker._is_store_writer = True
 
 
+def submit_deferred_stores(worker: OffloadingConnectorWorker) -> None:
+    """Submit now the stores that vLLM leaves for the beginning of the next step."""
+    jobs = list(worker._unsubmitted_store_jobs)
+    worker._unsubmitted_store_jobs.clear()
+    for job_id, blocks, ticket in jobs:
+        assert worker.worker is not None
+        worker.worker.submit_store(job_id, blocks, ticket)
+
+
 def pop_loading_request(worker: OffloadingConnectorWorker, job_id: int) -> str | None:
     """Return the request that a job loads for, once; None: the job is a store."""
     return worker._load_jobs.pop(job_id, None)
+
+
+def find_worker(vllm_config: VllmConfig) -> WorkerBase | None:
+    """Return vLLM's worker in this process, which tells a connector nothing of itself; None: there is none.
+
+    Looks at everything that the garbage collector knows: 0.2 s of a start.
+    """
+    for each in gc.get_objects():
+        if issubclass(type(each), WorkerBase):
+            worker: WorkerBase = each
+            if worker.model_config is vllm_config.model_config:
+                return worker
+    return None
+
+
+def models_of_worker(worker: WorkerBase) -> list[torch.nn.Module]:
+    """Return the models that a worker has loaded: its own, and that of a draft."""
+    draft = worker.get_draft_model() if hasattr(worker, "get_draft_model") else None
+    return [model for model in (worker.get_model(), draft) if model is not None]
+
+
+def watch_adapters(worker: WorkerBase, loaded: Callable[[LoRARequest, object], None]) -> None:
+    """Have ``loaded`` called with each LoRA adapter that a worker reads, before anything changes it."""
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is None:
+        return
+    read = manager._load_adapter
+
+    def recorded(request: LoRARequest) -> Any:
+        adapter = read(request)
+        loaded(request, adapter)
+        return adapter
+
+    manager._load_adapter = recorded
 
 
 def kv_scales(layer: Any) -> list[str | None]:

@@ -8,9 +8,10 @@ failed load is a recompute.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,9 +34,10 @@ from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.streams import Fence, model_on_default_stream
-from nixl_offload.errors import LayoutError
+from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Outcome, key_group
+from nixl_offload.vllm.adapters import AdapterUse, LoadedAdapters
 from nixl_offload.vllm.background import BackgroundOpening
 from nixl_offload.vllm.kv_caches import canonical_layout
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketSpec
@@ -48,6 +50,8 @@ OPENING_EVERY_S = 0.05
 """How often a rank looks whether the tiers that it opens are open."""
 STATUS_EVERY_S = 0.25
 """How often a rank looks at its tiers while nothing is submitted and nothing ends."""
+WAKE_UP_S = 10.0
+"""How long waking up waits for tiers to be open again."""
 CLOSE_OPENING_S = 2.0
 """How long a shutdown waits for storage that is just being opened."""
 
@@ -107,8 +111,12 @@ class NixlOffloadingWorker(OffloadingWorker):
         )
         self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
         """By tier: until the engine has it."""
-        self._asked_for: set[int] = set()
+        self._places: dict[int, AnyPlace] = {}
         """The tiers that are open here, or being opened."""
+        self._opening = 0
+        """Which opening of the tiers that is."""
+        self._sleeps = False
+        """KV memory has gone away, and no tier is open."""
         self._claimed_share = claimed_share
         self._load_fence: Fence | None = None
         """Behind which this step's loads may write; None: behind all that the model was given when they are submitted.
@@ -124,30 +132,98 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._look_s = 0.0
         """When to look for a new one."""
         self._is_shut_down = off
+        self.adapters = LoadedAdapters()
+        """Whoever loads LoRA adapters on this rank tells it here."""
 
     def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
         """Return what this rank tells the scheduler's half. ``digest``: from ``rank_identity``."""
         slot_bytes = tuple(self.layout.slot_bytes(group) for group in range(len(self._group_ids)))
         return RankGeometry(self._rank, slot_bytes, digest, tuple(sorted(attention_backends)))
 
-    def open(self, places: Mapping[int, AnyPlace]) -> None:
+    def open(self, places: Mapping[int, AnyPlace], opening: int = 0) -> None:
         """Begin to open tiers in the background; those that fail are tried again. ``take_status`` tells which are open.
 
-        ``places``: by position in the config. A tier that was asked for already is left as it is.
+        ``places``: by position in the config. A tier that was asked for already is left as it is, unless ``opening`` is
+        a later one: then all that is open is closed first, and nothing may be under way there.
         """
         if not self._has_layers or self._is_shut_down:
+            self._opening = opening
             return
-        memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share)
+        before: dict[int, TierEngine] = {}
+        if opening != self._opening:
+            self._stop_opening(0.0)
+            before = self._engine.part()
+            self._places, self._opening = {}, opening
         for position, place in places.items():
-            if position in self._asked_for:
-                continue
-            self._asked_for.add(position)
-            self._openings[position] = BackgroundOpening(
-                partial(open_tier_engine, self._config, position, place, memory, self._rank, self._plans[position]),
-                _discard,
-                what=f"{name_of(self._config.tiers[position])} on rank {self._rank}",
-                thread_name=f"nixl-offload-open-rank-{position}",
+            if position not in self._places:
+                self._places[position] = place
+                if not self._sleeps:
+                    self._begin_opening(position, before.pop(position, None))
+        for engine in before.values():
+            threading.Thread(target=_discard, args=(engine,), name="nixl-offload-close", daemon=True).start()
+
+    def sleep(self) -> None:
+        """Finish what ``drain_timeout`` allows and let go of every registration, for KV memory goes away. Idempotent.
+
+        Until ``wake_up`` every job fails. Raises TierError where a transfer that does not end may still write to that
+        memory: it must stay.
+        """
+        if self._sleeps or not self._has_layers or self._is_shut_down:
+            return
+        self._sleeps = True
+        if not self._stop_opening(CLOSE_OPENING_S) or not self._engine.release(self._config.drain_timeout_s):
+            self._sleeps = False
+            self._reopen()
+            raise TierError(
+                "the engine cannot sleep: a transfer has not ended, and may still write to the KV cache. Wake it up; "
+                "after a restart with storage that answers it can sleep again",
+                cause="timeout",
             )
+
+    def wake_up(self) -> None:
+        """Open again, at the same places, what ``sleep`` has closed: KV memory is back, at the same addresses.
+
+        Waits ``WAKE_UP_S`` at most; what takes longer goes on in the background, and its jobs fail until then.
+        """
+        if not self._sleeps:
+            return
+        self._sleeps = False
+        self._reopen()
+        until_s = time.monotonic() + WAKE_UP_S
+        for opening in self._openings.values():
+            opening.wait(max(0.0, until_s - time.monotonic()))
+        self._take_opened()
+
+    def _reopen(self) -> None:
+        for position in self._places:
+            self._begin_opening(position, None)
+
+    def _begin_opening(self, position: int, before: TierEngine | None) -> None:
+        memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share)
+        make = partial(
+            open_tier_engine,
+            self._config,
+            position,
+            self._places[position],
+            memory,
+            self._rank,
+            self._plans[position],
+        )
+        self._openings[position] = BackgroundOpening(
+            make if before is None else partial(_open_after, before, make),
+            _discard,
+            what=f"{name_of(self._config.tiers[position])} on rank {self._rank}",
+            thread_name=f"nixl-offload-open-rank-{position}",
+        )
+
+    def _stop_opening(self, timeout_s: float) -> bool:
+        """Open nothing more. False: something that is being opened did not end within ``timeout_s``."""
+        until_s = time.monotonic() + timeout_s
+        for opening in self._openings.values():
+            opening.stop()
+        ended = [opening.close(max(0.0, until_s - time.monotonic())) for opening in self._openings.values()]
+        self._openings = {}
+        return all(ended)
 
     def fence_loads(self) -> None:
         """Have the loads that are submitted before ``end_step`` wait for what the model's stream has now, and for
@@ -163,7 +239,7 @@ class NixlOffloadingWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Queue a store. Always True: failure is an outcome, not an exception."""
         assert isinstance(dst_spec, TicketSpec)
-        self.submit(dst_spec.ticket, job_id, src_spec)
+        self.submit(dst_spec.ticket, job_id, src_spec, adapter=dst_spec.adapter)
         return True
 
     def submit_load(
@@ -171,7 +247,7 @@ class NixlOffloadingWorker(OffloadingWorker):
     ) -> bool:
         """Queue a load; ``expedited`` ones are waited for within the step and go first."""
         assert isinstance(src_spec, TicketSpec)
-        self.submit(src_spec.ticket, job_id, dst_spec, expedited=expedited)
+        self.submit(src_spec.ticket, job_id, dst_spec, expedited=expedited, adapter=src_spec.adapter)
         return True
 
     def submit(
@@ -181,11 +257,13 @@ class NixlOffloadingWorker(OffloadingWorker):
         blocks: GPULoadStoreSpec | None = None,
         *,
         expedited: bool = False,
+        adapter: AdapterUse | None = None,
     ) -> None:
         """Queue what a ticket allows; moves go behind everything else.
 
         ``job_id`` and ``blocks``: vLLM's job and its KV blocks; a move has neither. A store or load ends in
-        ``take_finished``, a move in ``take_tickets``, and so does what a load leaves in memory.
+        ``take_finished``, a move in ``take_tickets``, and so does what a load leaves in memory. ``adapter``: what the
+        keys stand for; where this rank has loaded other content since, everything is DROPPED.
         """
         self._look_s = 0.0
         self._take_opened()
@@ -203,6 +281,9 @@ class NixlOffloadingWorker(OffloadingWorker):
             self._refuse(job_id, ticket, len(chunks), str(error))
             return
         self._jobs[job_id] = ticket, chunks
+        if not self.adapters.agrees(adapter, self._rank):
+            self._refuse(job_id, ticket, len(chunks), "the LoRA adapter was replaced", Outcome.DROPPED)
+            return
         if isinstance(ticket, StoreTicket):
             self._engine.submit_store(job_id, chunks)
         else:
@@ -258,7 +339,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._take_opened()
         failed = frozenset(position for position, opening in self._openings.items() if opening.error is not None)
         every = frozenset(range(len(self._config.tiers)))
-        status = RankStatus(self._engine.open_tiers if self._has_layers else every, failed, self._engine.statuses())
+        is_open = self._engine.open_tiers if self._has_layers else every
+        status = RankStatus(is_open, failed, self._engine.statuses(), self._opening)
         if status == self._status or not (status.open or status.failed):
             return {}
         self._status = status
@@ -299,13 +381,9 @@ class NixlOffloadingWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Drain within a deadline and release everything."""
         self._is_shut_down = True
-        until_s = time.monotonic() + CLOSE_OPENING_S
-        for opening in self._openings.values():
-            opening.stop()
-        ended = [opening.close(max(0.0, until_s - time.monotonic())) for opening in self._openings.values()]
-        self._openings = {}
+        has_ended = self._stop_opening(CLOSE_OPENING_S)
         self._engine.close(self._config.drain_timeout_s)
-        if self._host is not None and all(ended) and not LEAKED:
+        if self._host is not None and has_ended and not LEAKED:
             self._host.close()
         elif self._host is not None:
             LEAKED.append(self._host)  # a copy that did not end may be at it, and would be waited for
@@ -364,17 +442,30 @@ class NixlOffloadingWorker(OffloadingWorker):
         every = np.asarray(blocks.block_ids, dtype=np.int32)
         return tuple(ChunkIO(key, place, 0, every, 0) for key, place in zip(ticket.keys, ticket.locations, strict=True))
 
-    def _refuse(self, job_id: int, ticket: StoreTicket | LoadTicket, chunks: int, why: str) -> None:
+    def _refuse(
+        self,
+        job_id: int,
+        ticket: StoreTicket | LoadTicket,
+        chunks: int,
+        why: str,
+        outcome: Outcome = Outcome.FAILED,
+    ) -> None:
         is_store = isinstance(ticket, StoreTicket)
         if isinstance(ticket, LoadTicket) and ticket.promotion_ticket:
             self._refused_tickets[ticket.promotion_ticket] = sum(slot is not None for slot in ticket.promotion_slots)
         self._refused.append(
-            Completion(job_id, WorkKind.STORE if is_store else WorkKind.LOAD, (Outcome.FAILED,) * chunks, errors=(why,))
+            Completion(job_id, WorkKind.STORE if is_store else WorkKind.LOAD, (outcome,) * chunks, errors=(why,))
         )
 
 
 def _discard(engine: TierEngine) -> None:
     engine.close(0.0)
+
+
+def _open_after(before: TierEngine, make: Callable[[], TierEngine]) -> TierEngine:
+    """Close what was open in a tier's place, then open it."""
+    before.close(0.0)  # idempotent, for this may be tried again
+    return make()
 
 
 def failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:

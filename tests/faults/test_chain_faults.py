@@ -426,6 +426,30 @@ def test_close_while_a_tier_hangs_settles_everything(make: Make) -> None:
     assert rig.chain.idle()
 
 
+@pytest.mark.parametrize(("shape", "may_go"), [("direct_blocks", False), ("per_layer", True)])
+def test_a_transfer_that_hangs_keeps_kv_memory_if_it_may_touch_it(make: Make, shape: str, may_go: bool) -> None:
+    """On the direct path it writes there; through staging it does not. Afterwards tiers may be opened again."""
+    before = len(pump.LEAKED)
+    mover = stuck()
+    rig = make(mover, shape=shape)
+    assert rig.store(1, [rig.chunk(1, MEMORY, blocks_of(1))]) == (OK,)
+    rig.chain.submit_load(2, [rig.chunk(0, FILE, blocks_of(0))])
+    rig.until(lambda: bool(mover.submitted))
+    engines = list(rig.engines)
+    assert rig.chain.release(0.1) is may_go
+    rig.poll()
+    assert rig.results[2].outcomes == (FAILED,)
+    assert not rig.chain.open_tiers
+    assert rig.load(3, [rig.chunk(1, MEMORY, blocks_of(1))]) == (FAILED,)
+    assert len(pump.LEAKED) == before + 1
+    del pump.LEAKED[before:]
+    assert rig.chain.release(0.1), "there is nothing left"
+    engine = engines[MEMORY]
+    assert engine is not None
+    rig.chain.join(MEMORY, engine)
+    assert rig.chain.open_tiers == {MEMORY}
+
+
 class HangingSlab(SlabFile):
     """Its fallocate hangs while ``hang`` is set: the pump itself is caught."""
 

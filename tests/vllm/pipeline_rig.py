@@ -43,6 +43,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
+from vllm.v1.worker.worker_base import WorkerBase
 
 from nixl_offload.vllm.messages import WorkerReport
 
@@ -77,6 +78,19 @@ def vllm_config_of(model: Path, stages: Sequence[str], connector: Mapping[str, A
             kv_connector_extra_config={"config": {"chunk_tokens": CHUNK_TOKENS, "slow_hits": "take", **connector}},
         ),
     ).create_engine_config()
+
+
+def _worker_of(config: Any) -> WorkerBase:
+    """Make what our connector looks for in a rank's process: vLLM's worker, with a model that stays as it is."""
+    worker = object.__new__(WorkerBase)
+    worker.model_config = config.model_config
+    worker.model_runner = None
+    model = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.zero_()
+    worker.get_model = lambda: model  # type: ignore[method-assign]
+    return worker
 
 
 class PlayedRank:
@@ -117,6 +131,7 @@ class PlayedRank:
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
         self._caches = allocate_kv_cache(config, torch.device("cpu"), layout)
         self.groups = [group.layer_names for group in config.kv_cache_groups]
+        self._vllm_worker = _worker_of(self.config)
         self._connector.register_kv_caches(self._caches)
 
     @property

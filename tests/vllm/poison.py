@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
 
 class PoisonExtension:
     """Mixed into vLLM's worker class; ``self`` is the worker."""
@@ -32,6 +34,21 @@ class PoisonExtension:
         """Kind of attention and number of layers of each KV-cache group."""
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         return [(type(group.kv_cache_spec).__name__, len(group.layer_names)) for group in groups]
+
+    def scale_weights(self, layer: int, factor: float) -> None:
+        """Replace weights of a layer in place, as a trainer's update does; powers of two are exact. Those of a norm:
+        of its matrices a vLLM on the CPU computes with copies.
+        """
+        norm = self.model_runner.get_model().get_parameter(f"model.layers.{layer}.input_layernorm.weight")
+        norm.data *= factor
+
+    def unregister_kv(self) -> None:
+        """Do what the worker of vLLM 0.33 does before the KV cache's memory goes away."""
+        get_kv_transfer_group().unregister_kv_caches()
+
+    def restore_kv(self) -> None:
+        """Do what it does when the memory is back."""
+        get_kv_transfer_group().restore_kv_caches()
 
     def _caches(self) -> list[Any]:
         """The tensors, each memory once: layers of different groups share theirs."""

@@ -613,9 +613,15 @@ def test_every_rank_stores_where_the_kv_is_replicated() -> None:
     assert [job_id for job_id, *_ in worker._unsubmitted_store_jobs] == [5]
 
 
-def test_sleep_mode_is_refused() -> None:
-    assert not NixlOffloadConnector.supports_sleep_mode(None)  # type: ignore[arg-type]
+def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.33 calls ``unregister_kv_caches`` and ``restore_kv_caches``, each perhaps twice; 0.32 neither."""
+    assert NixlOffloadConnector.supports_sleep_mode(None)  # type: ignore[arg-type]
+    connector = object.__new__(NixlOffloadConnector)
+    connector.connector_worker = None
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
     config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    monkeypatch.setattr("vllm.__version__", "0.32.0")
     with pytest.raises(NotSupportedError, match="sleep mode"):
         NixlOffloadConnector(config, named(f"{CONNECTOR}.base:KVConnectorRole.WORKER"), None)  # type: ignore[arg-type]
 

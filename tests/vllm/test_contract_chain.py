@@ -152,16 +152,16 @@ def test_our_moves_travel_with_vllms_jobs() -> None:
     rank = object.__new__(NixlOffloadingWorker)
     rank.submit_load = lambda job_id, *rest, **options: submitted.append(job_id) or True  # type: ignore[func-returns-value, method-assign]
     rank.submit = lambda ticket, *rest, **options: submitted.append(ticket)  # type: ignore[method-assign]
-    rank.open = submitted.append  # type: ignore[method-assign]
+    rank.open = lambda places, opening: submitted.append((places, opening))  # type: ignore[method-assign]
     worker.worker = rank
     blocks = base.GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
     jobs = {3: common.TransferJob("request", blocks, blocks)}
-    meta = StepMetadata(jobs, {}, set(), ["a move"], {0: "a place"})  # type: ignore[list-item, arg-type]
+    meta = StepMetadata(jobs, {}, set(), ["a move"], {0: "a place"}, 1)  # type: ignore[list-item, arg-type]
     assert isinstance(meta, common.OffloadingConnectorMetadata)
     worker.start_kv_transfers(meta)
     worker.start_kv_transfers(common.OffloadingConnectorMetadata({}, {}))
-    worker.start_kv_transfers(StepMetadata({}, {}, set(), ["another"]))  # type: ignore[list-item]
-    assert submitted == [3, {0: "a place"}, "a move", {}, "another"]
+    worker.start_kv_transfers(StepMetadata({}, {}, set(), ["another"], opening=1))  # type: ignore[list-item]
+    assert submitted == [3, ({0: "a place"}, 1), "a move", ({}, 1), "another"]
 
 
 def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
@@ -335,7 +335,7 @@ def test_a_rank_that_has_nothing_to_tell_says_so_in_a_few_bytes() -> None:
     spec = SimpleNamespace(
         replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
     )
-    silent = NixlConnectorWorker(spec, None, None).build_connector_worker_meta()  # type: ignore[arg-type]
+    silent = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config()).build_connector_worker_meta()  # type: ignore[arg-type]
     assert silent is NOTHING
     pickled = pickle.dumps(silent, pickle.HIGHEST_PROTOCOL)
     assert len(pickled) < 100

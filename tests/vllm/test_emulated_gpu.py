@@ -42,6 +42,7 @@ def test_answers_are_right_and_damage_is_noticed(
     asked, directory = prompts(2, seed=616, shape=shape), tmp_path / "kv"
     control = Control(libraries / "control")
     control.reset()
+    unregistered = control["buffers"], control["files"]
     tier = {"kind": "slab", "path": str(directory), "capacity": "256MiB", "mover": "gds_mt"}
     surroundings = {
         "NIXL_OFFLOAD_TEST_LIBRARIES": str(libraries),
@@ -59,6 +60,19 @@ def test_answers_are_right_and_damage_is_noticed(
         assert all(answer.external_hit_tokens > 0 for answer in loaded)
         assert control["reads"] > 0, "not by cuFile"
         assert control["writes"] > 0, "not by cuFile"
+        # Sleep as in vLLM 0.33: nothing is registered while memory is away, and as much as before when it is back.
+        assert engine.settle()
+        assert engine.reset_prefix_cache()
+        registered = control["buffers"], control["files"]
+        for _ in range(2):
+            engine.worker("unregister_kv")
+            assert (control["buffers"], control["files"]) == unregistered
+        engine.worker("clear_kv")
+        for _ in range(2):
+            engine.worker("restore_kv")
+            assert (control["buffers"], control["files"]) == registered != unregistered
+        awake = engine.generate(asked)
+        assert all(answer.external_hit_tokens > 0 for answer in awake)
         assert engine.reset_prefix_cache()
         _damage(directory)
         anew = engine.generate(asked)
@@ -66,7 +80,7 @@ def test_answers_are_right_and_damage_is_noticed(
         log = engine.log.read_text(encoding="utf-8", errors="replace")
     assert f"KV group 0: {told}" in log
     assert "corrupt" in log
-    for answers in (loaded, anew):
+    for answers in (loaded, awake, anew):
         assert all(Answer.same_as(answer, other) for answer, other in zip(answers, computed, strict=True))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -45,6 +46,7 @@ from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm import background, rank_engine
 from nixl_offload.vllm import worker as worker_module
+from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
 from nixl_offload.vllm.rank_engine import open_host
 from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker
@@ -201,6 +203,61 @@ def test_a_slab_is_closed_when_its_engine_cannot_start(tmp_path: Path, monkeypat
     assert rig.open(rig.place).failed == {0}
     assert not open_files(tmp_path)
     rig.worker.shutdown()
+
+
+def test_sleep_lets_go_of_everything_and_waking_up_takes_it_again(rig: Rig, tmp_path: Path) -> None:
+    """Jobs under way end before KV memory goes away, those that come meanwhile fail, and the slab is as it was."""
+    for block in range(8):
+        rig.fill(block, 3)
+    rig.store([0, 1, 2, 3], 0)
+    before = [rig.block(block) for block in range(8)]
+    rig.worker.submit_store(2, gpu([4, 5, 6, 7], 4), rig.to_store(1))
+    rig.worker.sleep()
+    (item,) = rig.worker.take_finished()
+    assert item.result.outcomes == (Outcome.OK,), "finished, and told afterwards"
+    assert not open_files(tmp_path)
+    rig.worker.sleep()
+    for tensor in rig.tensors:
+        tensor.zero_()
+    rig.worker.submit_load(3, rig.to_load(0), gpu([0, 1, 2, 3], 0))
+    rig.worker.submit_store(4, gpu([8, 9, 10, 11], 8), rig.to_store(2))
+    assert {item.result.outcomes for item in rig.results(2)} == {(Outcome.FAILED,)}
+    rig.worker.open({0: rig.place})
+    assert not open_files(tmp_path), "whatever the scheduler's half says"
+    rig.worker.wake_up()
+    assert open_files(tmp_path)
+    rig.worker.wake_up()
+    rig.worker.submit_load(5, rig.to_load(0, 1), gpu(list(range(8)), 0))
+    (item,) = rig.results()
+    assert item.result.outcomes == (Outcome.OK, Outcome.OK)
+    assert [rig.block(block) for block in range(8)] == before
+
+
+def test_tiers_are_opened_anew_for_other_weights(rig: Rig) -> None:
+    """In another namespace: what lies in the same place is of the one before, and no load takes it."""
+    rig.fill(0, 4)
+    rig.store([0, 1, 2, 3], 0)
+    rig.worker.open({0: dataclasses.replace(rig.place, rank_namespaces=(b"s" * 32,))}, 1)
+    while not (status := rig.status()).open:
+        assert not status.failed
+    assert status.opening == 1
+    rig.worker.submit_load(2, rig.to_load(0), gpu([8, 9, 10, 11], 0))
+    (item,) = rig.results()
+    assert item.result.outcomes == (Outcome.CORRUPT,)
+
+
+def test_keys_that_stand_for_another_adapter_are_refused(rig: Rig) -> None:
+    """The scheduler's half has not heard yet that the adapter was replaced."""
+    request = LoRARequest("mine", 1, "/adapters/mine")
+    rig.worker.adapters.loaded(request, SimpleNamespace(id=1, loras={"layer": torch.ones(4)}))
+    ((digest,),) = rig.worker.adapters.take().values()
+    assert digest is not None
+    right = AdapterUse(adapter_of(request), (digest,))
+    for use, outcome in ((right, Outcome.OK), (right._replace(digests=("other",)), Outcome.DROPPED)):
+        rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), dataclasses.replace(rig.to_store(0), adapter=use))
+        assert {item.result.outcomes for item in rig.results()} == {(outcome,)}
+        rig.worker.submit_load(2, dataclasses.replace(rig.to_load(0), adapter=use), gpu([4, 5, 6, 7], 0))
+        assert {item.result.outcomes for item in rig.results()} == {(outcome,)}
 
 
 def open_files(directory: Path) -> list[str]:

@@ -1,0 +1,130 @@
+"""Whether the ranks still have the weights that the namespace stands for.
+
+vLLM tells a connector nothing of new weights. It resets caches: the connector's when it sleeps, pauses or is asked to,
+its own when whoever has loaded weights asks for it. After each reset the ranks are asked for a digest of what they have
+in memory, and nothing is stored or loaded until they have answered.
+
+Threading: the scheduler's thread. Reads no clock: time is passed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from nixl_offload.vllm.messages import WeightsAnswer
+
+logger = logging.getLogger(__name__)
+
+ANSWER_WAIT_S = 30.0
+"""How long a request waits for the ranks' answers. They take some 40 ms for 10 GB on a GPU, 0.4 s on a processor."""
+
+
+class Trust(Enum):
+    """What is known of the weights in memory."""
+
+    SETTLED = "settled"
+    """They are those that the namespace stands for."""
+    ASKED = "asked"
+    """They may be others; the ranks are asked before the next request is served."""
+    BLOCKED = "blocked"
+    """They are others, and vLLM's prefix cache still holds blocks of the old ones."""
+
+
+class WeightsCheck:
+    """Asks, and decides. ``trust`` says what may be done meanwhile."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self.trust = Trust.SETTLED
+        self.generation: str | None = None
+        """What tells the weights from those of the start; None: they are those."""
+        self._first: tuple[str | None, ...] = ()
+        self._answers: dict[int, str | None] = {}
+        self._question = 0
+        self._to_send = self._is_sent = False
+        self._asked_s = 0.0
+        self._seen_cache: object = None
+        """vLLM's prefix cache, as it was when it was looked at last."""
+        self._has_seen = False
+        self._clean_cache: object = None
+        """The one in which every block is of the weights that ``generation`` stands for, or was when they were asked
+        for last."""
+
+    def start(self, digests: Sequence[str | None]) -> None:
+        """Take what each rank has at start, in order."""
+        self._first = tuple(digests)
+
+    def look(self, prefix_cache: object, now_s: float) -> None:
+        """Notice a reset of vLLM's prefix cache. Called before a request is looked up, and in every step."""
+        if prefix_cache is self._seen_cache and self._has_seen:
+            return
+        if not self._has_seen:
+            self._has_seen, self._clean_cache = True, prefix_cache
+        else:
+            self.suspect(now_s)
+        self._seen_cache = prefix_cache
+
+    def suspect(self, now_s: float) -> None:
+        """There may be other weights from now on."""
+        self.trust = Trust.ASKED
+        self._question += 1
+        self._answers = {}
+        self._to_send = self._is_sent = False
+        self._asked_s = now_s
+
+    def want(self, now_s: float) -> None:
+        """The engine is about to compute, or a request is to be looked up: weights are in memory, and are asked for."""
+        if self.trust is Trust.ASKED and not self._to_send:
+            self._to_send, self._asked_s = True, now_s
+        elif self.trust is Trust.ASKED and now_s - self._asked_s > ANSWER_WAIT_S:
+            self._block("the ranks do not say which weights they have")
+
+    def take_question(self) -> int:
+        """Return the number of the question to send to all ranks with this step, once; 0: none."""
+        if not self._to_send or self._is_sent:
+            return 0
+        self._is_sent = True
+        return self._question
+
+    def hear(self, answers: Mapping[int, WeightsAnswer]) -> bool:
+        """Take answers of ranks. Returns whether ``generation`` is another one now."""
+        self._answers.update({rank: said.digest for rank, said in answers.items() if said.question == self._question})
+        if self.trust is not Trust.ASKED or len(self._answers) < self._world_size:
+            return False
+        if not self._first:
+            self.suspect(self._asked_s)  # it is not known yet what there was at start
+            return False
+        generation = self._generation_of(tuple(self._answers[rank] for rank in range(self._world_size)))
+        if generation == self.generation:
+            self.trust, self._clean_cache = Trust.SETTLED, self._seen_cache
+            return False
+        if self._clean_cache is self._seen_cache:
+            self._block("the weights were replaced")
+            return False
+        self.trust, self._clean_cache = Trust.SETTLED, self._seen_cache
+        self.generation = generation
+        logger.info(
+            "The weights are %s: what was computed with others is not served, and stays for those who have them",
+            "those of the start again" if generation is None else f"others now ({generation[:12]})",
+        )
+        return True
+
+    def _block(self, why: str) -> None:
+        self.trust = Trust.BLOCKED
+        logger.warning(
+            "Nothing is stored or loaded until vLLM's prefix cache is reset (POST /reset_prefix_cache): %s, and it may "
+            "hold blocks of the old ones",
+            why,
+        )
+
+    def _generation_of(self, digests: tuple[str | None, ...]) -> str | None:
+        """None: as at start. Where some rank cannot tell, nobody shares: the next question makes another one."""
+        if None in digests or None in self._first:
+            return f"unknown-{secrets.token_hex(16)}"
+        if digests == self._first:
+            return None
+        return hashlib.sha256("".join(str(digest) for digest in digests).encode("ascii")).hexdigest()

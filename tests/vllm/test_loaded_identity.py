@@ -1,0 +1,238 @@
+"""What ranks say of weights and adapters in their memory, and what the scheduler's half makes of it. No engine runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.request import LoRARequest
+from vllm.v1.worker.worker_base import WorkerBase
+
+from nixl_offload.errors import NamespaceError
+from nixl_offload.vllm.adapters import AdapterName, AdapterTable, AdapterUse, LoadedAdapters
+from nixl_offload.vllm.messages import WeightsAnswer, WorkerReport
+from nixl_offload.vllm.tensor_digests import adapter_digest, make_factors, piece_sums, weights_digest
+from nixl_offload.vllm.vllm_internals import find_worker
+from nixl_offload.vllm.weights_check import ANSWER_WAIT_S, Trust, WeightsCheck
+
+NAME = AdapterName("mine", "/adapters/mine")
+
+
+def model(*, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Sizes that are no whole number of words, a transposed view, and a buffer of either kind."""
+    made = torch.nn.Module()
+    numbers = torch.Generator().manual_seed(3)
+    made.weight = torch.nn.Parameter(torch.randn(33, 7, generator=numbers).to(dtype))
+    made.turned = torch.nn.Parameter(torch.randn(8, 5, generator=numbers).to(dtype).t())
+    made.holed = torch.nn.Parameter(torch.randn(6, 10, generator=numbers).to(dtype)[:, ::2])
+    made.register_buffer("scale", torch.ones(3))
+    made.register_buffer("table", torch.ones(3), persistent=False)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_any_byte_of_the_weights_counts(dtype: torch.dtype) -> None:
+    right = weights_digest([model(dtype=dtype)])
+    assert weights_digest([model(dtype=dtype)]) == right
+    for name, last in (("weight", (32, 6)), ("weight", (0, 0)), ("turned", (4, 7)), ("holed", (5, 4))):
+        other = model(dtype=dtype)
+        parameter = other.get_parameter(name)
+        with torch.no_grad():
+            parameter[last] = 0.5 if float(parameter[last]) != 0.5 else 1.0
+        assert weights_digest([other]) != right, name
+    other = model(dtype=dtype)
+    other.get_buffer("scale")[2] = 2.0
+    assert weights_digest([other]) != right
+    other.get_buffer("scale")[2] = 1.0
+    other.get_buffer("table")[2] = 2.0
+    assert weights_digest([other]) == right, "not part of the checkpoint"
+    assert weights_digest([model(dtype=dtype), model(dtype=dtype)]) != right, "a draft counts, too"
+
+
+def test_sums_of_pieces_tell_what_changed() -> None:
+    """As on a device: values that change places, within a piece and between pieces, a value in another piece, the last
+    bytes of a piece that is no whole number of words, and a tensor that begins anywhere.
+    """
+    factors = make_factors(4)
+    assert torch.equal(factors, make_factors(8)[:4])
+    right = torch.arange(1, 38, dtype=torch.float32).to(torch.bfloat16)
+
+    def sums(tensor: torch.Tensor) -> list[int]:
+        return [int(each) for each in piece_sums(tensor, factors)]
+
+    others = []
+    for first, second in ((0, 9), (0, 30), (35, 36)):
+        other = right.clone()
+        other[[first, second]] = right[[second, first]]
+        others.append(sums(other))
+    for at in range(len(right)):
+        other = right.clone()
+        other[at] = -other[at]
+        others.append(sums(other))
+    for first, second in ((1, 3), (3, 5), (0, 4)):
+        other = right.clone()
+        other[[first, second]] *= -1
+        others.append(sums(other))
+    assert sums(right) not in others
+    assert len({tuple(each) for each in others}) == len(others)
+    shifted = torch.cat([right[:1], right])[1:]
+    assert shifted.data_ptr() % 4
+    assert sums(shifted) == sums(right)
+
+
+def adapter(*, number: int = 1, value: float = 0.5, scaling: float | None = None) -> LoRAModel:
+    a, b = torch.full((8, 4), 0.25), torch.full((6, 8), value)
+    return LoRAModel(number, 8, {"layers.0.v_proj": LoRALayerWeights("layers.0.v_proj", 8, 16, a, b, scaling)})
+
+
+def test_an_adapter_is_what_it_holds() -> None:
+    """Not the number that this server gave it; and an object that nobody knows is an error."""
+    right = adapter_digest(adapter(), leave_out=("id",))
+    assert adapter_digest(adapter(number=7), leave_out=("id",)) == right
+    assert adapter_digest(adapter(value=0.75), leave_out=("id",)) != right
+    assert adapter_digest(adapter(scaling=1.0), leave_out=("id",)) != right
+    with pytest.raises(NamespaceError, match="nobody knows how to compare"):
+        adapter_digest(SimpleNamespace(content=object()))
+
+
+def test_an_adapter_that_cannot_be_told_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its requests are neither stored nor loaded, and a job whose keys stand for other content is refused."""
+    rank, request = LoadedAdapters(), LoRARequest("mine", 1, "/adapters/mine")
+    rank.loaded(request, SimpleNamespace(content=object()))
+    assert "neither stored nor loaded" in caplog.text
+    assert rank.take() == {NAME: (None,)}
+    table = AdapterTable(world_size=1)
+    table.hear({0: {NAME: (None,)}}, "cache")
+    assert table.find(NAME, "cache") is None
+    rank.loaded(request, adapter())
+    rank.loaded(request, adapter(value=0.75))
+    ((first, second),) = rank.take().values()
+    assert first is not None
+    assert second is not None
+    assert not rank.take()
+    assert rank.agrees(None, 0)
+    assert rank.agrees(AdapterUse(NAME, (second,)), 0)
+    assert not rank.agrees(AdapterUse(NAME, (first,)), 0)
+    assert not rank.agrees(AdapterUse(AdapterName("other", "/"), (second,)), 0)
+
+
+def test_keys_stand_for_what_all_ranks_have() -> None:
+    table = AdapterTable(world_size=2)
+    assert table.may_come(NAME, step=5, heard_steps=4), "ranks tell of what they have loaded with this step"
+    assert not table.may_come(NAME, step=6, heard_steps=5), "nobody has loaded it"
+    assert not table.hear({1: {NAME: ("b",)}}, "cache")
+    assert table.find(NAME, "cache") is None
+    assert not table.hear({0: {NAME: ("a",)}}, "cache")
+    use = table.find(NAME, "cache")
+    assert use == AdapterUse(NAME, ("a", "b"))
+    tags = {use.tag(bytes(32)), use.tag(bytes(31) + b"\1"), AdapterUse(NAME, ("b", "a")).tag(bytes(32))}
+    assert len(tags) == 3
+    assert {len(tag) for tag in tags} == {32}
+    assert not table.hear({0: {NAME: ("a",)}}, "cache"), "read again, and the same"
+    assert table.hear({0: {NAME: ("c",)}}, "cache") == {NAME}
+    assert table.find(NAME, "cache") is None, "vLLM's cache holds blocks of both"
+    assert table.find(NAME, "another cache") == AdapterUse(NAME, ("c", "b"))
+    assert table.hear({0: {NAME: ("d", "c")}}, "another cache") == {NAME}, "in between it was another one"
+
+
+def check(*first: str | None) -> WeightsCheck:
+    made = WeightsCheck(len(first))
+    made.look("cache 0", 0.0)
+    made.start(first)
+    return made
+
+
+def answer(of: WeightsCheck, *digests: str | None) -> bool:
+    of.want(0.0)
+    question = of.take_question()
+    assert question
+    assert not of.take_question(), "once"
+    return of.hear({rank: WeightsAnswer(question, digest) for rank, digest in enumerate(digests)})
+
+
+def test_weights_are_asked_for_after_a_reset() -> None:
+    weights = check("a", "b")
+    weights.look("cache 0", 0.0)
+    assert weights.trust is Trust.SETTLED
+    weights.look("cache 1", 0.0)
+    assert weights.trust is Trust.ASKED
+    assert not weights.take_question(), "not before somebody wants to know: the weights may be asleep"
+    assert not answer(weights, "a", "b")
+    assert (weights.trust, weights.generation) == (Trust.SETTLED, None)
+    weights.look("cache 2", 0.0)
+    assert answer(weights, "a", "c")
+    other = weights.generation
+    assert other
+    weights.suspect(0.0)
+    weights.want(0.0)
+    old_question = weights.take_question()
+    weights.suspect(0.0)
+    assert not weights.hear({rank: WeightsAnswer(old_question, "x") for rank in range(2)}), "of a question before"
+    assert weights.trust is Trust.ASKED
+    assert not answer(weights, "a", "c")
+    assert weights.generation == other
+    weights.look("cache 3", 0.0)
+    assert answer(weights, "a", "b")
+    assert weights.generation is None, "those of the start again"
+
+
+def test_other_weights_wait_for_a_reset_of_the_prefix_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """The connector was reset alone: vLLM's own cache holds blocks of the old weights."""
+    weights = check("a")
+    weights.suspect(0.0)
+    assert not answer(weights, "b")
+    assert weights.trust is Trust.BLOCKED
+    assert "until vLLM's prefix cache is reset" in caplog.text
+    weights.want(0.0)
+    assert not weights.take_question()
+    weights.look("cache 1", 0.0)
+    assert answer(weights, "b")
+    assert weights.trust is Trust.SETTLED
+
+
+def test_weights_that_nobody_knows_are_shared_with_nobody() -> None:
+    weights = check(None)
+    generations = set()
+    for number in range(1, 4):
+        weights.look(f"cache {number}", 0.0)
+        assert answer(weights, None)
+        generations.add(weights.generation)
+    assert len(generations) == 3
+    assert None not in generations
+
+
+def test_ranks_that_do_not_answer_block_nobody_for_ever() -> None:
+    weights = check("a")
+    weights.suspect(0.0)
+    weights.want(10.0)
+    weights.want(10.0 + ANSWER_WAIT_S)
+    assert weights.trust is Trust.ASKED
+    weights.want(10.1 + ANSWER_WAIT_S)
+    assert weights.trust is Trust.BLOCKED
+
+
+def test_reports_of_ranks_are_put_together() -> None:
+    first = WorkerReport(adapters={0: {NAME: ("a",)}}, weights={0: WeightsAnswer(1, "a")})
+    second = WorkerReport(adapters={1: {NAME: ("b",)}}, weights={1: WeightsAnswer(1, "b")})
+    both: Any = first.aggregate(second)
+    assert both.adapters == {0: {NAME: ("a",)}, 1: {NAME: ("b",)}}
+    assert both.weights == {0: WeightsAnswer(1, "a"), 1: WeightsAnswer(1, "b")}
+
+
+def test_the_worker_of_this_connector_is_found() -> None:
+    """There may be others in the process: the configuration tells them apart."""
+    ours, theirs = SimpleNamespace(model_config=object()), SimpleNamespace(model_config=object())
+    workers = []
+    for each in (theirs, ours):
+        worker = object.__new__(WorkerBase)
+        worker.model_config = each.model_config  # type: ignore[assignment]
+        workers.append(worker)
+    assert find_worker(ours) is workers[1]  # type: ignore[arg-type]
+    assert find_worker(SimpleNamespace(model_config=object())) is None  # type: ignore[arg-type]
