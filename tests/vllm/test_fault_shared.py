@@ -195,11 +195,11 @@ def test_a_broken_request(name: str, tables: dict[str, Table], reference: Refere
     operation, fault = FAULTS.get(name, (name[:4].strip(), None))
     asked, later = ([next(FRESH)], [next(FRESH)]) if operation == "PUT" else (PROMPT, [])
     reference.answers([*asked, *later])
-    let_beliefs_lapse()
     movers = MOVERS if name in FAULTS_OF_ALL else MOVERS[:1]
     if name in NOT_MET_BEFORE:
         for mover in movers:
             tables[mover].restart()
+    let_beliefs_lapse()
     side_by_side(*(functools.partial(tables[mover].suffer, fault, operation, asked, later) for mover in movers))
 
 

@@ -448,16 +448,17 @@ def test_an_opening_that_hangs_costs_hits_and_no_more(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests are answered, the engine comes to rest and shuts down, and its slab can be opened anew."""
-    for module in (rank_opening, closed_tier):
-        monkeypatch.setattr(module, "RANKS_WAIT_S", 0.2)
-    monkeypatch.setattr(worker_module, "CLOSE_OPENING_S", 0.1)
-    engine = SlowEngine(tmp_path)
-    for _ in range(2):
-        assert engine.generate(PROMPTS) == [0, 0]
-        assert engine.core.reset_prefix_cache()
-    assert engine.longest_step_s < 1.0
-    assert engine.moved("store") == [0, 0]
-    engine.close()
+    with monkeypatch.context() as impatient:
+        for module in (rank_opening, closed_tier):
+            impatient.setattr(module, "RANKS_WAIT_S", 0.2)
+        impatient.setattr(worker_module, "CLOSE_OPENING_S", 0.1)
+        engine = SlowEngine(tmp_path)
+        for _ in range(2):
+            assert engine.generate(PROMPTS) == [0, 0]
+            assert engine.core.reset_prefix_cache()
+        assert engine.longest_step_s < 1.0
+        assert engine.moved("store") == [0, 0]
+        engine.close()
     gate.set()
     again = SlowEngine(tmp_path)
     again.settle()
