@@ -5,7 +5,10 @@ namespace, nothing of others; one engine at a time does it, and another takes ov
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,9 @@ from nixl_offload.tiers.shared.eviction import Eviction, shrink
 from nixl_offload.tiers.shared_dir import kind
 from tests.unit.gc_rig import RANKS, namespace_of, put_chunk
 
+ROOT = Path(__file__).resolve().parents[2]
+_DROP_FROM_BOUNDING_SET = 24
+_DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2
 SHARD_BYTES = 4096
 CHUNK_BYTES = RANKS * SHARD_BYTES
 CAPACITY_BYTES = 64 * CHUNK_BYTES
@@ -81,6 +87,32 @@ def test_files_of_others_stay_and_do_not_count(store: TreeStore) -> None:
     fill(store, 64, used_s=lambda number: 1e9 + number)
     assert shrink(store, CAPACITY_BYTES) == 64 - LEFT
     assert stranger.exists()
+
+
+def test_a_directory_that_may_not_be_listed_does_not_stop_it(store: TreeStore) -> None:
+    """As lost+found in the root of a drive, which is root's alone."""
+    fill(store, 64, used_s=lambda number: 1e9 + number)
+    Path(store.where, "lost+found").mkdir(mode=0)
+    code = (
+        "import sys; from nixl_offload.stores.directory import TreeStore; "
+        "from nixl_offload.tiers.shared.eviction import shrink; "
+        "print(shrink(TreeStore(sys.argv[1]), int(sys.argv[2])))"
+    )
+    libc = ctypes.CDLL(None)
+
+    def obey_permissions() -> None:
+        for capability in (_DAC_OVERRIDE, _DAC_READ_SEARCH):
+            libc.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, store.where, str(CAPACITY_BYTES)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        preexec_fn=obey_permissions if os.geteuid() == 0 else None,
+    )
+    assert int(done.stdout) == 64 - LEFT
 
 
 def test_one_engine_evicts_and_another_takes_over(store: TreeStore, monkeypatch: pytest.MonkeyPatch) -> None:

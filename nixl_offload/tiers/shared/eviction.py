@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,7 @@ from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import ChunkInfo
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.shared.inspect import group_chunks
-from nixl_offload.tiers.shared.naming import parse_manifest_name, parse_shard_name
+from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name
 from nixl_offload.tiers.shared.sweep import Ages, Sweep, make_plan
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def shrink(
 ) -> int:
     """Delete what was not used for longest, where there is more than 63/64 of ``capacity_bytes``, down to 62/64.
 
-    Returns how many chunks were deleted. Ends early when ``stopped``. Raises StoreError.
+    Returns how many chunks were deleted. Ends early when ``stopped``. Raises StoreError, OSError.
     """
     step_bytes, ages = capacity_bytes // STEPS, Ages()
     for chunk in _chunks(store, stopped):
@@ -155,8 +156,13 @@ def shrink(
 
 
 def _chunks(store: TreeStore, stopped: Callable[[], bool]) -> Iterator[ChunkInfo]:
-    """Yield what is there, until ``stopped``. Raises StoreError."""
-    for number, chunk in enumerate(group_chunks(store.list(""))):
+    """Yield what is there, until ``stopped``. Raises StoreError, OSError.
+
+    Only namespaces are looked into: beside them may lie much that is not ours, or that we may not list (lost+found).
+    """
+    names = [name for name in sorted(os.listdir(store.where)) if parse_manifest_name(manifest_name(name))]
+    listing = chain.from_iterable(store.list(f"{name}/") for name in names)
+    for number, chunk in enumerate(group_chunks(listing)):
         if not number % _PAUSE_CHUNKS:
             if stopped():
                 return
