@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.config import SharedDirConfig
+from nixl_offload.errors import StoreError
 from nixl_offload.hardware import mounts
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared import eviction
@@ -75,6 +76,33 @@ def test_nothing_goes_below_the_mark(store: TreeStore) -> None:
     chunks = fill(store, 63, used_s=lambda number: 1e9 + number)
     assert shrink(store, CAPACITY_BYTES) == 0
     assert there(store) == {name for chunk in chunks for name in chunk}
+
+
+def test_a_filesystem_with_less_room_than_the_capacity_is_not_left_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that were not used for longest make room for new ones, as they do at the capacity."""
+    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
+    monkeypatch.setattr(eviction, "PASS_S", 0.0)
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
+    done = subprocess.run(mounting, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount tmpfs here: {done.stderr.strip()}")
+    store = TreeStore(str(tmp_path))
+    try:
+        with pytest.raises(StoreError, match="No space"):
+            fill(store, 200, used_s=lambda number: 1e9 + number)
+        oldest = min(there(store), key=lambda name: Path(store.where, name).stat().st_mtime)
+        evicting = Eviction(store, 1 << 40, name="Tier")
+        try:
+            until(lambda: evicting.evicted > 0)
+        finally:
+            evicting.close()
+        fill(store, 1, tenant="other", used_s=lambda number: 2e9)
+        assert oldest not in there(store)
+        assert evicting.evicted < 10
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_files_of_others_stay_and_do_not_count(store: TreeStore) -> None:

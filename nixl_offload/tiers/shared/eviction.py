@@ -115,7 +115,8 @@ class Eviction:
         if now_s - self._pass_s < PASS_S and self._lost_bytes < self._capacity_bytes // STEPS:
             return
         self._lost_bytes, self._pass_s = 0, now_s
-        self.evicted += shrink(self._store, self._capacity_bytes, stopped=self._stop.is_set)
+        known_bytes = free_bytes if space.f_blocks else None  # some filesystems do not tell
+        self.evicted += shrink(self._store, self._capacity_bytes, free_bytes=known_bytes, stopped=self._stop.is_set)
         if now_s - self._drafts_s >= STALE_DRAFT_S:
             self._drafts_s = now_s
             self._store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
@@ -128,15 +129,24 @@ class Eviction:
 
 
 def shrink(
-    store: TreeStore, capacity_bytes: int, *, wall: Callable[[], float] = time.time, stopped: Callable[[], bool] = bool
+    store: TreeStore,
+    capacity_bytes: int,
+    *,
+    free_bytes: int | None = None,
+    wall: Callable[[], float] = time.time,
+    stopped: Callable[[], bool] = bool,
 ) -> int:
     """Delete what was not used for longest, where there is more than 63/64 of ``capacity_bytes``, down to 62/64.
 
+    Where the filesystem, which has ``free_bytes`` left, has less room than that, its room counts.
     Returns how many chunks were deleted. Ends early when ``stopped``. Raises StoreError, OSError.
     """
-    step_bytes, ages = capacity_bytes // STEPS, Ages()
+    ages = Ages()
     for chunk in _chunks(store, stopped):
         ages.add(chunk)
+    if free_bytes is not None:
+        capacity_bytes = min(capacity_bytes, ages.total.size_bytes + free_bytes)
+    step_bytes = capacity_bytes // STEPS
     if stopped() or ages.total.size_bytes <= capacity_bytes - step_bytes:
         return 0
     left_bytes = capacity_bytes - 2 * step_bytes
