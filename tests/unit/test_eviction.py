@@ -117,14 +117,12 @@ def test_files_of_others_stay_and_do_not_count(store: TreeStore) -> None:
     assert stranger.exists()
 
 
-def test_a_directory_that_may_not_be_listed_does_not_stop_it(store: TreeStore) -> None:
-    """As lost+found in the root of a drive, which is root's alone."""
-    fill(store, 64, used_s=lambda number: 1e9 + number)
-    Path(store.where, "lost+found").mkdir(mode=0)
+def shrink_as_a_user(store: TreeStore) -> str:
+    """Shrink, obeying permissions; what was raised, if so."""
     code = (
         "import sys; from nixl_offload.stores.directory import TreeStore; "
         "from nixl_offload.tiers.shared.eviction import shrink; "
-        "print(shrink(TreeStore(sys.argv[1]), int(sys.argv[2])))"
+        "shrink(TreeStore(sys.argv[1]), int(sys.argv[2]))"
     )
     libc = ctypes.CDLL(None)
 
@@ -134,13 +132,57 @@ def test_a_directory_that_may_not_be_listed_does_not_stop_it(store: TreeStore) -
 
     done = subprocess.run(
         [sys.executable, "-c", code, store.where, str(CAPACITY_BYTES)],
-        capture_output=True,
+        check=False,
+        stderr=subprocess.PIPE,
         text=True,
-        check=True,
         cwd=ROOT,
         preexec_fn=obey_permissions if os.geteuid() == 0 else None,
     )
-    assert int(done.stdout) == 64 - LEFT
+    return done.stderr
+
+
+def test_a_directory_that_may_not_be_listed_does_not_stop_it(store: TreeStore) -> None:
+    """As lost+found in the root of a drive, which is root's alone."""
+    fill(store, 64, used_s=lambda number: 1e9 + number)
+    Path(store.where, "lost+found").mkdir(mode=0)
+    assert shrink_as_a_user(store) == ""
+    assert len(there(store)) == LEFT * RANKS
+
+
+def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(store: TreeStore) -> None:
+    """All the others go that should; then it is told."""
+    chunks = fill(store, 120, used_s=lambda number: 1e9 + number)
+    stays = min(name for chunk in chunks[: 120 - LEFT] for name in chunk)
+    directory = Path(store.where, stays).parent
+    directory.chmod(0o500)
+    try:
+        assert f"cannot delete {stays}: Permission denied" in shrink_as_a_user(store)
+    finally:
+        directory.chmod(0o700)
+    left = {name for chunk in chunks[: 120 - LEFT] for name in chunk} & there(store)
+    assert stays in left
+    assert all(Path(store.where, name).parent == directory for name in left)
+
+
+def test_a_trouble_that_goes_on_is_told_once(
+    store: TreeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the drive is looked at between passes, and nothing is wrong with that."""
+    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
+    monkeypatch.setattr(eviction, "PASS_S", 0.1)
+    passes = []
+
+    def failing(*arguments: object, **options: object) -> int:
+        passes.append(time.monotonic())
+        raise StoreError("cannot list", cause="denied")
+
+    monkeypatch.setattr(eviction, "shrink", failing)
+    evicting = Eviction(store, 1 << 50, name="Tier")
+    try:
+        until(lambda: len(passes) > 2)
+    finally:
+        evicting.close()
+    assert caplog.text.count("nothing is evicted") == 1
 
 
 def test_one_engine_evicts_and_another_takes_over(store: TreeStore, monkeypatch: pytest.MonkeyPatch) -> None:

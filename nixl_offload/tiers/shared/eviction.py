@@ -81,7 +81,6 @@ class Eviction:
                 try:
                     if self._holds():
                         self._look()
-                    self._told = False
                 except (StoreError, TierError, OSError) as error:
                     self._tell(str(error))
                 except Exception:
@@ -117,6 +116,7 @@ class Eviction:
         self._lost_bytes, self._pass_s = 0, now_s
         known_bytes = free_bytes if space.f_blocks else None  # some filesystems do not tell
         self.evicted += shrink(self._store, self._capacity_bytes, free_bytes=known_bytes, stopped=self._stop.is_set)
+        self._told = False
         if now_s - self._drafts_s >= STALE_DRAFT_S:
             self._drafts_s = now_s
             self._store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
@@ -139,7 +139,8 @@ def shrink(
     """Delete what was not used for longest, where there is more than 63/64 of ``capacity_bytes``, down to 62/64.
 
     Where the filesystem, which has ``free_bytes`` left, has less room than that, its room counts.
-    Returns how many chunks were deleted. Ends early when ``stopped``. Raises StoreError, OSError.
+    Returns how many chunks were deleted. Ends early when ``stopped``. Raises OSError; StoreError, of a file that cannot
+    be deleted after all others were.
     """
     ages = Ages()
     for chunk in _chunks(store, stopped):
@@ -152,17 +153,28 @@ def shrink(
     left_bytes = capacity_bytes - 2 * step_bytes
     sweep = Sweep(make_plan(ages, now_s=wall(), max_bytes=left_bytes, older_than_s=None, grace_s=0.0))
     names: list[str] = []
-    evicted = 0
+    evicted, fault = 0, None
     for chunk in _chunks(store, stopped):
         if sweep.takes(chunk):
             names += [shard.place for shard in chunk.shards]
             evicted += 1
         if len(names) >= _DELETE_NAMES:
-            store.delete(names)
+            fault = _delete(store, names) or fault
             names.clear()
-    store.delete(names)
+    fault = _delete(store, names) or fault
     logger.debug("%s: %d chunks evicted; it held %.1f GiB", store.where, evicted, ages.total.size_bytes / 2**30)
+    if fault is not None:
+        raise fault
     return evicted
+
+
+def _delete(store: TreeStore, names: list[str]) -> StoreError | None:
+    """Delete what can be deleted; return what went wrong."""
+    try:
+        store.delete(names)
+    except StoreError as error:
+        return error
+    return None
 
 
 def _chunks(store: TreeStore, stopped: Callable[[], bool]) -> Iterator[ChunkInfo]:
