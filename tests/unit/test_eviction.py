@@ -51,6 +51,14 @@ def fill(store: TreeStore, count: int, *, tenant: str = "default", used_s: Calla
     return chunks
 
 
+def mount_tmpfs(point: Path) -> None:
+    """Skip the test where this user may not."""
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(point)]
+    done = subprocess.run(mounting, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount tmpfs here: {done.stderr.strip()}")
+
+
 def there(store: TreeStore) -> set[str]:
     return {info.name for info in store.list("")}
 
@@ -84,10 +92,7 @@ def test_a_filesystem_with_less_room_than_the_capacity_is_not_left_full(
     """Chunks that were not used for longest make room for new ones, as they do at the capacity."""
     monkeypatch.setattr(eviction, "LOOK_S", 0.02)
     monkeypatch.setattr(eviction, "PASS_S", 0.0)
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
-    done = subprocess.run(mounting, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount tmpfs here: {done.stderr.strip()}")
+    mount_tmpfs(tmp_path)
     store = TreeStore(str(tmp_path))
     try:
         with pytest.raises(StoreError, match="No space"):
@@ -223,6 +228,30 @@ def test_a_directory_that_vanishes_ends_nothing(
         fill(store, 100, used_s=lambda number: 1e9 + number)
         monkeypatch.setattr(eviction, "PASS_S", 0.0)
         until(lambda: len(there(store)) <= (LEFT + 1) * RANKS)
+    finally:
+        evicting.close()
+
+
+def test_a_drive_that_is_mounted_anew_is_kept_to_its_capacity_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device may have another number then. While nothing is mounted, nothing is made there."""
+    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
+    monkeypatch.setattr(eviction, "PASS_S", 0.0)
+    mount_tmpfs(tmp_path)
+    evicting = Eviction(TreeStore(str(tmp_path)), 16 * CHUNK_BYTES, name="Tier")
+    try:
+        until((tmp_path / eviction.LOCK_NAME).exists)
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+        time.sleep(0.1)
+        assert not list(tmp_path.iterdir())
+        mount_tmpfs(tmp_path)
+        try:
+            fill(TreeStore(str(tmp_path)), 32, used_s=lambda number: 1e9 + number)
+            until(lambda: evicting.evicted > 0)
+        finally:
+            evicting.close()
+            subprocess.run(["umount", str(tmp_path)], check=True)
     finally:
         evicting.close()
 

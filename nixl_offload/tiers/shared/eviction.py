@@ -92,7 +92,7 @@ class Eviction:
     def _holds(self) -> bool:
         """Whether this engine is the one that deletes. Raises TierError, OSError."""
         device = os.stat(self._store.where).st_dev
-        if self._device not in {None, device}:
+        if self._device not in {None, device} and not os.listdir(self._store.where):
             return False  # not mounted, perhaps: nothing may be made there
         if not self._lock.is_held():
             try:
