@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,6 +168,27 @@ def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(store: TreeStore) -
     left = {name for chunk in chunks[: 120 - LEFT] for name in chunk} & there(store)
     assert stays in left
     assert all(Path(store.where, name).parent == directory for name in left)
+
+
+def test_long_passes_are_rare_where_nothing_is_written(store: TreeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions of files take a minute or more: the scheduler's process shall not do that all the time."""
+    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
+    monkeypatch.setattr(eviction, "PASS_S", 0.0)
+    shrunk = []
+
+    def slowly(*arguments: Any, **options: Any) -> int:
+        shrunk.append(time.monotonic())
+        evicted = shrink(*arguments, **options)
+        time.sleep(0.1)
+        return evicted
+
+    monkeypatch.setattr(eviction, "shrink", slowly)
+    evicting = Eviction(store, 1 << 60, name="Tier")
+    try:
+        until(lambda: len(shrunk) > 1)
+    finally:
+        evicting.close()
+    assert shrunk[1] - shrunk[0] > eviction.REST * 0.1
 
 
 def test_a_trouble_that_goes_on_is_told_once(

@@ -38,6 +38,8 @@ LOOK_S: Final = 1.0
 """How often the free space is looked at, and the lock tried for."""
 PASS_S: Final = 60.0
 """A pass begins at least this often: a filesystem may tell of its free space late."""
+REST: Final = 20
+"""But where passes are long, only once so many times as long as the last one took have passed."""
 STALE_DRAFT_S: Final = 3600.0
 """Drafts that are older belong to writers that died; they are looked for this often."""
 _DELETE_NAMES: Final = 64
@@ -62,6 +64,8 @@ class Eviction:
         """At the last look, and what was lost between looks since the last pass began."""
         self._pass_s = self._drafts_s = float("-inf")
         """When the last pass began, and when drafts were looked for."""
+        self._took_s = 0.0
+        """The last pass."""
         self._told = False
         """That nothing is evicted now."""
         self._stop = threading.Event()
@@ -111,12 +115,14 @@ class Eviction:
         free_bytes = space.f_bavail * space.f_frsize
         self._lost_bytes += max(0, self._free_bytes - free_bytes)  # others may free as much meanwhile
         self._free_bytes = free_bytes
-        if now_s - self._pass_s < PASS_S and self._lost_bytes < self._capacity_bytes // STEPS:
+        is_early = now_s - self._pass_s < max(PASS_S, REST * self._took_s)
+        if is_early and self._lost_bytes < self._capacity_bytes // STEPS:
             return
         self._lost_bytes, self._pass_s = 0, now_s
         known_bytes = free_bytes if space.f_blocks else None  # some filesystems do not tell
         self.evicted += shrink(self._store, self._capacity_bytes, free_bytes=known_bytes, stopped=self._stop.is_set)
         self._told = False
+        self._took_s = time.monotonic() - now_s
         if now_s - self._drafts_s >= STALE_DRAFT_S:
             self._drafts_s = now_s
             self._store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
