@@ -81,6 +81,17 @@ def test_what_was_not_used_for_longest_goes(store: TreeStore) -> None:
     assert there(store) == {name for chunk in by_age[100 - LEFT :] for name in chunk}
 
 
+def test_what_was_used_before_the_clock_was_set_back_goes_first(store: TreeStore) -> None:
+    """Else it would stay until that time has come, and all that is stored meanwhile go in its place."""
+    now_s = time.time()
+    future = fill(store, 50, used_s=lambda number: now_s + 1e6 + number)
+    others = fill(store, 50, tenant="other", used_s=lambda number: now_s - 1000 + number)
+    assert shrink(store, CAPACITY_BYTES) == 100 - LEFT
+    left = there(store)
+    assert {name for chunk in others for name in chunk} <= left
+    assert len({name for chunk in future for name in chunk} & left) == (LEFT - 50) * RANKS
+
+
 def test_nothing_goes_below_the_mark(store: TreeStore) -> None:
     chunks = fill(store, 63, used_s=lambda number: 1e9 + number)
     assert shrink(store, CAPACITY_BYTES) == 0

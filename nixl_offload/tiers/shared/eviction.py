@@ -42,6 +42,9 @@ REST: Final = 20
 """But where passes are long, only once so many times as long as the last one took have passed."""
 STALE_DRAFT_S: Final = 3600.0
 """Drafts that are older belong to writers that died; they are looked for this often."""
+CLOCK_S: Final = 3600.0
+"""What was used so much later than now was used before a clock was set back, nobody knows when: it goes first. Else it
+would stay until that time has come, and what is used now would go in its place."""
 _DELETE_NAMES: Final = 64
 _PAUSE_CHUNKS: Final = 16
 _PAUSE_S: Final = 200e-6
@@ -148,8 +151,8 @@ def shrink(
     Returns how many chunks were deleted. Ends early when ``stopped``. Raises OSError; StoreError, of a file that cannot
     be deleted after all others were.
     """
-    ages = Ages()
-    for chunk in _chunks(store, stopped):
+    latest_s, ages = wall() + CLOCK_S, Ages()
+    for chunk in _chunks(store, stopped, latest_s):
         ages.add(chunk)
     if free_bytes is not None:
         capacity_bytes = min(capacity_bytes, ages.total.size_bytes + free_bytes)
@@ -160,7 +163,7 @@ def shrink(
     sweep = Sweep(make_plan(ages, now_s=wall(), max_bytes=left_bytes, older_than_s=None, grace_s=0.0))
     names: list[str] = []
     evicted, fault = 0, None
-    for chunk in _chunks(store, stopped):
+    for chunk in _chunks(store, stopped, latest_s):
         if sweep.takes(chunk):
             names += [shard.place for shard in chunk.shards]
             evicted += 1
@@ -183,9 +186,10 @@ def _delete(store: TreeStore, names: list[str]) -> StoreError | None:
     return None
 
 
-def _chunks(store: TreeStore, stopped: Callable[[], bool]) -> Iterator[ChunkInfo]:
+def _chunks(store: TreeStore, stopped: Callable[[], bool], latest_s: float) -> Iterator[ChunkInfo]:
     """Yield what is there, until ``stopped``. Raises StoreError, OSError.
 
+    What is younger than ``latest_s`` is told as very old.
     Only namespaces are looked into: beside them may lie much that is not ours, or that we may not list (lost+found).
     """
     names = [name for name in sorted(os.listdir(store.where)) if parse_manifest_name(manifest_name(name))]
@@ -195,7 +199,10 @@ def _chunks(store: TreeStore, stopped: Callable[[], bool]) -> Iterator[ChunkInfo
             if stopped():
                 return
             time.sleep(_PAUSE_S)
-        yield chunk
+        if chunk.modified_s <= latest_s:
+            yield chunk
+        else:
+            yield ChunkInfo(chunk.key, tuple(shard._replace(modified_s=0.0) for shard in chunk.shards))
 
 
 def _is_ours(name: str) -> bool:
