@@ -195,7 +195,8 @@ class TreeStore(Store):
         """
         try:
             with os.scandir(os.path.join(self._root, above)) as entries:
-                found = [entry for entry in entries if not entry.name.startswith(".")]
+                hidden = "lost+found" if not above else ""  # of a mount point, and root's alone
+                found = [entry for entry in entries if not entry.name.startswith(".") and entry.name != hidden]
                 order = sorted((os.fsencode(e.name) + b"/" * e.is_dir(follow_symlinks=False), e) for e in found)
         except (FileNotFoundError, NotADirectoryError):
             return  # Pruned while we walk.

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from nixl_offload.config import SharedDirConfig
-from nixl_offload.errors import StoreError
+from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.hardware import mounts
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.shared.eviction import Eviction, shrink
 from nixl_offload.tiers.shared_dir import kind
@@ -300,3 +301,21 @@ def test_who_keeps_a_directory_to_its_capacity(
     assert kind.is_kept(SharedDirConfig.model_validate(fields)) is kept
     for said in (True, False):
         assert kind.is_kept(SharedDirConfig.model_validate({**fields, "evict": said})) is said
+
+
+def test_a_capacity_of_less_than_two_chunks_is_refused(tmp_path: Path) -> None:
+    """Each chunk would be deleted as soon as it is written."""
+    context = TierContext(0, namespace_of("default"), world_size=RANKS)
+    least_bytes = 2 * RANKS * context.slot_classes[-1]
+    fields = {"kind": "shared_dir", "path": str(tmp_path / "kv"), "evict": True}
+    with pytest.raises(ConfigError, match=r"too small for this model.* need at least"):
+        kind.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes - 1}), context)
+    kind.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes}), context).close(())
+
+
+def test_what_a_filesystem_keeps_for_root_is_not_listed(store: TreeStore) -> None:
+    """A mount point has lost+found, which nobody else may list."""
+    for directory in (Path(store.where, "lost+found"), Path(store.where, "within", "lost+found")):
+        directory.mkdir(parents=True)
+        (directory / "file").touch()
+    assert [info.name for info in store.list("")] == ["within/lost+found/file"]

@@ -246,6 +246,8 @@ def _space(context: DirectoryContext) -> Finding:
     words = f"capacity {format_size(capacity)}; {about_size(free)} free of {about_size(whole)}, {used}"
     if capacity <= fits:
         return ok(words)
+    if isinstance(context.tier, SharedDirConfig) and is_kept(context.tier, context.root):
+        return ok(f"{words}: servers evict when the disk is full")
     fits = int(fits * _FILL_SHARE)
     if fits < _MIB:
         return wrong(f"{words}: the disk is full", f"free some of it: du -xsh {at}/*")

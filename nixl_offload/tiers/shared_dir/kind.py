@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from nixl_offload.config import SharedDirConfig
+from nixl_offload.errors import ConfigError
 from nixl_offload.hardware.mounts import LOCAL, find_mount
 from nixl_offload.movers.base import Mover
 from nixl_offload.stores.directory import TreeStore
@@ -20,13 +21,21 @@ from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
 from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.units import format_size
 
 
 def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
     """Open the store and begin with nothing known. Storage that does not answer is used once it does.
 
-    Raises StoreError or NotSupportedError when there can be no store, and when a required one does not answer.
+    Raises StoreError or NotSupportedError when there can be no store, and when a required one does not answer, and
+    ConfigError when what engines would keep there is less than two chunks.
     """
+    keeps, least_bytes = is_kept(config), 2 * context.slot_classes[-1] * context.world_size
+    if keeps and config.capacity_bytes < least_bytes:
+        raise ConfigError(
+            f"capacity {format_size(config.capacity_bytes)} of {config.path} is too small for this model: chunks of "
+            f"{context.slot_classes[-1]} bytes on {context.world_size} ranks need at least {format_size(least_bytes)}"
+        )
     store = TreeStore(config.path)
     name = f"Shared directory tier {store.where}"
     return SharedTier.open(
@@ -37,7 +46,7 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
         ttl_s=None,
         warm_start=config.warm_start,
         required=config.required,
-        eviction=partial(Eviction, store, config.capacity_bytes, name=name) if is_kept(config) else None,
+        eviction=partial(Eviction, store, config.capacity_bytes, name=name) if keeps else None,
     )
 
 
