@@ -161,11 +161,20 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         if not self.stores:
             return {}
-        if self.held and (states := scheduler_output.kv_connector_block_state) is not None:
-            offered = {name: of for name, of in states.boundary_state_offloads.items() if name not in self.held}
+        states = scheduler_output.kv_connector_block_state
+        if states is not None and (offloads := states.boundary_state_offloads):
+            offered = {name: self._within_limit(name, of) for name, of in offloads.items() if name not in self.held}
             scheduler_output = copy(scheduler_output)
             scheduler_output.kv_connector_block_state = replace(states, boundary_state_offloads=offered)
         return super()._build_partial_tail_store_jobs(scheduler_output)
+
+    def _within_limit(self, request_id: str, offloads: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Return the states that lie within a request's ``max_offload_tokens``: 0.32 asserts that its tail does."""
+        state = self._req_status.get(request_id)
+        if state is None:
+            return []
+        limit = state.max_offload_tokens
+        return offloads if limit is None else [offload for offload in offloads if offload[2] <= limit]
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         if not self.stores:

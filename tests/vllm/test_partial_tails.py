@@ -1,0 +1,83 @@
+"""The tail of a prompt that ends within a block, which vLLM offers apart where a model keeps a state: our scheduler's
+half, without an engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_offload.config import OffloadingGroupConfig
+from vllm.v1.request import Request
+
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+from nixl_offload.vllm.messages import RankGeometry
+from nixl_offload.vllm.spec import NixlOffloadSpec
+from tests.vllm import manager_rig
+from tests.vllm.manager_rig import BLOCK_TOKENS, SLOT
+
+HASH_TOKENS = 16
+TAIL = BLOCK_TOKENS + 2 * HASH_TOKENS
+STATE_GROUP, STATE_BLOCK = 1, 9
+
+
+@pytest.fixture
+def scheduler() -> Any:
+    """Attention and a state, in chunks of one block, of which vLLM also knows what lies within."""
+    init_none_hash(sha256)
+    offloading, caches = manager_rig.offloading_config(), manager_rig.kv_cache_config()
+    offloading = replace(
+        offloading,
+        groups=(*offloading.groups, OffloadingGroupConfig(BLOCK_TOKENS, ("state",), STATE_GROUP)),
+        cache=replace(offloading.cache, tokens_per_hash=HASH_TOKENS, blocks_per_chunk=1),
+    )
+    state = MambaSpec(block_size=BLOCK_TOKENS, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    caches.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=state, layer_names=["state"], is_eagle_group=False))
+    config = manager_rig.config_of(manager_rig.memory_tier(64))
+    spec = NixlOffloadSpec(
+        offloading, config_file=config, vllm_config=manager_rig.vllm_config(), kv_cache_config=caches
+    )
+    made = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
+    assert made.config.supports_partial_tail
+    made.open([RankGeometry(0, (SLOT, SLOT), f"{0:064x}", ("CPU_ATTN",))])
+    manager_rig.ranks_open(made.offload_manager)
+    yield made
+    made.offload_manager.shutdown()
+
+
+@pytest.mark.parametrize(("limit", "chunks"), [(None, 2), (TAIL, 2), (TAIL - 1, 0), (1, 0), (0, 0)])
+def test_a_tail_beyond_max_offload_tokens_is_not_stored_and_ends_no_engine(
+    scheduler: NixlOffloadScheduler, limit: int | None, chunks: int
+) -> None:
+    """vLLM 0.32 asserts that no tail lies beyond it, but offers all. With a limit of 0 it would store them."""
+    params = None if limit is None else {"max_offload_tokens": limit}
+    request = Request(
+        "asks",
+        list(range(TAIL + 5)),
+        SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": params}),
+        None,
+        block_hasher=get_request_block_hasher(HASH_TOKENS, sha256),
+    )
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    blocks: Any = SimpleNamespace(blocks=([1, 2], [3, 4]))
+    scheduler.update_state_after_alloc(request, blocks, 0)
+    output = SchedulerOutput.make_empty()
+    arrived: Any = SimpleNamespace(req_id="asks", block_ids=([1, 2], [3, 4]), num_computed_tokens=0)
+    output.scheduled_new_reqs = [arrived]
+    output.kv_connector_block_state = KVConnectorBlockState(
+        req_ids={"asks"},
+        resolve_block_ids=lambda _: ([1, 2], [3, 4]),
+        boundary_state_offloads={"asks": [(STATE_GROUP, STATE_BLOCK, TAIL)]},
+    )
+    meta: Any = scheduler.build_connector_meta(output)
+    stored = [block for job in meta.store_jobs.values() for block in job.src_spec.block_ids]
+    assert stored == [2, STATE_BLOCK][:chunks]
