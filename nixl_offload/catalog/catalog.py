@@ -86,7 +86,7 @@ class Catalog:
         self._retention = Retention(self._tiers, slot_bytes)
         self._prefetches = PrefetchQueue(
             self._tiers,
-            memory=self._chain.memory,
+            memory=self._chain.memory if self.is_chain else None,
             backlog_bytes=self._chain.write_through_backlog_bytes // PREFETCH_BACKLOGS,
             slot_bytes=slot_bytes,
             lookup=self.lookup,

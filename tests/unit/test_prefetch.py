@@ -235,6 +235,14 @@ def test_a_reset_in_the_midst_serves_nothing_afterwards(make: MakeChain) -> None
     assert bring(chain) == []
 
 
+def test_with_memory_alone_nothing_waits(make: MakeChain) -> None:
+    """Nor is anything begun there in any step."""
+    chain = make(file_slots=0)
+    chain.store(1)
+    foretell(chain, 1, 2)
+    assert not chain.catalog.has_pending_writes
+
+
 def test_without_memory_nothing_waits(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = make()
     monkeypatch.setattr(chain.catalog._prefetches, "_memory", None)
