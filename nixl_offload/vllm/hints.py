@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
-from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
 
 from nixl_offload.catalog import Catalog, PrefetchKey
 from nixl_offload.types import Key
@@ -149,7 +149,7 @@ class Hints:
             catalog.retain(keys, hint.retain_s, self._clock())
         if hint.drop_from is not None:
             for group in chunks:
-                catalog.drop(chunk.key for chunk in group if chunk.end_token > hint.drop_from)
+                self._manager.drop(OffloadKey(chunk.key) for chunk in group if chunk.end_token > hint.drop_from)
 
     def _prefetch(self, catalog: Catalog, status: RequestOffloadState, allowed: frozenset[int] | None) -> None:
         now_s = self._clock()

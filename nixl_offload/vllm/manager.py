@@ -245,6 +245,12 @@ class NixlOffloadManager(OffloadingManager):
         """Return the tiers that a request may load from, None for all."""
         return allowed_tiers(req_context, self._labels)
 
+    def drop(self, keys: Iterable[OffloadKey]) -> None:
+        """Give up chunks of one KV cache group, in prefix order: see ``Catalog.drop``."""
+        if self._catalog is not None:
+            self._catalog.drop(Key(key) for key in keys)
+            self._changed()
+
     def count_hint(self, hint: str, result: str) -> None:
         """Count a hint that came with a request."""
         self._stats_s = 0.0

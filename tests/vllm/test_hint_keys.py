@@ -202,6 +202,18 @@ def test_requests_without_hints_leave_nothing(scheduler: NixlOffloadScheduler) -
     assert not scheduler._hints.waits_for_ends
 
 
+def test_a_request_that_waits_for_room_hears_that_its_chunks_were_dropped(scheduler: NixlOffloadScheduler) -> None:
+    """It is told the same in every step as long as nothing changes, and would load what is gone."""
+    waits = request_of("waits", TOKENS)
+    put_on_the_slab(scheduler, keys_of(waits))
+    scheduler.on_new_request(waits)
+    assert scheduler.get_num_new_matched_tokens(waits, 0) == (CHUNKS * CHUNK_TOKENS, True)
+    params = {"nixl_offload": {"drop_from": CHUNK_TOKENS, "token_ids": TOKENS}}
+    scheduler.on_new_request(request_of("carrier", TOKENS[:1], params=params))
+    pending_steps(scheduler)
+    assert scheduler.get_num_new_matched_tokens(waits, 0) == (CHUNK_TOKENS, True)
+
+
 def test_what_is_to_be_done_at_the_end_waits_for_it(scheduler: NixlOffloadScheduler) -> None:
     own = request_of("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
     scheduler.on_new_request(own)
