@@ -115,7 +115,8 @@ class Hints:
     # Inside
 
     def _take(self, hint: Hint, request: Request, status: RequestOffloadState) -> None:
-        is_refused = status.req_context.get_state(Refused) is not None
+        refused = status.req_context.get_state(Refused)
+        is_refused = refused is not None and not refused.may_load  # else by another hint of the same request
         tokens = len(hint.token_ids or ())
         if tokens and (len(self._prompts) >= MAX_PROMPTS or self._waiting_tokens + tokens > MAX_WAITING_TOKENS):
             self._manager.count_hint("any", "refused")

@@ -162,6 +162,18 @@ def test_a_requests_own_chunks_are_fetched_when_it_arrives(scheduler: NixlOffloa
     settle(scheduler, move.ticket)
 
 
+def test_a_request_that_is_not_stored_may_have_another_hint(scheduler: NixlOffloadScheduler) -> None:
+    """One by each way."""
+    action = KvHintAction("1", "nixl_offload.hints", "1.0", {"prefetch": True})
+    envelope = KvHintsEnvelope("0.1", "message", [action])
+    own = request_of("own", TOKENS, params={"nixl_offload": {"store": False}}, envelope=envelope)
+    put_on_the_slab(scheduler, keys_of(own))
+    scheduler.on_new_request(own)
+    [move] = moves(scheduler)
+    assert list(move.keys) == keys_of(own)
+    settle(scheduler, move.ticket)
+
+
 def test_too_many_at_a_time_are_refused(scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hints, "MAX_PROMPTS", 2)
     params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
