@@ -94,6 +94,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """What ``kv_role`` has us do."""
         self._answers: dict[str, _Answer] = {}
         """By request, until it is given blocks."""
+        self._is_alone = False
+        """No other connector loads beside ours."""
         self._asked_about: set[str] = set()
         """Requests that were looked up in this step."""
         self._allocated: dict[str, bool] = {}
@@ -140,7 +142,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._idling.record_progress()
 
     def take_geometries(self, told: Mapping[int, RankGeometry], *, is_start: bool) -> None:
-        """Open the tiers once every rank has told its geometry. ``is_start``: before the first step, which waits."""
+        """Open the tiers once every rank has told its geometry. ``is_start``: before the first step, which waits; so
+        ranks tell it only where no other connector is beside ours.
+        """
+        self._is_alone = self._is_alone or (is_start and bool(told))
         self._geometries.update(told)
         if self.is_off or self.offload_manager.is_begun or set(self._geometries) != set(range(self._world_size)):
             return
@@ -237,7 +242,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if request.request_id in self._asked_about:
-            self._allocated[request.request_id] = num_external_tokens > 0
+            if not self._is_alone:
+                self._allocated[request.request_id] = num_external_tokens > 0
             self._answers.pop(request.request_id, None)
         self._load.allocated(request.request_id)
         status = request_state(self, request.request_id)

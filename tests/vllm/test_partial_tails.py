@@ -47,18 +47,14 @@ def scheduler() -> Any:
     )
     made = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
     assert made.config.supports_partial_tail
-    made.open([RankGeometry(0, (SLOT, SLOT), f"{0:064x}", ("CPU_ATTN",))])
+    made.take_geometries({0: RankGeometry(0, (SLOT, SLOT), f"{0:064x}", ("CPU_ATTN",))}, is_start=True)
     manager_rig.ranks_open(made.offload_manager)
     yield made
     made.offload_manager.shutdown()
 
 
-@pytest.mark.parametrize(("limit", "chunks"), [(None, 2), (TAIL, 2), (TAIL - 1, 0), (1, 0), (0, 0)])
-def test_a_tail_beyond_max_offload_tokens_is_not_stored_and_ends_no_engine(
-    scheduler: NixlOffloadScheduler, limit: int | None, chunks: int
-) -> None:
-    """vLLM 0.32 asserts that no tail lies beyond it, but offers all. With a limit of 0 it would store them."""
-    params = None if limit is None else {"max_offload_tokens": limit}
+def offered_tail(scheduler: NixlOffloadScheduler, params: Any = None, computed_tokens: int = 0) -> list[int]:
+    """Let vLLM offer the tail of a prompt in the request's first step; return the blocks that are stored."""
     request = Request(
         "asks",
         list(range(TAIL + 5)),
@@ -67,17 +63,34 @@ def test_a_tail_beyond_max_offload_tokens_is_not_stored_and_ends_no_engine(
         block_hasher=get_request_block_hasher(HASH_TOKENS, sha256),
     )
     scheduler.on_new_request(request)
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    whole_blocks = computed_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    assert scheduler.get_num_new_matched_tokens(request, whole_blocks) == (0, False)
     blocks: Any = SimpleNamespace(blocks=([1, 2], [3, 4]))
     scheduler.update_state_after_alloc(request, blocks, 0)
+    request.num_computed_tokens = computed_tokens
     output = SchedulerOutput.make_empty()
-    arrived: Any = SimpleNamespace(req_id="asks", block_ids=([1, 2], [3, 4]), num_computed_tokens=0)
+    arrived: Any = SimpleNamespace(req_id="asks", block_ids=blocks.blocks, num_computed_tokens=computed_tokens)
     output.scheduled_new_reqs = [arrived]
+    output.num_scheduled_tokens = {"asks": 5}
     output.kv_connector_block_state = KVConnectorBlockState(
         req_ids={"asks"},
-        resolve_block_ids=lambda _: ([1, 2], [3, 4]),
+        resolve_block_ids=lambda _: blocks.blocks,
         boundary_state_offloads={"asks": [(STATE_GROUP, STATE_BLOCK, TAIL)]},
     )
     meta: Any = scheduler.build_connector_meta(output)
-    stored = [block for job in meta.store_jobs.values() for block in job.src_spec.block_ids]
-    assert stored == [2, STATE_BLOCK][:chunks]
+    tails = [job for job in meta.store_jobs.values() if list(job.src_spec.block_indices) == [1, 1]]
+    return [block for job in tails for block in job.src_spec.block_ids]
+
+
+@pytest.mark.parametrize(("limit", "chunks"), [(None, 2), (TAIL, 2), (TAIL - 1, 0), (1, 0), (0, 0)])
+def test_a_tail_beyond_max_offload_tokens_is_not_stored_and_ends_no_engine(
+    scheduler: NixlOffloadScheduler, limit: int | None, chunks: int
+) -> None:
+    """All tails are offered, and vLLM 0.32 asserts that none lies beyond it. With a limit of 0 it would store them."""
+    params = None if limit is None else {"max_offload_tokens": limit}
+    assert offered_tail(scheduler, params) == [2, STATE_BLOCK][:chunks]
+
+
+def test_a_tail_in_the_prefix_cache_is_no_load_of_another_connector(scheduler: NixlOffloadScheduler) -> None:
+    """We are asked about whole blocks; it computes from within one on. What it offers then it offers once."""
+    assert offered_tail(scheduler, computed_tokens=BLOCK_TOKENS + HASH_TOKENS) == [2, STATE_BLOCK]
