@@ -30,6 +30,7 @@ from nixl_offload.vllm.vllm_internals import (
     allocated_requests,
     first_lookup_group,
     forget_descriptions,
+    hit_keys,
     known_requests,
     offer_again,
     request_state,
@@ -220,8 +221,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             status.req_context.set_state(LookupStatistics(num_computed_tokens, asked, found))
         if not found:
             return found, is_async
-        first, last = num_computed_tokens // chunk_tokens, -(-(num_computed_tokens + found) // chunk_tokens)
-        keys = status.group_states[group].offload_keys[first:last]
+        first = num_computed_tokens // chunk_tokens
+        keys = hit_keys(self, status, group, num_computed_tokens + found)[first:]
         wanted = self.offload_manager.tokens_to_load(
             keys,
             status.req_context,

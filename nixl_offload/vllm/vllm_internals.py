@@ -222,6 +222,19 @@ def first_lookup_group(scheduler: OffloadingConnectorScheduler) -> int:
     return scheduler._lookup_groups[0]
 
 
+def hit_keys(
+    scheduler: OffloadingConnectorScheduler, status: RequestOffloadState, group: int, end: int
+) -> list[OffloadKey]:
+    """Return the chunks of a request's KV cache group at position ``group`` before token ``end``, where what it was
+    just told ends: maybe within a block, at a boundary with a key of its own.
+    """
+    config, keys = scheduler.config.kv_group_configs[group], status.group_states[group].offload_keys
+    if status.partial_tail_boundary is None:
+        return keys[: -(-end // config.tokens_per_chunk)]
+    tail = scheduler._make_boundary_key(status.req, config.group_idx, end, status.req_context)
+    return [*keys[: end // config.tokens_per_chunk], tail]
+
+
 def offer_again(scheduler: OffloadingConnectorScheduler, job_ids: Iterable[int], lost: Set[OffloadKey]) -> None:
     """Have requests store anew, as they recompute them, the chunks that a load did not bring.
 

@@ -15,11 +15,12 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 from vllm.v1.request import Request
 
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
-from nixl_offload.vllm.messages import RankGeometry
+from nixl_offload.vllm.messages import LoadSample, RankGeometry, TicketReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, SLOT
@@ -94,3 +95,25 @@ def test_a_tail_beyond_max_offload_tokens_is_not_stored_and_ends_no_engine(
 def test_a_tail_in_the_prefix_cache_is_no_load_of_another_connector(scheduler: NixlOffloadScheduler) -> None:
     """We are asked about whole blocks; it computes from within one on. What it offers then it offers once."""
     assert offered_tail(scheduler, computed_tokens=BLOCK_TOKENS + HASH_TOKENS) == [2, STATE_BLOCK]
+
+
+@pytest.mark.parametrize(
+    ("whole_blocks", "seconds", "tokens"),
+    [(1, 0.0001, TAIL), (1, 10.0, 0), (0, 0.0001, 2 * HASH_TOKENS), (0, 10.0, 0)],
+)
+def test_a_hit_that_ends_within_a_block_is_loaded_where_that_is_quicker(
+    scheduler: NixlOffloadScheduler, whole_blocks: int, seconds: float, tokens: int
+) -> None:
+    tokens_of = list(range(TAIL + 5)) if whole_blocks else list(range(2 * HASH_TOKENS + 5))
+    hasher = get_request_block_hasher(HASH_TOKENS, sha256)
+    request = Request("asks", tokens_of, SamplingParams(max_tokens=9), None, block_hasher=hasher)
+    scheduler.on_new_request(request)
+    ends = [BLOCK_TOKENS, TAIL] if whole_blocks else [2 * HASH_TOKENS]
+    keys = [make_offload_key(request.block_hashes[end // HASH_TOKENS - 1], group) for end in ends for group in (0, 1)]
+    manager = scheduler.offload_manager
+    output = manager.prepare_store(keys, manager_rig.request("stores"))
+    assert output is not None
+    manager.settle({output.store_spec.ticket.ticket: TicketReport()}, [LoadSample(0, SLOT, seconds, False)] * 5)  # type: ignore[attr-defined]
+    for _ in range(5):
+        manager.observe_prefill(256, 0, 0.01)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
