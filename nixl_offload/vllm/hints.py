@@ -18,7 +18,7 @@ from nixl_offload.catalog import Catalog, PrefetchKey
 from nixl_offload.types import Key
 from nixl_offload.vllm.hint_format import BadHintError, Hint, hints_of
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
-from nixl_offload.vllm.vllm_internals import request_without_tokens
+from nixl_offload.vllm.vllm_internals import AdaptedRequestState, request_without_tokens
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import SchedulerOffloadConfig
@@ -37,12 +37,14 @@ HASHES_PER_STEP: Final = 128
 class _Prompt:
     """Token ids of a hint, on their way to be hashed."""
 
-    def __init__(self, hint: Hint, token_ids: list[int], request: Request, config: SchedulerOffloadConfig) -> None:
+    def __init__(self, hint: Hint, token_ids: list[int], carrier: RequestOffloadState) -> None:
+        """``carrier``: the request that brought the hint."""
         self.hint = hint
         self.token_ids = token_ids
-        self._request = request_without_tokens(request, f"hint-of-{request.request_id}")
-        self.status = RequestOffloadState(
-            config=config,
+        self._carrier = carrier
+        self._request = request_without_tokens(carrier.req, f"hint-of-{carrier.req.request_id}")
+        self.status = type(carrier)(
+            config=carrier.config,
             req=self._request,
             req_context=ReqContext(self._request.request_id),
             offloading_context=RequestOffloadingContext(),
@@ -55,7 +57,10 @@ class _Prompt:
         if not all(type(token) is int and token >= 0 for token in piece):
             raise BadHintError("token_ids", "whole numbers are right, 0 or more")
         self._request.append_output_token_ids(piece)
-        return self._request.num_tokens >= len(self.token_ids)
+        is_done = self._request.num_tokens >= len(self.token_ids)
+        if is_done and isinstance(self.status, AdaptedRequestState) and isinstance(self._carrier, AdaptedRequestState):
+            self.status.adapt(self._carrier.use)
+        return is_done
 
 
 class Hints:
@@ -117,19 +122,19 @@ class Hints:
     def _take(self, hint: Hint, request: Request, status: RequestOffloadState) -> None:
         refused = status.req_context.get_state(Refused)
         is_refused = refused is not None and not refused.may_load  # else by another hint of the same request
+        stores_nothing = not hint.store or (hint.token_ids is None and hint.drop_from is not None)
+        if stores_nothing and not is_refused:
+            status.req_context.set_state(Refused(may_load=True))
         tokens = len(hint.token_ids or ())
         if tokens and (len(self._prompts) >= MAX_PROMPTS or self._waiting_tokens + tokens > MAX_WAITING_TOKENS):
             self._manager.count_hint("any", "refused")
             return
         for name in hint.names:
             self._manager.count_hint(name, "taken")
-        stores_nothing = not hint.store or (hint.token_ids is None and hint.drop_from is not None)
-        if stores_nothing and not is_refused:
-            status.req_context.set_state(Refused(may_load=True))
         allowed = self._manager.allowed_tiers(status.req_context)
         if hint.token_ids is not None:
             self._waiting_tokens += tokens
-            self._prompts.append((_Prompt(hint, hint.token_ids, request, self._config), allowed))
+            self._prompts.append((_Prompt(hint, hint.token_ids, status), allowed))
             return
         if is_refused:
             return

@@ -284,9 +284,12 @@ class NixlOffloadManager(OffloadingManager):
             self._catalog.flush(time.monotonic())
         if self._reopens:
             return
-        if self._catalog.is_chain and (moves := self._catalog.begin_write_throughs(time.monotonic())):
+        if self._catalog.is_chain:
+            removals = self._catalog.removals
+            moves = self._catalog.begin_write_throughs(time.monotonic())
             self.moves += moves
-            self._changed()
+            if moves or removals != self._catalog.removals:
+                self._changed()
 
     def take_moves(self) -> list[WriteThroughTicket]:
         """Return the moves to tell the ranks of."""

@@ -17,12 +17,19 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-from vllm.v1.kv_offload.base import OffloadKey, ScheduleEndContext
+from vllm.v1.kv_offload.base import (
+    OffloadKey,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
 from vllm.v1.request import Request
 
 from nixl_offload.index import State
 from nixl_offload.types import Key
 from nixl_offload.vllm import hints
+from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.messages import TicketReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
@@ -111,6 +118,10 @@ def test_token_ids_give_the_keys_of_a_request_with_that_salt_and_adapter(
 ) -> None:
     right = keys_of(request_of("right", TOKENS, salt=salt, adapter=adapter))
     assert len(right) == CHUNKS
+    if adapter is not None:
+        use = AdapterUse(adapter_of(adapter), ("what it holds",))
+        scheduler._take_adapters({0: {use.adapter: use.digests}})
+        right = [make_offload_key(use.tag(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in right]
     put_on_the_slab(scheduler, right)
     raw = {"prefetch": True, "token_ids": TOKENS}
     other = KvHintAction("1", "kv.fetch", "1.0", {"block_hashes": [1]})
