@@ -37,6 +37,7 @@ ORDER = (
     "engine",
     "movers",
     "autotune",
+    "tensor_digests",
 )
 """``tests/gpu/test_NAME_cuda.py``: what others rest on comes before them."""
 OPTIONS = ["-m", "gpu", "-v", "-c", "pyproject.toml", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.run_tests"]
