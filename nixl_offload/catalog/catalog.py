@@ -94,8 +94,6 @@ class Catalog:
             forget=self.forget_request,
             evicted=self._removed,
         )
-        self.removals = 0
-        """Counts how often chunks were evicted or dropped."""
         self._tickets: dict[int, OpenTicket] = {}
         self._numbers = count(1)
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self._tiers)
@@ -379,7 +377,7 @@ class Catalog:
         return states
 
     def _removed(self, tier: int, keys: Iterable[Key]) -> None:
-        self.removals += 1
+        keys = tuple(keys)
         self.changes.tell(tier, keys, removed=True)
         self._retention.dropped(tier, keys)
 

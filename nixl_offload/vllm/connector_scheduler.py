@@ -62,7 +62,7 @@ ANSWER_S: Final = 0.1
 write to change by themselves."""
 
 
-class _Answer(NamedTuple):
+class _LastAnswer(NamedTuple):
     """What a request was told that has no blocks yet."""
 
     computed_tokens: int
@@ -93,7 +93,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """Nothing will ever be stored or loaded."""
         self._loads = self._stores = True
         """What ``kv_role`` has us do."""
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, _LastAnswer] = {}
         """By request, until it is given blocks."""
         self._is_alone = False
         """No other connector loads beside ours."""
@@ -197,7 +197,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         found, is_async = self._look_up(request, num_computed_tokens, max_num_new_tokens)
         if found is not None:
             until_s = time.monotonic() + ANSWER_S
-            self._answers[request.request_id] = _Answer(
+            self._answers[request.request_id] = _LastAnswer(
                 num_computed_tokens, max_num_new_tokens, version, until_s, found
             )
         return found, is_async

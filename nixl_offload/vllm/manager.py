@@ -285,10 +285,9 @@ class NixlOffloadManager(OffloadingManager):
         if self._reopens:
             return
         if self._catalog.is_chain:
-            removals = self._catalog.removals
             moves = self._catalog.begin_write_throughs(time.monotonic())
             self.moves += moves
-            if moves or removals != self._catalog.removals:
+            if moves or self.has_events:
                 self._changed()
 
     def take_moves(self) -> list[WriteThroughTicket]:

@@ -7,6 +7,7 @@ really be in files and can be verified; load or recompute is decided once per re
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -19,10 +20,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import NOWHERE
+from nixl_offload.catalog import NOWHERE, PrefetchKey
 from nixl_offload.config import Config
 from nixl_offload.engine import TierStatus
-from nixl_offload.types import Outcome
+from nixl_offload.types import Key, Outcome
 from nixl_offload.vllm.messages import RankStatus
 from nixl_offload.vllm.server_load import ServerLoad
 from tests.vllm.manager_rig import (
@@ -447,3 +448,19 @@ def test_a_request_may_skip_to_a_tier_it_may_load_from(tmp_path: Path, open_rig:
     storage = request("storage", [{"medium": "STORAGE"}])
     assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
     assert rig.manager.tokens_to_load(keys(1), storage, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0
+
+
+def test_answers_hold_until_something_has_changed(tmp_path: Path, open_rig: Open) -> None:
+    """A step that looks for a chunk in vain changes no answer; one before which a chunk went does."""
+    rig = open_rig(config_of(memory_tier(8), slab_tier(tmp_path)))
+    rig.store(1)
+    rig.write_through()
+    assert list(rig.manager.take_events())
+    catalog, version = rig.manager.catalog, rig.manager.version
+    assert catalog is not None
+    catalog.prefetch([PrefetchKey(Key(key(9)), CHUNK_TOKENS)], time.monotonic())
+    assert not rig.step()
+    assert rig.manager.version == version
+    catalog.drop([Key(key(1))])
+    assert not rig.step()
+    assert rig.manager.version > version
