@@ -230,9 +230,9 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
         assert rig.load(job + 1, [rig.chunk(0, FILE, blocks_of(7), host=10)], ticket) == (OK,)
         assert rig.settle(ticket).outcomes == (OK,)
         assert rig.moves(ticket + 1, [rig.move(2, MEMORY, FILE), rig.move(3, FILE, MEMORY)]) == (OK, OK)
-        assert rig.results[job].seconds < 2
-        assert rig.results[job + 1].seconds < 2
-        assert rig.settled[ticket + 1].seconds < 2
+        assert rig.results[job].seconds < 10
+        assert rig.results[job + 1].seconds < 10
+        assert rig.settled[ticket + 1].seconds < 10
     assert in_flight(rig, BUCKET) == (4, link_paths.MAX_BACKGROUND), "more in flight than the bound"
     assert not {1, 2} & rig.settled.keys()
     rig.clock.ahead_s += max(MOVE_QUEUE_LIMIT_S, RELAY_WAIT_S, LOAD_TIMEOUT_S) + 1
@@ -362,7 +362,7 @@ def test_a_relay_whose_store_was_quarantined_keeps_its_slot_that_long(make: Make
 
 def test_wait_has_one_limit_for_all_tiers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Direct stores hang in both farther tiers: limits that added up would stall the engine's step twice as long."""
-    monkeypatch.setattr(chain, "WAIT_LIMIT_S", 0.4)
+    monkeypatch.setattr(chain, "WAIT_LIMIT_S", 2.0)
     movers = [stuck(Op.WRITE), stuck(Op.WRITE)]
     rig = make(*movers, shape="direct_blocks")
     chunks = [rig.chunk(0, FILE, blocks_of(0)), rig.chunk(1, BUCKET, blocks_of(1))]
@@ -370,14 +370,15 @@ def test_wait_has_one_limit_for_all_tiers(make: Make, monkeypatch: pytest.Monkey
     rig.until(lambda: all(len(mover.submitted) == 2 for mover in movers))
     began_s = time.monotonic()
     rig.chain.wait([1])
-    assert 0.35 < time.monotonic() - began_s < 0.7
+    assert 1.9 < time.monotonic() - began_s < 3.8
     for mover in movers:
         mover.release()
     assert rig.collect(1).outcomes == (FAILED, FAILED)
 
 
-def test_wait_is_not_held_up_by_moves(make: Make) -> None:
+def test_wait_is_not_held_up_by_moves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a packed store are free as soon as they are gathered, whatever hangs behind it."""
+    monkeypatch.setattr(chain, "WAIT_LIMIT_S", 20.0)
     mover = stuck(Op.WRITE)
     rig = make(mover)
     for number in range(8):
@@ -386,7 +387,7 @@ def test_wait_is_not_held_up_by_moves(make: Make) -> None:
     rig.chain.submit_store(2, [rig.chunk(20, FILE, blocks_of(0)), rig.chunk(20, BUCKET, blocks_of(0))])
     began_s = time.monotonic()
     rig.chain.wait([2])
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 10
     for rows in rig.kv:
         rows[:] = 0xEE
     mover.release()

@@ -297,8 +297,8 @@ def test_close_drains_moves_and_stores(make: Make) -> None:
 def test_asking_costs_next_to_nothing_when_nothing_happens(make: Make) -> None:
     """As often as an engine steps: generous, but far below what walking over open tickets would take."""
     rig = make()
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     for _ in range(1000):
         rig.chain.finished()
         rig.chain.settled()
-    assert time.perf_counter() - began_s < 0.5
+    assert time.thread_time() - began_s < 0.5

@@ -398,7 +398,7 @@ def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Mon
     assert item.result.outcomes == (Outcome.FAILED,)
     assert rig.worker.take_tickets() == {7: {0: Outcome.FAILED}}
     assert rig.worker.take_status() == {}
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < DEADLINE_S / 2
     slow.go_on.set()
     assert rig.status().open
     rig.store([0, 1, 2, 3], 0)
