@@ -148,7 +148,7 @@ class _Parser(argparse.ArgumentParser):
 def _open_closed_streams() -> None:
     """Python has None for a stream that was closed before it started (`>&-`): nobody wants to read it."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 -- likewise
 
 
 def _discard_stdout() -> None:
