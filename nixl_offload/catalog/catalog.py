@@ -15,7 +15,7 @@ from nixl_offload.catalog.admission import Admission
 from nixl_offload.catalog.changes import Change, Changes
 from nixl_offload.catalog.counts import Counts
 from nixl_offload.catalog.placing import Placing
-from nixl_offload.catalog.prefetch import PrefetchKey, PrefetchQueue
+from nixl_offload.catalog.prefetch import PrefetchQueue
 from nixl_offload.catalog.retention import Retention
 from nixl_offload.catalog.tickets import (
     NOBODY,
@@ -268,24 +268,26 @@ class Catalog:
 
     def prefetch(
         self,
-        chunks: Sequence[PrefetchKey],
+        keys: Sequence[Key],
+        end_tokens: Sequence[int],
         now_s: float,
         allowed: Collection[int] | None = None,
         *,
         is_prefix: bool = True,
     ) -> None:
         """Have chunks of one KV cache group read into memory in the background, in their order, from the tiers
-        ``allowed`` (None: any). ``is_prefix``: those behind one that no tier has are of no use.
+        ``allowed`` (None: any). ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that no
+        tier has are of no use.
         """
-        self._prefetches.add(chunks, now_s, allowed, is_prefix=is_prefix)
+        self._prefetches.add(keys, end_tokens, now_s, allowed, is_prefix=is_prefix)
 
     def retain(self, keys: Iterable[Key], seconds: float, now_s: float) -> None:
         """Do not evict these chunks for so long, as far as there is room: see ``retention``. 0 ends it."""
         self._retention.retain(keys, now_s + seconds, now_s)
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Give up chunks in memory and in slabs, from the end of a prefix to its beginning. Shared tiers keep them."""
-        for key in tuple(keys)[::-1]:
+        """Give up chunks in memory and in slabs, in their order: of a prefix its end first. Shared tiers keep them."""
+        for key in keys:
             self._retention.end(key)
             for position, tier in self._numbered:
                 if tier.drop(key):

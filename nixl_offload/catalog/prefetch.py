@@ -8,10 +8,10 @@ Failure: what is nowhere, what memory has no room for and what could not be read
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from itertools import count
+from itertools import count, islice
 from typing import Final, NamedTuple
 
 from nixl_offload.tiers.base import Tier
@@ -20,20 +20,13 @@ from nixl_offload.types import Key, Location, Lookup, LookupContext
 MAX_PREFETCHES: Final = 256
 """That wait; the oldest is dropped first."""
 MAX_LOOKED_UP: Final = 256
-"""Chunks looked up in one step: a fraction of a millisecond of it."""
+"""Chunks looked up, or marked as used, in one step: a fraction of a millisecond of it."""
 MAX_BEGUN: Final = 64
 """Chunks that begin in one step."""
 MEMORY_SHARE: Final = 0.5
 """Of memory, the most that one prefetch takes: more would throw out what it has brought first."""
 PATIENCE_S: Final = 30.0
 """A prefetch is dropped after this time: what was foretold has come by then, or the tiers have no time for it."""
-
-
-class PrefetchKey(NamedTuple):
-    """A chunk to be read into memory, and the token at which it ends in its prompt."""
-
-    key: Key
-    end_token: int
 
 
 class Fetch(NamedTuple):
@@ -50,21 +43,36 @@ class _Prefetch:
 
     request_id: str
     """What lookups are made under."""
-    chunks: Sequence[PrefetchKey]
+    keys: Sequence[Key]
+    end_tokens: Sequence[int]
     is_prefix: bool
     allowed: Collection[int] | None
     since_s: float
     next: int = 0
     taken_bytes: int = 0
     """Of memory: brought, or there already."""
+    untouched: Iterator[Key] | None = None
+    """What is left to be marked as used; None: not everything was looked up yet."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one step may do, and has done."""
+
+    now_s: float
+    limit_bytes: float
+    """Of memory, the most that one prefetch takes."""
+    looks_left: int
+    begun: list[Fetch] = field(default_factory=list)
+    evicted: list[Key] = field(default_factory=list)
 
 
 class _Progress(Enum):
     OVER = "over"
-    ASKING = "asking"
-    """Some tier has gone to look."""
-    WAITING = "waiting"
-    """For room, or for the next step."""
+    GOES_ON = "goes on"
+    """In the next step: some tier has gone to look, or there is more to mark as used."""
+    STEP_OVER = "step over"
+    """Nothing more begins in this step."""
 
 
 class PrefetchQueue:
@@ -104,40 +112,44 @@ class PrefetchQueue:
         return bool(self._waiting)
 
     def add(
-        self, chunks: Sequence[PrefetchKey], now_s: float, allowed: Collection[int] | None, *, is_prefix: bool
+        self,
+        keys: Sequence[Key],
+        end_tokens: Sequence[int],
+        now_s: float,
+        allowed: Collection[int] | None,
+        *,
+        is_prefix: bool,
     ) -> None:
         """Have chunks of one group read into memory from the tiers ``allowed`` (None: any), in their order.
 
-        ``is_prefix``: those behind one that is nowhere are of no use.
+        ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that is nowhere are of no use.
         """
-        if self._memory is None or not chunks:
+        if self._memory is None or not keys:
             return
         if len(self._waiting) >= MAX_PREFETCHES:
             self._forget(self._waiting.popleft().request_id)
         name = f"prefetch-{next(self._numbers)}"
-        self._waiting.append(_Prefetch(name, chunks, is_prefix, allowed, now_s))
+        self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, allowed, now_s))
 
     def begin(self, now_s: float) -> list[Fetch]:
         """Begin what may begin now: sources pinned, slots in memory reserved."""
-        begun: list[Fetch] = []
-        if self._memory is None:
-            return begun
-        evicted: list[Key] = []
-        left = MAX_LOOKED_UP
+        if self._memory is None or not self._waiting:
+            return []
+        slots = self._tiers[self._memory].statistics().slots
+        step = _Step(now_s, 0.0 if slots is None else slots.capacity_bytes * MEMORY_SHARE, MAX_LOOKED_UP)
         for _ in range(len(self._waiting)):
             prefetch = self._waiting.popleft()
-            looked_up, progress = self._advance(prefetch, left, now_s, begun, evicted)
-            left -= looked_up
+            progress = self._advance(prefetch, step)
             if progress is _Progress.OVER or now_s - prefetch.since_s >= PATIENCE_S:
                 self._forget(prefetch.request_id)
-            elif progress is _Progress.ASKING:
+            elif progress is _Progress.GOES_ON:
                 self._waiting.append(prefetch)  # a bucket that is slow to answer holds up none of the others
             else:
                 self._forget(prefetch.request_id)  # its next question is a new one, with a time limit of its own
                 self._waiting.appendleft(prefetch)
                 break
-        self._evicted(self._memory, evicted)
-        return begun
+        self._evicted(self._memory, step.evicted)
+        return step.begun
 
     def ended(self, target: Location) -> None:
         """A chunk's ticket is settled, however it ended."""
@@ -150,36 +162,41 @@ class PrefetchQueue:
 
     # Inside
 
-    def _advance(
-        self, prefetch: _Prefetch, limit: int, now_s: float, begun: list[Fetch], evicted: list[Key]
-    ) -> tuple[int, _Progress]:
-        """Go on with one. Returns how many chunks were looked up, and how it stands."""
-        looked_up, is_asking, limit_bytes = 0, False, self._limit_bytes()
-        for at in range(prefetch.next, len(prefetch.chunks)):
-            if looked_up >= limit or len(begun) >= MAX_BEGUN:
-                return looked_up, _Progress.ASKING if is_asking else _Progress.WAITING
-            chunk = prefetch.chunks[at]
-            looked_up += 1
-            context = LookupContext(prefetch.request_id, chunk.end_token)
-            answer = self._lookup(chunk.key, now_s, context, prefetch.allowed)
+    def _advance(self, prefetch: _Prefetch, step: _Step) -> _Progress:
+        """Go on with one."""
+        if prefetch.untouched is None:
+            progress = self._look_up(prefetch, step)
+            if progress is not _Progress.OVER:
+                return progress
+            # So far each chunk was younger than those before it: a prefix is to be evicted from its end.
+            known = prefetch.keys[: prefetch.next]
+            prefetch.untouched = iter(known[::-1] if prefetch.is_prefix else known)
+        return self._touch(prefetch.untouched, step)
+
+    def _look_up(self, prefetch: _Prefetch, step: _Step) -> _Progress:
+        """Look for chunks and begin to bring them. OVER: all of them, or as many as are of use."""
+        is_asking = False
+        for at in range(prefetch.next, len(prefetch.keys)):
+            if not step.looks_left or len(step.begun) >= MAX_BEGUN:
+                return _Progress.GOES_ON if is_asking else _Progress.STEP_OVER
+            step.looks_left -= 1
+            key, context = prefetch.keys[at], LookupContext(prefetch.request_id, prefetch.end_tokens[at])
+            answer = self._lookup(key, step.now_s, context, prefetch.allowed)
             if answer is Lookup.RETRY:
                 is_asking = True  # those behind it are asked about, too: a search wants to know how far they go
             elif answer is Lookup.MISS and prefetch.is_prefix:
                 break
             elif not is_asking:
                 if answer is Lookup.HIT:
-                    if prefetch.taken_bytes >= limit_bytes:
+                    if prefetch.taken_bytes >= step.limit_bytes:
                         break
-                    if not self._take(prefetch, chunk.key, begun, evicted):
-                        return looked_up, _Progress.WAITING
-                    prefetch.since_s = now_s
+                    if not self._take(prefetch, key, step):
+                        return _Progress.STEP_OVER
+                    prefetch.since_s = step.now_s
                 prefetch.next = at + 1
-        if is_asking:
-            return looked_up, _Progress.ASKING
-        self._touch(prefetch.chunks[: prefetch.next], prefetch)
-        return looked_up, _Progress.OVER
+        return _Progress.GOES_ON if is_asking else _Progress.OVER
 
-    def _take(self, prefetch: _Prefetch, key: Key, begun: list[Fetch], evicted: list[Key]) -> bool:
+    def _take(self, prefetch: _Prefetch, key: Key, step: _Step) -> bool:
         """Begin to bring a chunk that is somewhere. False: there is no room for it now."""
         assert self._memory is not None
         memory, slot_bytes = self._tiers[self._memory], self._slot_bytes(key)
@@ -187,23 +204,21 @@ class PrefetchQueue:
         if memory.state(key) is None and source is not None:
             if self._bytes_under_way and self._bytes_under_way + slot_bytes > self._backlog_bytes:
                 return False
-            target = memory.reserve(key, slot_bytes, evicted)
+            target = memory.reserve(key, slot_bytes, step.evicted)
             if target is None:
                 return False
             self._bytes_under_way += slot_bytes
-            begun.append(Fetch(key, self._tiers[source].pin(key), target))
+            step.begun.append(Fetch(key, self._tiers[source].pin(key), target))
         else:
             memory.touch(key)
         prefetch.taken_bytes += slot_bytes
         return True
 
-    def _touch(self, chunks: Sequence[PrefetchKey], prefetch: _Prefetch) -> None:
-        """Have a prefix evicted from its end. So far each chunk was younger than those before it."""
+    def _touch(self, keys: Iterator[Key], step: _Step) -> _Progress:
+        """Mark chunks as used."""
         assert self._memory is not None
-        for chunk in reversed(chunks) if prefetch.is_prefix else chunks:
-            self._tiers[self._memory].touch(chunk.key)
-
-    def _limit_bytes(self) -> float:
-        assert self._memory is not None
-        slots = self._tiers[self._memory].statistics().slots
-        return 0.0 if slots is None else slots.capacity_bytes * MEMORY_SHARE
+        memory = self._tiers[self._memory]
+        for key in islice(keys, step.looks_left):
+            memory.touch(key)
+            step.looks_left -= 1
+        return _Progress.OVER if step.looks_left else _Progress.GOES_ON

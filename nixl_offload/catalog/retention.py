@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
 from typing import Final
 
 from nixl_offload.index import State
@@ -20,6 +19,8 @@ from nixl_offload.types import Key
 
 MAX_RETAINED: Final = 65_536
 """Chunks whose time is remembered."""
+MAX_EXPIRED: Final = 256
+"""Chunks whose time ends in one call: about a millisecond of a step."""
 TIER_SHARE: Final = 0.5
 """Of a tier's slots, the most that is retained: the rest is left for everybody else."""
 
@@ -35,10 +36,10 @@ class Retention:
         self._pinned: dict[Key, set[int]] = {}
         """The tiers in which a chunk is pinned; those with none are left out."""
         self._bytes = [0] * len(tiers)
-        self._ends: list[tuple[float, int, Key]] = []
-        """A heap; an entry that ``_until_s`` does not agree with is out of date. What was named last ends first: of a
-        prefix, its end."""
-        self._order = count(0, -1)
+        self._ends: dict[float, dict[Key, None]] = {}
+        """By time: the chunks that are retained until then, in the order in which they were named. None is empty."""
+        self._times: list[float] = []
+        """A heap of the times in ``_ends``, and of some that are not there any more."""
         self.next_end_s = float("inf")
         """When ``expire`` has something to do next, or earlier."""
 
@@ -61,15 +62,13 @@ class Retention:
             if until_s <= now_s:
                 self.end(key)
             elif key in self._until_s or len(self._until_s) < MAX_RETAINED:
-                self._until_s[key] = until_s
-                heappush(self._ends, (until_s, next(self._order), key))
+                self._remember(key, until_s)
                 for position, limit_bytes in enumerate(limits):
                     self._pin(position, key, limit_bytes)
-        if len(self._ends) > 2 * len(self._until_s) + 1024:
-            valid = (entry for entry in self._ends if self._until_s.get(entry[2]) == entry[0])
-            self._ends = list({entry[2]: entry for entry in valid}.values())
-            heapify(self._ends)
-        self.next_end_s = self._ends[0][0] if self._ends else float("inf")
+        if len(self._times) > 2 * len(self._ends) + 1024:
+            self._times = list(self._ends)
+            heapify(self._times)
+        self.next_end_s = self._times[0] if self._times else float("inf")
 
     def stored(self, position: int, key: Key) -> None:
         """Pin a chunk that is to be retained and has come to a tier."""
@@ -82,25 +81,49 @@ class Retention:
                 self._unpin(position, key)
 
     def expire(self, now_s: float) -> None:
-        """End what has had its time."""
-        while self._ends and self._ends[0][0] <= now_s:
-            end_s, _, key = heappop(self._ends)
-            if self._until_s.get(key) == end_s:
-                self.end(key)
-        self.next_end_s = self._ends[0][0] if self._ends else float("inf")
+        """End what has had its time: ``MAX_EXPIRED`` chunks at most. Of a prefix its end goes first."""
+        left = MAX_EXPIRED
+        while left and self._times and self._times[0] <= now_s:
+            ending = self._ends.get(self._times[0])
+            if ending is None:
+                heappop(self._times)
+                continue
+            key, _ = ending.popitem()
+            if not ending:
+                del self._ends[self._times[0]]
+            del self._until_s[key]
+            self._unpin_all(key)
+            left -= 1
+        self.next_end_s = self._times[0] if self._times else float("inf")
 
     def clear(self) -> None:
         """End all of it."""
         for key in list(self._until_s):
             self.end(key)
-        self._ends = []
+        self._times = []
         self.next_end_s = float("inf")
 
     def end(self, key: Key) -> None:
         """Retain a chunk no longer."""
-        self._until_s.pop(key, None)
-        for position in tuple(self._pinned.get(key, ())):
-            self._unpin(position, key)
+        self._forget(key)
+        self._unpin_all(key)
+
+    def _remember(self, key: Key, until_s: float) -> None:
+        self._forget(key)
+        self._until_s[key] = until_s
+        ending = self._ends.get(until_s)
+        if ending is None:
+            ending = self._ends[until_s] = {}
+            heappush(self._times, until_s)
+        ending[key] = None
+
+    def _forget(self, key: Key) -> None:
+        until_s = self._until_s.pop(key, None)
+        if until_s is not None:
+            ending = self._ends[until_s]
+            del ending[key]
+            if not ending:
+                del self._ends[until_s]
 
     def _limit_bytes(self, position: int) -> float:
         slots = self._tiers[position].statistics().slots
@@ -114,6 +137,10 @@ class Retention:
             self._tiers[position].pin(key)
             self._bytes[position] += slot_bytes
             self._pinned.setdefault(key, set()).add(position)
+
+    def _unpin_all(self, key: Key) -> None:
+        for position in tuple(self._pinned.get(key, ())):
+            self._unpin(position, key)
 
     def _unpin(self, position: int, key: Key) -> None:
         places = self._pinned[key]

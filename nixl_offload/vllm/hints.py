@@ -1,6 +1,7 @@
 """Carries out the hints that come with requests: see ``hint_format`` for what they are.
 
-Threading: the scheduler's thread. A prompt that comes as token ids is hashed a piece at a step, so that no step waits.
+Threading: the scheduler's thread. Prompts that come as token ids are hashed, and chunks retained and dropped, a piece
+at a step, so that no step waits.
 Failure: nothing raises because of a hint. A bad one is counted, and the first of its sort is logged.
 """
 
@@ -8,14 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Final, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
 
-from nixl_offload.catalog import Catalog, PrefetchKey
+from nixl_offload.catalog import Catalog
 from nixl_offload.types import Key
+from nixl_offload.vllm.adapters import AdapterUse
 from nixl_offload.vllm.hint_format import BadHintError, Hint, hints_of
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.vllm_internals import AdaptedRequestState, request_without_tokens
@@ -32,6 +37,8 @@ MAX_WAITING_TOKENS: Final = 4 << 20
 """Tokens of them: some 150 MB."""
 HASHES_PER_STEP: Final = 128
 """Blocks of them that are hashed in one step: about half a millisecond of it."""
+CHUNKS_PER_STEP: Final = 256
+"""Chunks that are retained or dropped in one step: two milliseconds of it."""
 
 
 class _Prompt:
@@ -42,6 +49,23 @@ class _Prompt:
         self.hint = hint
         self.token_ids = token_ids
         self._carrier = carrier
+        self._begin()
+
+    def hash_some(self, tokens: int) -> bool:
+        """Hash the next ``tokens``; True: that were all. Raises BadHintError where something is no token id."""
+        if isinstance(self.status, AdaptedRequestState) and self.status.use != _use_of(self._carrier):
+            self._begin()
+        begin = self._request.num_tokens
+        piece = self.token_ids[begin : begin + tokens]
+        if not all(type(token) is int and token >= 0 for token in piece):
+            raise BadHintError("token_ids", "whole numbers are right, 0 or more")
+        self._request.append_output_token_ids(piece)
+        self.status.update_offload_keys()
+        return self._request.num_tokens >= len(self.token_ids)
+
+    def _begin(self) -> None:
+        """Begin with the first token. Keys stand for the carrier's adapter as far as its content is known now."""
+        carrier = self._carrier
         self._request = request_without_tokens(carrier.req, f"hint-of-{carrier.req.request_id}")
         self.status = type(carrier)(
             config=carrier.config,
@@ -49,18 +73,21 @@ class _Prompt:
             req_context=ReqContext(self._request.request_id),
             offloading_context=RequestOffloadingContext(),
         )
+        if isinstance(self.status, AdaptedRequestState):
+            self.status.adapt(_use_of(carrier))
 
-    def hash_some(self, tokens: int) -> bool:
-        """Hash the next ``tokens``; True: that were all. Raises BadHintError where something is no token id."""
-        begin = self._request.num_tokens
-        piece = self.token_ids[begin : begin + tokens]
-        if not all(type(token) is int and token >= 0 for token in piece):
-            raise BadHintError("token_ids", "whole numbers are right, 0 or more")
-        self._request.append_output_token_ids(piece)
-        is_done = self._request.num_tokens >= len(self.token_ids)
-        if is_done and isinstance(self.status, AdaptedRequestState) and isinstance(self._carrier, AdaptedRequestState):
-            self.status.adapt(self._carrier.use)
-        return is_done
+
+def _use_of(carrier: RequestOffloadState) -> AdapterUse | None:
+    return carrier.use if isinstance(carrier, AdaptedRequestState) else None
+
+
+@dataclass(slots=True)
+class _Task:
+    """What is to be done with each of some chunks, in their order."""
+
+    act: Callable[[list[OffloadKey]], None]
+    keys: list[OffloadKey]
+    done: int = 0
 
 
 class Hints:
@@ -74,6 +101,7 @@ class Hints:
         self._prompts: deque[tuple[_Prompt, frozenset[int] | None]] = deque()
         """With the tiers that each may be loaded from."""
         self._waiting_tokens = 0
+        self._tasks: deque[_Task] = deque()
         self._at_end: dict[str, list[Hint]] = {}
         """By request: what is to be done with its chunks when it has ended."""
         self._complained: set[str] = set()
@@ -81,7 +109,7 @@ class Hints:
     @property
     def has_pending(self) -> bool:
         """Whether ``step`` has something to do."""
-        return bool(self._prompts)
+        return bool(self._prompts or self._tasks)
 
     def arrived(self, request: Request, status: RequestOffloadState) -> None:
         """Take the hints of a new request."""
@@ -92,22 +120,21 @@ class Hints:
                 self._take(hint, request, status)
 
     def step(self) -> None:
-        """Hash some of the prompts that wait, and carry out the hints of those that are done."""
-        prompt, allowed = self._prompts[0]
-        try:
-            is_done = prompt.hash_some(HASHES_PER_STEP * self._config.tokens_per_hash)
-        except BadHintError as error:
-            self._complain(error)
-            self._prompts.popleft()
-            self._waiting_tokens -= len(prompt.token_ids)
-            return
-        if is_done:
-            self._prompts.popleft()
-            self._waiting_tokens -= len(prompt.token_ids)
-            self._carry_out(prompt.hint, prompt.status, allowed)
+        """Go on with what has begun; where nothing has, hash some of the prompt that comes next."""
+        if not self._tasks:
+            self._hash()
+        left = CHUNKS_PER_STEP
+        while self._tasks and left:
+            task = self._tasks[0]
+            piece = task.keys[task.done : task.done + left]
+            task.act(piece)
+            task.done += len(piece)
+            left -= len(piece)
+            if task.done >= len(task.keys):
+                self._tasks.popleft()
 
     def finished(self, request_id: str, status: RequestOffloadState | None) -> None:
-        """A request has ended: carry out what was to be done then. ``status``: with all of its chunks."""
+        """A request has ended: begin with what was to be done then. ``status``: with all of its chunks."""
         for hint in self._at_end.pop(request_id, ()):
             if status is not None:
                 self._carry_out(hint, status, None)
@@ -139,44 +166,57 @@ class Hints:
         if is_refused:
             return
         if hint.prefetch and self._manager.catalog is not None:
-            self._prefetch(self._manager.catalog, status, allowed)
+            self._prefetch(self._manager.catalog, self._keys(status), allowed)
         if hint.retain_s is not None or hint.drop_from is not None:
             self._at_end.setdefault(request.request_id, []).append(hint)
+
+    def _hash(self) -> None:
+        prompt, allowed = self._prompts[0]
+        try:
+            is_done = prompt.hash_some(HASHES_PER_STEP * self._config.tokens_per_hash)
+        except BadHintError as error:
+            self._complain(error)
+            self._prompts.popleft()
+            self._waiting_tokens -= len(prompt.token_ids)
+            return
+        if is_done:
+            self._prompts.popleft()
+            self._waiting_tokens -= len(prompt.token_ids)
+            self._carry_out(prompt.hint, prompt.status, allowed)
 
     def _carry_out(self, hint: Hint, status: RequestOffloadState, allowed: frozenset[int] | None) -> None:
         catalog = self._manager.catalog
         if catalog is None:
             return
+        keys = self._keys(status)
         if hint.token_ids is not None and hint.prefetch:
-            self._prefetch(catalog, status, allowed)
-        chunks = self._chunks(status)
+            self._prefetch(catalog, keys, allowed)
         if hint.retain_s is not None:
-            keys = [chunk.key for group in chunks for chunk in group]
-            catalog.retain(keys, hint.retain_s, self._clock())
+            retain = partial(self._retain, hint.retain_s, self._clock())
+            self._tasks.append(_Task(retain, list(chain.from_iterable(keys))))
         if hint.drop_from is not None:
-            for group in chunks:
-                self._manager.drop(OffloadKey(chunk.key) for chunk in group if chunk.end_token > hint.drop_from)
+            for config, of_group in zip(self._config.kv_group_configs, keys, strict=True):
+                beyond = of_group[hint.drop_from // config.tokens_per_chunk :]
+                self._tasks.append(_Task(self._manager.drop, beyond[::-1]))  # the end first: what is left is a prefix
 
-    def _prefetch(self, catalog: Catalog, status: RequestOffloadState, allowed: frozenset[int] | None) -> None:
+    def _prefetch(self, catalog: Catalog, keys: list[list[OffloadKey]], allowed: frozenset[int] | None) -> None:
         now_s = self._clock()
-        for config, chunks in zip(self._config.kv_group_configs, self._chunks(status), strict=True):
-            window = config.sliding_window_size_in_chunks
-            if window is None:
-                catalog.prefetch(chunks, now_s, allowed)
-            else:
-                # Looked up as vLLM does, back to front. One more: a prompt's last token is always computed.
-                catalog.prefetch(chunks[: -(window + 2) : -1], now_s, allowed, is_prefix=False)
+        for config, of_group in zip(self._config.kv_group_configs, keys, strict=True):
+            window, tokens = config.sliding_window_size_in_chunks, config.tokens_per_chunk
+            end_tokens = range(tokens, (len(of_group) + 1) * tokens, tokens)
+            # Looked up as vLLM does, windows back to front. One more: a prompt's last token is always computed.
+            looked_up = slice(None) if window is None else slice(None, -(window + 2), -1)
+            chunks = cast("list[Key]", of_group[looked_up])
+            catalog.prefetch(chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None)
 
-    def _chunks(self, status: RequestOffloadState) -> list[Sequence[PrefetchKey]]:
+    def _retain(self, retain_s: float, since_s: float, keys: list[OffloadKey]) -> None:
+        if self._manager.catalog is not None:
+            self._manager.catalog.retain([Key(key) for key in keys], retain_s, since_s)
+
+    def _keys(self, status: RequestOffloadState) -> list[list[OffloadKey]]:
         """Return the chunks of a request by KV cache group."""
         status.update_offload_keys()
-        return [
-            [
-                PrefetchKey(Key(key), number * config.tokens_per_chunk)
-                for number, key in enumerate(group.offload_keys, 1)
-            ]
-            for config, group in zip(self._config.kv_group_configs, status.group_states, strict=True)
-        ]
+        return [group.offload_keys[:] for group in status.group_states]
 
     def _complain(self, error: BadHintError) -> None:
         self._manager.count_hint("any", "bad")

@@ -246,7 +246,7 @@ class NixlOffloadManager(OffloadingManager):
         return allowed_tiers(req_context, self._labels)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """Give up chunks of one KV cache group, in prefix order: see ``Catalog.drop``."""
+        """Give up chunks, in their order: see ``Catalog.drop``."""
         if self._catalog is not None:
             self._catalog.drop(Key(key) for key in keys)
             self._changed()

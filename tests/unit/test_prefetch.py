@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import PrefetchKey, WriteThroughTicket, prefetch
+from nixl_offload.catalog import WriteThroughTicket, prefetch
 from nixl_offload.tiers.shared.naming import shards_of
-from nixl_offload.types import Outcome
+from nixl_offload.types import Key, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
 from tests.unit.shared_rig import namespace_of
 
@@ -44,8 +44,8 @@ def on_file_only(chain: Chain, *numbers: int) -> None:
 
 
 def foretell(chain: Chain, *numbers: int, is_prefix: bool = True, allowed: frozenset[int] | None = None) -> None:
-    chunks = [PrefetchKey(each, 256 * at) for at, each in enumerate(keys(*numbers), 1)]
-    chain.catalog.prefetch(chunks, chain.now_s, allowed, is_prefix=is_prefix)
+    end_tokens = range(256, 256 * len(numbers) + 1, 256)
+    chain.catalog.prefetch(keys(*numbers), end_tokens, chain.now_s, allowed, is_prefix=is_prefix)
 
 
 def begun(chain: Chain) -> list[WriteThroughTicket]:
@@ -104,6 +104,27 @@ def test_what_is_there_already_does_not_make_room_for_the_rest(make: MakeChain) 
     assert bring(chain) == []
     chain.store(20, 21, 22, 23, 24, 25)
     assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True, True, False]
+
+
+def test_a_step_marks_only_so_many_as_used(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prefix takes many steps, and none of them does the work of two."""
+    monkeypatch.setattr(prefetch, "MAX_LOOKED_UP", 2)
+    chain = make(memory_slots=16)
+    chain.store(1, 2, 3, 4, 5)
+    chain.write_through()
+    touch, touched = chain.tiers[MEMORY].touch, list[bytes]()
+
+    def count(used: Key) -> None:
+        touched.append(used)
+        touch(used)
+
+    monkeypatch.setattr(chain.tiers[MEMORY], "touch", count)
+    foretell(chain, 1, 2, 3, 4, 5)
+    while chain.catalog.has_pending_writes:
+        before = len(touched)
+        assert bring(chain) == []
+        assert len(touched) - before <= 2
+    assert touched == keys(1, 2, 3, 4, 5, 5, 4, 3, 2, 1), "as they are found, and then so that the end goes first"
 
 
 def test_every_rank_has_to_have_it(make: MakeChain) -> None:

@@ -104,6 +104,20 @@ def test_a_prefix_is_given_up_from_its_end(make: MakeChain) -> None:
     assert [MEMORY in chain.holders(number) for number in (1, 2, 3, 4)] == [True, True, False, False]
 
 
+def test_a_step_ends_only_so_many(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a whole prompt comes at once. Its end goes first, however many steps that takes."""
+    monkeypatch.setattr(retention, "MAX_EXPIRED", 2)
+    chain = make(memory_slots=16)
+    fill(chain, 1, 2, 3, 4, 5)
+    retain(chain, 60.0, 1, 2, 3, 4, 5)
+    chain.now_s += 60.0
+    retained = []
+    for _ in range(3):
+        chain.begin()
+        retained.append([number for number in range(1, 6) if key(number) in chain.catalog._retention])
+    assert retained == [[1, 2, 3], [1], []]
+
+
 def test_damage_frees_what_is_retained(make: MakeChain) -> None:
     """Else the chunk could not be stored anew before its time."""
     chain = make(file_slots=0)
@@ -139,8 +153,10 @@ def test_being_renewed_for_ever_costs_no_memory(make: MakeChain) -> None:
     chain = make()
     fill(chain, 1)
     for _ in range(10_000):
+        chain.now_s += 0.001
         retain(chain, 60.0, 1)
-    assert len(chain.catalog._retention._ends) < 2_000
+    assert len(chain.catalog._retention._times) < 2_000
+    assert len(chain.catalog._retention._ends) == 1
 
 
 def test_a_bucket_keeps_what_it_keeps(make: MakeChain) -> None:
@@ -155,7 +171,7 @@ def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make
     fill(chain, 1, 2)
     retain(chain, 60.0, 2)
     chain.catalog.take_changes()
-    chain.catalog.drop(keys(1, 2, 3))
+    chain.catalog.drop(keys(3, 2, 1))
     assert chain.holders(1) == chain.holders(2) == [BUCKET]
     assert chain.catalog.take_changes() == [
         Change(tier, (key(number),), removed=True) for number in (2, 1) for tier in (MEMORY, FILE)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Change, PrefetchKey, write_through
+from nixl_offload.catalog import Change, write_through
 from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.memory.tier import MemoryTier
@@ -739,8 +739,7 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
 def _hint(chain: Chain, chance: random.Random, numbers: list[int]) -> None:
     what = chance.random()
     if what < 0.6:
-        chunks = [PrefetchKey(each, 256 * at) for at, each in enumerate(keys(*numbers), 1)]
-        chain.catalog.prefetch(chunks, chain.now_s, is_prefix=chance.random() < 0.5)
+        chain.catalog.prefetch(keys(*numbers), range(len(numbers)), chain.now_s, is_prefix=chance.random() < 0.5)
     elif what < 0.9:
         chain.catalog.retain(keys(*numbers), chance.choice([0.0, 10.0, 60.0]), chain.now_s)
     else:

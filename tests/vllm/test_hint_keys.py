@@ -164,6 +164,62 @@ def test_a_long_prompt_takes_many_steps(scheduler: NixlOffloadScheduler, monkeyp
     settle(scheduler, move.ticket)
 
 
+def test_a_hint_about_many_chunks_takes_many_steps(
+    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is held up by more than its part; a prefix is dropped from its end."""
+    monkeypatch.setattr(hints, "CHUNKS_PER_STEP", 2)
+    keys = keys_of(request_of("right", TOKENS))
+    put_on_the_slab(scheduler, keys)
+    catalog = scheduler.offload_manager.catalog
+    assert catalog is not None
+
+    def send(**hint: Any) -> None:
+        params = {"nixl_offload": {**hint, "token_ids": TOKENS}}
+        scheduler.on_new_request(request_of(f"carrier of {hint}", TOKENS[:1], params=params))
+
+    retained, left = [], []
+    send(retain_s=60)
+    while scheduler._hints.has_pending:
+        scheduler._hints.step()
+        retained.append([at for at, key in enumerate(keys) if Key(key) in catalog._retention])
+    assert retained == [[0, 1], [0, 1, 2]]
+    send(drop_from=0)
+    while scheduler._hints.has_pending:
+        scheduler._hints.step()
+        left.append([at for at, key in enumerate(keys) if catalog._tiers[1].state(Key(key)) is State.READY])
+    assert left == [[0], []]
+
+
+def test_hints_of_several_requests_share_a_step(scheduler: NixlOffloadScheduler) -> None:
+    """Else those that end together would wait for each other for many steps."""
+    for number in range(3):
+        own = request_of(f"own {number}", [*TOKENS, number], params={"nixl_offload": {"retain_s": 60}})
+        scheduler.on_new_request(own)
+        scheduler.request_finished(own)
+    assert pending_steps(scheduler) == 1
+
+
+def test_an_adapter_that_is_known_only_later_counts_from_the_first_token(
+    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks tell of it once the carrier has run; some of the prompt was hashed by then."""
+    monkeypatch.setattr(hints, "HASHES_PER_STEP", 5)
+    adapter = LoRARequest("adapter", 1, "/adapter")
+    use = AdapterUse(adapter_of(adapter), ("what it holds",))
+    plain = keys_of(request_of("right", TOKENS, adapter=adapter))
+    right = [make_offload_key(use.tag(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in plain]
+    put_on_the_slab(scheduler, right)
+    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
+    scheduler.on_new_request(request_of("carrier", TOKENS[:1], adapter=adapter, params=params))
+    scheduler._hints.step()
+    scheduler._take_adapters({0: {use.adapter: use.digests}})
+    pending_steps(scheduler)
+    [move] = moves(scheduler)
+    assert list(move.keys) == right
+    settle(scheduler, move.ticket)
+
+
 def test_a_requests_own_chunks_are_fetched_when_it_arrives(scheduler: NixlOffloadScheduler) -> None:
     own = request_of("own", TOKENS, params={"nixl_offload": {"prefetch": True}})
     put_on_the_slab(scheduler, keys_of(own))
@@ -243,6 +299,8 @@ def test_what_is_to_be_done_at_the_end_waits_for_it(scheduler: NixlOffloadSchedu
     assert scheduler._hints.waits_for_ends
     scheduler.request_finished(own)
     assert not scheduler._hints.waits_for_ends
+    assert scheduler.has_pending_push_work(), "an idle engine steps on"
+    assert pending_steps(scheduler) == 1
     catalog = scheduler.offload_manager.catalog
     assert catalog is not None
     assert all(Key(key) in catalog._retention for key in keys_of(own))

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import NOWHERE, PrefetchKey
+from nixl_offload.catalog import NOWHERE
 from nixl_offload.config import Config
 from nixl_offload.engine import TierStatus
 from nixl_offload.types import Key, Outcome
@@ -458,7 +458,7 @@ def test_answers_hold_until_something_has_changed(tmp_path: Path, open_rig: Open
     assert list(rig.manager.take_events())
     catalog, version = rig.manager.catalog, rig.manager.version
     assert catalog is not None
-    catalog.prefetch([PrefetchKey(Key(key(9)), CHUNK_TOKENS)], time.monotonic())
+    catalog.prefetch([Key(key(9))], [CHUNK_TOKENS], time.monotonic())
     assert not rig.step()
     assert rig.manager.version == version
     catalog.drop([Key(key(1))])
