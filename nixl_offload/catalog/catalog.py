@@ -360,6 +360,7 @@ class Catalog:
             no_room=self._no_room,
             unanswered=self._unanswered,
             retained_bytes=self._retention.bytes_by_tier,
+            prefetches_given_up=dict(self._prefetches.given_up),
         )
 
     # Inside

@@ -34,3 +34,5 @@ class Counts:
     for."""
     retained_bytes: tuple[int, ...]
     """Not to be evicted before a time, by tier."""
+    prefetches_given_up: Mapping[str, int]
+    """By why they ended early: see ``PrefetchQueue.given_up``."""

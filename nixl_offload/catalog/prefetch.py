@@ -7,7 +7,7 @@ Failure: what is nowhere, what memory has no room for and what could not be read
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,15 +62,23 @@ class _Step:
     now_s: float
     limit_bytes: float
     """Of memory, the most that one prefetch takes."""
+    usable_bytes: int
+    """Of memory: slots that were retired do not come back."""
     looks_left: int
     begun: list[Fetch] = field(default_factory=list)
     evicted: list[Key] = field(default_factory=list)
+    full: set[int] = field(default_factory=set)
+    """Sizes of slots that memory has none of."""
 
 
 class _Progress(Enum):
     OVER = "over"
     GOES_ON = "goes on"
     """In the next step: some tier has gone to look, or there is more to mark as used."""
+    NO_ROOM = "no room"
+    """Memory has no slot now."""
+    NEVER = "never"
+    """Memory will never have a slot."""
     STEP_OVER = "step over"
     """Nothing more begins in this step."""
 
@@ -105,6 +113,9 @@ class PrefetchQueue:
         self._waiting: deque[_Prefetch] = deque()
         self._numbers = count(1)
         self._bytes_under_way = 0
+        self.given_up: Counter[str] = Counter()
+        """Prefetches by why they ended early: ``no_room``, memory will never take a chunk; ``late``, nothing came of
+        them for too long; ``overflow``, too many waited."""
 
     @property
     def has_pending(self) -> bool:
@@ -127,7 +138,7 @@ class PrefetchQueue:
         if self._memory is None or not keys:
             return
         if len(self._waiting) >= MAX_PREFETCHES:
-            self._forget(self._waiting.popleft().request_id)
+            self._give_up(self._waiting.popleft(), "overflow")
         name = f"prefetch-{next(self._numbers)}"
         self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, allowed, now_s))
 
@@ -136,18 +147,27 @@ class PrefetchQueue:
         if self._memory is None or not self._waiting:
             return []
         slots = self._tiers[self._memory].statistics().slots
-        step = _Step(now_s, 0.0 if slots is None else slots.capacity_bytes * MEMORY_SHARE, MAX_LOOKED_UP)
+        capacity_bytes, retired_bytes = (slots.capacity_bytes, slots.retired_bytes) if slots is not None else (0, 0)
+        step = _Step(now_s, capacity_bytes * MEMORY_SHARE, capacity_bytes - retired_bytes, MAX_LOOKED_UP)
+        first: list[_Prefetch] = []
+        """In the next step."""
         for _ in range(len(self._waiting)):
             prefetch = self._waiting.popleft()
             progress = self._advance(prefetch, step)
-            if progress is _Progress.OVER or now_s - prefetch.since_s >= PATIENCE_S:
+            if progress is _Progress.OVER:
                 self._forget(prefetch.request_id)
+            elif progress is _Progress.NEVER:
+                self._give_up(prefetch, "no_room")
+            elif now_s - prefetch.since_s >= PATIENCE_S:
+                self._give_up(prefetch, "late")
             elif progress is _Progress.GOES_ON:
                 self._waiting.append(prefetch)  # a bucket that is slow to answer holds up none of the others
             else:
                 self._forget(prefetch.request_id)  # its next question is a new one, with a time limit of its own
-                self._waiting.appendleft(prefetch)
-                break
+                first.append(prefetch)
+                if progress is _Progress.STEP_OVER:
+                    break
+        self._waiting.extendleft(reversed(first))
         self._evicted(self._memory, step.evicted)
         return step.begun
 
@@ -161,6 +181,10 @@ class PrefetchQueue:
             self._forget(self._waiting.popleft().request_id)
 
     # Inside
+
+    def _give_up(self, prefetch: _Prefetch, why: str) -> None:
+        self._forget(prefetch.request_id)
+        self.given_up[why] += 1
 
     def _advance(self, prefetch: _Prefetch, step: _Step) -> _Progress:
         """Go on with one."""
@@ -190,29 +214,32 @@ class PrefetchQueue:
                 if answer is Lookup.HIT:
                     if prefetch.taken_bytes >= step.limit_bytes:
                         break
-                    if not self._take(prefetch, key, step):
-                        return _Progress.STEP_OVER
+                    obstacle = self._take(prefetch, key, step)
+                    if obstacle is not None:
+                        return obstacle
                     prefetch.since_s = step.now_s
                 prefetch.next = at + 1
         return _Progress.GOES_ON if is_asking else _Progress.OVER
 
-    def _take(self, prefetch: _Prefetch, key: Key, step: _Step) -> bool:
-        """Begin to bring a chunk that is somewhere. False: there is no room for it now."""
+    def _take(self, prefetch: _Prefetch, key: Key, step: _Step) -> _Progress | None:
+        """Begin to bring a chunk that is somewhere. Returns what keeps it from that; None: nothing."""
         assert self._memory is not None
         memory, slot_bytes = self._tiers[self._memory], self._slot_bytes(key)
         source = self._where(key, prefetch.allowed)
         if memory.state(key) is None and source is not None:
             if self._bytes_under_way and self._bytes_under_way + slot_bytes > self._backlog_bytes:
-                return False
-            target = memory.reserve(key, slot_bytes, step.evicted)
+                return _Progress.STEP_OVER
+            # Not asked for again: memory may have given up chunks of other sizes, and still lacks room.
+            target = None if slot_bytes in step.full else memory.reserve(key, slot_bytes, step.evicted)
             if target is None:
-                return False
+                step.full.add(slot_bytes)
+                return _Progress.NO_ROOM if slot_bytes <= step.usable_bytes else _Progress.NEVER
             self._bytes_under_way += slot_bytes
             step.begun.append(Fetch(key, self._tiers[source].pin(key), target))
         else:
             memory.touch(key)
         prefetch.taken_bytes += slot_bytes
-        return True
+        return None
 
     def _touch(self, keys: Iterator[Key], step: _Step) -> _Progress:
         """Mark chunks as used."""

@@ -225,7 +225,8 @@ HINTS: Final = _of(
     ("hint", "result"),
     "hints",
     "Hints that came with requests: prefetch, retain, store or drop, taken; any, bad (not understood and ignored; the "
-    "log has the first) or refused (too many at a time).",
+    "log has the first) or refused (too many at a time). Of prefetches that were taken, by KV cache group, those that "
+    "ended early: no_room (memory has lost all such slots), late (nothing came for 30 s) or overflow (too many wait).",
     "Does the router send what is meant? bad above 0: see the log",
 )
 RETAINED: Final = _of(

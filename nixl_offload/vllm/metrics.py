@@ -173,6 +173,8 @@ class MetricsReporter:
             for kind, pending in zip(self._kinds[1:], counts.pending_writes[1:], strict=True):
                 self._show(names.PENDING, pending, (kind,))
             self._show(names.UNSAVED, counts.unsaved_bytes)
+        for why, value in counts.prefetches_given_up.items():
+            self._count(names.HINTS, value, ("prefetch", why))
         self._count(names.NOT_STORED, counts.not_admitted, ("not_admitted",))
         self._count(names.NOT_STORED, counts.no_room, ("no_room",))
         self._count(names.NOT_STORED, counts.unanswered, ("unanswered",))

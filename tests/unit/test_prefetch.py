@@ -189,6 +189,52 @@ def test_a_bucket_that_does_not_answer_holds_up_no_other(make: MakeChain) -> Non
     assert not chain.catalog.has_pending_writes, "foretold too long ago"
 
 
+def test_one_that_memory_has_no_slot_for_holds_up_no_other(make: MakeChain) -> None:
+    """It comes first again once there is room."""
+    chain = make(memory_slots=2)
+    on_file_only(chain, 11, 12)
+    chain.store(1, 2)
+    chain.write_through()
+    load = chain.catalog.prepare_load(keys(1, 2), chain.now_s)
+    foretell(chain, 11)
+    foretell(chain, 1, 2)
+    foretell(chain, 12)
+    assert bring(chain) == []
+    assert [prefetch.keys for prefetch in chain.catalog._prefetches._waiting] == [keys(11), keys(12)]
+    chain.report(load.ticket)
+    assert bring(chain) == [(key(11), FILE), (key(12), FILE)]
+    assert not chain.catalog.has_pending_writes
+
+
+def test_one_that_gets_no_slot_for_too_long_is_dropped(make: MakeChain) -> None:
+    chain = make(memory_slots=1)
+    on_file_only(chain, 11)
+    chain.store(1)
+    chain.write_through()
+    load = chain.catalog.prepare_load(keys(1), chain.now_s)
+    foretell(chain, 11)
+    assert bring(chain) == []
+    assert chain.catalog.has_pending_writes
+    chain.now_s += prefetch.PATIENCE_S
+    assert bring(chain) == []
+    assert not chain.catalog.has_pending_writes
+    assert chain.catalog.counts().prefetches_given_up == {"late": 1}
+    chain.report(load.ticket)
+
+
+def test_what_memory_has_lost_all_slots_for_is_given_up_at_once(make: MakeChain) -> None:
+    """Slots that late I/O may still touch do not come back."""
+    chain = make(memory_slots=2)
+    on_file_only(chain, 1, 2)
+    foretell(chain, 1, 2)
+    while chain.tiers[MEMORY].statistics().slots.retired_bytes < 2 * SLOT:  # type: ignore[union-attr]
+        bring(chain, Outcome.TAINTED)
+        foretell(chain, 1, 2)
+    assert bring(chain) == []
+    assert not chain.catalog.has_pending_writes
+    assert chain.catalog.counts().prefetches_given_up["no_room"] > 0
+
+
 def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:
     chain = make(memory_slots=64, write_through_backlog_slots=16)
     numbers = range(1, 21)
@@ -279,3 +325,4 @@ def test_the_oldest_of_too_many_is_dropped(make: MakeChain) -> None:
         foretell(chain, 99)
     assert bring(chain) == []
     assert chain.holders(1) == [FILE]
+    assert chain.catalog.counts().prefetches_given_up == {"overflow": 1}
