@@ -108,6 +108,11 @@ class Tier(Protocol):
         """Whether some request waits for an answer of the storage."""
         ...
 
+    @property
+    def is_local(self) -> bool:
+        """Whether no other machine reaches what it holds."""
+        ...
+
     def statistics(self) -> TierStatistics:
         """Return what the tier holds and has done. Costs nothing per chunk."""
         ...

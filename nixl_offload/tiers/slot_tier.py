@@ -80,6 +80,11 @@ class SlotTier:
         return False
 
     @property
+    def is_local(self) -> bool:
+        """Always: slots are in this machine's memory, or on its drive."""
+        return True
+
+    @property
     def in_use(self) -> bool:
         """Always: nothing here learns that storage is gone but by a load that fails."""
         return True

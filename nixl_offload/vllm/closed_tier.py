@@ -52,6 +52,11 @@ class ClosedTier:
         return self._opened is not None and self._opened.is_looking
 
     @property
+    def is_local(self) -> bool:
+        """As the tier that will serve here."""
+        return self._opened is not None and self._opened.is_local
+
+    @property
     def in_use(self) -> bool:
         """Never."""
         return False

@@ -115,7 +115,8 @@ class NixlOffloadManager(OffloadingManager):
         """Tiers are to be opened for other weights, once nothing is under way."""
         self._catalog: Catalog | None = None
         """None until the namespace is known."""
-        self._labels = [label_of(tier) for tier in config.tiers]
+        self._labels = [label_of(tier, is_local=False) for tier in config.tiers]
+        """By position; whether a directory is on a drive of this machine is known once it is open."""
         self._disabled: dict[int, set[int]] = {}
         """By rank: the tiers that it has disabled."""
         self.moves: list[WriteThroughTicket] = []
@@ -214,6 +215,7 @@ class NixlOffloadManager(OffloadingManager):
     def _take_tier(self, position: int, tier: Tier) -> None:
         assert self._catalog is not None
         self.version += 1
+        self._labels[position] = label_of(self._config.tiers[position], is_local=tier.is_local)
         self._catalog.join(position, tier)
 
     def take_places(self) -> dict[int, AnyPlace]:

@@ -30,17 +30,19 @@ class TierLabel(NamedTuple):
 
 
 _MEMORY: Final = TierLabel(Medium.CPU, Locality.LOCAL, CacheHitSource.HOST, True)
-_LOCAL: Final = TierLabel(Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK, True)
+_DRIVE: Final = (Medium.STORAGE, Locality.LOCAL, CacheHitSource.DISK)
+_SLAB: Final = TierLabel(*_DRIVE, True)
+_LOCAL_DIR: Final = TierLabel(*_DRIVE, False)
 _SHARED: Final = (Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False)
 _SHARED_DIR: Final = TierLabel(*_SHARED, event_medium="SHARED_STORAGE")
 _BUCKET: Final = TierLabel(*_SHARED, event_medium="OBJECT_STORE")
 
 
-def label_of(tier: TierConfig) -> TierLabel:
-    """Return what vLLM calls a tier."""
-    if tier.is_shared:
-        return _BUCKET if tier.kind == "s3" else _SHARED_DIR
-    return _LOCAL if tier.outlives_process else _MEMORY
+def label_of(tier: TierConfig, *, is_local: bool) -> TierLabel:
+    """Return what vLLM calls a tier. ``is_local``: no other machine reaches what it holds."""
+    if tier.kind == "shared_dir":
+        return _LOCAL_DIR if is_local else _SHARED_DIR
+    return {"memory": _MEMORY, "slab": _SLAB, "s3": _BUCKET}[tier.kind]
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,7 @@ def _hits(engine: Engine, asked: list[list[int]]) -> int:
 
 
 def test_a_slab_in_front_of_a_shared_directory(workshop: Workshop) -> None:
-    """What a slab holds goes on to the shared directory, and a server that has lost its drive is served from there."""
+    """What a slab holds goes on to the shared directory, and a server that has lost its slab is served from there."""
     asked = prompts(2, steps=2, seed=803)
     drive, shared = workshop.scratch / "drive", workshop.scratch / "shared"
     config = chain_config(files(drive), tree_tier(shared))
@@ -272,5 +272,5 @@ def test_a_slab_in_front_of_a_shared_directory(workshop: Workshop) -> None:
     with workshop.start_engine(TINY, config) as engine:
         answers, came = from_where(engine, asked)
         all_loaded(answers, right)
-        assert came == {"external_unspecified": len(asked) * FULL_TOKENS}
+        assert came == {"disk": len(asked) * FULL_TOKENS}, "of this machine, here"
         engine.stop()

@@ -23,6 +23,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from nixl_offload.catalog import NOWHERE
 from nixl_offload.config import Config
 from nixl_offload.engine import TierStatus
+from nixl_offload.hardware.mounts import Mount
+from nixl_offload.tiers.shared_dir import kind
 from nixl_offload.types import Key, Outcome
 from nixl_offload.vllm.messages import RankStatus
 from nixl_offload.vllm.server_load import ServerLoad
@@ -60,6 +62,12 @@ def open_rig() -> Iterator[Open]:
         rig.close()
 
 
+@pytest.fixture(autouse=True)
+def on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory stands for one that other machines have, too."""
+    monkeypatch.setattr(kind, "find_mount", lambda path, root: Mount("/", "nfs4", "server:/", (), "0:50"))
+
+
 def tiers_of(spec: Any) -> list[int]:
     return [location.tier for location in spec.locations]
 
@@ -79,6 +87,19 @@ def test_events_name_the_medium_and_locality_of_each_tier(tmp_path: Path, open_r
     rig.report(moves[0].ticket, {1: Outcome.FAILED})
     assert rig.events() == [("STORAGE", "LOCAL", False, [1])]
     assert rig.events() == []
+
+
+def test_a_directory_on_a_drive_of_this_machine_is_local(
+    tmp_path: Path, open_rig: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several of its engines share it, and no other machine can."""
+    monkeypatch.setattr(kind, "find_mount", lambda path, root: Mount("/", "ext4", "/dev/nvme0n1", (), "259:0"))
+    rig = open_rig(config_of(tree_tier(tmp_path)))
+    rig.store(1)
+    assert rig.events() == [("STORAGE", "LOCAL", False, [1])]
+    assert rig.manager.get_load_source(key(1), request()) is CacheHitSource.DISK
+    assert rig.manager.lookup(key(1), request("may", [{"locality": "LOCAL"}])) is HIT
+    assert rig.manager.lookup(key(1), request("may not", [{"locality": "REMOTE"}])) is MISS
 
 
 def test_what_goes_from_memory_is_told_of_memory_alone(tmp_path: Path, open_rig: Open) -> None:

@@ -29,6 +29,7 @@ from tests.vllm.test_contract_chain import Matching
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {"gpu": 1.0, "cpu": 0.8, "shared_storage": 0.4, "storage": 0.3, "object_store": 0.2}
 KINDS = ["memory", "slab", "shared_dir", "s3"]
+LOCAL_DIR = "shared_dir on a local drive"
 CHUNKS = 4
 TIERS = parse_config(
     {
@@ -82,13 +83,14 @@ class Stored:
             True,
         )
         list(scheduler.take_events())
-        self._labels = [label_of(tier) for tier in TIERS]
+        self._labels = {kind: label_of(tier, is_local=False) for kind, tier in zip(KINDS, TIERS, strict=True)}
+        self._labels[LOCAL_DIR] = label_of(TIERS[KINDS.index("shared_dir")], is_local=True)
         self.close = self._asked.manager.shutdown
 
     def events(self, kind: str, *, removed: bool = False, chunks: int = CHUNKS) -> list[Any]:
         """Return what a subscriber is told when the first chunks come to a tier, or go from it."""
         keys = tuple(Key(key) for key in self._asked.keys[:chunks])
-        self._asked.manager._events.add([Change(KINDS.index(kind), keys, removed)], self._labels)
+        self._asked.manager._events.add([Change(0, keys, removed)], [self._labels[kind]])
         return list(self._asked.scheduler._named_events())
 
 
@@ -123,6 +125,17 @@ def test_a_router_tells_our_tiers_apart(weights: dict[str, float], stored: Store
     assert scores == pytest.approx({kind: weights[tier] for kind, tier in zip(KINDS, tiers, strict=True)})
     assert len(set(scores.values())) == len(KINDS)
     assert 0 < scores["s3"] < scores["slab"] < scores["memory"] < weights["gpu"]
+
+
+def test_a_directory_on_a_local_drive_counts_as_a_drive(stored: Stored) -> None:
+    """Other machines cannot read it: a router that took it for shared storage would send requests there in vain."""
+    router = Router(DEFAULTS)
+    events = stored.events(LOCAL_DIR)
+    router.hear(events)
+    blocks = blocks_of(events)
+    assert router.score(blocks) == pytest.approx(DEFAULTS["storage"] * len(blocks))
+    router.hear(stored.events(LOCAL_DIR, removed=True))
+    assert router.score(blocks) == 0
 
 
 def test_a_block_counts_as_the_best_tier_that_has_it(stored: Stored) -> None:

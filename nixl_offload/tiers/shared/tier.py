@@ -92,6 +92,7 @@ class SharedTier:
         warm_start: bool,
         name: str,
         eviction: Callable[[], Eviction] | None = None,
+        is_local: bool = False,
         threads: int = 16,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -100,8 +101,10 @@ class SharedTier:
 
         ``namespace`` says which shards a chunk consists of, and how large each is. ``clock`` must be the one that
         callers take ``now_s`` from. ``eviction`` begins what keeps the store to its capacity; None: somebody else does.
+        ``is_local``: only servers on this machine reach the store.
         """
         ranks = range(namespace.fields.world_size)
+        self.is_local = is_local
         self.place = SharedPlace(namespace.name, tuple(namespace.rank_digest(rank) for rank in ranks))
         self._position = position
         self._store = store
@@ -155,6 +158,7 @@ class SharedTier:
         warm_start: bool,
         required: bool,
         eviction: Callable[[], Eviction] | None = None,
+        is_local: bool = False,
     ) -> SharedTier:
         """Return the tier over ``store``, which is closed when that fails.
 
@@ -172,6 +176,7 @@ class SharedTier:
                 warm_start=warm_start,
                 name=name,
                 eviction=eviction,
+                is_local=is_local,
             )
         except BaseException:
             store.close()

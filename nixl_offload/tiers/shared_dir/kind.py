@@ -47,6 +47,7 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
         warm_start=config.warm_start,
         required=config.required,
         eviction=partial(Eviction, store, config.capacity_bytes, name=name) if keeps else None,
+        is_local=is_local(config),
     )
 
 
@@ -55,8 +56,11 @@ def is_kept(config: SharedDirConfig, root: str = "/") -> bool:
 
     ``root`` stands for ``/`` in tests.
     """
-    if config.evict is not None:
-        return config.evict
+    return is_local(config, root) if config.evict is None else config.evict
+
+
+def is_local(config: SharedDirConfig, root: str = "/") -> bool:
+    """Whether no other machine has the directory, by its filesystem. Takes as long as its storage takes to answer."""
     mount = find_mount(config.path, root)
     return mount is not None and mount.kind in LOCAL
 
