@@ -267,7 +267,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._weights.look(self._prefix_cache(), now_s)
         if tokens:
             self._weights.want(now_s)
-        self.stores = self._stores and self._weights.trust is Trust.SETTLED
+        self.stores = self._stores and self._weights.trust is Trust.SETTLED and not manager.will_store
         if self._allocated or self.held:
             self._hold_stores(scheduler_output)
         self._asked_about.clear()

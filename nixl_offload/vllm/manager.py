@@ -426,6 +426,11 @@ class NixlOffloadManager(OffloadingManager):
         is_busy = catalog is not None and (catalog.open_tickets > 0 or catalog.has_pending_writes)
         return is_busy or self.serving.is_opening or (self._reopens and not self.serving.is_off)
 
+    @property
+    def will_store(self) -> bool:
+        """Whether nothing is stored now, and something will be in a moment: what waits till then is not lost."""
+        return self._reopens or self.serving.is_about_to_serve
+
     def is_waiting(self) -> bool:
         """Whether some rank opens its tiers or moves bytes, or somebody looks into a shared tier."""
         return self.has_pending_work() or any(tier.is_looking for tier in self._tiers)

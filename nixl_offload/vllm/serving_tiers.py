@@ -97,6 +97,11 @@ class ServingTiers:
         return begins or self._ranks.is_under_way(now_s)
 
     @property
+    def is_about_to_serve(self) -> bool:
+        """Whether no tier serves yet, and some will in a moment."""
+        return not self.is_whole and self.is_opening and all(isinstance(tier, ClosedTier) for tier in self.tiers)
+
+    @property
     def awaits_required(self) -> bool:
         """Whether some rank has still to open a tier without which no engine shall run."""
         return bool(self._required) and not self._required.isdisjoint(self._ranks.awaited(time.monotonic()))

@@ -20,9 +20,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from nixl_offload.vllm import rank_opening, serving_tiers
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.manager import Refused
-from nixl_offload.vllm.messages import NOTHING
+from nixl_offload.vllm.messages import NOTHING, RankStatus
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS
@@ -81,6 +82,11 @@ class Steps:
         output = KVConnectorOutput(kv_connector_worker_meta=NOTHING, invalid_block_ids=set(invalid_blocks))
         self.scheduler.update_connector_output(output)
 
+    def stored(self, name: str) -> int:
+        """How many chunks of a request are in some tier, or on their way there."""
+        [group] = self.scheduler._req_status[name].group_states
+        return sum(map(self.scheduler.offload_manager.is_known, group.offload_keys))
+
     def refused(self) -> set[str]:
         states = self.scheduler._req_status.items()
         return {name for name, state in states if state.req_context.get_state(Refused) is not None}
@@ -116,6 +122,30 @@ def test_steps_that_all_begin_a_load_of_another_connector_keep_no_store_waiting_
         names = [str(each) for each in range(number + 1)]
         assert steps.step("before", *names) == {"before", *names[:-2]}
         steps.hear()
+
+
+def test_stores_wait_for_tiers_that_are_opened_for_other_weights(steps: Steps) -> None:
+    """The first request that comes then is stored from its first chunk on, as soon as the tiers serve."""
+    manager = steps.scheduler.offload_manager
+    manager.reopen("other weights")
+    steps.arrive("first")
+    assert steps.step("first") == set()
+    assert manager.serving._opening is not None
+    assert manager.serving._opening.wait(30.0, 30.0, 30.0)
+    assert steps.step("first") == set(), "the ranks have not opened theirs"
+    manager.take_ranks({0: RankStatus(frozenset({0}), opening=manager.serving.number)})
+    assert steps.step("first") == {"first"}
+    assert steps.stored("first") == 3
+
+
+def test_stores_do_not_wait_for_tiers_that_take_too_long(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_tiers, "BEGIN_WAIT_S", 0.0)
+    monkeypatch.setattr(rank_opening, "RANKS_WAIT_S", 0.0)
+    steps.scheduler.offload_manager.reopen("other weights")
+    steps.arrive("first")
+    steps.step("first")
+    assert steps.scheduler.stores
+    assert steps.stored("first") == 0
 
 
 def test_one_that_ends_while_it_is_held_back_is_not_stored(steps: Steps) -> None:
