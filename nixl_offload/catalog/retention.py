@@ -15,6 +15,7 @@ from typing import Final
 
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key
 
 MAX_RETAINED: Final = 65_536
@@ -126,8 +127,8 @@ class Retention:
                 del self._ends[until_s]
 
     def _limit_bytes(self, position: int) -> float:
-        slots = self._tiers[position].statistics().slots
-        return 0.0 if slots is None else slots.capacity_bytes * TIER_SHARE
+        tier = self._tiers[position]
+        return tier.capacity_bytes * TIER_SHARE if isinstance(tier, SlotTier) else 0.0
 
     def _pin(self, position: int, key: Key, limit_bytes: float) -> None:
         slot_bytes = self._slot_bytes(key)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.catalog import Change, retention
+from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
 
@@ -164,6 +165,17 @@ def test_a_bucket_keeps_what_it_keeps(make: MakeChain) -> None:
     fill(chain, 1)
     retain(chain, 60.0, 1)
     assert chain.catalog.counts().retained_bytes == (SLOT, SLOT, 0)
+
+
+def test_retaining_leaves_the_timings_of_a_bucket_to_the_metrics(make: MakeChain) -> None:
+    """Whoever asks for a tier's statistics takes them."""
+    chain = make(bucket=True)
+    bucket = chain.tiers[BUCKET]
+    assert isinstance(bucket, SharedTier)
+    bucket._prober._seconds.append(0.25)
+    fill(chain, 1)
+    retain(chain, 60.0, 1)
+    assert 0.25 in bucket.take_probe_seconds()
 
 
 def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make: MakeChain) -> None:
