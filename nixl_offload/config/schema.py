@@ -93,8 +93,8 @@ class MemoryConfig(_Tier):
     ttl_s: ClassVar[None] = None
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """Host memory for chunks, over all ranks of this server. Allocated whole at start. It covers the data-parallel
-    engines of a model with experts, too; of a dense model each engine takes as much."""
+    """Host memory for chunks on this machine, over all ranks and data-parallel engines of the server. Allocated whole
+    at start."""
     policy: PolicyName = "lru"
     """What to evict: ``lru``, the least recently used; ``s3fifo``, likewise, and one-time prompts first."""
     promote: bool = True
@@ -151,7 +151,8 @@ class SlabConfig(DirectoryConfig):
 
     kind: Literal["slab"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """What the directory may hold, all ranks together; never exceeded. Slabs grow up to it and do not shrink."""
+    """What the directory may hold, all ranks and data-parallel engines together; never exceeded. Slabs grow up to it
+    and do not shrink."""
     policy: PolicyName = "lru"
     """What to evict, as in memory."""
 

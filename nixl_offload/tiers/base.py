@@ -35,8 +35,8 @@ class TierContext:
     """Ranks of this engine."""
     dp_index: int = 0
     """Which of the data-parallel engines this is."""
-    dp_size: int = 1
-    """How many there are. Of a dense model always 1: vLLM does not tell its engines that there are others."""
+    dp_engines: range = range(1)
+    """Those that divide the capacity, this one among them: see ``vllm.data_parallel``."""
 
     @property
     def slot_classes(self) -> list[int]:

@@ -102,6 +102,7 @@ class NixlOffloadManager(OffloadingManager):
     def __init__(self, offloading: OffloadingConfig, config: Config, vllm_config: VllmConfig) -> None:
         """Remember what ``open`` will need; touches no storage."""
         self._offloading = offloading
+        self._parallel = vllm_config.parallel_config
         self._config = config
         self.version = 0
         """Counts what may change the answers to lookups, but for what tiers that others write to find by themselves."""
@@ -190,7 +191,7 @@ class NixlOffloadManager(OffloadingManager):
         self.serving.reopen(with_loaded_weights(self._first, self._loaded_weights))
 
     def _make_catalog(self, namespace: Namespace) -> None:
-        parallel = self._offloading.parallel
+        parallel = self._parallel
         self._first = self._first or namespace
         self._catalog = Catalog(
             self._tiers,

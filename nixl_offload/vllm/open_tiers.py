@@ -6,8 +6,7 @@ Threading: pure but for ``open_tier``, which reaches storage and is called by a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from vllm.v1.kv_offload.config import OffloadingParallelConfig
+from typing import TYPE_CHECKING
 
 from nixl_offload.catalog import ChainOptions
 from nixl_offload.config import Config, TierConfig
@@ -15,13 +14,17 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
+from nixl_offload.vllm.data_parallel import sharing_engines
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
 
 
 def open_tier(
     tier: TierConfig,
     position: int,
     namespace: Namespace,
-    parallel: OffloadingParallelConfig,
+    parallel: ParallelConfig,
     nearer: Sequence[TierConfig] = (),
 ) -> kinds.AnyTier:
     """Open what ``tier`` describes for the chunks of ``namespace``. May take as long as storage hangs.
@@ -34,12 +37,12 @@ def open_tier(
         namespace,
         world_size=parallel.world_size,
         dp_index=parallel.data_parallel_index,
-        dp_size=parallel.data_parallel_size,
+        dp_engines=sharing_engines(parallel),
     )
     return kinds.open_tier(tier, context)
 
 
-def chain_options(config: Config, parallel: OffloadingParallelConfig) -> ChainOptions:
+def chain_options(config: Config, parallel: ParallelConfig) -> ChainOptions:
     """Return what the config says of how chunks travel from tier to tier, in bytes per rank."""
     memory = config.memory
     if memory is None:
@@ -48,7 +51,7 @@ def chain_options(config: Config, parallel: OffloadingParallelConfig) -> ChainOp
     return ChainOptions(
         promote=memory.promote,
         pin_unsaved=memory.unsaved == "pin",
-        unsaved_limit_bytes=rank_memory_bytes(unsaved_bytes, parallel.world_size, parallel.data_parallel_size),
+        unsaved_limit_bytes=rank_memory_bytes(unsaved_bytes, parallel.world_size, len(sharing_engines(parallel))),
         write_through_backlog_bytes=config.staging_bytes,
         memory=0,
     )

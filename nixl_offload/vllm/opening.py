@@ -143,7 +143,7 @@ class TierOpening:
             with self._lock:
                 self._namespace = namespace
                 for position, tier in enumerate(() if self._closed else self._config.tiers):
-                    parallel, nearer = self._offloading.parallel, self._config.tiers[:position]
+                    parallel, nearer = self._vllm_config.parallel_config, self._config.tiers[:position]
                     make = functools.partial(open_tier, tier, position, namespace, parallel, nearer)
                     self._tiers[position] = BackgroundOpening(
                         make, _close, what=name_of(tier), thread_name=f"nixl-offload-open-{position}"

@@ -123,16 +123,21 @@ def _touch(directories: Sequence[str]) -> set[str]:
 
 
 def open_host(
-    config: Config, parallel: OffloadingParallelConfig, layout: KVLayout, tensors: Sequence[torch.Tensor]
+    config: Config,
+    parallel: OffloadingParallelConfig,
+    layout: KVLayout,
+    tensors: Sequence[torch.Tensor],
+    engines: int = 1,
 ) -> HostSlab | None:
     """Take this rank's share of the memory tier, and room for what travels between farther tiers; None: not needed.
 
-    Raises TierError when the machine does not have so much.
+    ``engines``: data-parallel engines that divide the memory tier. Raises TierError when the machine does not have so
+    much.
     """
     device = device_of(tensors[0])
     farther, memory_bytes = len(config.stored), 0
     if config.memory is not None:
-        memory_bytes = rank_memory_bytes(config.memory.capacity_bytes, parallel.world_size, parallel.data_parallel_size)
+        memory_bytes = rank_memory_bytes(config.memory.capacity_bytes, parallel.world_size, engines)
         _compare_with_kv_cache(memory_bytes, tensors, parallel.rank)
     if not memory_bytes and farther < 2:
         return None
@@ -144,7 +149,7 @@ def open_host(
         slot_bytes=largest,
         pinned=device.page_locks,
         device=device.number,
-        sharers=parallel.world_size * parallel.data_parallel_size,
+        sharers=parallel.world_size * engines,
     )
 
 

@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
+from nixl_offload.vllm.data_parallel import sharing_engines
 from nixl_offload.vllm.identity import reason_to_stay_off
 from nixl_offload.vllm.kv_caches import without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
@@ -68,4 +69,5 @@ class NixlOffloadSpec(OffloadingSpec):
         claimed_share = self.vllm_config.cache_config.gpu_memory_utilization
         off = reason_to_stay_off(self.vllm_config, self.config_file) is not None
         caches = without_padding(kv_caches, groups)
-        return NixlOffloadingWorker(self.config, self.config_file, caches, claimed_share, off=off)
+        engines = len(sharing_engines(self.vllm_config.parallel_config))
+        return NixlOffloadingWorker(self.config, self.config_file, caches, claimed_share, engines=engines, off=off)

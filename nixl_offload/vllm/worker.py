@@ -78,12 +78,13 @@ class NixlOffloadingWorker(OffloadingWorker):
         kv_caches: CanonicalKVCaches,
         claimed_share: float = 1.0,
         *,
+        engines: int = 1,
         off: bool = False,
     ) -> None:
         """Take the host memory that the config asks for, and compare transfer paths on a device.
 
-        ``claimed_share``: of the device's memory, what vLLM keeps for itself. ``off``: nothing will be stored or
-        loaded, so take nothing.
+        ``claimed_share``: of the device's memory, what vLLM keeps for itself. ``engines``: data-parallel engines that
+        divide the memory tier. ``off``: nothing will be stored or loaded, so take nothing.
 
         This may take seconds, and the start waits for it: CUDA graphs are captured next, and no other thread may
         allocate device memory during that. Raises TierError when there is not so much host memory: at start, and only
@@ -101,7 +102,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._host: HostSlab | None = None
         self._plans: list[TransferPlan | None] = []
         if self._has_layers and not off:
-            self._host = open_host(config, offloading.parallel, self.layout, self._tensors)
+            self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines)
             self._plans = plan_tiers(config, self._tensors, self.layout)
         self._engine = ChainEngine(
             [None] * len(config.tiers) if self._has_layers else (),

@@ -552,7 +552,7 @@ def test_a_slab_keeps_its_size(tmp_path: Path, dp_size: int) -> None:
             namespace=namespace_of(),
             slot_classes=(PAGE_BYTES,),
             world_size=1,
-            dp_size=dp_size,
+            dp_engines=range(dp_size),
         )
         directory.close()
         return directory.rank_bytes

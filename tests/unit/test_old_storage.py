@@ -93,24 +93,13 @@ def locations_of(tier: dict[str, Any], namespace: Namespace, chunks: Sequence[Ch
     """Open the scheduler's half, ask for every chunk until it is a hit, and return where each rests, and what the ranks
     need to know to find it.
     """
-    from vllm.v1.kv_offload.config import OffloadingParallelConfig
+    from vllm.config import ParallelConfig
 
     from nixl_offload.types import Key, Lookup, LookupContext
     from nixl_offload.vllm.open_tiers import open_tier
 
     ranks = namespace.fields.world_size
-    parallel = OffloadingParallelConfig(
-        rank=0,
-        world_size=ranks,
-        tp_size=1,
-        pp_size=ranks,
-        pcp_size=1,
-        dcp_size=1,
-        data_parallel_index=0,
-        data_parallel_size=1,
-        data_parallel_rank_local=None,
-        is_parallelism_agnostic=False,
-    )
+    parallel = ParallelConfig(pipeline_parallel_size=ranks)
     opened = open_tier(parse_config({"tiers": [tier]}).tiers[0], 0, namespace, parallel)
     try:
         found = []

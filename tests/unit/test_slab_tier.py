@@ -345,7 +345,7 @@ def test_a_lock_that_nobody_holds_keeps_no_rank_out(open_tier: OpenTier, open_ra
 
 def test_data_parallel_ranks_know_their_own_engine(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path) -> None:
     """The lock of their root counts: that of the path is shared."""
-    tiers = [open_tier(dp_index=index, dp_size=2) for index in range(2)]
+    tiers = [open_tier(dp_index=index, dp_engines=range(2)) for index in range(2)]
     assert all(open_rank(tier).may_store() for tier in tiers)
     tiers[0].place = replace(tiers[0].place, directory=tiers[1].place.directory)
     with pytest.raises(TierError, match="in use by another engine"):

@@ -311,9 +311,9 @@ def test_a_manifest_is_never_trusted(tmp_path: Path, extent: object) -> None:
 
 def test_data_parallel_engines_share_path_and_capacity(tmp_path: Path) -> None:
     """Each has its root and its part; together they keep the promise; an engine of another shape is kept out."""
-    engines = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_size=2) for index in range(2)]
+    engines = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_engines=range(2)) for index in range(2)]
     assert [tier.root.name for tier in engines] == ["dp-0", "dp-1"]
-    for refused in ({}, {"dp_index": 1, "dp_size": 2}):
+    for refused in ({}, {"dp_index": 1, "dp_engines": range(2)}):
         with pytest.raises(TierError) as caught:
             open_tier(tmp_path, 32 * MIB, **refused)
         assert caught.value.cause == "locked"
@@ -328,7 +328,7 @@ def test_data_parallel_engines_share_path_and_capacity(tmp_path: Path) -> None:
     assert alone.measure_bytes() <= 32 * MIB, "what two engines left counts for one"
     assert alone.rank_bytes > 14 * MIB
     alone.close()
-    pair = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_size=2) for index in range(2)]
+    pair = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_engines=range(2)) for index in range(2)]
     for tier in pair:
         fill(tier)
         tier.close()
@@ -336,15 +336,30 @@ def test_data_parallel_engines_share_path_and_capacity(tmp_path: Path) -> None:
     assert used_bytes <= 32 * MIB, "and what one left counts for two"
 
 
+def test_engines_of_another_machine_have_no_part_of_this_ones_drive(tmp_path: Path) -> None:
+    """The second machine's engines have numbers of their own; what was once here under other numbers counts."""
+    before = open_tier(tmp_path, 32 * MIB, dp_index=0, dp_engines=range(2))
+    fill(before)
+    before.close()
+    engines = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_engines=range(8, 10)) for index in (8, 9)]
+    assert [tier.root.name for tier in engines] == ["dp-8", "dp-9"]
+    for tier in engines:
+        assert tier.rank_bytes > 7 * MIB, "half of the capacity, less half of what is left of dp-0"
+        fill(tier)
+        tier.close()
+    used_bytes = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*"))
+    assert used_bytes <= 32 * MIB
+
+
 def test_a_namespace_of_a_running_engine_is_not_removed(tmp_path: Path) -> None:
     """Engines with different numbers of siblings on one path: what another one holds is counted, not removed."""
-    other = open_tier(tmp_path, 64 * MIB, "other", dp_index=3, dp_size=4)
+    other = open_tier(tmp_path, 64 * MIB, "other", dp_index=3, dp_engines=range(4))
     fill(other)
-    tier = open_tier(tmp_path, 30 * MIB, dp_index=0, dp_size=2)
+    tier = open_tier(tmp_path, 30 * MIB, dp_index=0, dp_engines=range(2))
     assert other.rank_path(0).exists()
     assert tier.rank_bytes < 8 * MIB
     tier.close()
     other.close()
-    tier = open_tier(tmp_path, 30 * MIB, dp_index=0, dp_size=2)
+    tier = open_tier(tmp_path, 30 * MIB, dp_index=0, dp_engines=range(2))
     assert not other.namespace_path.exists()
     tier.close()

@@ -90,6 +90,10 @@ def vllm_config(world_size: int = 1) -> Any:
             pipeline_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_index=0,
+            enable_elastic_ep=False,
+            elastic_ep_max_dp_size=1,
         ),
         speculative_config=None,
     )

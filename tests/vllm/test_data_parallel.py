@@ -28,7 +28,7 @@ from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.vllm.metric_names import PREFIX
 from tests.vllm.damage import FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts, until
-from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop
+from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop, chain_config
 from tests.vllm.server import Server
 from tests.vllm.shared_rig import SHARD_BYTES, Medium, tree
 from tests.vllm.zygote import Zygote
@@ -54,7 +54,10 @@ class Answered(NamedTuple):
 class Ranks:
     """A server with two ranks, and the directory that they share."""
 
-    def __init__(self, zygote: Zygote, workshop: Workshop, medium: Medium) -> None:
+    def __init__(
+        self, zygote: Zygote, workshop: Workshop, medium: Medium, config: dict[str, Any] | None = None
+    ) -> None:
+        """``config``: None: the directory is the only tier."""
         scratch = workshop.scratch
         self.medium = medium
         self._model = str(write_model(scratch / "served", TINY))
@@ -68,7 +71,7 @@ class Ranks:
             "max-num-batched-tokens": CHUNK_TOKENS,
             "max-num-seqs": 4,
             "kv-cache-memory-bytes": 64 << 20,
-            "kv-transfer-config": json.dumps(transfer_config(medium.config(lookup=LOOKUP))),
+            "kv-transfer-config": json.dumps(transfer_config(config or medium.config(lookup=LOOKUP))),
         }
         environment = {**quick_environment(scratch=scratch), **ONE_CORE, "VLLM_SERVER_DEV_MODE": "1"}
         arguments = [f"--{name}={value}" for name, value in options.items()]
@@ -193,3 +196,24 @@ def test_a_rank_is_killed_while_it_stores(
     file.write_text(json.dumps(medium.config()))
     assert main(["verify", str(file)]) == 0
     assert len(medium.namespaces()) == 1, "both ranks had one cache"
+
+
+def test_memory_and_a_slab_are_divided(zygote: Zygote, workshop: Workshop, medium: Medium) -> None:
+    """By the ranks of a dense model, each of which vLLM tells that it is alone."""
+    slab = workshop.scratch / "slab-ranks"
+    config = chain_config(
+        {"kind": "memory", "capacity": f"{CAPACITY_CHUNKS * SHARD_BYTES}B"},
+        {"kind": "slab", "path": str(slab), "capacity": "128MiB"},
+    )
+    ranks = Ranks(zygote, workshop, medium, config)
+    try:
+        for rank in range(2):
+            for prompt in PROMPTS:
+                ranks.ask(prompt, rank)
+        log = ranks.server.log.read_text(errors="replace")
+        assert log.count(f"up to {CAPACITY_CHUNKS // 2} chunks") == 2
+        assert {path.name for path in slab.glob("dp-*")} == {"dp-0", "dp-1"}
+        assert "is in use by another engine" not in log
+        assert sum(path.stat().st_blocks * 512 for path in slab.rglob("*")) <= 128 << 20
+    finally:
+        ranks.server.close()

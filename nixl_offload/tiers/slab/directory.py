@@ -47,7 +47,7 @@ _RANK_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
 class TierDirectory:
     """A locked directory with room for this namespace. Made by ``open``; give it back with ``close``."""
 
-    def __init__(self, namespace: Namespace, root: Path, locks: tuple[DirectoryLock, ...], dp_size: int) -> None:
+    def __init__(self, namespace: Namespace, root: Path, locks: tuple[DirectoryLock, ...], dp_engines: range) -> None:
         """Use ``open``."""
         self.namespace = namespace
         self.root = root
@@ -58,7 +58,7 @@ class TierDirectory:
         self.extent_bytes = 0
         """Size of the slab's extents; stays the same over restarts as long as it suits the capacity."""
         self._locks = locks
-        self._dp_size = dp_size
+        self._dp_engines = dp_engines
         self._filesystem = 0
         self._manifest = ""
 
@@ -72,32 +72,32 @@ class TierDirectory:
         slot_classes: Sequence[int],
         world_size: int,
         dp_index: int = 0,
-        dp_size: int = 1,
+        dp_engines: range = range(1),
         index_bytes: Callable[[int], int] = max_bytes,
     ) -> TierDirectory:
         """Lock ``path``, make room in it, and work out the slabs' size.
 
         ``capacity_bytes`` holds for all that lies under ``path``: slabs of all ranks and data-parallel engines,
         indexes, other namespaces. The latter are removed whole, least recently used first, while this namespace
-        cannot have half.
+        cannot have half. ``dp_engines``: the engines that share ``path``, this one, ``dp_index``, among them.
         ``index_bytes`` bounds the durable index by its number of keys.
         Raises TierError (``locked`` by another engine; ``full`` when others' files take the capacity; causes of the
         operating system) and ConfigError (capacity too small for this model; names the least that would do).
         """
         base = Path(os.path.abspath(path))
-        root = base if dp_size == 1 else base / f"dp-{dp_index}"
+        root = base if len(dp_engines) == 1 else base / f"dp-{dp_index}"
         with ExitStack() as undo:
             try:
                 make_private_directory(root)
                 base_lock = DirectoryLock(base / "lock")
                 undo.callback(base_lock.release)
-                base_lock.acquire(shared=dp_size > 1)
+                base_lock.acquire(shared=len(dp_engines) > 1)
                 locks = [base_lock]
-                if dp_size > 1:
+                if len(dp_engines) > 1:
                     locks.append(DirectoryLock(root / "lock"))
                     undo.callback(locks[-1].release)
                     locks[-1].acquire()
-                directory = cls(namespace, root, tuple(locks), dp_size)
+                directory = cls(namespace, root, tuple(locks), dp_engines)
                 directory._settle(base, capacity_bytes, tuple(slot_classes), world_size, index_bytes)
             except OSError as error:
                 raise tier_error(error, f"cannot use the directory {root}") from error
@@ -131,7 +131,7 @@ class TierDirectory:
         try:
             make_private_directory(self.root)
             for lock in self._locks:
-                lock.acquire(shared=self._dp_size > 1 and lock is self._locks[0])
+                lock.acquire(shared=len(self._dp_engines) > 1 and lock is self._locks[0])
             make_private_directory(self.namespace_path)
             self._write_manifest()
         except OSError as error:
@@ -156,13 +156,14 @@ class TierDirectory:
     ) -> None:
         """Do all that follows the lock. Raises OSError, TierError, ConfigError."""
         budget = _Budget(slot_classes, world_size, index_bytes)
-        share_bytes = capacity_bytes // self._dp_size
+        engines = len(self._dp_engines)
+        share_bytes = capacity_bytes // engines
         least_bytes = budget.least_bytes()
         if share_bytes < least_bytes:
             raise ConfigError(
                 f"capacity {format_size(capacity_bytes)} of {base} is too small for this model: slots of "
-                f"{max(slot_classes)} bytes on {world_size} ranks and {self._dp_size} data-parallel engines need "
-                f"at least {format_size(least_bytes * self._dp_size)}"
+                f"{max(slot_classes)} bytes on {world_size} ranks and {engines} data-parallel engines need "
+                f"at least {format_size(least_bytes * engines)}"
             )
         available_bytes = self._make_room(base, share_bytes)
         if available_bytes < least_bytes:
@@ -191,9 +192,9 @@ class TierDirectory:
         """Remove other namespaces while this one cannot have half of ``share_bytes``; return what it can have."""
         ours = {self.namespace_path, *(lock.path for lock in self._locks)}
         found = [(other_namespaces.survey(self.root, ours), 1)]
-        if self._dp_size > 1:
-            siblings = {base / f"dp-{index}" for index in range(self._dp_size)}
-            found.append((other_namespaces.survey(base, ours | siblings), self._dp_size))
+        if len(self._dp_engines) > 1:
+            siblings = {base / f"dp-{index}" for index in self._dp_engines}
+            found.append((other_namespaces.survey(base, ours | siblings), len(self._dp_engines)))
         available_bytes = share_bytes - self._unexpected_bytes()
         namespaces = []
         for part, sharers in found:

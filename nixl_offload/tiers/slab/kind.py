@@ -25,7 +25,7 @@ def open_tier(config: SlabConfig, context: TierContext) -> SlabTier:
         slot_classes=context.slot_classes,
         world_size=context.world_size,
         dp_index=context.dp_index,
-        dp_size=context.dp_size,
+        dp_engines=context.dp_engines,
     )
 
 

@@ -77,7 +77,7 @@ class SlabTier(SlotTier):
         slot_classes: Sequence[int],
         world_size: int,
         dp_index: int = 0,
-        dp_size: int = 1,
+        dp_engines: range = range(1),
     ) -> SlabTier:
         """Lock the directory, reopen what an earlier engine left there, and return the tier.
 
@@ -91,7 +91,7 @@ class SlabTier(SlotTier):
             slot_classes=slot_classes,
             world_size=world_size,
             dp_index=dp_index,
-            dp_size=dp_size,
+            dp_engines=dp_engines,
         )
         try:
             allocator = SlabAllocator(directory.rank_bytes, slot_classes, directory.extent_bytes)
@@ -114,12 +114,12 @@ class SlabTier(SlotTier):
             world_size,
             f", {len(stale)} index rows dropped" if stale else "",
         )
-        if dp_size > 1 and not dp_index:
+        if len(dp_engines) > 1 and dp_index == dp_engines[0]:
             logger.warning(
                 "Slab tier %s: %d data-parallel engines have a part of it each, and do not find each other's chunks; "
                 "kind: shared_dir has them share all",
                 config.path,
-                dp_size,
+                len(dp_engines),
             )
         place = SlabPlace(
             directory=str(directory.namespace_path),
