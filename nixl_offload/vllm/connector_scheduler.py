@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from nixl_offload.vllm.adapters import AdapterTable, adapter_of
+from nixl_offload.vllm.held_stores import HeldStores
 from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.idling import Idling
 from nixl_offload.vllm.load_decision import LookupStatistics
@@ -95,21 +96,13 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """What ``kv_role`` has us do."""
         self._answers: dict[str, _LastAnswer] = {}
         """By request, until it is given blocks."""
-        self._is_alone = False
-        """No other connector loads beside ours."""
         self._asked_about: set[str] = set()
         """Requests that were looked up in this step."""
-        self._allocated: dict[str, bool] = {}
-        """Those of them that were given blocks, and whether we load some of these: if not, another connector may."""
         self._steps = 0
         """How many steps were scheduled."""
         self._heard_steps = 0
         """Of how many the ranks have told the outcome."""
-        self._doubtful_step = 0
-        """The last step in which another connector loads."""
-        self.held: dict[str, int] = {}
-        """Requests that may run on blocks which another connector loads within a step -> the last such step. How it
-        ended is not known."""
+        self._held_stores = HeldStores()
         self._counts_media = counts_media(vllm_config)
         self._adapters = AdapterTable(self._world_size)
         self._weights = WeightsCheck(self._world_size)
@@ -146,7 +139,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """Open the tiers once every rank has told its geometry. ``is_start``: before the first step, which waits; so
         ranks tell it only where no other connector is beside ours.
         """
-        self._is_alone = self._is_alone or (is_start and bool(told))
+        self._held_stores.is_alone |= is_start and bool(told)
         self._geometries.update(told)
         if self.is_off or self.offload_manager.is_begun or set(self._geometries) != set(range(self._world_size)):
             return
@@ -242,12 +235,12 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if request.request_id in self._asked_about:
-            if not self._is_alone:
-                self._allocated[request.request_id] = num_external_tokens > 0
-            self._answers.pop(request.request_id, None)
         self._load.allocated(request.request_id)
         status = request_state(self, request.request_id)
+        if request.request_id in self._asked_about:
+            self._answers.pop(request.request_id, None)
+            if status is not None:
+                self._held_stores.allocated(status, we_load=num_external_tokens > 0)
         if status is not None:
             self.offload_manager.count_lookup(status.req_context)
 
@@ -268,8 +261,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if tokens:
             self._weights.want(now_s)
         self.stores = self._stores and self._weights.trust is Trust.SETTLED and not manager.will_store
-        if self._allocated or self.held:
-            self._hold_stores(scheduler_output)
+        self._held_stores.scheduled(self._steps, self._heard_steps, scheduler_output.num_scheduled_tokens)
+        self.held = self._held_stores.requests
         self._asked_about.clear()
         self._clock.scheduled(scheduler_output)
         self._load.running = len(scheduler_output.num_scheduled_tokens)
@@ -400,27 +393,6 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
                 status.req_context.set_state(Refused())
             elif status.use is None and not status.transfer_jobs:
                 status.adapt(self._adapters.find(name, cache))
-
-    # Beside other connectors (MultiConnector): what they load within a step may turn out wrong when that is over, and
-    # with it whatever was computed from it.
-
-    def _hold_stores(self, scheduler_output: SchedulerOutput) -> None:
-        """Store nothing of a request as long as the outcome of another connector's load within a step is not known, if
-        that may have filled some of its blocks: then it was given them in that step or later.
-        """
-        for request_id, we_load in self._allocated.items():
-            status = request_state(self, request_id)
-            if (
-                status is not None
-                and not we_load
-                and status.req.num_computed_tokens > status.num_locally_computed_tokens
-                and request_id in scheduler_output.num_scheduled_tokens
-            ):
-                self._doubtful_step = self._steps
-        self.held = {request: step for request, step in self.held.items() if step > self._heard_steps}
-        if self._doubtful_step > self._heard_steps:
-            self.held.update(dict.fromkeys(self._allocated, self._doubtful_step))
-        self._allocated.clear()
 
     def _refuse_unloaded(self, invalid_blocks: Set[int]) -> None:
         """Store nothing more of requests that run on blocks which a load has not filled.
