@@ -1,19 +1,17 @@
 """A rank's half behind vLLM's ``OffloadingWorker``: tickets in, an outcome for each of their chunks out.
 
-Threading: called by the worker's main thread. Each tier opens on a thread of its own, and the engine's pump threads
-are behind it. Submitting never raises and never blocks on I/O: a job that cannot be done is a job that failed, and a
-failed load is a recompute.
+Threading: called by the worker's main thread. Tiers open on threads of their own, and the engine's pump threads are
+behind it. Submitting never raises and never blocks on I/O: a job that cannot be done is a job that failed, and a failed
+load is a recompute.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -34,15 +32,15 @@ from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.streams import Fence, model_on_default_stream
-from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.errors import LayoutError
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Outcome, key_group
 from nixl_offload.vllm.adapters import AdapterUse, LoadedAdapters
-from nixl_offload.vllm.background import BackgroundOpening
 from nixl_offload.vllm.kv_caches import canonical_layout
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketSpec
 from nixl_offload.vllm.opening import name_of
 from nixl_offload.vllm.rank_engine import RankMemory, open_host, open_tier_engine, plan_tiers
+from nixl_offload.vllm.rank_tiers import RankTiers
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +48,6 @@ OPENING_EVERY_S = 0.05
 """How often a rank looks whether the tiers that it opens are open."""
 STATUS_EVERY_S = 0.25
 """How often a rank looks at its tiers while nothing is submitted and nothing ends."""
-WAKE_UP_S = 10.0
-"""How long waking up waits for tiers to be open again."""
-CLOSE_OPENING_S = 2.0
-"""How long a shutdown waits for storage that is just being opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +104,12 @@ class NixlOffloadingWorker(OffloadingWorker):
             memory=None if config.memory is None else 0,
             empty_groups=empty,
         )
-        self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
-        """By tier: until the engine has it."""
-        self._places: dict[int, AnyPlace] = {}
-        """The tiers that are open here, or being opened."""
-        self._opening = 0
-        """Which opening of the tiers that is."""
-        self._sleeps = False
-        """KV memory has gone away, and no tier is open."""
+        self._tiers = RankTiers(
+            self._engine,
+            open_tier=self._open_tier,
+            joined=self._look_at_streams,
+            name_of=lambda position: f"{name_of(config.tiers[position])} on rank {self._rank}",
+        )
         self._claimed_share = claimed_share
         self._load_fence: Fence | None = None
         """Behind which this step's loads may write; None: behind all that the model was given when they are submitted.
@@ -148,20 +140,9 @@ class NixlOffloadingWorker(OffloadingWorker):
         a later one: then all that is open is closed first, and nothing may be under way there.
         """
         if not self._has_layers or self._is_shut_down:
-            self._opening = opening
-            return
-        before: dict[int, TierEngine] = {}
-        if opening != self._opening:
-            self._stop_opening(0.0)
-            before = self._engine.part()
-            self._places, self._opening = {}, opening
-        for position, place in places.items():
-            if position not in self._places:
-                self._places[position] = place
-                if not self._sleeps:
-                    self._begin_opening(position, before.pop(position, None))
-        for engine in before.values():
-            threading.Thread(target=_discard, args=(engine,), name="nixl-offload-close", daemon=True).start()
+            self._tiers.number = opening
+        else:
+            self._tiers.open(places, opening)
 
     def sleep(self) -> None:
         """Finish what ``drain_timeout`` allows and let go of every registration, for KV memory goes away. Idempotent.
@@ -169,62 +150,15 @@ class NixlOffloadingWorker(OffloadingWorker):
         Until ``wake_up`` every job fails. Raises TierError where a transfer that does not end may still write to that
         memory: it must stay.
         """
-        if self._sleeps or not self._has_layers or self._is_shut_down:
-            return
-        self._sleeps = True
-        if not self._stop_opening(CLOSE_OPENING_S) or not self._engine.release(self._config.drain_timeout_s):
-            self._sleeps = False
-            self._reopen()
-            raise TierError(
-                "the engine cannot sleep: a transfer has not ended, and may still write to the KV cache. Wake it up; "
-                "after a restart with storage that answers it can sleep again",
-                cause="timeout",
-            )
+        if self._has_layers and not self._is_shut_down:
+            self._tiers.sleep(self._config.drain_timeout_s)
 
     def wake_up(self) -> None:
         """Open again, at the same places, what ``sleep`` has closed: KV memory is back, at the same addresses.
 
-        Waits ``WAKE_UP_S`` at most; what takes longer goes on in the background, and its jobs fail until then.
+        Waits some seconds at most; what takes longer goes on in the background, and its jobs fail until then.
         """
-        if not self._sleeps:
-            return
-        self._sleeps = False
-        self._reopen()
-        until_s = time.monotonic() + WAKE_UP_S
-        for opening in self._openings.values():
-            opening.wait(max(0.0, until_s - time.monotonic()))
-        self._take_opened()
-
-    def _reopen(self) -> None:
-        for position in self._places:
-            self._begin_opening(position, None)
-
-    def _begin_opening(self, position: int, before: TierEngine | None) -> None:
-        memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share)
-        make = partial(
-            open_tier_engine,
-            self._config,
-            position,
-            self._places[position],
-            memory,
-            self._rank,
-            self._plans[position],
-        )
-        self._openings[position] = BackgroundOpening(
-            make if before is None else partial(_open_after, before, make),
-            _discard,
-            what=f"{name_of(self._config.tiers[position])} on rank {self._rank}",
-            thread_name=f"nixl-offload-open-rank-{position}",
-        )
-
-    def _stop_opening(self, timeout_s: float) -> bool:
-        """Open nothing more. False: something that is being opened did not end within ``timeout_s``."""
-        until_s = time.monotonic() + timeout_s
-        for opening in self._openings.values():
-            opening.stop()
-        ended = [opening.close(max(0.0, until_s - time.monotonic())) for opening in self._openings.values()]
-        self._openings = {}
-        return all(ended)
+        self._tiers.wake_up()
 
     def fence_loads(self) -> None:
         """Have the loads that are submitted before ``end_step`` wait for what the model's stream has now, and for
@@ -267,7 +201,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         keys stand for; where this rank has loaded other content since, everything is DROPPED.
         """
         self._look_s = 0.0
-        self._take_opened()
+        self._tiers.take_opened()
         if isinstance(ticket, WriteThroughTicket):
             self._tickets.add(ticket.ticket)
             self._engine.submit_moves(ticket.ticket, self._moves(ticket))
@@ -336,12 +270,11 @@ class NixlOffloadingWorker(OffloadingWorker):
         now_s = time.monotonic()
         if now_s < self._look_s:
             return {}
-        self._look_s = now_s + (OPENING_EVERY_S if self._openings else STATUS_EVERY_S)
-        self._take_opened()
-        failed = frozenset(position for position, opening in self._openings.items() if opening.error is not None)
+        self._look_s = now_s + (OPENING_EVERY_S if self._tiers.is_opening else STATUS_EVERY_S)
+        self._tiers.take_opened()
         every = frozenset(range(len(self._config.tiers)))
         is_open = self._engine.open_tiers if self._has_layers else every
-        status = RankStatus(is_open, failed, self._engine.statuses(), self._opening)
+        status = RankStatus(is_open, self._tiers.failed, self._engine.statuses(), self._tiers.number)
         if status == self._status or not (status.open or status.failed):
             return {}
         self._status = status
@@ -382,23 +315,16 @@ class NixlOffloadingWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Drain within a deadline and release everything."""
         self._is_shut_down = True
-        has_ended = self._stop_opening(CLOSE_OPENING_S)
+        has_ended = self._tiers.close()
         self._engine.close(self._config.drain_timeout_s)
         if self._host is not None and has_ended and not LEAKED:
             self._host.close()
         elif self._host is not None:
             LEAKED.append(self._host)  # a copy that did not end may be at it, and would be waited for
 
-    def _take_opened(self) -> None:
-        """Give the engine what was opened since the last call."""
-        if not self._openings:
-            return
-        for position, opening in list(self._openings.items()):
-            engine = opening.take()
-            if engine is not None:
-                self._engine.join(position, engine)
-                del self._openings[position]
-                self._look_at_streams(position, engine)
+    def _open_tier(self, position: int, place: AnyPlace) -> TierEngine:
+        memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share)
+        return open_tier_engine(self._config, position, place, memory, self._rank, self._plans[position])
 
     def _look_at_streams(self, position: int, engine: TierEngine) -> None:
         """Say so where a mover and the model are in each other's way. Asked when steps run, for vLLM chooses the
@@ -457,16 +383,6 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._refused.append(
             Completion(job_id, WorkKind.STORE if is_store else WorkKind.LOAD, (outcome,) * chunks, errors=(why,))
         )
-
-
-def _discard(engine: TierEngine) -> None:
-    engine.close(0.0)
-
-
-def _open_after(before: TierEngine, make: Callable[[], TierEngine]) -> TierEngine:
-    """Close what was open in a tier's place, then open it."""
-    before.close(0.0)  # idempotent, for this may be tried again
-    return make()
 
 
 def failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:

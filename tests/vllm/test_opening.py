@@ -25,7 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import TierError
-from nixl_offload.vllm import background, closed_tier, rank_opening, serving_tiers
+from nixl_offload.vllm import background, closed_tier, rank_opening, rank_tiers, serving_tiers
 from nixl_offload.vllm import opening as opening_module
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
@@ -451,7 +451,7 @@ def test_an_opening_that_hangs_costs_hits_and_no_more(
     with monkeypatch.context() as impatient:
         for module in (rank_opening, closed_tier):
             impatient.setattr(module, "RANKS_WAIT_S", 0.2)
-        impatient.setattr(worker_module, "CLOSE_OPENING_S", 0.1)
+        impatient.setattr(rank_tiers, "CLOSE_OPENING_S", 0.1)
         engine = SlowEngine(tmp_path)
         for _ in range(2):
             assert engine.generate(PROMPTS) == [0, 0]

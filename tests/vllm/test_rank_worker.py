@@ -44,7 +44,7 @@ from nixl_offload.tiers.shared.tier import SharedPlace
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
-from nixl_offload.vllm import background, rank_engine
+from nixl_offload.vllm import background, rank_engine, rank_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
@@ -471,7 +471,7 @@ def test_a_shutdown_ends_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """It waits for a moment. What is opened is closed, by whoever comes last, and the slab can be opened anew."""
     slow = SlowStart(monkeypatch)
-    monkeypatch.setattr(worker_module, "CLOSE_OPENING_S", 0.1 if late else DEADLINE_S)
+    monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.1 if late else DEADLINE_S)
     kept: list[object] = []
     monkeypatch.setattr(worker_module, "LEAKED", kept)
     rig = Rig(tmp_path, is_open=False)

@@ -1,0 +1,154 @@
+"""The tiers that a rank has open or is opening: from the message that says where they are, over sleep, to the end.
+
+Threading: the worker's main thread. Each tier opens on a thread of its own.
+Ownership: what is open belongs to the ``ChainEngine``; what is being opened, to nobody until that has it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from nixl_offload.engine import ChainEngine, TierEngine
+from nixl_offload.errors import TierError
+from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.vllm.background import BackgroundOpening
+
+WAKE_UP_S = 10.0
+"""How long waking up waits for tiers to be open again."""
+CLOSE_OPENING_S = 2.0
+"""How long sleep and a shutdown wait for storage that is just being opened."""
+
+
+class RankTiers:
+    """Opens tiers, by position in the config, and gives them to the engine."""
+
+    def __init__(
+        self,
+        engine: ChainEngine,
+        *,
+        open_tier: Callable[[int, AnyPlace], TierEngine],
+        joined: Callable[[int, TierEngine], None],
+        name_of: Callable[[int], str],
+    ) -> None:
+        """``open_tier`` opens one, on any thread, and raises what keeps it from that. ``joined`` is told of each that
+        the engine has. ``name_of``: what messages call one.
+        """
+        self._engine = engine
+        self._open_tier = open_tier
+        self._joined = joined
+        self._name_of = name_of
+        self.number = 0
+        """Which opening of the tiers this is."""
+        self._places: dict[int, AnyPlace] = {}
+        """The tiers that are open, or being opened."""
+        self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
+        """Until the engine has them."""
+        self._sleeps = False
+        """KV memory has gone away, and nothing is open."""
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether something is not open yet that was asked for."""
+        return bool(self._openings)
+
+    @property
+    def failed(self) -> frozenset[int]:
+        """Those that could not be opened so far."""
+        return frozenset(position for position, opening in self._openings.items() if opening.error is not None)
+
+    def open(self, places: Mapping[int, AnyPlace], number: int) -> None:
+        """Begin to open tiers. One that was asked for already is left as it is, unless ``number`` is a later one: then
+        all that is open is closed first, and nothing may be under way there.
+        """
+        before: dict[int, TierEngine] = {}
+        if number != self.number:
+            self._stop(0.0)
+            before = self._engine.part()
+            self._places, self.number = {}, number
+        for position, place in places.items():
+            if position not in self._places:
+                self._places[position] = place
+                if not self._sleeps:
+                    self._begin(position, before.pop(position, None))
+        for engine in before.values():
+            threading.Thread(target=_discard, args=(engine,), name="nixl-offload-close", daemon=True).start()
+
+    def take_opened(self) -> None:
+        """Give the engine what was opened since the last call. Costs nothing where nothing is being opened."""
+        if not self._openings:
+            return
+        for position, opening in list(self._openings.items()):
+            engine = opening.take()
+            if engine is not None:
+                self._engine.join(position, engine)
+                del self._openings[position]
+                self._joined(position, engine)
+
+    def sleep(self, drain_timeout_s: float) -> None:
+        """Finish what ``drain_timeout_s`` allows, and let go of every registration. Idempotent.
+
+        Raises TierError where a transfer that does not end may still write to KV memory; then all is opened again.
+        """
+        if self._sleeps:
+            return
+        self._sleeps = True
+        if not self._stop(CLOSE_OPENING_S) or not self._engine.release(drain_timeout_s):
+            self._sleeps = False
+            self._reopen()
+            raise TierError(
+                "the engine cannot sleep: a transfer has not ended, and may still write to the KV cache. Wake it up; "
+                "after a restart with storage that answers it can sleep again",
+                cause="timeout",
+            )
+
+    def wake_up(self) -> None:
+        """Open again what ``sleep`` has closed, at the same places. Waits ``WAKE_UP_S`` at most."""
+        if not self._sleeps:
+            return
+        self._sleeps = False
+        self._reopen()
+        until_s = time.monotonic() + WAKE_UP_S
+        for opening in self._openings.values():
+            opening.wait(max(0.0, until_s - time.monotonic()))
+        self.take_opened()
+
+    def close(self) -> bool:
+        """Open nothing more. False: something that is being opened did not end within ``CLOSE_OPENING_S``."""
+        return self._stop(CLOSE_OPENING_S)
+
+    # Inside
+
+    def _stop(self, timeout_s: float) -> bool:
+        until_s = time.monotonic() + timeout_s
+        for opening in self._openings.values():
+            opening.stop()
+        ended = [opening.close(max(0.0, until_s - time.monotonic())) for opening in self._openings.values()]
+        self._openings = {}
+        return all(ended)
+
+    def _reopen(self) -> None:
+        for position in self._places:
+            self._begin(position, None)
+
+    def _begin(self, position: int, before: TierEngine | None) -> None:
+        """``before``: what is open in its place, and closed first."""
+        make = partial(self._open_tier, position, self._places[position])
+        self._openings[position] = BackgroundOpening(
+            make if before is None else partial(_open_after, before, make),
+            _discard,
+            what=self._name_of(position),
+            thread_name=f"nixl-offload-open-rank-{position}",
+        )
+
+
+def _discard(engine: TierEngine) -> None:
+    engine.close(0.0)
+
+
+def _open_after(before: TierEngine, make: Callable[[], TierEngine]) -> TierEngine:
+    """Close what was open in a tier's place, then open it."""
+    before.close(0.0)  # idempotent, for this may be tried again
+    return make()
