@@ -26,7 +26,7 @@ class Places:
 
     __slots__ = ("_class_of_node", "_make_policy", "_numbers", "classes", "offsets", "tier")
 
-    def __init__(self, make_policy: Callable[[], Policy], tier: int | None = None) -> None:
+    def __init__(self, make_policy: Callable[[int], Policy], tier: int | None = None) -> None:
         self.tier = tier
         self.classes: list[SizeClass] = []
         self._numbers: dict[int, int] = {}
@@ -128,5 +128,5 @@ class Places:
         number = self._numbers.get(slot_bytes)
         if number is None:
             number = self._numbers[slot_bytes] = len(self.classes)
-            self.classes.append(SizeClass(slot_bytes, self._make_policy()))
+            self.classes.append(SizeClass(slot_bytes, self._make_policy(slot_bytes)))
         return number
