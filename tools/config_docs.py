@@ -38,6 +38,7 @@ _TEXT_KINDS: Final = {
     "prefix": "names with `/` between",
     "endpoint": "URL",
     "region": "name",
+    "share_per_salt": "share",
 }
 _TYPES: Final = {
     "boolean": "`true`, `false`",

@@ -146,9 +146,10 @@ class Engine:
         timeout_s: float = 120.0,
         transfer_params: Mapping[str, Any] | None = None,
         adapter: Mapping[str, Any] | None = None,
+        salt: str | None = None,
     ) -> list[Answer]:
         """Answer prompts greedily, one after the other or as one batch. ``transfer_params``: hints of each request.
-        ``adapter``: the fields of the ``LoRARequest`` of each.
+        ``adapter``: the fields of the ``LoRARequest`` of each. ``salt``: the ``cache_salt`` of each.
 
         ``max_tokens`` defaults to ``answer_tokens``.
         """
@@ -160,6 +161,7 @@ class Engine:
             timeout_s=timeout_s,
             transfer_params=transfer_params,
             adapter=adapter,
+            salt=salt,
         )
         return [_answer(told) for told in reply["answers"]]
 

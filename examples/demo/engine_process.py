@@ -47,20 +47,22 @@ class EngineHost:
         timeout_s: float | None = None,
         transfer_params: dict[str, Any] | None = None,
         adapter: dict[str, Any] | None = None,
+        salt: str | None = None,
     ) -> Reply:
         """Answer token-id prompts greedily, one after the other or, with ``together``, as one batch.
 
-        ``transfer_params`` are each request's ``kv_transfer_params``, ``adapter`` the fields of its ``LoRARequest``.
+        ``transfer_params`` are each request's ``kv_transfer_params``, ``adapter`` the fields of its ``LoRARequest``,
+        ``salt`` its ``cache_salt``.
 
         Each answer: ``tokens``, ``logprobs`` of the chosen tokens, ``cached_tokens`` (prompt tokens that were not
         computed), ``ttft_s``, ``total_s``, and, unless ``together``, how far vLLM's counters moved (``counters``).
         """
         if together:
-            return {"answers": self._generate(prompts, max_tokens, transfer_params, adapter)}
+            return {"answers": self._generate(prompts, max_tokens, transfer_params, adapter, salt)}
         answers = []
         for prompt in prompts:
             before = self._counters()
-            [answer] = self._generate([prompt], max_tokens, transfer_params, adapter)
+            [answer] = self._generate([prompt], max_tokens, transfer_params, adapter, salt)
             after = self._counters()
             answer["counters"] = {name: value - before.get(name, 0) for name, value in after.items()}
             answers.append(answer)
@@ -187,9 +189,11 @@ class EngineHost:
         max_tokens: int,
         transfer_params: dict[str, Any] | None = None,
         adapter: dict[str, Any] | None = None,
+        salt: str | None = None,
     ) -> list[Reply]:
         sampling = _sampling(max_tokens, transfer_params)
-        asked, lora = [{"prompt_token_ids": prompt} for prompt in prompts], _adapter(adapter)
+        salted = {} if salt is None else {"cache_salt": salt}
+        asked, lora = [{"prompt_token_ids": prompt, **salted} for prompt in prompts], _adapter(adapter)
         start = time.perf_counter()
         outputs = self._llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         total_s = time.perf_counter() - start

@@ -10,7 +10,7 @@ from typing import Final
 
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
-from nixl_offload.types import Key, Location
+from nixl_offload.types import Key, Location, Salt
 
 TRIAL_S: Final = 10.0
 """A disabled tier gets one chunk in this time all the same: ranks look at their storage again when they store."""
@@ -60,7 +60,12 @@ class Placing:
         self._next_trial_s = {at: self._next_trial_s.get(at, now_s + TRIAL_S) for at in positions}
 
     def place(
-        self, key: Key, states: Sequence[State | None], refused: set[tuple[int, int]], now_s: float
+        self,
+        key: Key,
+        states: Sequence[State | None],
+        refused: set[tuple[int, int]],
+        now_s: float,
+        salt: Salt,
     ) -> Location | None:
         """Make ``key`` WRITING somewhere. None: nowhere. ``states``: of the key, by tier.
 
@@ -81,7 +86,7 @@ class Placing:
                     return None
                 continue
             evicted: list[Key] = []
-            location = tier.reserve(key, needed, evicted)
+            location = tier.reserve(key, needed, evicted, salt)
             self._evicted(position, evicted)
             if location is None:
                 refused.add((position, needed))

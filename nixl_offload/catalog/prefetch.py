@@ -15,7 +15,7 @@ from itertools import count, islice
 from typing import Final, NamedTuple
 
 from nixl_offload.tiers.base import Tier
-from nixl_offload.types import Key, Location, Lookup, LookupContext
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Salt
 
 MAX_PREFETCHES: Final = 256
 """That wait; the oldest is dropped first."""
@@ -24,7 +24,7 @@ MAX_LOOKED_UP: Final = 256
 MAX_BEGUN: Final = 64
 """Chunks that begin in one step."""
 MEMORY_SHARE: Final = 0.5
-"""Of memory, the most that one prefetch takes: more would throw out what it has brought first."""
+"""Of memory, the most that one prefetch takes, and a salt's share at most: more would throw out what came first."""
 PATIENCE_S: Final = 30.0
 """A prefetch is dropped after this time: what was foretold has come by then, or the tiers have no time for it."""
 
@@ -35,6 +35,7 @@ class Fetch(NamedTuple):
     key: Key
     source: Location
     target: Location
+    salt: Salt
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,7 @@ class _Prefetch:
     is_prefix: bool
     allowed: Collection[int] | None
     since_s: float
+    salt: Salt
     next: int = 0
     taken_bytes: int = 0
     """Of memory: brought, or there already."""
@@ -130,6 +132,7 @@ class PrefetchQueue:
         allowed: Collection[int] | None,
         *,
         is_prefix: bool,
+        salt: Salt,
     ) -> None:
         """Have chunks of one group read into memory from the tiers ``allowed`` (None: any), in their order.
 
@@ -140,15 +143,13 @@ class PrefetchQueue:
         if len(self._waiting) >= MAX_PREFETCHES:
             self._give_up(self._waiting.popleft(), "overflow")
         name = f"prefetch-{next(self._numbers)}"
-        self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, allowed, now_s))
+        self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, allowed, now_s, salt))
 
     def begin(self, now_s: float) -> list[Fetch]:
         """Begin what may begin now: sources pinned, slots in memory reserved."""
         if self._memory is None or not self._waiting:
             return []
-        slots = self._tiers[self._memory].statistics().slots
-        capacity_bytes, retired_bytes = (slots.capacity_bytes, slots.retired_bytes) if slots is not None else (0, 0)
-        step = _Step(now_s, capacity_bytes * MEMORY_SHARE, capacity_bytes - retired_bytes, MAX_LOOKED_UP)
+        step = self._new_step(now_s)
         first: list[_Prefetch] = []
         """In the next step."""
         for _ in range(len(self._waiting)):
@@ -181,6 +182,16 @@ class PrefetchQueue:
             self._forget(self._waiting.popleft().request_id)
 
     # Inside
+
+    def _new_step(self, now_s: float) -> _Step:
+        assert self._memory is not None
+        slots = self._tiers[self._memory].statistics().slots
+        if slots is None:
+            return _Step(now_s, 0, 0, MAX_LOOKED_UP)
+        limit_bytes = slots.capacity_bytes * MEMORY_SHARE
+        if slots.share_bytes is not None:
+            limit_bytes = min(limit_bytes, slots.share_bytes)
+        return _Step(now_s, limit_bytes, slots.capacity_bytes - slots.retired_bytes, MAX_LOOKED_UP)
 
     def _give_up(self, prefetch: _Prefetch, why: str) -> None:
         self._forget(prefetch.request_id)
@@ -230,12 +241,12 @@ class PrefetchQueue:
             if self._bytes_under_way and self._bytes_under_way + slot_bytes > self._backlog_bytes:
                 return _Progress.STEP_OVER
             # Not asked for again: memory may have given up chunks of other sizes, and still lacks room.
-            target = None if slot_bytes in step.full else memory.reserve(key, slot_bytes, step.evicted)
+            target = None if slot_bytes in step.full else memory.reserve(key, slot_bytes, step.evicted, prefetch.salt)
             if target is None:
                 step.full.add(slot_bytes)
                 return _Progress.NO_ROOM if slot_bytes <= step.usable_bytes else _Progress.NEVER
             self._bytes_under_way += slot_bytes
-            step.begun.append(Fetch(key, self._tiers[source].pin(key), target))
+            step.begun.append(Fetch(key, self._tiers[source].pin(key), target, prefetch.salt))
         else:
             memory.touch(key)
         prefetch.taken_bytes += slot_bytes

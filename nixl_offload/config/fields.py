@@ -24,6 +24,7 @@ _ENDPOINT_HOST: Final = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
 _PREFIX_PART: Final = re.compile(r"[A-Za-z0-9._=-]+")
 _PREFIX_CHARS: Final = 512
 """A store adds up to 200 to it, and S3 ends at 1024."""
+_PERCENT: Final = re.compile(r"([1-9][0-9]?)%")
 _REGION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -81,6 +82,14 @@ def _endpoint(endpoint: str) -> str:
     return whole
 
 
+def _percent(value: object) -> int:
+    """Return the whole percents that text such as "25%" means."""
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("is not a share; allowed: whole percents from 1% to 99%")
+    return int(match[1])
+
+
 def _region(region: str) -> str:
     if not _REGION.fullmatch(region):
         raise ValueError("is not a region; allowed: such as eu-central-1")
@@ -110,6 +119,12 @@ DurationSeconds = Annotated[
     BeforeValidator(parse_duration),
     PlainSerializer(format_duration, when_used="json"),
     Field(gt=0, le=LONGEST_S, json_schema_extra={"format": "duration"}),
+]
+Percent = Annotated[
+    int,
+    BeforeValidator(_percent),
+    PlainSerializer(lambda percent: f"{percent}%", when_used="json"),
+    _text(f"^{_PERCENT.pattern}$"),
 ]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path), _text("^/")]
 AbsoluteFile = Annotated[str, AfterValidator(_absolute_file), _text("^/(.*[^/])$")]

@@ -17,7 +17,7 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
+from nixl_offload.types import NO_SALT, Key, Location, Lookup, LookupContext, Outcome, Salt
 
 T = TypeVar("T")
 
@@ -55,6 +55,10 @@ class SlotStatistics:
     """Out of use for good, because something may still write there."""
     evictions: int
     """Chunks that made room for others, since the start."""
+    share_bytes: int | None = None
+    """What one salt may hold when room is needed. None: ``share_per_salt`` is not set."""
+    share_evictions: int | None = None
+    """Of the evictions, those of salts that held more. None: likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +135,10 @@ class Tier(Protocol):
         ...
 
     def state(self, key: Key) -> State | None: ...
-    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key], salt: Salt = NO_SALT) -> Location | None:
         """Make ``key``, whose state is None, WRITING at a location, evicting as needed (victims are appended).
 
-        None: no room, or the tier is disabled.
+        It counts for ``salt``, in a tier with a share per salt. None: no room, or the tier is disabled.
         """
         ...
 
@@ -152,7 +156,10 @@ class Tier(Protocol):
 
     def pin(self, key: Key) -> Location: ...
     def unpin(self, key: Key) -> None: ...
-    def touch(self, key: Key) -> None: ...
+    def touch(self, key: Key, salt: Salt = NO_SALT) -> None:
+        """Count a use of a chunk, if it is READY, by a request with this salt."""
+        ...
+
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
         """Say whether ``key`` can be loaded. RETRY: not known, and somebody goes to look once ``flush`` is called."""
         ...

@@ -12,7 +12,7 @@ from typing import Protocol
 from nixl_offload.index import Index, Occupancy, State
 from nixl_offload.tiers.base import SlotStatistics, TierStatistics
 from nixl_offload.tiers.slot_allocator import SlabAllocator
-from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
+from nixl_offload.types import NO_SALT, Key, Location, Lookup, LookupContext, Outcome, Salt
 
 
 class Journal(Protocol):
@@ -21,6 +21,11 @@ class Journal(Protocol):
     def put(self, key: Key, location: Location) -> None: ...
     def delete(self, key: Key) -> None: ...
     def clear(self) -> None: ...
+
+
+def share_bytes_of(allocator: SlabAllocator, share_per_salt_percent: int | None) -> int | None:
+    """Return what one salt may hold on each rank; None: salts are ignored."""
+    return None if share_per_salt_percent is None else allocator.rank_bytes * share_per_salt_percent // 100
 
 
 class NoJournal:
@@ -72,7 +77,16 @@ class SlotTier:
     def statistics(self) -> TierStatistics:
         """Return how full the slots are."""
         used_bytes = sum(taken.bytes_total for taken in self.occupancy().values())
-        return TierStatistics(slots=SlotStatistics(used_bytes, self.capacity_bytes, self.retired_bytes, self.evictions))
+        return TierStatistics(
+            slots=SlotStatistics(
+                used_bytes,
+                self.capacity_bytes,
+                self.retired_bytes,
+                self.evictions,
+                self._index.share_bytes,
+                self._index.share_evictions,
+            )
+        )
 
     @property
     def is_looking(self) -> bool:
@@ -110,17 +124,17 @@ class SlotTier:
         """Never: the index knows."""
         return False
 
-    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key], salt: Salt = NO_SALT) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         offset = self._allocator.allocate(slot_bytes)
         if offset is None:
             before = len(evicted)
-            offset = self._make_room(slot_bytes, evicted)
+            offset = self._make_room(slot_bytes, evicted, salt)
             self.evictions += len(evicted) - before
         if offset is None:
             return None
         location = Location(self._position, offset, slot_bytes)
-        self._index.insert_writing(key, location)
+        self._index.insert_writing(key, location, salt)
         return location
 
     def commit(self, key: Key) -> bool:
@@ -154,9 +168,9 @@ class SlotTier:
         if freed is not None:
             self._free(freed)
 
-    def touch(self, key: Key) -> None:
+    def touch(self, key: Key, salt: Salt = NO_SALT) -> None:
         """Mark as recently used; unknown keys are ignored."""
-        self._index.touch(key)
+        self._index.touch(key, salt)
 
     def drop(self, key: Key) -> bool:
         """Never serve this chunk again. True: it could be loaded until now."""
@@ -188,7 +202,7 @@ class SlotTier:
         """Whether ``key`` may be dropped so that its extent can go to another class of slots."""
         return self._index.state(key) is State.READY
 
-    def _make_room(self, slot_bytes: int, evicted: list[Key]) -> int | None:
+    def _make_room(self, slot_bytes: int, evicted: list[Key], salt: Salt) -> int | None:
         starved = self._allocator.reclaimable(slot_bytes)
         if starved is not None:
             for key in self._index.keys_between(*starved):
@@ -198,7 +212,7 @@ class SlotTier:
             offset = self._allocator.allocate(slot_bytes)
             if offset is not None:
                 return offset
-        victim = self._index.evict(slot_bytes)
+        victim = self._index.evict(slot_bytes, salt)
         if victim is None:
             return None
         key, location = victim

@@ -22,6 +22,7 @@ from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
 from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
+from nixl_offload.vllm.salts import note_salt
 from nixl_offload.vllm.server_load import ServerLoadCounter
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.tier_events import name_media
@@ -159,10 +160,12 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             self._awaits_adapter(request)  # hints look at its keys
         self._load.arrived(request.request_id)
         self._refuse_worthless_keys(request)
+        status = request_state(self, request.request_id)
+        if status is None:
+            return
+        note_salt(request, status.req_context)
         if request.kv_transfer_params or request.kv_hints:
-            status = request_state(self, request.request_id)
-            if status is not None:
-                self._hints.arrived(request, status)
+            self._hints.arrived(request, status)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None

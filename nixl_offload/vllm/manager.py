@@ -42,6 +42,7 @@ from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupSta
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.open_tiers import chain_options
+from nixl_offload.vllm.salts import salt_of
 from nixl_offload.vllm.server_load import ServerLoad
 from nixl_offload.vllm.serving_tiers import ServingTiers
 from nixl_offload.vllm.tier_events import TierEvents, allowed_tiers, label_of
@@ -359,7 +360,7 @@ class NixlOffloadManager(OffloadingManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
         if self._catalog is not None:
-            self._catalog.touch(Key(key) for key in keys)
+            self._catalog.touch((Key(key) for key in keys), salt_of(req_context))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> TicketSpec:
         """Pin chunks and tell the ranks where they are."""
@@ -368,7 +369,8 @@ class NixlOffloadManager(OffloadingManager):
             return TicketSpec(LoadTicket(0, wanted, (NOWHERE,) * len(wanted)), _adapter_of(req_context))
         self.version += 1
         now_s = time.monotonic()
-        ticket = self._catalog.prepare_load(wanted, now_s, allowed_tiers(req_context, self._labels))
+        allowed = allowed_tiers(req_context, self._labels)
+        ticket = self._catalog.prepare_load(wanted, now_s, allowed, salt_of(req_context))
         if self._decider is not None:
             self._decider.begin_load(ticket, now_s)
         return TicketSpec(ticket, _adapter_of(req_context))
@@ -377,7 +379,8 @@ class NixlOffloadManager(OffloadingManager):
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
         ticket = None
         if self._catalog is not None and not self._reopens and not _is_refused(req_context):
-            ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id)
+            salt = salt_of(req_context)
+            ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id, salt)
             self._changed()
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput(

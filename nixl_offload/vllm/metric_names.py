@@ -168,6 +168,14 @@ EVICTED: Final = _of(
     "Chunks evicted to make room. Of a shared directory, by the engine that does it for all.",
     "Rises while the hit ratio falls: the working set does not fit",
 )
+SHARE_EVICTED: Final = _of(
+    "share_evicted_chunks",
+    "counter",
+    TIER,
+    "chunks",
+    "Of evicted_chunks, those whose cache_salt held more than share_per_salt. Told where that is set.",
+    "Near evicted_chunks: a few salts take all the room there is, and spare the others",
+)
 KNOWN: Final = _of(
     "known_chunks",
     "gauge",
@@ -302,6 +310,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     CAPACITY,
     RETIRED,
     EVICTED,
+    SHARE_EVICTED,
     KNOWN,
     NOT_STORED,
     PENDING,

@@ -42,6 +42,7 @@ class Setup:
     chain: ChainOptions
     store_backlog_bytes: int
     store_after: int
+    share: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -136,15 +137,14 @@ class Engine:
 
     def _open(self, position: int, kind: str) -> MemoryTier | SlabTier | SharedTier:
         setup, world = self.setup, self.world
+        evicting = {"policy": setup.policy, "share_per_salt": setup.share}
         if kind == "memory":
-            memory = MemoryConfig.model_validate({"kind": kind, "capacity": MEMORY_BYTES, "policy": setup.policy})
+            memory = MemoryConfig.model_validate({"kind": kind, "capacity": MEMORY_BYTES, **evicting})
             return MemoryTier.open(
                 memory, position=position, namespace=NAMESPACE, slot_classes=SLOT_CLASSES, world_size=RANKS
             )
         if kind == "slab":
-            file = SlabConfig.model_validate(
-                {"kind": kind, "path": str(self.path), "capacity": FILE_BYTES, "policy": setup.policy}
-            )
+            file = SlabConfig.model_validate({"kind": kind, "path": str(self.path), "capacity": FILE_BYTES, **evicting})
             tier = SlabTier.open(
                 file, position=position, namespace=NAMESPACE, slot_classes=SLOT_CLASSES, world_size=RANKS
             )

@@ -88,6 +88,8 @@ def as_today(recorded: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             said[name] = now
     if prefix and prefix != "memory.":
         said.setdefault("required", False)  # older configs cannot say it
+    if prefix in ("memory.", "slab."):
+        said.setdefault("share_per_salt", None)
     if prefix == "shared directory.":
         said.setdefault("evict", None)  # on a local filesystem that means yes now, and used to mean no
     if said.get("mover") == "gds_mt":

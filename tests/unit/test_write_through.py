@@ -273,7 +273,7 @@ def test_what_waited_in_vain_is_dropped_bit_by_bit(make: MakeChain, monkeypatch:
     monkeypatch.setattr(write_through, "MAX_DROPPED", 3)
     chain = make(bucket=True)
     bucket = _break(chain)
-    monkeypatch.setattr(bucket, "reserve", lambda key, slot_bytes, evicted: None)
+    monkeypatch.setattr(bucket, "reserve", lambda key, slot_bytes, evicted, salt: None)
     chain.store(*range(8))
     while chain.catalog.counts().pending_writes[FILE]:
         chain.write_through()

@@ -213,6 +213,7 @@ class Matching:
             lora_request=None,
             kv_transfer_params=None,
             kv_hints=None,
+            cache_salt=None,
             mm_features=[],
             skip_reading_prefix_cache=False,
         )

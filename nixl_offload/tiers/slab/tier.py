@@ -20,8 +20,8 @@ from nixl_offload.index.durable import DurableIndex
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.reopen import adopt_rows
 from nixl_offload.tiers.slot_allocator import SlabAllocator
-from nixl_offload.tiers.slot_tier import SlotTier
-from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.tiers.slot_tier import SlotTier, share_bytes_of
+from nixl_offload.types import NO_SALT, Key, Location, Outcome, Salt
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class SlabTier(SlotTier):
         except BaseException:
             directory.close()
             raise
-        index = Index(policy=config.policy)
+        index = Index(config.policy, share_bytes_of(allocator, config.share_per_salt_percent))
         stale = adopt_rows(rows, position, index, allocator)
         for number, key in enumerate(stale, 1):
             durable.delete(key)
@@ -130,11 +130,11 @@ class SlabTier(SlotTier):
         )
         return cls(position, place, index, allocator, durable, directory)
 
-    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key], salt: Salt = NO_SALT) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         if self._lost.is_set():
             return None
-        return super().reserve(key, slot_bytes, evicted)
+        return super().reserve(key, slot_bytes, evicted, salt)
 
     def reserve_unused(self, key: Key, slot_bytes: int) -> Location | None:
         """As ``reserve``, but nothing makes room: None when no slot is free."""
