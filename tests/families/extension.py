@@ -14,8 +14,14 @@ _PAGE = 4096
 class FamilyExtension(PoisonExtension):
     """Mixed into vLLM's worker class."""
 
-    def flip_memory(self, groups: list[int] | None) -> int:
-        """Flip a bit in the payload of each chunk of these KV cache groups, None: of all; return how many."""
+    rank: int
+
+    def flip_memory(self, groups: list[int] | None, rank: int | None = None) -> int:
+        """Flip a bit in the payload of each chunk of these KV cache groups, None: of all; return how many. ``rank``: on
+        this rank alone.
+        """
+        if rank not in (None, self.rank):
+            return 0
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector: Any = get_kv_transfer_group()

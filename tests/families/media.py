@@ -5,7 +5,9 @@ Threading: one thread. Files are changed behind the engine's back, between its r
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.vllm.harness import tree_tier
 
 TIERS: Final = ("memory", "slab", "shared_dir", "s3")
 _PAGE: Final = 4096
+_RANK: Final = re.compile(r"rank-(\d+)\.slab$|\.([0-9a-f]{4})$")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,13 @@ class Shard:
     path: Path
     offset: int
     header: ShardHeader
+
+    @property
+    def rank(self) -> int:
+        """Whose it is, as the file's name says."""
+        found = _RANK.search(self.path.name)
+        assert found is not None
+        return int(found[1]) if found[1] else int(found[2], 16)
 
 
 @dataclass(frozen=True)
@@ -45,18 +55,24 @@ class Medium:
         """Return what is stored. In a slab that is what looks like a header, at any page."""
         return list(self._shards())
 
-    def flip(self, groups: Collection[int] | None = None) -> int:
-        """Flip a bit in the payload of every shard of these KV cache groups, None: of all; return how many."""
-        return self._change(groups, lambda payload: bytes([payload[0] ^ 1]) + payload[1:])
+    def flip(self, groups: Collection[int] | None = None, rank: int | None = None) -> int:
+        """Flip a bit in the payload of every shard of these KV cache groups, None: of all; return how many. ``rank``:
+        of this rank alone.
+        """
+        return self._change(groups, rank, lambda payload: bytes([payload[0] ^ 1]) + payload[1:])
 
     def scramble(self, groups: Collection[int] | None = None) -> int:
         """Turn the sign of every number likewise, be they of two bytes or four: what then is used, shows."""
         return self._change(
-            groups, lambda payload: bytes(byte ^ 0x80 if at % 2 else byte for at, byte in enumerate(payload))
+            groups, None, lambda payload: bytes(byte ^ 0x80 if at % 2 else byte for at, byte in enumerate(payload))
         )
 
-    def _change(self, groups: Collection[int] | None, damage: Callable[[bytes], bytes]) -> int:
-        chosen = [shard for shard in self._shards() if groups is None or shard.header.group in groups]
+    def _change(self, groups: Collection[int] | None, rank: int | None, damage: Callable[[bytes], bytes]) -> int:
+        chosen = [
+            shard
+            for shard in self._shards()
+            if (groups is None or shard.header.group in groups) and rank in (None, shard.rank)
+        ]
         for shard in chosen:
             with shard.path.open("r+b", buffering=0) as file:
                 begin, length = shard.offset + HEADER_BYTES, shard.header.payload_bytes
@@ -71,12 +87,16 @@ class Medium:
     def _shards(self) -> Iterator[Shard]:
         assert self.directory is not None
         for path in sorted(path for path in self.directory.rglob("*") if path.is_file()):
-            step = _PAGE if path.suffix == ".slab" else max(_PAGE, path.stat().st_size)
-            with path.open("rb", buffering=0) as file:
-                for offset in range(0, path.stat().st_size, step):
-                    header = header_in(os.pread(file.fileno(), HEADER_BYTES, offset))
-                    if header is not None:
-                        yield Shard(path, offset, header)
+            with contextlib.suppress(FileNotFoundError):  # an upload's file is there for a moment
+                yield from _shards_in(path)
+
+
+def _shards_in(path: Path) -> list[Shard]:
+    size_bytes = path.stat().st_size
+    step = _PAGE if path.suffix == ".slab" else max(_PAGE, size_bytes)
+    with path.open("rb", buffering=0) as file:
+        pages = ((offset, os.pread(file.fileno(), HEADER_BYTES, offset)) for offset in range(0, size_bytes, step))
+        return [Shard(path, offset, header) for offset, page in pages if (header := header_in(page)) is not None]
 
 
 def header_in(page: bytes) -> ShardHeader | None:

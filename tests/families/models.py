@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from examples.demo.model import TINY, TINY_HYBRID, write_model
 from tests.families.checkpoints import add_mtp, write_checkpoint, write_eagle
-from tests.vllm.families import write_mla
+from tests.vllm import vision
+from tests.vllm.families import IMAGE_TOKENS, write_mla, write_vision
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _MAMBA_LAYERS = ["mamba", "mamba", "attention", "mamba"]
@@ -35,6 +36,14 @@ class Family:
     """A step ends where a block does. Mamba 2 can keep the state of a boundary within a step on a GPU only."""
     draft: Callable[[Path], Path] | None = None
     """Writes the checkpoint of a draft; its directory becomes ``speculative_config["model"]``."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of the engine's process."""
+    extension: str = "tests.families.extension.FamilyExtension"
+    """Of vLLM's worker class."""
+    ranks: int = 1
+    """Of tensor parallelism, each a process of its own."""
+    image_tokens: int = 0
+    """What the image that all prompts come with adds in front of them; 0: there is none."""
 
 
 def _llama(directory: Path) -> Path:
@@ -57,6 +66,18 @@ _qwen3_next: Final = _checkpoint(
     moe_intermediate_size=128,
     shared_expert_intermediate_size=128,
     dtype="bfloat16",
+)
+
+_nemotron_h: Final = _checkpoint(
+    "nemotron_h",
+    head_dim=64,
+    hybrid_override_pattern="M-M*M-",
+    num_hidden_layers=6,
+    mamba_num_heads=8,
+    mamba_head_dim=64,
+    ssm_state_size=64,
+    n_groups=2,
+    config={"hybrid_override_pattern": "M-M*M-"},
 )
 
 STATE: Final[Mapping[str, Any]] = {"max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 128 << 20}
@@ -113,17 +134,7 @@ FAMILIES: Final = {
         ),
         Family(
             "nemotron-h",
-            _checkpoint(
-                "nemotron_h",
-                head_dim=64,
-                hybrid_override_pattern="M-M*M-",
-                num_hidden_layers=6,
-                mamba_num_heads=8,
-                mamba_head_dim=64,
-                ssm_state_size=64,
-                n_groups=2,
-                config={"hybrid_override_pattern": "M-M*M-"},
-            ),
+            _nemotron_h,
             STATE,
             has_block_steps=True,
         ),
@@ -161,6 +172,7 @@ FAMILIES: Final = {
                 config={"conv_dim": TINY.hidden, "conv_L_cache": 3, "block_dim": TINY.hidden},
             ),
             STATE,
+            extension="tests.families.mended.MendedExtension",
         ),
         Family(
             "jamba",
@@ -199,5 +211,19 @@ FAMILIES: Final = {
             draft=write_eagle,
         ),
         Family("two pipeline stages", _llama, {"pipeline_parallel_size": 2}),
+        Family("nemotron-h TP 2", _nemotron_h, STATE, has_block_steps=True, ranks=2),
+        Family(
+            "qwen3-next TP 2",
+            partial(_qwen3_next, linear_num_key_heads=2, linear_num_value_heads=4),
+            {**STATE, "dtype": "bfloat16"},
+            ranks=2,
+        ),
+        Family(
+            "BLIP-2",
+            write_vision,
+            {"skip_tokenizer_init": False},
+            environment=vision.ENVIRONMENT,
+            image_tokens=IMAGE_TOKENS,
+        ),
     )
 }

@@ -6,8 +6,8 @@ Threading: one thread. Ownership: engines end with each trial; files belong to t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,10 +33,11 @@ class Cell:
     """What came out of one case."""
 
     case: str
-    """``cold``, ``hit``, ``partial``, ``damaged``, ``damaged-N`` (KV cache group N alone), ``restart``, ``control``."""
+    """``cold``, ``hit``, ``partial``, ``damaged``, ``damaged-N`` (KV cache group N alone), ``damaged-N-rank-M`` (there
+    alone), ``restart``, ``control``; or what befell the tier.
+    """
     verdict: str
-    """``same``: tokens and logprobs to the last bit. ``close``: tokens, and logprobs within ``CLOSE``. ``WRONG``, or
-    ``differs`` where a vLLM alone, with a hit of its own prefix cache, does not answer as one that computes either. For
+    """``same``: tokens and logprobs to the last bit. ``close``: tokens, and logprobs within ``CLOSE``. ``WRONG``. For
     ``control``, where damage is not looked for: ``shows``, or ``VACUOUS``."""
     hit_tokens: int = 0
     delta: float = 0.0
@@ -62,16 +63,13 @@ class Reference:
     """A chunk of ``prompts`` and another tail. Of windows and state vLLM keeps only what the end of a prompt needs."""
     partial: Prompts
     """Begin with ``begins``."""
+    fresh: Prompts
+    """Prompts that begin like no other."""
     answers: dict[tuple[int, ...], Answer] = field(default_factory=dict)
-    own: str = ""
-    """The verdict on vLLM's own answers where its prefix cache has the beginning of a prompt."""
 
     def compare(self, case: str, answers: Sequence[Answer], prompts: Prompts, note: str = "") -> Cell:
         """Return the verdict on ``answers``."""
-        cell = judge(case, answers, [self.answers[tuple(prompt)] for prompt in prompts], note)
-        if cell.verdict == self.own == "WRONG":
-            return replace(cell, verdict="differs", note="as vLLM alone")
-        return cell
+        return judge(case, answers, [self.answers[tuple(prompt)] for prompt in prompts], note)
 
 
 def judge(
@@ -91,47 +89,58 @@ class Trial:
     """Runs one family."""
 
     def __init__(
-        self, workshop: Workshop, family: Family, server: RcloneServer | None = None, *, prompts: int = 2
+        self,
+        workshop: Workshop,
+        family: Family,
+        server: RcloneServer | None = None,
+        *,
+        prompts: int = 2,
+        fresh: int = 0,
     ) -> None:
-        """``server``: for the tier ``s3``. ``prompts``: how many of each sort."""
+        """``server``: for the tier ``s3``. ``prompts``: how many of each sort; ``fresh``: of that sort."""
         self._workshop = workshop
         self._count = prompts
+        self._fresh = fresh
         self._server = server
         self.family = family
         self._reference: Reference | None = None
+
+    @property
+    def name(self) -> str:
+        """The family's, for paths and prefixes."""
+        return self.family.name.replace(" ", "-")
 
     def reference(self) -> Reference:
         """Return the answers of a vLLM alone; they are computed at the first call. Raises EngineError."""
         if self._reference is not None:
             return self._reference
-        name = self.family.name.replace(" ", "-")
+        name = self.name
         model = self.family.write(self._workshop.scratch / f"family-{name}")
         draft = self.family.draft(self._workshop.scratch / f"draft-{name}") if self.family.draft is not None else None
-        self._reference = reference = Reference(model, draft, 0, [], [], [], [])
+        self._reference = reference = Reference(model, draft, 0, [], [], [], [], [])
         try:
             if self.family.has_block_steps:
-                with self._start(None) as engine:
+                with self.start(None) as engine:
                     reference.block_tokens = engine.about["block_size"]
                     engine.stop()
-            with self._start(None) as engine:
+            with self.start(None) as engine:
                 reference.block_tokens = engine.about["block_size"]
                 reference.groups = [kind for kind, _ in engine.worker("kv_groups")[0]]
                 chunk = reference.block_tokens
                 if "MambaSpec" not in reference.groups:
                     chunk *= math.ceil(CHUNK_TOKENS / chunk)
-                length = CHUNKS * chunk + TAIL
+                length = CHUNKS * chunk + TAIL - self.family.image_tokens
                 reference.prompts = random_prompts(TINY, [length] * self._count, seed=31)
+                reference.fresh = random_prompts(TINY, [length] * self._fresh, seed=33)
                 others = random_prompts(TINY, [length] * self._count, seed=32)
+                chunk -= self.family.image_tokens
                 reference.partial = [
                     prompt[:chunk] + other[chunk:] for prompt, other in zip(reference.prompts, others, strict=True)
                 ]
                 reference.begins = [prompt[: chunk + TAIL] for prompt in reference.partial]
-                for prompt in reference.prompts + reference.begins + reference.partial:
+                for prompt in reference.prompts + reference.begins + reference.partial + reference.fresh:
                     assert engine.reset_prefix_cache()
                     [reference.answers[tuple(prompt)]] = engine.generate([prompt])
-                assert engine.reset_prefix_cache()
-                engine.generate(reference.begins)
-                reference.own = reference.compare("", engine.generate(reference.partial), reference.partial).verdict
                 engine.stop()
         except BaseException:
             self._reference = None
@@ -139,12 +148,13 @@ class Trial:
         return reference
 
     def run(self, kind: str, cases: Sequence[str] = ()) -> Iterator[Cell]:
-        """Yield a cell for each case on a kind of tier. ``cases``: only these; none: all that the kind has.
+        """Yield a cell for each case on a kind of tier. ``cases``: only these; none: all that the kind has. ``damaged``
+        is everything, then each group alone.
 
         Raises EngineError when an engine does not start, or dies.
         """
         reference = self.reference()
-        medium = make_medium(kind, self._workshop.scratch, self.family.name.replace(" ", "-"), self._server)
+        medium = make_medium(kind, self._workshop.scratch, self.name, self._server)
         wanted = {case.partition("-")[0] for case in cases} or {
             "cold",
             "hit",
@@ -153,10 +163,10 @@ class Trial:
             "restart",
             "control",
         }
-        with self._start(medium) as engine:
-            cold = self._ask(engine, reference.prompts)
+        with self.start(medium) as engine:
+            cold = self.ask(engine, reference.prompts)
             yield reference.compare("cold", cold, reference.prompts)
-            found = self._ask(engine, reference.prompts)
+            found = self.ask(engine, reference.prompts)
             if not any(answer.external_hit_tokens for answer in found):
                 off = "Nothing is stored or loaded" in engine.log.read_text(errors="replace")
                 yield reference.compare("hit", found, reference.prompts, "off" if off else "MISS")
@@ -164,81 +174,98 @@ class Trial:
                 return
             yield reference.compare("hit", found, reference.prompts)
             if "partial" in wanted:
-                begins = self._ask(engine, reference.begins)
+                begins = self.ask(engine, reference.begins)
                 asked = reference.begins + reference.partial
-                yield reference.compare("partial", begins + self._ask(engine, reference.partial), asked)
+                yield reference.compare("partial", begins + self.ask(engine, reference.partial), asked)
             if "damaged" in wanted:
-                yield from self._damaged(engine, medium, reference)
+                yield from self._damaged(engine, medium, reference, {case for case in cases if "damaged-" in case})
             engine.stop()
         if kind == "memory":
             return
         if "restart" in wanted:
-            with self._start(medium) as engine:
-                yield reference.compare("restart", self._ask(engine, reference.prompts), reference.prompts)
+            with self.start(medium) as engine:
+                yield reference.compare("restart", self.ask(engine, reference.prompts), reference.prompts)
                 engine.stop()
         if "control" in wanted and kind == "slab":
             yield from self._control(medium, reference)
 
-    def _damaged(self, engine: Engine, medium: Medium, reference: Reference) -> Iterator[Cell]:
-        """Damage everything, then each group alone; what was damaged is stored anew in between."""
-        each: list[list[int] | None] = [None]
-        if len(reference.groups) > 1:
-            each += [[group] for group in range(len(reference.groups))]
-        for groups in each:
-            self._ask(engine, reference.prompts)
-            refused = _refused(engine)
-            count = engine.worker("flip_memory", groups)[0] if medium.directory is None else medium.flip(groups)
+    def _damaged(self, engine: Engine, medium: Medium, reference: Reference, only: Collection[str]) -> Iterator[Cell]:
+        """Damage everything, then each group alone, on each rank alone; what was damaged is stored anew in between.
+        ``only``: these cases; none: all.
+        """
+        each: list[tuple[list[int] | None, int | None]] = [(None, None)]
+        ranks = range(self.family.ranks) if self.family.ranks > 1 else [None]
+        if len(reference.groups) > 1 or self.family.ranks > 1:
+            each += [([group], rank) for group in range(len(reference.groups)) for rank in ranks]
+        for groups, rank in each:
             case = "damaged" if groups is None else f"damaged-{groups[0]}"
+            case += "" if rank is None else f"-rank-{rank}"
+            if only and case not in only:
+                continue
+            self.ask(engine, reference.prompts)
+            refused = refusals(engine)
+            if medium.directory is None:
+                count = sum(engine.worker("flip_memory", groups, rank))
+            else:
+                count = medium.flip(groups, rank)
             note = "" if count else "nothing to damage"
-            cell = reference.compare(case, self._ask(engine, reference.prompts), reference.prompts, note)
-            if count and _refused(engine) == refused:
+            cell = reference.compare(case, self.ask(engine, reference.prompts), reference.prompts, note)
+            if count and refusals(engine) == refused:
                 cell = Cell(case, cell.verdict, cell.hit_tokens, cell.delta, "NOT REFUSED")
             yield cell
 
     def _control(self, medium: Medium, reference: Reference) -> Iterator[Cell]:
         """Let an engine that looks for no damage use what is damaged: answers must show it, for each group."""
         for group in range(len(reference.groups)):
-            with self._start(medium) as engine:  # all is whole again
-                self._ask(engine, reference.prompts)
+            with self.start(medium) as engine:  # all is whole again
+                self.ask(engine, reference.prompts)
                 engine.stop()
             count = medium.scramble([group])
-            with self._start(medium, verify="header") as engine:
-                cell = reference.compare("", self._ask(engine, reference.prompts), reference.prompts)
+            with self.start(medium, verify="header") as engine:
+                cell = reference.compare("", self.ask(engine, reference.prompts), reference.prompts)
                 engine.stop()
-            verdict = "shows" if cell.verdict in ("WRONG", "differs") else "VACUOUS" if count else "nothing stored"
+            verdict = "shows" if cell.verdict == "WRONG" else "VACUOUS" if count else "nothing stored"
             yield Cell(f"control-{group}", verdict, cell.hit_tokens, cell.delta)
 
-    def _ask(self, engine: Engine, prompts: Prompts) -> list[Answer]:
+    def ask(self, engine: Engine, prompts: Prompts) -> list[Answer]:
+        """Return answers to prompts of which the engine's device has nothing; what is to be stored is stored then."""
         assert engine.reset_prefix_cache()
         answers = engine.generate(prompts)
         assert engine.settle()
         return answers
 
-    def _start(self, medium: Medium | None, **fields: Any) -> Engine:
-        reference = self._reference
+    def start(self, medium: Medium | None, **fields: Any) -> Engine:
+        """Start an engine on a tier, None: without a connector. ``fields``: further ones of our config."""
+        reference, family = self._reference, self.family
         assert reference is not None
-        options: dict[str, Any] = {"max_num_batched_tokens": CHUNK_TOKENS, **self.family.options}
-        if self.family.has_block_steps and reference.block_tokens:
+        options: dict[str, Any] = {"max_num_batched_tokens": CHUNK_TOKENS, **family.options}
+        environment = dict(family.environment)
+        if family.has_block_steps and reference.block_tokens:
             options["max_num_batched_tokens"] = reference.block_tokens
         if reference.draft is not None:
             options["speculative_config"] = {**options.get("speculative_config", {}), "model": str(reference.draft)}
-        if medium is None:
-            return self._workshop.start_engine(model=reference.model, worker_extension_cls=_EXTENSION, **options)
-        if medium.kind == "memory":
-            fields.setdefault("verify", "always")
-        return self._workshop.start_engine(
-            connector=chain_config(medium.tier, **{**self.family.fields, **fields}),
-            model=reference.model,
-            environment=medium.environment,
-            worker_extension_cls=_EXTENSION,
-            **options,
+        if family.ranks > 1:
+            options |= {"tensor_parallel_size": family.ranks, "distributed_executor_backend": "mp", "in_process": False}
+            environment |= RANKS_ENVIRONMENT
+        if medium is not None:
+            if medium.kind == "memory":
+                fields.setdefault("verify", "always")
+            options["connector"] = chain_config(medium.tier, **{**family.fields, **fields})
+            environment |= medium.environment
+        engine = self._workshop.start_engine(
+            model=reference.model, environment=environment, worker_extension_cls=family.extension, **options
         )
+        if family.image_tokens:
+            engine.call("show", colour="red")
+        return engine
 
 
-_EXTENSION: Final = "tests.families.extension.FamilyExtension"
+RANKS_ENVIRONMENT: Final = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
+"""Several ranks on a machine with one NUMA node."""
 
 
-def _refused(engine: Engine) -> int:
+def refusals(engine: Engine) -> int:
+    """How often the engine has said that a load was not usable."""
     return engine.log.read_text(errors="replace").count("not usable")
 
 
