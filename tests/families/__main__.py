@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.demo.engine import EngineError, quick_environment
+from tests.families.faults import BUCKET_FAULTS, PLACES, try_place
 from tests.families.features import FEATURES, try_feature
+from tests.families.layouts import LAYOUTS, try_layout
 from tests.families.media import TIERS
 from tests.families.models import FAMILIES
 from tests.families.trial import Cell, Trial, why
@@ -27,9 +29,14 @@ from tests.s3.servers import RcloneServer
 from tests.vllm.harness import ONE_CORE, Workshop
 from tests.vllm.zygote import Zygote
 
-BAD = ("WRONG", "VACUOUS", "NOT REFUSED", "NOT PREEMPTED", "MISS")
+BAD = ("WRONG", "VACUOUS", "NOT REFUSED", "NOT PREEMPTED", "MISS", "NOT MET", "NOT FOUND AGAIN")
+FAULTY = {f"{name} in trouble": FAMILIES[name] for name in ("nemotron-h", "qwen3-next")}
+"""Families with state, whose shared tiers fail."""
+MEMORY = {f"memory of {name}": family for name, family in LAYOUTS.items()}
 Results = dict[str, dict[str, Any]]
 """``FAMILY/TIER`` -> ``cells`` by case, or ``failed``, and ``groups``."""
+Lines = list[list[str]]
+"""A table, its head first."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--families", default="all", help=f"by commas, or none ({', '.join(FAMILIES)})")
     made.add_argument("--tiers", default="all", help=f"by commas ({', '.join(TIERS)})")
     made.add_argument("--features", default="all", help=f"by commas, or none ({', '.join(FEATURES)})")
+    made.add_argument("--faults", default="all", help=f"by commas, or none ({', '.join(FAULTY)})")
+    made.add_argument("--layouts", default="all", help=f"by commas, or none ({', '.join(MEMORY)})")
     made.add_argument("--json", type=Path, help="write results to this file as they come, and go on from it")
     made.add_argument("--markdown", type=Path, help="write the table to this file")
     made.add_argument("--logs", type=Path, help="copy the engines' logs to this directory")
@@ -49,14 +58,16 @@ def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     chosen = parsing.parse_args(arguments)
     families, features = _chosen(chosen.families, FAMILIES), _chosen(chosen.features, FEATURES)
+    faults, layouts = _chosen(chosen.faults, FAULTY), _chosen(chosen.layouts, MEMORY)
     tiers = _chosen(chosen.tiers, TIERS)
-    known = {*FAMILIES, *FEATURES, *TIERS}
-    if unknown := [name for name in (*families, *features, *tiers) if name not in known]:
+    known = {*FAMILIES, *FEATURES, *FAULTY, *MEMORY, *TIERS}
+    if unknown := [name for name in (*families, *features, *faults, *layouts, *tiers) if name not in known]:
         parsing.error(f"not known: {', '.join(unknown)}")
     results: Results = {}
     if chosen.json is not None and chosen.json.exists():
         results = json.loads(chosen.json.read_text())
-    wanted = dict.fromkeys(families, tiers) | {name: ["slab"] for name in features}
+    wanted: dict[str, Sequence[str]] = dict.fromkeys(families, tiers) | dict.fromkeys((*features, *layouts), ("slab",))
+    wanted |= dict.fromkeys(faults, PLACES)
     try:
         for name, tier, row in _run(wanted, results, chosen.logs):
             results[f"{name}/{tier}"] = row
@@ -66,9 +77,12 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         keys = [f"{name}/{tier}" for name in wanted for tier in wanted[name]]
         shown = {key: results[key] for key in keys if key in results}
-        Console().print(_table(shown))
+        tables = [_table(shown), *(_cases(shown, names) for names in (FAULTY, MEMORY))]
+        tables = [table for table in tables if len(table) > 1]
+        for table in tables:
+            Console().print(_drawn(table))
         if chosen.markdown is not None:
-            chosen.markdown.write_text(_markdown(shown))
+            chosen.markdown.write_text("\n".join(_markdown(table) for table in tables))
     return 1 if any(word in json.dumps(shown) for word in BAD) else 0
 
 
@@ -87,11 +101,10 @@ def _run(
             for name, tiers in wanted.items():
                 missing = [tier for tier in tiers if f"{name}/{tier}" not in results]
                 workshop = Workshop(zygote)
-                trial = Trial(workshop, FAMILIES[name], server) if name in FAMILIES else None
                 try:
+                    trier = _trier(name, workshop, server)
                     for tier in missing:
-                        row = _row({}, try_feature(workshop, FEATURES[name])) if trial is None else _try(trial, tier)
-                        yield name, tier, row
+                        yield name, tier, trier(tier)
                 finally:
                     if logs is not None:
                         _keep(workshop, logs, name)
@@ -100,14 +113,27 @@ def _run(
             zygote.close()
 
 
-def _try(trial: Trial, tier: str) -> dict[str, Any]:
+def _trier(name: str, workshop: Workshop, server: RcloneServer) -> Callable[[str], dict[str, Any]]:
+    """Return what makes a row of a tier's or place's name."""
+    if name in FEATURES:
+        return lambda _: _row({}, try_feature(workshop, FEATURES[name]))
+    if name in MEMORY:
+        return lambda _: _row({}, try_layout(workshop, MEMORY[name]))
+    if name in FAULTY:
+        trial = Trial(workshop, FAULTY[name], server, prompts=1, fresh=len(BUCKET_FAULTS))
+        return lambda place: _try(trial, lambda: try_place(trial, place, server, workshop.scratch))
+    trial = Trial(workshop, FAMILIES[name], server)
+    return lambda tier: _try(trial, lambda: trial.run(tier))
+
+
+def _try(trial: Trial, run: Callable[[], Iterator[Cell]]) -> dict[str, Any]:
     try:
         reference = trial.reference()
     except EngineError as error:
         return {"failed": f"without a connector: {why(error)}"}
     except Exception as error:  # noqa: BLE001 - a checkpoint that cannot be written is a row of the table
         return {"failed": f"no checkpoint: {type(error).__name__}: {error}"}
-    return _row({"block_tokens": reference.block_tokens, "groups": reference.groups}, trial.run(tier))
+    return _row({"block_tokens": reference.block_tokens, "groups": reference.groups}, run())
 
 
 def _row(told: dict[str, Any], cells: Iterator[Cell]) -> dict[str, Any]:
@@ -169,16 +195,34 @@ def _summary(words: list[str]) -> str:
     return f"{words[0]} ({len(words)})" if len(set(words)) == 1 else ", ".join(words)
 
 
-def _table(results: Results) -> Table:
-    table = Table("family", "tier", *COLUMNS, "failed")
-    for row in _rows(results):
-        table.add_row(*row)
+def _table(results: Results) -> Lines:
+    others = {*FAULTY, *MEMORY}
+    rows = {key: row for key, row in results.items() if key.partition("/")[0] not in others}
+    return [["family", "tier", *COLUMNS, "failed"], *_rows(rows)]
+
+
+def _cases(results: Results, names: Collection[str]) -> Lines:
+    """A column for each result of these names, a line for each case."""
+    found = {key: row for key, row in results.items() if key.partition("/")[0] in names}
+    cases = list(dict.fromkeys(case for row in found.values() for case in row.get("cells", {})))
+    lines = [
+        [case, *(_word(row["cells"][case]) if case in row.get("cells", {}) else "" for row in found.values())]
+        for case in cases
+    ]
+    failed = ["failed", *(row.get("failed", "") for row in found.values())]
+    return [["", *found], *lines, *([failed] if any(failed[1:]) else [])]
+
+
+def _drawn(lines: Lines) -> Table:
+    table = Table(*lines[0])
+    for line in lines[1:]:
+        table.add_row(*line)
     return table
 
 
-def _markdown(results: Results) -> str:
-    lines = [["family", "tier", *COLUMNS, "failed"], ["---"] * (len(COLUMNS) + 3), *_rows(results)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _markdown(lines: Lines) -> str:
+    ruled = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in ruled)
 
 
 if __name__ == "__main__":

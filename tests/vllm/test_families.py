@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.families.layouts import LAYOUTS, try_layout
 from tests.families.models import FAMILIES
 from tests.families.trial import CHUNKS, TAIL, Trial
 from tests.vllm.harness import Workshop
@@ -35,3 +36,25 @@ def test_whole_or_not_at_all(workshop: Workshop, family: str, kinds: set[str]) -
     whole = sum(len(prompt) - TAIL for prompt in reference.prompts)
     hits = [cells[case].hit_tokens for case in ("cold", "hit", "partial", "restart")]
     assert hits == [0, whole, whole // CHUNKS, whole]
+
+
+def test_one_rank_of_two(workshop: Workshop) -> None:
+    """Each rank has a shard of state and one of attention: that of one rank damaged alone is enough."""
+    trial = Trial(workshop, FAMILIES["qwen3-next TP 2"], prompts=1)
+    cells = {cell.case: cell for cell in trial.run("slab", ["damaged-0-rank-1", "restart"])}
+    assert trial.reference().groups[0] == "MambaSpec"
+    assert {case: (cell.verdict, cell.note) for case, cell in cells.items()} == dict.fromkeys(cells, ("same", ""))
+    assert list(cells) == ["cold", "hit", "damaged-0-rank-1", "restart"]
+    assert cells["restart"].hit_tokens == cells["hit"].hit_tokens == len(trial.reference().prompts[0]) - TAIL
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [("qwen3-next MTP", ["MambaSpec", "FullAttentionSpec"]), ("deepseek MTP", ["MLAAttentionSpec"])],
+)
+def test_the_memory_of_models_that_cannot_be_run_here(workshop: Workshop, family: str, kinds: list[str]) -> None:
+    """Each group's bytes come back as they were, to where vLLM's layers look for them; damaged ones do not."""
+    cells = {cell.case: cell for cell in try_layout(workshop, LAYOUTS[family])}
+    assert {cell.verdict for cell in cells.values()} == {"same"}
+    assert [cells[f"bytes-{group}"].note.partition(",")[0] for group in range(len(kinds))] == kinds
+    assert len(cells) == 2 * len(kinds)

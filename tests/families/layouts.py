@@ -1,0 +1,80 @@
+"""Models that vLLM's CPU build starts and cannot run, or whose cached KV it cannot use: their KV caches alone.
+
+vLLM makes the model, asks its layers for their KV cache specs, groups and allocates them; nothing is ever computed. For
+each KV cache group bytes go through the rank's worker, out and back, and are compared where vLLM's layers see them.
+
+Threading: one thread. Ownership: engines end with each layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from tests.families.media import make_medium
+from tests.families.models import FAMILIES, Family
+from tests.families.trial import Cell
+from tests.vllm.families import write_mla
+from tests.vllm.harness import Workshop, chain_config
+
+CHUNKS: Final = 2
+"""Of a group, that go out and back."""
+_EXTENSION: Final = "tests.families.round_trip.RoundTripExtension"
+
+
+def _deepseek_mtp(directory: Path) -> Path:
+    """A DeepSeek-V3 without experts, with one layer that predicts a token more; config alone."""
+    file = write_mla(directory) / "config.json"
+    config = json.loads(file.read_text())
+    config |= {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": config["num_hidden_layers"] + 1,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    file.write_text(json.dumps(config))
+    return directory
+
+
+_SERVED: Final = {"serve_without_prefix_caching": True}
+"""Of our config: for MLA vLLM's CPU build turns prefix caching off."""
+LAYOUTS: Final = {
+    family.name: family
+    for family in (
+        FAMILIES["qwen3-next MTP"],
+        FAMILIES["jamba"],
+        replace(FAMILIES["deepseek-mla"], fields=_SERVED),
+        Family(
+            "deepseek MTP",
+            _deepseek_mtp,
+            {"load_format": "dummy", "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+            _SERVED,
+        ),
+    )
+}
+
+
+def try_layout(workshop: Workshop, family: Family) -> Iterator[Cell]:
+    """Yield two cells for each KV cache group: its bytes after a round trip, and after damage. Raises EngineError."""
+    name = family.name.replace(" ", "-")
+    medium = make_medium("slab", workshop.scratch, f"layout-{name}")
+    with workshop.start_engine(
+        model=family.write(workshop.scratch / f"layout-of-{name}"),
+        connector=chain_config(medium.tier, **family.fields),
+        worker_extension_cls=_EXTENSION,
+        **{"max_num_batched_tokens": 2048, **family.options},
+    ) as engine:
+        for group, (kind, layers) in enumerate(engine.worker("kv_groups")[0]):
+            [(chunk_bytes, wrong)] = engine.worker("round_trip", group)
+            about = f"{kind}, {layers} layers, {chunk_bytes} bytes a chunk"
+            yield Cell(f"bytes-{group}", "WRONG" if wrong else "same", note="; ".join(wrong) or about)
+            count = medium.flip([group])
+            [wrong] = engine.worker("load_damaged", group)
+            wrong += [] if count == CHUNKS else [f"{count} chunks damaged"]
+            yield Cell(f"damaged-{group}", "WRONG" if wrong else "same", note="; ".join(wrong))
+        engine.stop()
