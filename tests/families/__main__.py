@@ -1,4 +1,5 @@
-"""Runs families of models on kinds of tiers and prints a table: ``make families``, ``python -m tests.families``.
+"""Runs families of models on kinds of tiers, on shared tiers that fail, and through their memory alone; prints tables:
+``make families``, ``python -m tests.families``.
 
 Each answer is compared, tokens and logprobs, with that of a vLLM without a connector. With ``--json`` results are
 written as they come, and what the file has already is not run again.

@@ -178,9 +178,9 @@ def _suffer(trial: Trial, place: Place, engine: Engine, name: str, new: Prompts)
         answers = engine.generate(asked)
         endless = place.waits_for_ever and rule is not None and isinstance(rule.fault, Hold | Stall)
         until_s = time.monotonic() + AGAIN_S
-        while rule is not None and name.startswith("PUT") and not _strikes(rule) and time.monotonic() < until_s:
+        while rule is not None and not _strikes(rule) and time.monotonic() < until_s:
             assert engine.reset_prefix_cache()
-            answers[-1:] = engine.generate(new)  # a busy machine may shed a store
+            answers = engine.generate(asked)  # a busy machine may shed a store, or look for too long
         if not endless:
             _settle(engine, name)
         found = sum(answer.external_hit_tokens for answer in answers)
