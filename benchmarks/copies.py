@@ -64,7 +64,7 @@ def scene(page_bytes: int, layers: int, total_bytes: int, *, scattered: bool) ->
     blocks = 2 * chunks * BLOCKS_PER_CHUNK
     kv = [torch.ones((blocks, page_bytes), dtype=torch.uint8, device="cuda" if cuda else "cpu") for _ in range(layers)]
     specs = tuple(RegionSpec(n, tensor.data_ptr(), blocks, page_bytes, page_bytes) for n, tensor in enumerate(kv))
-    layout = KVLayout(specs, (GroupLayout(tuple((n, page_bytes) for n in range(layers))),), BLOCKS_PER_CHUNK)
+    layout = KVLayout(specs, (GroupLayout.of_pages((n, page_bytes) for n in range(layers)),), BLOCKS_PER_CHUNK)
     slot_bytes = layout.slot_bytes(0)
     slab = HostSlab(
         memory_bytes=2 * chunks * slot_bytes, relay_slots=0, slot_bytes=slot_bytes, pinned=cuda, progress=_silent

@@ -46,7 +46,7 @@ class WholeEngine:
         blocks = KV_CHUNKS * BLOCKS_PER_CHUNK
         tensors = [torch.randint(-128, 128, (blocks, page_bytes), dtype=torch.int8) for _ in range(LAYERS)]
         specs = [RegionSpec(n, t.data_ptr(), blocks, page_bytes, page_bytes) for n, t in enumerate(tensors)]
-        group = GroupLayout(tuple((layer, page_bytes) for layer in range(LAYERS)))
+        group = GroupLayout.of_pages((layer, page_bytes) for layer in range(LAYERS))
         layout = KVLayout(tuple(specs), (group,), BLOCKS_PER_CHUNK)
         self._slot_bytes, self._payload_bytes, self._chunks = layout.slot_bytes(0), payload_bytes, chunks
         self._salt = os.urandom(8)

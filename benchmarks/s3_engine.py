@@ -47,7 +47,7 @@ class EngineSide(Side):
         block_bytes = buffer.piece_bytes // BLOCKS_PER_CHUNK
         blocks = torch.frombuffer(buffer.view, dtype=torch.int8).view(-1, block_bytes)
         region = RegionSpec(0, blocks.data_ptr(), len(blocks), block_bytes, block_bytes)
-        layout = KVLayout((region,), (GroupLayout(((0, block_bytes),)),), BLOCKS_PER_CHUNK)
+        layout = KVLayout((region,), (GroupLayout.of_pages(((0, block_bytes),)),), BLOCKS_PER_CHUNK)
         self._slot_bytes = layout.slot_bytes(0)
         self._engine = Engine(
             tensors=[blocks],

@@ -21,8 +21,10 @@ from nixl_offload.engine.kernels.base import GroupKernels, Page
 from nixl_offload.engine.kernels.select import open_kernels
 from nixl_offload.engine.kernels.torch_kernels import TorchKernels
 
-SHAPES = ((16 * KIB, 32), (64 * KIB, 32), (256 * KIB, 32), (2 * MIB, 1))
-"""Bytes of a page, and layers: three caches with a tensor for each layer, and one in which a block is one page."""
+SHAPES = ((16 * KIB, 32, 1), (64 * KIB, 32, 1), (256 * KIB, 32, 1), (2 * MIB, 1, 1), (8 * KIB, 32, 8))
+"""Bytes that are copied of a page, layers, shards of a page: three caches with a tensor for each layer, one in which a
+block is one page, and one of which a head is copied, an eighth of its pages.
+"""
 SETS = 4
 """Disjoint sets of blocks that rounds take in turns, and as many times what a round moves: the L2 cache has none."""
 COPY = "copy"
@@ -32,8 +34,8 @@ HEAD_START_CYCLES = 4_000_000
 
 def measure(scene: Scene) -> Iterator[Row]:
     """Rows of part ``kernels``."""
-    for number, (page_bytes, layers) in enumerate(SHAPES):
-        cache = _Blocks(scene, page_bytes, layers)
+    for number, (page_bytes, layers, shards) in enumerate(SHAPES):
+        cache = _Blocks(scene, page_bytes, layers, shards)
         candidates = {COPY: cache.copy}
         ways: dict[str, GroupKernels] = {"torch": TorchKernels(cache.tensors, cache.pages)}
         found = open_kernels(cache.tensors, cache.pages)
@@ -54,14 +56,15 @@ def measure(scene: Scene) -> Iterator[Row]:
 class _Blocks:
     """A KV cache, rows for a round's blocks twice, and what can be timed with them."""
 
-    def __init__(self, scene: Scene, page_bytes: int, layers: int) -> None:
+    def __init__(self, scene: Scene, page_bytes: int, layers: int, shards: int) -> None:
         self._scene = scene
         self._block_bytes = page_bytes * layers
-        count = max(1, scene.scale.total_bytes // self._block_bytes)
+        count = max(1, scene.scale.total_bytes // (self._block_bytes * shards))
         self.total_bytes = count * self._block_bytes
-        blocks = count * SETS
-        self.tensors = [scene.noise(blocks * page_bytes).view(blocks, page_bytes) for _ in range(layers)]
-        self.pages = [Page(layer, layer * page_bytes, page_bytes) for layer in range(layers)]
+        blocks, row = count * SETS, page_bytes * shards
+        self.tensors = [scene.noise(blocks * row).view(blocks, row) for _ in range(layers)]
+        offset = row - page_bytes
+        self.pages = [Page(layer, layer * page_bytes, page_bytes, offset) for layer in range(layers)]
         order = torch.from_numpy(np.random.default_rng(1).permutation(blocks)).view(SETS, count)
         self._ids = order.to(scene.device.torch_device)
         self._rows = [scene.noise(self.total_bytes).view(count, self._block_bytes) for _ in range(2)]
@@ -116,7 +119,7 @@ class _Blocks:
         return ids, rows
 
     def _blocks(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor.index_select(0, ids) for tensor in self.tensors], dim=1)
+        return torch.cat([page.of(self.tensors).index_select(0, ids) for page in self.pages], dim=1)
 
     def _checked(self, number: int, work: Callable[[], object], check: Callable[[torch.Tensor], None]) -> float:
         found: list[object] = []

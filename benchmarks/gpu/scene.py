@@ -125,7 +125,7 @@ class Cache:
         self.tensors = [scene.noise(blocks * piece_bytes).view(blocks, piece_bytes) for _ in range(self.layers)]
         specs = [RegionSpec(n, kv.data_ptr(), blocks, piece_bytes, piece_bytes) for n, kv in enumerate(self.tensors)]
         refs = tuple((n, piece_bytes) for n in range(self.layers))
-        self.layout = KVLayout(tuple(specs), (GroupLayout(refs),), scale.blocks_per_chunk)
+        self.layout = KVLayout(tuple(specs), (GroupLayout.of_pages(refs),), scale.blocks_per_chunk)
         order = np.random.default_rng(1).permutation(blocks).astype(np.int32)
         self._sets = order.reshape(self.SETS, self.chunks, scale.blocks_per_chunk)
         scene.sync()

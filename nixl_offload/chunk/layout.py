@@ -1,14 +1,14 @@
 """Where the blocks of a job lie: pure arithmetic from vLLM's KV tensors and block lists to coalesced extents of
 memory and payload.
 
-The payload of a shard is block-major: block 0 with the page of each layer of its group, then block 1, and so on,
-without gaps. A job whose numbers do not fit is refused, never guessed at.
+The payload of a shard is block-major: block 0 with the runs of its group, a run being consecutive bytes of a page, then
+block 1, and so on, without gaps. A job whose numbers do not fit is refused, never guessed at.
 Threading: immutable descriptions and pure functions; safe anywhere. The arrays handed out belong to the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,18 +41,34 @@ class RegionSpec:
         return (self.num_blocks - 1) * self.stride_bytes + self.page_bytes
 
 
+class PageRun(NamedTuple):
+    """Consecutive bytes of the pages of one tensor."""
+
+    tensor_index: int
+    page_offset: int
+    """Bytes from the begin of the page."""
+    length: int
+    """Bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """What one block of a KV-cache group consists of: the unpadded page of each layer, and the tensor it is in."""
+    """What one block of a KV-cache group consists of: runs of the pages of its layers, without padding."""
 
-    refs: tuple[tuple[int, int], ...]
-    """``(tensor_index, page_bytes)`` in payload order. None: the worker has no layer of the group and stores nothing of
+    refs: tuple[PageRun, ...]
+    """In payload order; runs that touch are joined. None: the worker has no layer of the group and stores nothing of
     its chunks, as a pipeline stage may."""
     block_bytes: int = field(init=False, compare=False)
     """Bytes of one block in the payload."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block_bytes", sum(page_bytes for _, page_bytes in self.refs))
+        object.__setattr__(self, "refs", _joined(self.refs))
+        object.__setattr__(self, "block_bytes", sum(run.length for run in self.refs))
+
+    @classmethod
+    def of_pages(cls, pages: Iterable[tuple[int, int]]) -> GroupLayout:
+        """Return the layout of whole pages. ``pages``: ``(tensor_index, page_bytes)``, padding left out."""
+        return cls(tuple(PageRun(tensor_index, 0, page_bytes) for tensor_index, page_bytes in pages))
 
 
 class ChunkBlocks(NamedTuple):
@@ -93,7 +109,8 @@ class _GroupTable:
 
     tensor_index: Int32Array
     stride: Int64Array
-    page: Int64Array
+    page_offset: Int64Array
+    length: Int64Array
     offset_in_block: Int64Array
     block_bytes: int
     num_blocks: int
@@ -145,33 +162,37 @@ class KVLayout:
         """Say whether every extent that this group can ever have is aligned, wherever its blocks lie."""
         _check_alignment(alignment_bytes)
         return all(
-            (self.tensors[tensor].base_address | self.tensors[tensor].stride_bytes | page_bytes) % alignment_bytes == 0
-            for tensor, page_bytes in self.group(position).refs
+            (self.tensors[tensor].base_address | self.tensors[tensor].stride_bytes | page_offset | length)
+            % alignment_bytes
+            == 0
+            for tensor, page_offset, length in self.group(position).refs
         )
 
     def _table(self, position: int, group: GroupLayout) -> _GroupTable:
-        for tensor_index, page_bytes in group.refs:
+        refs = group.refs
+        for tensor_index, page_offset, length in refs:
             if not 0 <= tensor_index < len(self.tensors):
                 raise LayoutError(f"group {position} refers to tensor {tensor_index} of {len(self.tensors)}")
-            if not 1 <= page_bytes <= self.tensors[tensor_index].page_bytes:
+            page_bytes = self.tensors[tensor_index].page_bytes
+            if page_offset < 0 or length < 1 or page_offset + length > page_bytes:
                 raise LayoutError(
-                    f"group {position} stores {page_bytes} bytes of the pages of tensor {tensor_index}, "
-                    f"which have {self.tensors[tensor_index].page_bytes}"
+                    f"group {position} stores {length} bytes from byte {page_offset} on of the pages of tensor "
+                    f"{tensor_index}, which have {page_bytes}"
                 )
-        tensors = [self.tensors[tensor_index] for tensor_index, _ in group.refs]
-        pages = np.array([page_bytes for _, page_bytes in group.refs], dtype=np.int64)
-        # Two extents in payload order touch in memory only where a block's last page ends where the next block's
-        # first begins.
-        refs = group.refs
-        touches = bool(refs) and refs[0][0] == refs[-1][0] and refs[-1][1] == tensors[-1].stride_bytes
+        tensors = [self.tensors[run.tensor_index] for run in refs]
+        lengths = np.array([run.length for run in refs], dtype=np.int64)
         return _GroupTable(
-            tensor_index=np.array([tensor_index for tensor_index, _ in group.refs], dtype=np.int32),
+            tensor_index=np.array([run.tensor_index for run in refs], dtype=np.int32),
             stride=np.array([tensor.stride_bytes for tensor in tensors], dtype=np.int64),
-            page=pages,
-            offset_in_block=np.cumsum(pages) - pages,
+            page_offset=np.array([run.page_offset for run in refs], dtype=np.int64),
+            length=lengths,
+            offset_in_block=np.cumsum(lengths) - lengths,
             block_bytes=group.block_bytes,
             num_blocks=min((tensor.num_blocks for tensor in tensors), default=0),
-            can_coalesce=touches,
+            # Runs within a block are joined: what can still touch is a block's last with the next block's first.
+            can_coalesce=bool(refs)
+            and refs[0].tensor_index == refs[-1].tensor_index
+            and refs[-1].page_offset + refs[-1].length == tensors[0].stride_bytes + refs[0].page_offset,
         )
 
 
@@ -300,10 +321,10 @@ def _group_extents(
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= table.num_blocks:
         raise LayoutError(f"block ids {lowest} to {highest} of a KV cache of {table.num_blocks} blocks")
-    refs = len(table.page)
-    memory = (ids.astype(np.int64)[:, np.newaxis] * table.stride).ravel()
+    refs = len(table.length)
+    memory = (ids.astype(np.int64)[:, np.newaxis] * table.stride + table.page_offset).ravel()
     payload = ((positions * table.block_bytes)[:, np.newaxis] + table.offset_in_block).ravel()
-    length = np.tile(table.page, len(ids))
+    length = np.tile(table.length, len(ids))
     tensor = np.tile(table.tensor_index, len(ids))
     owner = np.repeat(owners, refs) if refs > 1 else owners
     if not (coalesce and table.can_coalesce):
@@ -333,6 +354,19 @@ def _assemble(parts: Sequence[_Part], chunk_count: int) -> JobExtents:
         owner = owner[order]
         extents = ChunkExtents(*(column[order] for column in columns))
     return JobExtents(np.searchsorted(owner, np.arange(chunk_count + 1)), extents)
+
+
+def _joined(refs: Sequence[PageRun]) -> tuple[PageRun, ...]:
+    """Join runs that follow each other in the payload and in the page."""
+    joined: list[PageRun] = []
+    for run in refs:
+        if joined:
+            tensor_index, page_offset, length = joined[-1]
+            if (tensor_index, page_offset + length) == (run.tensor_index, run.page_offset):
+                joined[-1] = PageRun(tensor_index, page_offset, length + run.length)
+                continue
+        joined.append(run)
+    return tuple(joined)
 
 
 def _keys_by_group(key_groups: Sequence[int], group_ids: Sequence[int]) -> list[list[int]]:

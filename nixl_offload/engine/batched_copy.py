@@ -65,7 +65,7 @@ class PageTable:
     """Where the pages of a group lie, for addresses by arithmetic."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> None:
-        self._bases = np.array([tensors[page.tensor].data_ptr() for page in pages], dtype=np.uint64)
+        self._bases = np.array([page.of(tensors).data_ptr() for page in pages], dtype=np.uint64)
         self._strides = np.array([tensors[page.tensor].stride(0) for page in pages], dtype=np.uint64)
         self._columns = np.array([page.column for page in pages], dtype=np.uint64)
         self._sizes = np.array([page.bytes for page in pages], dtype=np.uint64)

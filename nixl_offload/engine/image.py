@@ -87,7 +87,7 @@ def make_plan(
         blocks=layout.blocks_per_chunk,
         block_bytes=block_bytes,
         slot_bytes=layout.slot_bytes(group),
-        num_blocks=min((layout.tensors[index].num_blocks for index, _ in refs), default=0),
+        num_blocks=min((layout.tensors[run.tensor_index].num_blocks for run in refs), default=0),
         path=path,
         packed=packed,
         whole_writes=whole_writes,

@@ -87,7 +87,7 @@ class EngineOptions:
 def shape_of(layout: KVLayout) -> Shape:
     """Return what is measured with: the largest chunks are the ones that count."""
     group = max(range(len(layout.groups)), key=layout.slot_bytes)
-    piece_bytes = min(page_bytes for _, page_bytes in layout.groups[group].refs)
+    piece_bytes = min(run.length for run in layout.groups[group].refs)
     direct = layout.is_group_direct_capable(group, PAGE_BYTES)
     return Shape(layout.slot_bytes(group), piece_bytes if direct else 0)
 

@@ -64,11 +64,10 @@ class HostPacker:
     """KV blocks in host memory, as uint8 arrays of shape (num_blocks, page_bytes); rows contiguous, any stride."""
 
     def __init__(self, tensors: Sequence[npt.NDArray[np.uint8]], pages: Sequence[Sequence[Page]]) -> None:
-        self._tensors = tensors
-        self._pages = pages
+        self._views = [[page.of(tensors) for page in group] for group in pages]
         self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
         self._copies: list[list[HostCopy]] = [
-            host_copies_of([(tensors[page.tensor], page.column, page.bytes) for page in group]) for group in pages
+            host_copies_of([(page.of(tensors), page.column, page.bytes) for page in group]) for group in pages
         ]
 
     def fence(self) -> Fence:
@@ -108,15 +107,15 @@ class HostPacker:
         found = np.empty(len(block_ids), dtype=np.uint64)
         for row, block in enumerate(block_ids.tolist()):
             digest = xxhash.xxh3_64()
-            for page in self._pages[group]:
-                digest.update(self._tensors[page.tensor][block, : page.bytes].data)
+            for view in self._views[group]:
+                digest.update(view[block].data)
             found[row] = digest.intdigest()
         return _ReadySums(found)
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
         """Zeroed when this returns."""
-        for page in self._pages[group]:
-            self._tensors[page.tensor][block_ids, : page.bytes] = 0
+        for view in self._views[group]:
+            view[block_ids] = 0
         return READY
 
 
@@ -145,13 +144,13 @@ def make_packer(
 
 
 def pages_of(layout: KVLayout) -> list[list[Page]]:
-    """Return the pages of each group, side by side in the order of its refs."""
+    """Return what each group stores of its pages, side by side in the order of its refs."""
     groups = []
     for group in layout.groups:
         pages, column = [], 0
-        for tensor, page_bytes in group.refs:
-            pages.append(Page(tensor, column, page_bytes))
-            column += page_bytes
+        for tensor, page_offset, length in group.refs:
+            pages.append(Page(tensor, column, length, page_offset))
+            column += length
         groups.append(pages)
     return groups
 

@@ -96,7 +96,7 @@ class Registration:
 
     def _register_tensors(self, group: int) -> None:
         """Register what is not yet of a group's tensors, with all that lies in the same memory."""
-        for index, _ in self._layout.groups[group].refs:
+        for index, _, _ in self._layout.groups[group].refs:
             if index in self.tensors:
                 continue
             begin, end, members = next(span for span in self._spans if index in span.tensors)
@@ -112,7 +112,7 @@ class Registration:
 def why_not_direct(layout: KVLayout, group: int, device: Device, mover: Mover, min_extent_bytes: int) -> str:
     """Say why a group must be packed, whatever can be registered; empty if it may go direct."""
     alignment = mover.limits.alignment_bytes
-    smallest = min(page_bytes for _, page_bytes in layout.groups[group].refs)
+    smallest = min(run.length for run in layout.groups[group].refs)
     if device.kind not in mover.memory_kinds:
         return f"{mover.name} cannot touch {device.kind.value}"
     if MemoryKind.DRAM not in mover.memory_kinds:

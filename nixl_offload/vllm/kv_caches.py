@@ -44,7 +44,16 @@ def _layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 def canonical_layout(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
     """Describe vLLM's canonical KV caches in plain numbers."""
-    tensors = tuple(
+    groups = tuple(
+        GroupLayout.of_pages((ref.tensor_idx, ref.page_size_bytes) for ref in refs)
+        for refs in kv_caches.group_data_refs
+    )
+    return KVLayout(regions_of(kv_caches), groups, blocks_per_chunk)
+
+
+def regions_of(kv_caches: CanonicalKVCaches) -> tuple[RegionSpec, ...]:
+    """Describe the tensors of vLLM's canonical KV caches."""
+    return tuple(
         RegionSpec(
             region=number,
             base_address=item.tensor.data_ptr(),
@@ -54,10 +63,6 @@ def canonical_layout(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVL
         )
         for number, item in enumerate(kv_caches.tensors)
     )
-    groups = tuple(
-        GroupLayout(tuple((ref.tensor_idx, ref.page_size_bytes) for ref in refs)) for refs in kv_caches.group_data_refs
-    )
-    return KVLayout(tensors, groups, blocks_per_chunk)
 
 
 def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupSpec]) -> CanonicalKVCaches:

@@ -54,6 +54,17 @@ def test_triton_copies_and_sums_exactly(shape: str) -> None:
     check(triton_of(group), group, rows, IDS, TARGETS)
 
 
+@pytest.mark.parametrize(("sizes", "offset"), [([4096] * 32, 4096), ([4096, 1024], 1048), ([1000, 24], 12)])
+def test_heads_in_the_midst_of_pages(sizes: list[int], offset: int) -> None:
+    """What a shard takes of a page: with tiles, with tiles of eight bytes at a time, without."""
+    group = group_of(sizes, offset=offset, used=4096, device="cuda")
+    rows = slot_of(5, group.block_bytes, device="cuda")
+    for kernels in (triton_of(group), TorchKernels(group.tensors, group.pages)):
+        check(kernels, group, rows, IDS, TARGETS)
+        for memory, before in zip(group.memory, group.before, strict=True):
+            memory.copy_(before)
+
+
 @pytest.mark.parametrize("shape", ["full programs", "no tiles"])
 def test_torch_copies_and_sums_exactly(shape: str) -> None:
     """What a device without Triton has."""

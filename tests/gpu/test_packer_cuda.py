@@ -223,7 +223,9 @@ def test_the_memory_engine_brings_chunks_back() -> None:
     """Stores and loads of two groups over a device and page-locked slots; a flipped bit is refused."""
     tensors = [torch.randint(0, 256, (64, 4096), dtype=torch.uint8, device="cuda") for _ in range(3)]
     specs = [RegionSpec(index, tensor.data_ptr(), 64, 4096, 4096) for index, tensor in enumerate(tensors)]
-    layout = KVLayout(tuple(specs), (GroupLayout(((0, 4096), (1, 4096))), GroupLayout(((2, 1000),))), 4)
+    layout = KVLayout(
+        tuple(specs), (GroupLayout.of_pages(((0, 4096), (1, 4096))), GroupLayout.of_pages(((2, 1000),))), 4
+    )
     size = max(layout.slot_bytes(group) for group in range(2))
     slab = HostSlab(memory_bytes=16 * size, relay_slots=0, slot_bytes=size, pinned=True)
     engine = MemoryEngine(tensors=tensors, layout=layout, host=slab, rank_namespace=bytes(32), verify="always")

@@ -191,7 +191,10 @@ class ChainRig:
 
     def blocks(self, ids: Sequence[int], group: int = 0) -> npt.NDArray[np.uint8]:
         """What lies in KV blocks, as rows of a payload."""
-        columns = [self.kv[tensor][list(ids), :size] for tensor, size in self.shape.groups[group]]
+        columns = [
+            self.kv[tensor][list(ids), offset : offset + length]
+            for tensor, offset, length in self.shape.groups[group].refs
+        ]
         return np.concatenate(columns, axis=1)
 
     def payload(self, number: int, group: int = 0) -> npt.NDArray[np.uint8]:

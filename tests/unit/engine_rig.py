@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
 from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
@@ -32,23 +32,39 @@ DEADLINE_S = 20.0
 
 @dataclass(frozen=True)
 class Shape:
-    """``tensors``: (page, stride) of each; ``groups``: (tensor, stored bytes) of each layer of each group."""
+    """``tensors``: (page, stride) of each."""
 
     tensors: tuple[tuple[int, int], ...]
-    groups: tuple[tuple[tuple[int, int], ...], ...]
+    groups: tuple[GroupLayout, ...]
     direct: bool = False
 
 
+def whole(*pages: tuple[int, int]) -> GroupLayout:
+    """A group of (tensor, stored bytes) of each layer."""
+    return GroupLayout.of_pages(pages)
+
+
+def runs(*refs: tuple[int, int, int]) -> GroupLayout:
+    """A group of (tensor, offset in the page, bytes)."""
+    return GroupLayout(tuple(PageRun(*ref) for ref in refs))
+
+
 SHAPES = {
-    "per_layer": Shape(((1536, 1536),) * 3, (((0, 1536), (1, 1536), (2, 1536)),)),
-    "per_layer_pages": Shape(((4096, 4096),) * 3, (((0, 4096), (1, 4096), (2, 4096)),)),
-    "packed_blocks": Shape(((24576, 24576),), (((0, 24576),),)),
-    "two_groups": Shape(((2048, 2048),) * 3, (((0, 2048), (1, 2048)), ((2, 1000),))),
-    "shared_tensors": Shape(((2048, 2048),) * 2, (((0, 2048), (1, 2048)), ((0, 1024), (1, 1024)))),
-    "padded": Shape(((4096, 6144),) * 2, (((0, 3000), (1, 2056)),)),
-    "mla": Shape(((1152, 1152),), (((0, 1152),),)),
-    "direct_blocks": Shape(((8192, 8192),), (((0, 8192),),), direct=True),
-    "direct_per_layer": Shape(((4096, 8192),) * 2, (((0, 4096), (1, 4096)),), direct=True),
+    "per_layer": Shape(((1536, 1536),) * 3, (whole((0, 1536), (1, 1536), (2, 1536)),)),
+    "per_layer_pages": Shape(((4096, 4096),) * 3, (whole((0, 4096), (1, 4096), (2, 4096)),)),
+    "packed_blocks": Shape(((24576, 24576),), (whole((0, 24576)),)),
+    "two_groups": Shape(((2048, 2048),) * 3, (whole((0, 2048), (1, 2048)), whole((2, 1000)))),
+    "shared_tensors": Shape(((2048, 2048),) * 2, (whole((0, 2048), (1, 2048)), whole((0, 1024), (1, 1024)))),
+    "padded": Shape(((4096, 6144),) * 2, (whole((0, 3000), (1, 2056)),)),
+    "mla": Shape(((1152, 1152),), (whole((0, 1152)),)),
+    "head_shards": Shape(((1536, 2048),) * 2, (runs((0, 0, 768), (1, 0, 768)), runs((0, 768, 768), (1, 768, 768)))),
+    "direct_blocks": Shape(((8192, 8192),), (whole((0, 8192)),), direct=True),
+    "direct_per_layer": Shape(((4096, 8192),) * 2, (whole((0, 4096), (1, 4096)),), direct=True),
+    "direct_head_shards": Shape(
+        ((16384, 16384),),
+        (runs((0, 0, 4096), (0, 8192, 4096)), runs((0, 4096, 4096), (0, 12288, 4096))),
+        direct=True,
+    ),
 }
 
 
@@ -64,7 +80,7 @@ def kv_cache(shape: Shape, seed: int) -> tuple[list[torch.Tensor], list[npt.NDAr
         tensors.append(tensor)
         kv.append(rows)
         regions.append(RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, stride, page))
-    return tensors, kv, KVLayout(tuple(regions), tuple(GroupLayout(refs) for refs in shape.groups), CHUNK_BLOCKS)
+    return tensors, kv, KVLayout(tuple(regions), shape.groups, CHUNK_BLOCKS)
 
 
 class Driven:
@@ -81,7 +97,9 @@ class Driven:
     def bytes_of(self, blocks: Sequence[int], group: int = 0) -> bytes:
         """What the payload of these blocks must be."""
         return b"".join(
-            self.kv[tensor][block, :size].tobytes() for block in blocks for tensor, size in self.shape.groups[group]
+            self.kv[run.tensor_index][block, run.page_offset : run.page_offset + run.length].tobytes()
+            for block in blocks
+            for run in self.shape.groups[group].refs
         )
 
     def wipe(self, value: int = 0) -> None:

@@ -31,26 +31,36 @@ class Group:
     def blocks(self, ids: Sequence[int]) -> torch.Tensor:
         """What the rows of these blocks were when the group was made, in host memory."""
         views = [_blocks_of(old, tensor) for old, tensor in zip(self.before, self.tensors, strict=True)]
-        return torch.cat([views[page.tensor][list(ids), : page.bytes] for page in self.pages], dim=1)
+        return torch.cat(
+            [views[page.tensor][list(ids), page.offset : page.offset + page.bytes] for page in self.pages], dim=1
+        )
 
 
 def group_of(
-    sizes: Sequence[int], *, blocks: int = 9, gap: int = 0, shift: int = 0, used: int = 0, device: str = "cpu"
+    sizes: Sequence[int],
+    *,
+    blocks: int = 9,
+    gap: int = 0,
+    shift: int = 0,
+    used: int = 0,
+    offset: int = 0,
+    device: str = "cpu",
 ) -> Group:
     """Make a tensor of random bytes for each page.
 
     ``gap``: bytes between blocks, times the tensor's number; ``shift``: of the first one from a multiple of 256;
-    ``used``: bytes by which a page is shorter than its tensor's blocks.
+    ``used``: bytes by which a page is shorter than its tensor's blocks; ``offset``: of the page from its block's begin.
     """
     tensors, pages, memories, column = [], [], [], 0
     for index, size in enumerate(sizes):
-        stride = size + used + gap * (index + 1)
+        row = offset + size + used
+        stride = row + gap * (index + 1)
         noise = np.random.default_rng((index, size)).integers(0, 256, blocks * stride + shift + 256, dtype=np.uint8)
         memory = torch.from_numpy(noise).to(device)
         begin = -memory.data_ptr() % 256 + shift
-        tensors.append(memory[begin : begin + blocks * stride].view(blocks, stride)[:, : size + used])
+        tensors.append(memory[begin : begin + blocks * stride].view(blocks, stride)[:, :row])
         memories.append(memory)
-        pages.append(Page(index, column, size))
+        pages.append(Page(index, column, size, offset))
         column += size
     return Group(tensors, pages, memories, [memory.cpu().clone() for memory in memories])
 
@@ -96,7 +106,8 @@ def check(kernels: GroupKernels, group: Group, rows: torch.Tensor, ids: Sequence
     after = [old.clone() for old in group.before]
     for page in group.pages:
         view = _blocks_of(after[page.tensor], group.tensors[page.tensor])
-        view[list(targets), : page.bytes] = wanted[:, page.column : page.column + page.bytes]
+        columns = slice(page.offset, page.offset + page.bytes)
+        view[list(targets), columns] = wanted[:, page.column : page.column + page.bytes]
     assert all(torch.equal(now.cpu(), new) for now, new in zip(group.memory, after, strict=True))
     assert torch.equal(rows.cpu(), wanted)
 

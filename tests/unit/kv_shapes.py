@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
 from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
@@ -42,13 +42,13 @@ Way = Literal["direct", "device", "host"]
 
 @dataclass(frozen=True)
 class KVShape:
-    """``tensors``: (page, stride) of each layer's tensor; ``groups``: (tensor, stored bytes) of each layer of each.
+    """``tensors``: (page, stride) of each layer's tensor.
 
     ``interleaved``: all tensors are views of one allocation, side by side in each of its rows.
     """
 
     tensors: tuple[tuple[int, int], ...]
-    groups: tuple[tuple[tuple[int, int], ...], ...]
+    groups: tuple[GroupLayout, ...]
     interleaved: bool = False
     aligned: bool = False
     """Its pages may go direct."""
@@ -56,8 +56,15 @@ class KVShape:
     @classmethod
     def layers(cls, count: int, page: int, *, stride: int | None = None, **options: Any) -> KVShape:
         """One group, a tensor for each layer."""
-        refs = tuple((layer, page) for layer in range(count))
-        return cls(((page, stride or page),) * count, (refs,), **options)
+        group = GroupLayout.of_pages((layer, page) for layer in range(count))
+        return cls(((page, stride or page),) * count, (group,), **options)
+
+
+def _halves(runs: Sequence[PageRun]) -> tuple[GroupLayout, GroupLayout]:
+    """Two groups: the first half of each run, and the second."""
+    first = [PageRun(tensor, offset, length // 2) for tensor, offset, length in runs]
+    second = [PageRun(tensor, offset + length // 2, length // 2) for tensor, offset, length in runs]
+    return GroupLayout(tuple(first)), GroupLayout(tuple(second))
 
 
 SHAPES = {
@@ -65,15 +72,27 @@ SHAPES = {
     "lbhnc_strided": KVShape.layers(3, 4 * KIB, stride=12 * KIB, aligned=True),
     "lbhnc_interleaved": KVShape.layers(3, 4 * KIB, stride=12 * KIB, interleaved=True, aligned=True),
     "lbhnc_small_pages": KVShape.layers(4, 1536),
-    "blhnc": KVShape(((48 * KIB, 48 * KIB),), (((0, 48 * KIB),),), aligned=True),
+    "blhnc": KVShape(((48 * KIB, 48 * KIB),), (GroupLayout.of_pages([(0, 48 * KIB)]),), aligned=True),
+    "lbhnc_head_shards": KVShape(
+        ((8 * KIB, 8 * KIB),) * 3, _halves([PageRun(layer, 0, 8 * KIB) for layer in range(3)]), aligned=True
+    ),
+    "blhnc_head_shards": KVShape(
+        ((24 * KIB, 24 * KIB),), _halves([PageRun(0, layer * 8 * KIB, 8 * KIB) for layer in range(3)]), aligned=True
+    ),
+    "odd_head_shards": KVShape(((3000, 3008),) * 2, _halves([PageRun(layer, 0, 3000) for layer in range(2)])),
     "mla_41k": KVShape.layers(2, 41 * KIB),
     "mla_36k": KVShape.layers(2, 36 * KIB, aligned=True),
     "hybrid": KVShape(
         ((16 * KIB, 16 * KIB),) * 2,
-        (((0, 16 * KIB), (1, 16 * KIB)), ((0, 8 * KIB), (1, 4 * KIB))),
+        (
+            GroupLayout.of_pages([(0, 16 * KIB), (1, 16 * KIB)]),
+            GroupLayout.of_pages([(0, 8 * KIB), (1, 4 * KIB)]),
+        ),
         aligned=True,
     ),
-    "padded_pages": KVShape(((4 * KIB, 6 * KIB),) * 2, (((0, 3000), (1, 2056)), ((1, 1000),))),
+    "padded_pages": KVShape(
+        ((4 * KIB, 6 * KIB),) * 2, (GroupLayout.of_pages([(0, 3000), (1, 2056)]), GroupLayout.of_pages([(1, 1000)]))
+    ),
 }
 
 
@@ -97,7 +116,7 @@ def layout_of(shape: KVShape, tensors: Sequence[torch.Tensor]) -> KVLayout:
         RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, tensor.stride(0), tensor.shape[1])
         for index, tensor in enumerate(tensors)
     )
-    return KVLayout(regions, tuple(GroupLayout(refs) for refs in shape.groups), CHUNK_BLOCKS)
+    return KVLayout(regions, shape.groups, CHUNK_BLOCKS)
 
 
 class DeviceCopyMover(CopyMover):
@@ -215,15 +234,18 @@ class DeviceRig:
 
     def rows(self, blocks: Sequence[int], group: int = 0) -> Bytes:
         """What the blocks of a group must be: a copy, of shape (blocks, block_bytes)."""
-        refs = self.shape.groups[group]
-        return np.concatenate([self.mirror[tensor][list(blocks), :size] for tensor, size in refs], axis=1)
+        columns = [
+            self.mirror[tensor][list(blocks), offset : offset + length]
+            for tensor, offset, length in self.shape.groups[group].refs
+        ]
+        return np.concatenate(columns, axis=1)
 
     def expect(self, blocks: Sequence[int], rows: Bytes, group: int = 0) -> None:
         """A load will have put ``rows`` into ``blocks``."""
         column = 0
-        for tensor, size in self.shape.groups[group]:
-            self.mirror[tensor][list(blocks), :size] = rows[:, column : column + size]
-            column += size
+        for tensor, offset, length in self.shape.groups[group].refs:
+            self.mirror[tensor][list(blocks), offset : offset + length] = rows[:, column : column + length]
+            column += length
 
     def assert_as_expected(self) -> None:
         """All of KV memory, byte for byte."""

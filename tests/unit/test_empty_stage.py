@@ -16,10 +16,10 @@ from nixl_offload.engine.records import ChunkIO
 from nixl_offload.types import Key, Location, Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_rig import ThreadedStreams, emulated
-from tests.unit.engine_rig import Rig, Shape
+from tests.unit.engine_rig import Rig, Shape, whole
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
-STAGE: Final = Shape(((4096, 4096),) * 2, (((0, 4096), (1, 4096)), ()))
+STAGE: Final = Shape(((4096, 4096),) * 2, (whole((0, 4096), (1, 4096)), whole()))
 """Two layers of group 0, and none of group 1."""
 
 

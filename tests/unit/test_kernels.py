@@ -75,11 +75,15 @@ def test_pages_that_make_no_tiles() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("gap", "shift"), [(0, 0), (24, 8), (1, 3)])
-def test_torch_copies_and_sums_exactly(shape: str, gap: int, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where rows are less aligned than pages, and where blocks are summed in several turns."""
+@pytest.mark.parametrize(("gap", "shift", "offset"), [(0, 0, 0), (24, 8, 0), (1, 3, 0), (0, 0, 8), (0, 0, 6)])
+def test_torch_copies_and_sums_exactly(
+    shape: str, gap: int, shift: int, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rows are less aligned than pages, where blocks are summed in several turns, and where pages begin
+    somewhere in their blocks.
+    """
     sizes, between, first = SHAPES[shape]
-    group = group_of(sizes, gap=between, shift=first, used=5)
+    group = group_of(sizes, gap=between, shift=first, used=5, offset=offset)
     monkeypatch.setattr(torch_kernels, "SCRATCH_BYTES", 2 * group.block_bytes + 1)
     kernels = open_kernels(group.tensors, group.pages)
     assert kernels.name == "torch"
@@ -182,16 +186,16 @@ def test_a_failure_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_benchmark_of_kernels_runs_on_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every case has its figure and a ratio to the copy; where Triton cannot run, a row says so and fails nothing."""
-    monkeypatch.setattr(benchmark, "SHAPES", ((16384, 2), (65536, 1)))
+    monkeypatch.setattr(benchmark, "SHAPES", ((16384, 2, 1), (65536, 1, 1), (8192, 2, 4)))
     small = Scale(total_bytes=1 << 18, chunk_bytes=1 << 17, blocks_per_chunk=2, rounds=1)
     rows = list(benchmark.measure(Scene(find_device(emulate=True), tmp_path, small, time.monotonic())))
     by_torch = [row for row in rows if row.way == "torch"]
     assert {row.case for row in by_torch} == {"gather", "gather + sums", "scatter", "sums of blocks", "sums of rows"}
     assert all(row.gb_s and row.ratio and row.against == "copy" for row in by_torch)
-    assert {row.size for row in by_torch} == {"16 KiB", "64 KiB"}
+    assert {row.size for row in by_torch} == {"8 KiB", "16 KiB", "64 KiB"}
     assert [row.note for row in rows if row.way == "triton"] == [
         "Triton's kernels do not run here; the log says why"
-    ] * 2
+    ] * 3
     assert not any(row.failed for row in rows)
 
 
@@ -200,7 +204,7 @@ def test_the_benchmark_of_kernels_notices_wrong_bytes(
     method: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that copies nothing."""
-    monkeypatch.setattr(benchmark, "SHAPES", ((16384, 2),))
+    monkeypatch.setattr(benchmark, "SHAPES", ((16384, 2, 1),))
     monkeypatch.setattr(TorchKernels, method, lambda *_: None)
     small = Scale(total_bytes=1 << 18, chunk_bytes=1 << 17, blocks_per_chunk=2, rounds=1)
     rows = list(benchmark.measure(Scene(find_device(emulate=True), tmp_path, small, time.monotonic())))

@@ -60,20 +60,23 @@ def _triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TILED = {
-    "full programs": ([8192, 16384], 0, 0, 16),
-    "several tiles a program, the last not full": ([4096, 4096, 4096], 16, 0, 16),
-    "the smallest tiles": ([1024, 3072, 5120], 16, 16, 16),
-    "eight bytes at a time": ([2048, 4096], 8, 8, 8),
-    "one tile": ([1024], 0, 0, 16),
+    "full programs": ([8192, 16384], 0, 0, 0, 16),
+    "several tiles a program, the last not full": ([4096, 4096, 4096], 16, 0, 0, 16),
+    "the smallest tiles": ([1024, 3072, 5120], 16, 16, 0, 16),
+    "eight bytes at a time": ([2048, 4096], 8, 8, 0, 8),
+    "one tile": ([1024], 0, 0, 0, 16),
+    "heads in the midst of pages": ([4096, 4096, 2048], 16, 0, 2048, 16),
+    "heads at odd words": ([4096, 1024], 0, 0, 1048, 8),
 }
+"""Lengths, gap, shift, offset in the page; the alignment that must be found."""
 
 
 @pytest.mark.usefixtures("_triton_alone")
 @pytest.mark.parametrize("shape", TILED)
 def test_tiles_are_copied_and_summed(shape: str, code: ModuleType) -> None:
     """Blocks apart, not in order; rows apart, in the midst of other memory; tensors of other strides."""
-    sizes, gap, shift, alignment = TILED[shape]
-    group = group_of(sizes, gap=gap, shift=shift)
+    sizes, gap, shift, offset, alignment = TILED[shape]
+    group = group_of(sizes, gap=gap, shift=shift, offset=offset)
     kernels = TritonKernels(group.tensors, group.pages, code)
     assert isinstance(kernels.tiles, Tiles)
     assert kernels.tiles.alignment == alignment
@@ -82,11 +85,11 @@ def test_tiles_are_copied_and_summed(shape: str, code: ModuleType) -> None:
 
 
 @pytest.mark.usefixtures("_triton_alone")
-@pytest.mark.parametrize("sizes", [[1000, 24], [1032, 8]])
+@pytest.mark.parametrize(("sizes", "offset"), [([1000, 24], 0), ([1032, 8], 0), ([1000, 24], 12)])
 def test_pages_without_tiles_are_copied_by_torch_and_summed(
-    sizes: list[int], code: ModuleType, monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], offset: int, code: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = group_of(sizes, gap=8)
+    group = group_of(sizes, gap=8, offset=offset)
     monkeypatch.setattr(torch_kernels, "SCRATCH_BYTES", 2 * group.block_bytes)
     kernels = TritonKernels(group.tensors, group.pages, code)
     assert isinstance(kernels.tiles, Misfit)

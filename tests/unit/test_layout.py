@@ -17,6 +17,7 @@ from nixl_offload.chunk.layout import (
     ChunkExtents,
     GroupLayout,
     KVLayout,
+    PageRun,
     RegionSpec,
     chunk_extents,
     is_direct_capable,
@@ -35,40 +36,74 @@ def region(
 
 
 def one_tensor_per_layer(blocks_per_chunk: int) -> KVLayout:
-    return KVLayout((region(48), region(48), region(48)), (GroupLayout(((0, 48), (1, 48), (2, 48))),), blocks_per_chunk)
+    return KVLayout(
+        (region(48), region(48), region(48)), (GroupLayout.of_pages(((0, 48), (1, 48), (2, 48))),), blocks_per_chunk
+    )
 
 
 def packed_blocks(blocks_per_chunk: int) -> KVLayout:
     """Block-outermost: one tensor, which every group refers to whole."""
-    return KVLayout((region(96),), (GroupLayout(((0, 96),)), GroupLayout(((0, 96),))), blocks_per_chunk)
+    return KVLayout(
+        (region(96),), (GroupLayout.of_pages(((0, 96),)), GroupLayout.of_pages(((0, 96),))), blocks_per_chunk
+    )
 
 
 def aliased_hybrid(blocks_per_chunk: int) -> KVLayout:
     """Full attention, sliding window and a padded Mamba state share the tensors; one group has fewer layers."""
-    groups = (GroupLayout(((0, 64), (1, 64))), GroupLayout(((0, 64),)), GroupLayout(((0, 37), (1, 37))))
+    groups = (
+        GroupLayout.of_pages(((0, 64), (1, 64))),
+        GroupLayout.of_pages(((0, 64),)),
+        GroupLayout.of_pages(((0, 37), (1, 37))),
+    )
     return KVLayout((region(64), region(64)), groups, blocks_per_chunk)
 
 
 def padded_pages(blocks_per_chunk: int) -> KVLayout:
-    return KVLayout((region(64), region(80)), (GroupLayout(((0, 50), (1, 80))),), blocks_per_chunk)
+    return KVLayout((region(64), region(80)), (GroupLayout.of_pages(((0, 50), (1, 80))),), blocks_per_chunk)
 
 
 def strided_views(blocks_per_chunk: int) -> KVLayout:
     """Layers interleaved per block but registered one by one: the stride exceeds the page."""
-    return KVLayout((region(32, 96), region(32, 96)), (GroupLayout(((0, 32), (1, 32))),), blocks_per_chunk)
+    return KVLayout((region(32, 96), region(32, 96)), (GroupLayout.of_pages(((0, 32), (1, 32))),), blocks_per_chunk)
 
 
 def mla(blocks_per_chunk: int) -> KVLayout:
     """One latent page per layer, and an indexer whose pages have another size."""
-    return KVLayout((region(72), region(72), region(24)), (GroupLayout(((0, 72), (1, 72), (2, 24))),), blocks_per_chunk)
+    return KVLayout(
+        (region(72), region(72), region(24)), (GroupLayout.of_pages(((0, 72), (1, 72), (2, 24))),), blocks_per_chunk
+    )
 
 
 def one_layer_twice(blocks_per_chunk: int) -> KVLayout:
     """Two layers of one group alias the same tensor: blocks touch in memory and in the payload, pages do not."""
-    return KVLayout((region(16), region(8)), (GroupLayout(((0, 16), (1, 8), (0, 16))),), blocks_per_chunk)
+    return KVLayout((region(16), region(8)), (GroupLayout.of_pages(((0, 16), (1, 8), (0, 16))),), blocks_per_chunk)
 
 
-LAYOUTS = [one_tensor_per_layer, packed_blocks, aliased_hybrid, padded_pages, strided_views, mla, one_layer_twice]
+def head_shards(blocks_per_chunk: int) -> KVLayout:
+    """Each half of the heads is a group of its own: in a tensor for each layer, the second one with padding."""
+    halves = [GroupLayout((PageRun(0, offset, 24), PageRun(1, offset, 24))) for offset in (0, 24)]
+    return KVLayout((region(48), region(60)), tuple(halves), blocks_per_chunk)
+
+
+def packed_head_shards(blocks_per_chunk: int) -> KVLayout:
+    """Two layers in a block: halves of their heads, all heads, the last layer's last quarter and the first's first."""
+    halves = [GroupLayout((PageRun(0, offset, 24), PageRun(0, 48 + offset, 24))) for offset in (0, 24)]
+    whole = GroupLayout((PageRun(0, 0, 24), PageRun(0, 24, 24), PageRun(0, 48, 48)))
+    turned = GroupLayout((PageRun(0, 84, 12), PageRun(0, 0, 12)))
+    return KVLayout((region(96),), (*halves, whole, turned), blocks_per_chunk)
+
+
+LAYOUTS = [
+    one_tensor_per_layer,
+    packed_blocks,
+    aliased_hybrid,
+    padded_pages,
+    strided_views,
+    mla,
+    one_layer_twice,
+    head_shards,
+    packed_head_shards,
+]
 
 Row = tuple[int, int, int, int]
 
@@ -80,16 +115,16 @@ def naive_extents(
     rows: list[Row] = []
     for position, block_id in enumerate(block_ids):
         payload = (first_block + position) * layout.group(group).block_bytes
-        for tensor, page_bytes in layout.group(group).refs:
-            memory = block_id * layout.tensors[tensor].stride_bytes
+        for tensor, page_offset, length in layout.group(group).refs:
+            memory = block_id * layout.tensors[tensor].stride_bytes + page_offset
             if coalesce and rows:
                 last_tensor, last_memory, last_payload, last_length = rows[-1]
                 if (last_tensor, last_memory + last_length, last_payload + last_length) == (tensor, memory, payload):
-                    rows[-1] = (tensor, last_memory, last_payload, last_length + page_bytes)
-                    payload += page_bytes
+                    rows[-1] = (tensor, last_memory, last_payload, last_length + length)
+                    payload += length
                     continue
-            rows.append((tensor, memory, payload, page_bytes))
-            payload += page_bytes
+            rows.append((tensor, memory, payload, length))
+            payload += length
     return rows
 
 
@@ -144,9 +179,9 @@ def test_bytes_stored_by_extents_come_back_by_extents(make_layout: object, coale
         for tensor, offset, at, length in rows_of(chunk_extents(layout, position, source, 0, coalesce=coalesce)):
             payload[at : at + length] = memory[tensor][offset : offset + length]
         pages = [
-            memory[tensor][block * layout.tensors[tensor].stride_bytes :][:page_bytes]
+            memory[tensor][block * layout.tensors[tensor].stride_bytes + page_offset :][:length]
             for block in source.tolist()
-            for tensor, page_bytes in group.refs
+            for tensor, page_offset, length in group.refs
         ]
         np.testing.assert_array_equal(payload, np.concatenate(pages))
 
@@ -154,19 +189,31 @@ def test_bytes_stored_by_extents_come_back_by_extents(make_layout: object, coale
         for tensor, offset, at, length in rows_of(chunk_extents(layout, position, source[2:], 2, coalesce=coalesce)):
             restored[tensor][offset : offset + length] = payload[at : at + length]
         for block in range(NUM_BLOCKS):
-            for tensor, page_bytes in group.refs:
-                begin = block * layout.tensors[tensor].stride_bytes
-                page = restored[tensor][begin : begin + page_bytes]
+            for tensor, page_offset, length in group.refs:
+                begin = block * layout.tensors[tensor].stride_bytes + page_offset
+                run = restored[tensor][begin : begin + length]
                 if block in source[2:]:
-                    np.testing.assert_array_equal(page, memory[tensor][begin : begin + page_bytes])
+                    np.testing.assert_array_equal(run, memory[tensor][begin : begin + length])
                 else:
-                    assert not page.any()
+                    assert not run.any()
+        written = sum(np.count_nonzero(tensor) for tensor in restored)
+        assert written <= 3 * group.block_bytes
 
 
 def test_consecutive_packed_blocks_are_one_extent() -> None:
     """The block-outermost layout is worth having because of this."""
     extents = chunk_extents(packed_blocks(16), 0, np.arange(3, 19, dtype=np.int32), 0)
     assert rows_of(extents) == [(0, 3 * 96, 0, 16 * 96)]
+
+
+def test_runs_that_touch_are_one() -> None:
+    """So a rank that stores all heads of packed blocks coalesces as if it knew of no heads."""
+    refs = (PageRun(0, 0, 24), PageRun(0, 24, 24), PageRun(0, 48, 48))
+    assert GroupLayout(refs) == GroupLayout.of_pages([(0, 96)])
+    layout = KVLayout((region(96),), (GroupLayout(refs),), 16)
+    assert rows_of(chunk_extents(layout, 0, np.arange(3, 19), 0)) == [(0, 3 * 96, 0, 16 * 96)]
+    apart = (PageRun(0, 24, 24), PageRun(0, 0, 24), PageRun(1, 24, 24), PageRun(0, 48, 8), PageRun(0, 57, 8))
+    assert GroupLayout(apart).refs == apart
 
 
 def test_extents_of_different_chunks_are_never_joined() -> None:
@@ -200,33 +247,35 @@ def test_blocks_that_do_not_exist_are_refused(group: int, block_ids: list[int], 
 
 
 def test_the_smallest_tensor_of_a_group_limits_its_block_ids() -> None:
-    layout = KVLayout((region(8), region(8, num_blocks=3)), (GroupLayout(((0, 8), (1, 8))),), 4)
+    layout = KVLayout((region(8), region(8, num_blocks=3)), (GroupLayout.of_pages(((0, 8), (1, 8))),), 4)
     with pytest.raises(LayoutError, match="3 blocks"):
         chunk_extents(layout, 0, np.array([3], dtype=np.int32), 0)
 
 
 @pytest.mark.parametrize(
-    ("tensors", "refs", "blocks_per_chunk", "words"),
+    ("tensors", "run", "blocks_per_chunk", "words"),
     [
-        ((region(8),), ((1, 8),), 4, "tensor 1 of 1"),
-        ((region(8),), ((0, 9),), 4, "9 bytes of the pages of tensor 0, which have 8"),
-        ((region(8),), ((0, 0),), 4, "0 bytes"),
-        ((region(9, 8),), ((0, 8),), 4, "9 bytes, 8 apart"),
-        ((region(8, num_blocks=0),), ((0, 8),), 4, "0 pages"),
-        ((region(8),), ((0, 8),), 0, "chunk of 0 blocks"),
-        ((region(8),), ((0, 8),), MAX_BLOCKS_PER_CHUNK + 1, "1 to 487"),
+        ((region(8),), PageRun(1, 0, 8), 4, "tensor 1 of 1"),
+        ((region(8),), PageRun(0, 0, 9), 4, "9 bytes from byte 0 on of the pages of tensor 0, which have 8"),
+        ((region(8, 16),), PageRun(0, 4, 5), 4, "5 bytes from byte 4 on"),
+        ((region(8),), PageRun(0, -4, 8), 4, "8 bytes from byte -4 on"),
+        ((region(8),), PageRun(0, 0, 0), 4, "0 bytes"),
+        ((region(9, 8),), PageRun(0, 0, 8), 4, "9 bytes, 8 apart"),
+        ((region(8, num_blocks=0),), PageRun(0, 0, 8), 4, "0 pages"),
+        ((region(8),), PageRun(0, 0, 8), 0, "chunk of 0 blocks"),
+        ((region(8),), PageRun(0, 0, 8), MAX_BLOCKS_PER_CHUNK + 1, "1 to 487"),
     ],
 )
 def test_a_layout_that_contradicts_itself_is_refused(
-    tensors: tuple[RegionSpec, ...], refs: tuple[tuple[int, int], ...], blocks_per_chunk: int, words: str
+    tensors: tuple[RegionSpec, ...], run: PageRun, blocks_per_chunk: int, words: str
 ) -> None:
     with pytest.raises(LayoutError, match=words):
-        KVLayout(tensors, (GroupLayout(refs),), blocks_per_chunk)
+        KVLayout(tensors, (GroupLayout((run,)),), blocks_per_chunk)
 
 
 def test_a_group_without_layers_takes_nothing_and_has_no_blocks() -> None:
     """As on a pipeline stage that has no layer of it; another stage may have no KV tensor at all."""
-    layout = KVLayout((region(8),), (GroupLayout(()), GroupLayout(((0, 8),))), 4)
+    layout = KVLayout((region(8),), (GroupLayout(()), GroupLayout.of_pages(((0, 8),))), 4)
     assert layout.empty_groups == {0}
     assert (layout.groups[0].block_bytes, layout.slot_bytes(0)) == (0, 0)
     assert layout.slot_bytes(1) == slot_bytes(4, 8)
@@ -243,7 +292,7 @@ def test_slots_and_blocks_have_the_size_of_the_unpadded_pages() -> None:
 
 
 def test_direct_needs_every_address_offset_and_length_aligned() -> None:
-    group = (GroupLayout(((0, 4096), (1, 4096))),)
+    group = (GroupLayout.of_pages(((0, 4096), (1, 4096))),)
     for stride, page, second_base, direct in (
         (4096, 4096, 1 << 20, True),
         (8192, 4096, 1 << 20, True),
@@ -259,8 +308,12 @@ def test_direct_needs_every_address_offset_and_length_aligned() -> None:
         assert is_direct_capable(extents, 1, bases)
     with pytest.raises(LayoutError, match="power of two"):
         is_direct_capable(extents, 3000, bases)
-    unpadded = KVLayout(tensors, (GroupLayout(((0, 4000),)),), 4)
+    unpadded = KVLayout(tensors, (GroupLayout.of_pages(((0, 4000),)),), 4)
     assert not unpadded.is_group_direct_capable(0, 4096)
+    for offset, direct in ((4096, True), (512, False)):
+        part = KVLayout((region(8192),), (GroupLayout((PageRun(0, offset, 4096),)),), 4)
+        assert part.is_group_direct_capable(0, 4096) is direct
+        assert is_direct_capable(chunk_extents(part, 0, np.array([5]), 0), 4096, np.array([0])) is direct
 
 
 # From a job's numbers to the blocks of each chunk.

@@ -133,7 +133,7 @@ def loaded(
     tensors = [torch.zeros((blocks, PAGE_BYTES), dtype=torch.int8) for _ in layers]
     layout = KVLayout(
         tuple(RegionSpec(at, t.data_ptr(), blocks, PAGE_BYTES, PAGE_BYTES) for at, t in enumerate(tensors)),
-        tuple(GroupLayout(tuple((layers.index(each), PAGE_BYTES) for each in of[rank])) for of in model.layers),
+        tuple(GroupLayout.of_pages((layers.index(each), PAGE_BYTES) for each in of[rank]) for of in model.layers),
         BLOCKS_PER_CHUNK,
     )
     ids = [np.arange(BLOCKS_PER_CHUNK, dtype=np.int32) + at * BLOCKS_PER_CHUNK for at in range(len(chunks))]

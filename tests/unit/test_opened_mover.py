@@ -39,7 +39,7 @@ MIB = 1 << 20
 def _layout(page_bytes: int = 8192, base: int = 1 << 30) -> KVLayout:
     """Two layers, four blocks a chunk."""
     tensors = tuple(RegionSpec(at, base + at * 64 * page_bytes, 64, page_bytes, page_bytes) for at in range(2))
-    return KVLayout(tensors, (GroupLayout(((0, page_bytes), (1, page_bytes))),), 4)
+    return KVLayout(tensors, (GroupLayout.of_pages(((0, page_bytes), (1, page_bytes))),), 4)
 
 
 def _plan(path: TransferPath, mover: str = "gds_mt") -> TransferPlan:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import xxhash
 
 from nixl_offload.engine import bus_packer as packer_module
 from nixl_offload.engine.bus_packer import BusPacker
@@ -48,7 +49,9 @@ def tensors_of(layers: int, page: int, stride: int, shift: int) -> list[Bytes]:
 
 
 def expected(tensors: list[Bytes], pages: list[Page], ids: list[int]) -> bytes:
-    return b"".join(tensors[page.tensor][block, : page.bytes].tobytes() for block in ids for page in pages)
+    return b"".join(
+        tensors[page.tensor][block, page.offset : page.offset + page.bytes].tobytes() for block in ids for page in pages
+    )
 
 
 CASES = {
@@ -91,6 +94,27 @@ def test_chunks_are_copied_exactly_and_nothing_beside_them(case: str, ids: list[
     for tensor, old, page in zip(tensors, targets, pages, strict=True):
         assert (tensor[untouched] == old[untouched]).all()
         assert (tensor[:, page.bytes :] == old[:, page.bytes :]).all()
+
+
+def test_a_range_of_each_page() -> None:
+    """As heads of a shard are: copied, summed, put back and cleared, with the bytes around them untouched."""
+    tensors = [*tensors_of(2, 4096, 4096, 0), *tensors_of(1, 3000, 3008, 8)]
+    pages = [Page(0, 0, 1024, 512), Page(1, 1024, 1024, 512), Page(2, 2048, 700, 2300)]
+    packer, ids = HostPacker(tensors, [pages]), np.array([3, 4, 17], dtype=np.int32)
+    payload = np.zeros((3, 2748), dtype=np.uint8)
+    packer.gather_many(0, [(ids, payload)], READY)
+    assert payload.tobytes() == expected(tensors, pages, ids.tolist())
+    sums = [xxhash.xxh3_64_intdigest(row) for row in payload]
+    assert packer.sums(0, ids, READY).values().tolist() == sums
+    wanted = [tensor.copy() for tensor in tensors]
+    targets = np.array([0, 23, 9], dtype=np.int32)
+    for page in pages:
+        columns = slice(page.offset, page.offset + page.bytes)
+        wanted[page.tensor][targets, columns] = payload[:, page.column : page.column + page.bytes]
+        wanted[page.tensor][ids, columns] = 0
+    packer.scatter_many(0, [(targets, payload)], READY)
+    packer.clear(0, ids, READY)
+    assert all((tensor == other).all() for tensor, other in zip(tensors, wanted, strict=True))
 
 
 def test_payloads_between_the_tensors_are_copied_too() -> None:

@@ -40,7 +40,7 @@ class KVCache:
         """As ``engine.autotune`` wants it."""
         group = max(range(len(self.layout.groups)), key=self.layout.slot_bytes)
         direct = self.layout.is_group_direct_capable(group, PAGE_BYTES)
-        return Shape(self.slot_bytes, min(page for _, page in self.layout.groups[group].refs) if direct else 0)
+        return Shape(self.slot_bytes, min(run.length for run in self.layout.groups[group].refs) if direct else 0)
 
     def describe(self) -> str:
         """Say where it is."""
@@ -63,11 +63,13 @@ def make_kv_cache(shape: ModelShape, *, chunk_tokens: int, chunks: int, block_ou
     pages = [group.layer_token_bytes * block_tokens + group.state_bytes for group in shape.groups]
     if on_gpu and block_outermost:
         sizes = [max(group.layers * page for group, page in zip(shape.groups, pages, strict=True))]
-        groups = [GroupLayout(((0, group.layers * page),)) for group, page in zip(shape.groups, pages, strict=True)]
+        groups = [
+            GroupLayout.of_pages([(0, group.layers * page)]) for group, page in zip(shape.groups, pages, strict=True)
+        ]
     else:
         sizes = [max(pages)] * max(group.layers for group in shape.groups)
         groups = [
-            GroupLayout(tuple((layer, page) for layer in range(group.layers)))
+            GroupLayout.of_pages((layer, page) for layer in range(group.layers))
             for group, page in zip(shape.groups, pages, strict=True)
         ]
     num_blocks = chunks * blocks

@@ -7,19 +7,31 @@ Threading: one thread at a time per object.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+_Rows = TypeVar("_Rows", torch.Tensor, npt.NDArray[np.uint8])
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One layer's share of a block: the first ``bytes`` of a row of ``tensor`` go to ``column`` of the payload row."""
+    """One layer's share of a block: ``bytes`` from ``offset`` of a row of ``tensor`` on go to ``column`` of the payload
+    row.
+    """
 
     tensor: int
     column: int
     bytes: int
+    offset: int = 0
+
+    def of(self, tensors: Sequence[_Rows]) -> _Rows:
+        """Return a view of it in all blocks, of shape (num_blocks, ``bytes``)."""
+        return tensors[self.tensor][:, self.offset : self.offset + self.bytes]
 
 
 class GroupKernels(Protocol):

@@ -104,7 +104,7 @@ def _fault_of(kernels: GroupKernels, tensors: Sequence[torch.Tensor], pages: Seq
     device = tensors[0].device
     ids, targets = [3, 0, 4], [1, 3, 2]
     before = [tensor.cpu().clone() for tensor in tensors]
-    wanted = torch.cat([before[page.tensor][ids, : page.bytes] for page in pages], dim=1)
+    wanted = torch.cat([page.of(before)[ids] for page in pages], dim=1)
     digests = torch.from_numpy(block_checksums(wanted.numpy()).view("int64"))
     on_device = torch.tensor(ids, device=device)
     apart = torch.full((len(ids), wanted.shape[1] + 64), 0xAA, dtype=torch.uint8, device=device)
@@ -125,7 +125,7 @@ def _fault_of(kernels: GroupKernels, tensors: Sequence[torch.Tensor], pages: Seq
         return "rows gave other checksums"
     kernels.scatter(torch.tensor(targets, device=device), rows)
     for page in pages:
-        before[page.tensor][targets, : page.bytes] = wanted[:, page.column : page.column + page.bytes]
+        page.of(before)[targets] = wanted[:, page.column : page.column + page.bytes]
     if not all(torch.equal(tensor.cpu(), after) for tensor, after in zip(tensors, before, strict=True)):
         return "a scatter left other bytes"
     return None

@@ -73,15 +73,15 @@ def _by_width(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> dict[in
     """A group's pages as columns of integers of each width that all of them are made of: bytes are copied singly."""
     parts = []
     for page in pages:
-        tensor = tensors[page.tensor]
-        parts += [page.bytes, page.column, tensor.stride(0), tensor.data_ptr(), tensor.storage_offset()]
+        view = page.of(tensors)
+        parts += [page.bytes, page.column, view.stride(0), view.data_ptr(), view.storage_offset()]
     widest = math.gcd(8, *parts)
     return {
         dtype.itemsize: (
             dtype,
             [
                 (
-                    tensors[page.tensor][:, : page.bytes].view(dtype),
+                    page.of(tensors).view(dtype),
                     slice(page.column // dtype.itemsize, (page.column + page.bytes) // dtype.itemsize),
                 )
                 for page in pages

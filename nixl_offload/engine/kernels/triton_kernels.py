@@ -37,8 +37,8 @@ def placed_tiles(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> Tile
     """Return the tiles of a group, or why it has none."""
     places = []
     for page in pages:
-        tensor = tensors[page.tensor]
-        places.append(PlacedPage(tensor.data_ptr(), tensor.stride(0), page.column, page.bytes))
+        view = page.of(tensors)
+        places.append(PlacedPage(view.data_ptr(), view.stride(0), page.column, page.bytes))
     return tiles_of(places)
 
 
