@@ -1,0 +1,301 @@
+"""Proves that what one engine stores, shard by shard, another of any size and layout loads, byte for byte, and writes
+nothing beside it; and that this would show any change of the order.
+
+Every eight bytes of KV name their block, layer, head, token and place; KV memory is made by numpy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nixl_offload.chunk.heads import HeadPages, shard_groups
+from nixl_offload.chunk.layout import ChunkBlocks, GroupLayout, KVLayout, PageRun, RegionSpec, job_extents
+from nixl_offload.engine.packer import HostPacker, pages_of
+from nixl_offload.engine.streams import READY
+from nixl_offload.errors import LayoutError
+
+Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+Change = Callable[[GroupLayout], GroupLayout]
+GROUP_BLOCKS = 13
+"""Each group has as many of its own; in an engine with packed blocks all lie over the same bytes."""
+NUM_BLOCKS = 3 * GROUP_BLOCKS
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers of one KV-cache group. ``heads`` of the model; 1 where KV is not divided."""
+
+    layers: int
+    heads: int
+    tokens: int
+    words: int
+    """Of eight bytes: what is kept of a head for a token."""
+    shards: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """``packed``: layers side by side in each block (BLHNC), else each by itself (LBHNC); ``padding``: words behind
+    each page.
+    """
+
+    tp: int
+    packed: bool
+    padding: int = 0
+
+
+def world(groups: Sequence[Group], blocks: int) -> list[Words]:
+    """What the model has computed: of each group, of shape (blocks, layers, heads, tokens, words)."""
+    made = []
+    for number, group in enumerate(groups):
+        shape = (blocks, group.layers, group.heads, group.tokens, group.words)
+        names = np.full(shape, number + 1, dtype=np.uint64)
+        for axis, place in enumerate(np.indices(shape, dtype=np.uint64)):
+            names |= place << np.uint64(8 + 8 * axis)
+        made.append(names)
+    return made
+
+
+class Rank:
+    """KV memory of one rank, by numpy, and the layout that is under test."""
+
+    def __init__(
+        self, engine: Engine, rank: int, groups: Sequence[Group], blocks_per_chunk: int, change: Change
+    ) -> None:
+        self._groups = groups
+        self.heads = [heads_of(group, engine.tp, rank) for group in groups]
+        pages = [len(heads) * group.tokens * group.words for heads, group in zip(self.heads, groups, strict=True)]
+        self.views: list[list[Words]] = []
+        """By group and layer, of shape (blocks, heads, tokens, words)."""
+        self.shards: list[tuple[int, int]] = []
+        """Group and number of each shard of this rank, in the layout's order."""
+        row = max(group.layers * (page + engine.padding) for group, page in zip(groups, pages, strict=True))
+        memory = [np.zeros((NUM_BLOCKS, row), np.uint64)] if engine.packed else []
+        found: list[GroupLayout] = []
+        for number, (group, page) in enumerate(zip(groups, pages, strict=True)):
+            views, layers = [], []
+            for layer in range(group.layers):
+                at = layer * (page + engine.padding) if engine.packed else 0
+                if not engine.packed:
+                    memory.append(np.zeros((NUM_BLOCKS, page + engine.padding), np.uint64))
+                rows = memory[-1][:, at : at + page]
+                views.append(rows.reshape(NUM_BLOCKS, -1, group.tokens, group.words, copy=False))
+                local = len(self.heads[number])
+                layers.append(HeadPages(len(memory) - 1, 8 * at, local, 8 * page // local))
+            self.views.append(views)
+            held = shards_of(group, engine.tp, rank)
+            self.shards += [(number, shard) for shard in held]
+            found += map(change, shard_groups(layers, len(held)))
+        regions = [
+            RegionSpec(n, each.ctypes.data, NUM_BLOCKS, each.strides[0], each.strides[0])
+            for n, each in enumerate(memory)
+        ]
+        self.layout = KVLayout(tuple(regions), tuple(found), blocks_per_chunk)
+        self.memory: list[Bytes] = [each.view(np.uint8) for each in memory]
+        self._packer = HostPacker(self.memory, pages_of(self.layout))
+
+    def write(self, model: Sequence[Words], first: int, ids: Sequence[int]) -> None:
+        """The model computes its blocks from ``first`` on into blocks ``ids`` of each group."""
+        for number, (views, heads, words) in enumerate(zip(self.views, self.heads, model, strict=True)):
+            for layer, view in enumerate(views):
+                view[self._ids(number, ids)] = words[first : first + len(ids), layer, heads]
+
+    def store(self, first: int, ids: Sequence[int]) -> dict[tuple[int, int], Bytes]:
+        """The payload of each shard; both by the packer and by extents, which must agree."""
+        payloads = {}
+        for position, shard in enumerate(self.shards):
+            payload = np.zeros((self.layout.blocks_per_chunk, self.layout.groups[position].block_bytes), np.uint8)
+            by_extents = payload.copy().reshape(-1)
+            block_ids = self._ids(shard[0], ids)
+            self._packer.gather_many(position, [(block_ids, payload[first : first + len(ids)])], READY)
+            for tensor, memory_offset, offset, length in self._extents(position, first, block_ids):
+                by_extents[offset : offset + length] = self._flat(tensor)[memory_offset : memory_offset + length]
+            assert payload.reshape(-1).tobytes() == by_extents.tobytes()
+            payloads[shard] = payload
+        return payloads
+
+    def load(self, payloads: dict[tuple[int, int], Bytes], first: int, ids: Sequence[int], *, by_extents: bool) -> None:
+        """Blocks of a chunk from ``first`` on go to blocks ``ids`` of each group."""
+        for position, shard in enumerate(self.shards):
+            payload, block_ids = payloads[shard], self._ids(shard[0], ids)
+            if by_extents:
+                flat = payload.reshape(-1)
+                for tensor, memory_offset, offset, length in self._extents(position, first, block_ids):
+                    self._flat(tensor)[memory_offset : memory_offset + length] = flat[offset : offset + length]
+            else:
+                self._packer.scatter_many(position, [(block_ids, payload[first : first + len(ids)])], READY)
+
+    def _ids(self, group: int, ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        return np.array(ids, np.int32) + np.int32(group * GROUP_BLOCKS)
+
+    def _flat(self, tensor: int) -> Bytes:
+        return self.memory[tensor].reshape(-1)
+
+    def _extents(self, position: int, first: int, ids: npt.NDArray[np.int32]) -> list[tuple[int, ...]]:
+        _, extents = job_extents(self.layout, [ChunkBlocks(0, position, ids, first)])
+        return list(zip(*(column.tolist() for column in extents), strict=True))
+
+
+def heads_of(group: Group, tp: int, rank: int) -> list[int]:
+    """As vLLM deals them out: consecutive ones; or one, which several ranks have."""
+    if group.heads >= tp:
+        each = group.heads // tp
+        return list(range(rank * each, (rank + 1) * each))
+    return [rank // (tp // group.heads)]
+
+
+def shards_of(group: Group, tp: int, rank: int) -> list[int]:
+    """The shards whose heads a rank has."""
+    each = group.heads // group.shards
+    return sorted({head // each for head in heads_of(group, tp, rank)})
+
+
+def differs(
+    groups: Sequence[Group],
+    storing: Engine,
+    loading: Engine,
+    *,
+    first: int,
+    ids: Sequence[int],
+    load_from: int,
+    targets: Sequence[int],
+    by_extents: bool = False,
+    change: Change = lambda group: group,
+) -> bool:
+    """Store blocks ``first`` onwards of a chunk, which lie at ``ids``; load from block ``load_from`` on into
+    ``targets``; say whether any byte of the loading engine's KV memory is another than it must be.
+
+    ``change``: of the loading engine's layouts.
+    """
+    blocks = first + len(ids)
+    model = world(groups, blocks)
+    payloads: dict[tuple[int, int], Bytes] = {}
+    for rank in range(storing.tp):
+        one = Rank(storing, rank, groups, blocks, lambda group: group)
+        one.write(model, first, ids)
+        for shard, payload in one.store(first, ids).items():
+            replica = payloads.setdefault(shard, payload)
+            assert (replica == payload).all(), "replicas store different bytes"
+    for rank in range(loading.tp):
+        found, wanted = (Rank(loading, rank, groups, blocks, each) for each in (change, lambda group: group))
+        found.load(payloads, load_from, targets, by_extents=by_extents)
+        wanted.write(model, load_from, targets)
+        if any((one != other).any() for one, other in zip(found.memory, wanted.memory, strict=True)):
+            return True
+    return False
+
+
+@st.composite
+def _groups(draw: st.DrawFn) -> tuple[list[Group], list[int]]:
+    """Groups, and the sizes of engines that can have them."""
+    sizes = [1, 2, 4, 8]
+    made = []
+    for _ in range(draw(st.integers(1, 3))):
+        heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+        shards = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+        # A rank holds whole shards; or one head, which is a shard then.
+        sizes = [tp for tp in sizes if shards % tp == 0 or (shards == heads and tp % heads == 0)]
+        made.append(Group(draw(st.integers(1, 4)), heads, draw(st.integers(1, 5)), draw(st.integers(1, 3)), shards))
+    return made, sizes
+
+
+_LAYOUTS = st.tuples(st.booleans(), st.sampled_from([0, 0, 1]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(_groups(), _LAYOUTS, _LAYOUTS, st.booleans(), st.data())
+def test_every_byte_comes_back_in_an_engine_of_another_size(
+    made: tuple[list[Group], list[int]],
+    of_storing: tuple[bool, int],
+    of_loading: tuple[bool, int],
+    by_extents: bool,
+    data: st.DataObject,
+) -> None:
+    """Hybrids, replicas, unaligned heads of chunks and loads of a part of one, blocks in runs and scattered."""
+    groups, sizes = made
+    tps = [data.draw(st.sampled_from(sizes)) for _ in range(2)]
+    first, count = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 4))
+    load_from = data.draw(st.integers(first, first + count - 1))
+    left = data.draw(st.integers(1, first + count - load_from))
+
+    def blocks(number: int) -> Sequence[int]:
+        in_a_run = st.integers(0, GROUP_BLOCKS - number).map(lambda begin: list(range(begin, begin + number)))
+        return data.draw(in_a_run | st.permutations(range(GROUP_BLOCKS)).map(lambda order: order[:number]))
+
+    assert not differs(
+        groups,
+        Engine(tps[0], *of_storing),
+        Engine(tps[1], *of_loading),
+        first=first,
+        ids=blocks(count),
+        load_from=load_from,
+        targets=blocks(left),
+        by_extents=by_extents,
+    )
+
+
+def _swap_runs(group: GroupLayout) -> GroupLayout:
+    """Two layers in the other order."""
+    first, second, *others = group.refs
+    return GroupLayout((second, first, *others))
+
+
+def _swap_heads(group: GroupLayout) -> GroupLayout:
+    """The halves of the first run in the other order."""
+    (tensor, offset, length), *others = group.refs
+    half = length // 2
+    return GroupLayout((PageRun(tensor, offset + half, half), PageRun(tensor, offset, half), *others))
+
+
+def _shift_a_head(group: GroupLayout) -> GroupLayout:
+    """A run that begins a word later and ends where it did, and one that is longer instead."""
+    (tensor, offset, length), (other, at, other_length), *others = group.refs
+    return GroupLayout((PageRun(tensor, offset, length - 8), PageRun(other, at - 8, other_length + 8), *others))
+
+
+MUTANTS = {"layers swapped": _swap_runs, "heads swapped": _swap_heads, "a head shifted": _shift_a_head}
+
+
+@pytest.mark.parametrize("by_extents", [False, True], ids=["packer", "extents"])
+@pytest.mark.parametrize("loading", [Engine(2, packed=True, padding=1), Engine(1, packed=True, padding=1)])
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_another_order_would_be_noticed(mutant: str, loading: Engine, by_extents: bool) -> None:
+    """With each change of the loading side's order, and only with it, other bytes arrive."""
+    groups = [Group(layers=3, heads=4, tokens=2, words=2, shards=2)]
+
+    def run(change: Change) -> bool:
+        return differs(
+            groups,
+            Engine(2, packed=False),
+            loading,
+            first=0,
+            ids=[5, 2],
+            load_from=0,
+            targets=[1, 7],
+            by_extents=by_extents,
+            change=change,
+        )
+
+    assert not run(lambda group: group)
+    assert run(MUTANTS[mutant])
+
+
+def test_heads_that_cannot_be_dealt_out_are_refused() -> None:
+    with pytest.raises(LayoutError, match="3 KV heads"):
+        shard_groups([HeadPages(0, 0, 4, 64), HeadPages(1, 0, 3, 64)], 2)
+
+
+def test_all_heads_of_packed_layers_are_one_run() -> None:
+    """One shard on a rank costs what the whole block did; a group without layers is empty, as often as asked for."""
+    layers = [HeadPages(0, layer * 4096, 8, 512) for layer in range(32)]
+    assert shard_groups(layers, 1) == (GroupLayout.of_pages([(0, 32 * 4096)]),)
+    assert [len(group.refs) for group in shard_groups(layers, 4)] == [32] * 4
+    assert shard_groups([], 2) == (GroupLayout(()), GroupLayout(()))
