@@ -1,0 +1,173 @@
+"""Finds the KV heads in vLLM's pages, so that chunks can be stored as shards that engines of other sizes understand.
+
+A page is understood where heads lie one after the other, each whole, and where it is certain which of the model's heads
+a rank has. Whatever is not known to be so is not understood: its chunks are stored rank by rank.
+
+Over pipeline stages vLLM makes the groups of the whole model and takes from each what a stage has: a group's layers are
+in the model's order, by names with the model's own layer numbers, and a stage's are consecutive among them.
+Threading: pure functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
+)
+
+from nixl_offload.chunk.heads import HeadPages, shard_groups
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.errors import LayoutError
+from nixl_offload.vllm.kv_caches import regions_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+_DIVIDED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Divided by heads among ranks. These very classes: what derives from them may lie otherwise."""
+_KV_HEADS: Final = re.compile("kv_heads|key_value_heads|n_heads?_kv|multi_query_group_num|attention_groups|in_group")
+"""How models' configs call their number of KV heads, or that of some layers."""
+
+
+def understood_pages(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Say, as a clause, why the pages of this rank cannot be divided by KV heads; None: they can.
+
+    ``kv_caches``: by layer, as vLLM registers them.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism divides the tokens of a block"
+    tp, total = parallel.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
+    is_divided = False
+    for group in _offloaded(kv_cache_config):
+        for name, spec in _layers(group):
+            why = _why_not(spec, kv_caches.get(name), kv_cache_config.num_blocks, max(1, total // tp))
+            if why is not None:
+                return f"{name}: {why}"
+            is_divided |= not isinstance(spec, MLAAttentionSpec)
+    if is_divided and tp > total and not _all_layers_have(vllm_config, total):
+        # A layer with more heads than others would be divided where they are replicated.
+        return f"it is not certain that all layers have {total} KV heads, which {tp} ranks hold as replicas"
+    return None
+
+
+def shard_layouts(
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    canonical: CanonicalKVCaches,
+    shards: Sequence[int],
+    blocks_per_chunk: int,
+) -> KVLayout:
+    """Describe the shards that this rank holds: of the first offloaded group one after the other, then of the next.
+
+    ``kv_caches``: by layer, for which ``understood_pages`` has no reason; ``canonical``: vLLM's view of the same
+    memory, whose tensors the layout has; ``shards``: how many this rank holds of each offloaded group. A group of which
+    it has no layer has empty layouts. Raises LayoutError when they do not fit each other.
+    """
+    regions = regions_of(canonical)
+    groups: list[GroupLayout] = []
+    for group, count in zip(_offloaded(kv_cache_config), shards, strict=True):
+        layers = [_head_pages(spec, kv_caches[name], regions) for name, spec in _layers(group)]
+        groups += shard_groups(layers, count)
+    return KVLayout(regions, tuple(groups), blocks_per_chunk)
+
+
+def _offloaded(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
+    return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
+
+
+def _layers(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
+    """Return the names and specs of a group's layers on this rank, in the model's order."""
+    specs = group.kv_cache_spec
+    for name in group.layer_names:
+        yield name, specs.kv_cache_specs[name] if isinstance(specs, UniformTypeKVCacheSpecs) else specs
+
+
+def _why_not(spec: KVCacheSpec, pages: object, num_blocks: int, heads: int) -> str | None:
+    """Say why a layer is not understood. ``heads``: how many a rank must have where they are divided."""
+    if type(spec) is not MLAAttentionSpec and type(spec) not in _DIVIDED:
+        return f"what a {type(spec).__name__} describes has no KV heads, or lies in an order of its own"
+    assert isinstance(spec, AttentionSpec)
+    if not isinstance(pages, torch.Tensor) or pages.dim() != 4 or pages.shape[0] % num_blocks:
+        return "its KV cache is not one tensor of blocks, heads, tokens and content"
+    if spec.tokens_per_state != 1:
+        return f"a stored state is that of {spec.tokens_per_state} tokens"
+    if spec.kv_quant_mode.is_per_token_head:
+        return "its scales lie beside each token's head"
+    if isinstance(spec, MLAAttentionSpec):
+        return None if _is_dense(pages, spec, num_blocks) else f"its pages have gaps: strides {pages.stride()}"
+    if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
+        return f"its KV cache is quantized as {spec.kv_quant_mode.name}"
+    if spec.num_kv_heads != heads:
+        return f"it has {spec.num_kv_heads} KV heads on a rank, other layers {heads}"
+    if pages.shape[0] != num_blocks:
+        return f"the attention kernel divides a block into {pages.shape[0] // num_blocks}"
+    content = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+    wanted = (heads, spec.block_size, content // pages.element_size())
+    if tuple(pages.shape[1:]) != wanted or spec.num_head_slots is not None:
+        return f"a page has the shape {tuple(pages.shape[1:])}, not {wanted}"
+    if not _is_dense(pages, spec, num_blocks):
+        return f"heads do not lie one after the other in a page: strides {pages.stride()}"
+    return None
+
+
+def _is_dense(pages: torch.Tensor, spec: AttentionSpec, num_blocks: int) -> bool:
+    """Whether a page is head after head, in each token after token, without gaps."""
+    page = group_kernel_blocks(pages, num_blocks)[0]
+    return page.is_contiguous() and page.numel() * page.element_size() == spec.unpadded_page_size_bytes
+
+
+def _all_layers_have(vllm_config: VllmConfig, heads: int) -> bool:
+    """Whether the configs of the model, and of a draft model, name no other number of KV heads."""
+    models = [vllm_config.model_config]
+    if (speculative := vllm_config.speculative_config) is not None and speculative.draft_model_config is not None:
+        models.append(speculative.draft_model_config)
+    return all(
+        model.get_total_num_kv_heads() == heads and set(_named(model.hf_text_config.to_dict())) == {heads}
+        for model in models
+    )
+
+
+def _named(config: Any, inside: str = "") -> Iterator[object]:
+    """Return what a config says of KV heads, at whatever depth."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            yield from _named(value, str(key))
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _named(value, inside)
+    elif config is not None and _KV_HEADS.search(inside):
+        yield config
+
+
+def _head_pages(spec: KVCacheSpec, pages: torch.Tensor, regions: Sequence[RegionSpec]) -> HeadPages:
+    """Find a layer's pages in the regions. Raises LayoutError when they are in none."""
+    assert isinstance(spec, AttentionSpec)
+    heads = 1 if isinstance(spec, MLAAttentionSpec) else spec.num_kv_heads
+    length = spec.unpadded_page_size_bytes
+    for index, region in enumerate(regions):
+        offset = pages.data_ptr() - region.base_address
+        if 0 <= offset <= region.page_bytes - length and region.num_blocks * region.stride_bytes == _span_bytes(pages):
+            return HeadPages(index, offset, heads, length // heads)
+    raise LayoutError(f"pages at {pages.data_ptr():#x} lie in none of the KV tensors")
+
+
+def _span_bytes(pages: torch.Tensor) -> int:
+    """Bytes from the first block to behind the last, whatever lies between blocks."""
+    return pages.shape[0] * pages.stride(0) * pages.element_size()

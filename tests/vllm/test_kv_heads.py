@@ -1,0 +1,354 @@
+"""Proves that KV heads are found where vLLM puts them, in KV memory that vLLM lays out itself: the same bytes as by its
+own canonical mapping, for every size, with layers apart or side by side; and that what is not known to lie so is not
+understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import LlamaConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import derive_canonical_mappings
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker, get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from nixl_offload.chunk.layout import KVLayout
+from nixl_offload.engine.packer import HostPacker, pages_of
+from nixl_offload.engine.streams import READY
+from nixl_offload.vllm.kv_heads import shard_layouts, understood_pages
+
+Bytes = npt.NDArray[np.uint8]
+BLOCKS, TOKENS, HEAD = 6, 4, 8
+
+
+def full(heads: int, **fields: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=TOKENS, num_kv_heads=heads, head_size=HEAD, dtype=torch.bfloat16, **fields)
+
+
+def window(heads: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=TOKENS, num_kv_heads=heads, head_size=HEAD, dtype=torch.bfloat16, sliding_window=64
+    )
+
+
+def mla() -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, max_tp_shards=1)
+
+
+def group(spec: KVCacheSpec, *names: str) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec(list(names), spec)
+
+
+def vllm_config(total_heads: int, tp: int = 1, rank: int = 0, layout: str = "LBHNC", **parallel: Any) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp,
+            prefill_context_parallel_size=parallel.get("pcp", 1),
+            decode_context_parallel_size=parallel.get("dcp", 1),
+            cp_kv_cache_interleave_size=1,
+            world_size=tp,
+            rank=rank,
+        ),
+        model_config=model_config(total_heads),
+        speculative_config=None,
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout],
+            num_gpu_blocks_override=BLOCKS,
+            prefix_cache_retention_interval=None,
+            kv_cache_layout=layout,
+        ),
+        attention_config=SimpleNamespace(hisparse_config=None),
+    )
+
+
+def model_config(total_heads: int, **fields: Any) -> Any:
+    text = LlamaConfig(num_key_value_heads=total_heads, **fields)
+    return SimpleNamespace(get_total_num_kv_heads=lambda: total_heads, hf_text_config=text)
+
+
+class Memory:
+    """One rank's KV caches as vLLM allocates and registers them."""
+
+    def __init__(self, config: Any, groups: Sequence[KVCacheGroupSpec], kernel_block: int | None = None) -> None:
+        self.vllm = config
+        layout = config.cache_config.get_resolved_kv_cache_layout()
+        self.config = get_kv_cache_config_from_groups(config, list(groups), 1 << 30)
+        kernel_blocks = None if kernel_block is None else [kernel_block] * len(groups)
+        self.caches = allocate_kv_cache(self.config, torch.device("cpu"), layout, kernel_blocks)
+
+    def canonical(self) -> CanonicalKVCaches:
+        """What vLLM's connector hands to a spec."""
+        found: list[CanonicalKVCaches] = []
+        spec: Any = SimpleNamespace(
+            replicated_layout=False,
+            config=SimpleNamespace(canonical_layout=False, parallel=None),
+            get_worker=found.append,
+        )
+        OffloadingConnectorWorker(spec, self.vllm, self.config).register_kv_caches(self.caches)
+        return found[0]
+
+    def reason(self) -> str | None:
+        return understood_pages(self.vllm, self.config, self.caches)
+
+    def shards(self, counts: Sequence[int]) -> tuple[KVLayout, HostPacker]:
+        assert self.reason() is None
+        canonical = self.canonical()
+        layout = shard_layouts(self.config, self.caches, canonical, counts, blocks_per_chunk=BLOCKS)
+        tensors = [item.tensor.view(torch.uint8).numpy() for item in canonical.tensors]
+        return layout, HostPacker(tensors, pages_of(layout))
+
+    def write(self, model: Mapping[str, torch.Tensor], heads: slice) -> None:
+        """The rank's heads of what the model has computed, of shape (blocks, heads, tokens, content)."""
+        for name, cache in self.caches.items():
+            mine = model[name] if model[name].shape[1] == 1 else model[name][:, heads]
+            cache.copy_(mine.view(cache.dtype))
+
+
+def computed(names: Sequence[str], heads: int, content: int = 2 * HEAD) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    shape = (BLOCKS, heads, TOKENS, content)
+    return {name: torch.randint(0, 1 << 15, shape, dtype=torch.int16, generator=random) for name in names}
+
+
+def payloads(memory: Memory, counts: Sequence[int]) -> list[Bytes]:
+    """Of each shard that the rank holds, all blocks of one chunk."""
+    layout, packer = memory.shards(counts)
+    made = []
+    for position, each in enumerate(layout.groups):
+        rows = np.zeros((BLOCKS, each.block_bytes), np.uint8)
+        if each.refs:
+            packer.gather_many(position, [(np.arange(BLOCKS, dtype=np.int32), rows)], READY)
+        made.append(rows)
+    return made
+
+
+def local_heads(total: int, tp: int, rank: int) -> slice:
+    each = max(1, total // tp)
+    first = rank * each if total >= tp else rank // (tp // total)
+    return slice(first, first + each)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize(("total", "tp", "held"), [(8, 1, 8), (8, 1, 2), (8, 2, 2), (8, 4, 1), (4, 4, 1), (2, 4, 1)])
+def test_bytes_are_those_of_vllms_canonical_pages(layout: str, total: int, tp: int, held: int) -> None:
+    """All shards of all ranks, put together layer by layer, are the pages that vLLM's mapping makes of the same memory.
+
+    ``held``: shards of each rank; with more ranks than heads, replicas.
+    """
+    names, heads = ["a.0", "a.1", "a.2"], max(1, total // tp)
+    model = computed(names, total)
+    replicas = max(1, tp // total)
+    pages: dict[str, Bytes] = {}
+    shards: list[Bytes] = []
+    for rank in range(tp):
+        memory = Memory(vllm_config(total, tp, rank, layout), [group(full(heads), *names)])
+        memory.write(model, local_heads(total, tp, rank))
+        for name, mapping in derive_canonical_mappings(memory.vllm, memory.config, memory.caches).items():
+            assert mapping.parallelism_agnostic, "vLLM does not certify it: nothing is compared"
+            page = pages.setdefault(name, np.zeros((BLOCKS, mapping.canonical_page_size_bytes), np.uint8))
+            local = memory.caches[name].contiguous().view(torch.uint8).reshape(BLOCKS, -1).numpy()
+            for run in mapping.runs:
+                for number in range(run.num_fragments):
+                    at = run.canonical_offset + number * run.canonical_stride
+                    begin = run.local_offset + number * run.local_stride
+                    page[:, at : at + run.fragment_size] = local[:, begin : begin + run.fragment_size]
+        found = payloads(memory, [held])
+        if rank % replicas:
+            assert (found[0] == shards[-1]).all(), "replicas store different bytes"
+        else:
+            shards += found
+    assert sorted(pages) == names
+    for number, name in enumerate(names):
+        ours = [np.split(shard, len(names), axis=1)[number] for shard in shards]
+        np.testing.assert_array_equal(np.concatenate(ours, axis=1), pages[name])
+
+
+def test_pages_of_mla_are_one_shard_on_every_rank() -> None:
+    """Also where the attention kernel divides blocks: what vLLM keeps for a token stays together."""
+    for kernel_block in (None, 2):
+        memory = Memory(vllm_config(1, tp=4), [group(mla(), "a", "b")], kernel_block)
+        model = computed(["a", "b"], 1, 24)
+        for name, cache in memory.caches.items():
+            cache.copy_(model[name].view(cache.dtype).reshape(cache.shape))
+        (rows,) = payloads(memory, [1])
+        wanted = [model[name].view(torch.uint8).reshape(BLOCKS, -1).numpy() for name in ("a", "b")]
+        np.testing.assert_array_equal(rows, np.concatenate(wanted, axis=1))
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_groups_and_layers_of_several_kinds(layout: str) -> None:
+    """Two groups over the same memory, in the second fewer layers; stored by one rank, loaded by two."""
+    names, others = ["full.0", "full.1"], ["window.0"]
+    model = computed([*names, *others], 4)
+    one = Memory(vllm_config(4, 1, 0, layout), [group(full(4), *names), group(window(4), *others)])
+    for position, chosen in enumerate((names, others)):
+        one.write({**model, **{name: torch.zeros_like(model[name]) for name in model}}, slice(0, 4))
+        for name in chosen:
+            one.caches[name].copy_(model[name].view(torch.bfloat16))
+        stored = payloads(one, [4, 4])[4 * position : 4 * position + 4]
+        for rank in range(2):
+            target = "LBHNC" if layout == "BLHNC" else "BLHNC"
+            two = Memory(vllm_config(4, 2, rank, target), [group(full(2), *names), group(window(2), *others)])
+            _, packer = two.shards([2, 2])
+            for shard in range(2):
+                rows = stored[2 * rank + shard]
+                packer.scatter_many(2 * position + shard, [(np.arange(BLOCKS, dtype=np.int32), rows)], READY)
+            for name in chosen:
+                assert torch.equal(two.caches[name].view(torch.int16), model[name][:, 2 * rank : 2 * rank + 2])
+
+
+def test_layers_side_by_side_are_found_where_they_are_not_by_their_names() -> None:
+    """In a block vLLM puts layers of one kind together; the group names them in the model's order."""
+    specs = {"a": mla(), "b": full(1), "c": mla()}
+    mixed = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=specs)
+    memory = Memory(vllm_config(1, 1, 0, "BLHNC"), [group(mixed, *specs)])
+    begin = {name: cache.data_ptr() for name, cache in memory.caches.items()}
+    assert begin["a"] < begin["c"] < begin["b"]
+    model = {**computed(["a", "c"], 1, 24), **computed(["b"], 1)}
+    memory.write(model, slice(0, 1))
+    (rows,) = payloads(memory, [1])
+    wanted = [model[name].view(torch.uint8).reshape(BLOCKS, -1).numpy() for name in specs]
+    np.testing.assert_array_equal(rows, np.concatenate(wanted, axis=1))
+
+
+def test_pipeline_stages_have_consecutive_layers_of_each_group() -> None:
+    """So what stages store of a block, one behind the other, is what one engine stores: ranges of layers can be shards.
+
+    A stage without layers of a group has empty layouts.
+    """
+    names = [f"model.layers.{number}.self_attn.attn" for number in range(5)]
+    groups = [group(full(2), *names[:1], *names[2:4]), group(window(2), names[1], names[4])]
+    model = computed(names, 2)
+    whole = Memory(vllm_config(2), groups)
+    stages = []
+    for stage in (names[:2], names[2:4], names[4:]):
+        worker = {name: next(each.kv_cache_spec for each in groups if name in each.layer_names) for name in stage}
+        stages.append(Memory(vllm_config(2), _project_kv_cache_groups_to_worker(groups, worker)))
+    for memory in (whole, *stages):
+        memory.write(model, slice(0, 2))
+    # Groups lie over each other: the first was overwritten by the second, so only the second is compared there.
+    for position in (2, 3):
+        parts = [payloads(memory, [2, 2])[position] for memory in stages]
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1), payloads(whole, [2, 2])[position])
+    assert [memory.shards([2, 2])[0].empty_groups for memory in stages] == [set(), {2, 3}, {0, 1}]
+
+
+def test_what_is_understood() -> None:
+    """Formats that vLLM's kernels share: 16 bits, FP8 with a scale for the layer; padding behind a page."""
+    for spec in (
+        full(4),
+        window(4),
+        full(4, head_size_v=16),
+        full(4, page_size_padded=1 << 10),
+        FullAttentionSpec(
+            TOKENS, num_kv_heads=4, head_size=8, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR
+        ),
+    ):
+        assert Memory(vllm_config(4), [group(spec, "a", "b")]).reason() is None, spec
+
+
+MAMBA = MambaSpec(block_size=TOKENS, shapes=((4, 8),), dtypes=(torch.float32,))
+UNKNOWN: dict[str, tuple[Any, KVCacheSpec, str]] = {
+    "tokens before heads": (vllm_config(4, layout="LBNHC"), full(4), "heads do not lie one after the other"),
+    "layers between heads": (vllm_config(4, layout="BHLNC"), full(4), "heads do not lie one after the other"),
+    "blocks between heads": (vllm_config(4, layout="LHBNC"), full(4), "heads do not lie one after the other"),
+    "context parallel, decode": (vllm_config(4, dcp=2), full(4), "context parallelism"),
+    "context parallel, prefill": (vllm_config(4, pcp=2), full(4), "context parallelism"),
+    "a state": (vllm_config(4), MAMBA, "MambaSpec"),
+    "a kind of attention nobody has looked at": (
+        vllm_config(4),
+        SinkFullAttentionSpec(block_size=TOKENS, num_kv_heads=4, head_size=8, dtype=torch.bfloat16, sink_len=4),
+        "SinkFullAttentionSpec",
+    ),
+    "scales beside heads": (
+        vllm_config(4),
+        full(4, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD, state_content_bytes=40),
+        "scales",
+    ),
+    "packed values": (vllm_config(4), full(4, kv_quant_mode=KVQuantMode.NVFP4), "NVFP4"),
+    "K and V apart": (vllm_config(4), full(4, num_head_slots=2, state_content_bytes=64), "shape"),
+    "K and V apart, of two heads": (vllm_config(2), full(2, num_head_slots=2, state_content_bytes=32), "shape"),
+    "several tokens in a state": (vllm_config(4), full(4, tokens_per_state=2), "2 tokens"),
+    "other heads than the model": (vllm_config(8, tp=2), full(8), "8 KV heads on a rank, other layers 4"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_is_not_understood(case: str) -> None:
+    config, spec, words = UNKNOWN[case]
+    memory = Memory(config, [group(spec, "layer.7", "layer.8")])
+    found = memory.reason()
+    assert found is not None
+    assert words in found
+    assert config.parallel_config.decode_context_parallel_size > 1 or found.startswith(("layer.7: ", "context"))
+
+
+def test_kernel_blocks_within_a_block_are_not_understood() -> None:
+    """All heads of the first are before those of the second, unless there is one head: then the kernel's own order
+    within a head might still depend on its block's size.
+    """
+    found = Memory(vllm_config(4), [group(full(4), "a")], kernel_block=2).reason()
+    assert found == "a: the attention kernel divides a block into 2"
+    assert Memory(vllm_config(1), [group(full(1), "a")], kernel_block=2).reason() is not None
+
+
+def test_shapes_nobody_has_looked_at() -> None:
+    """Caches of several tensors, or K and V in halves of a page, as older backends had them."""
+    memory = Memory(vllm_config(4), [group(full(4), "a")])
+    for pages in ([memory.caches["a"]], memory.caches["a"].unflatten(3, (2, HEAD)), None):
+        assert "not one tensor" in str(understood_pages(memory.vllm, memory.config, {"a": pages}))  # type: ignore[dict-item]
+
+
+def draft(total_heads: int) -> Any:
+    return SimpleNamespace(draft_model_config=model_config(total_heads))
+
+
+@pytest.mark.parametrize(
+    ("text", "speculative", "is_known"),
+    [
+        ({}, None, True),
+        ({}, draft(2), True),
+        ({}, draft(16), False),
+        ({}, SimpleNamespace(draft_model_config=None), True),
+        ({"num_global_key_value_heads": 8}, None, False),
+        ({"block_configs": [{"attention": {"n_heads_in_group": 4}}]}, None, False),
+        ({"num_global_key_value_heads": None}, None, True),
+    ],
+)
+def test_replicas_only_where_all_layers_have_as_many_heads(text: Any, speculative: Any, is_known: bool) -> None:
+    """A layer with 16 heads has one on each of 16 ranks, as one with 2 has: the second kind are replicas."""
+    config = vllm_config(2, tp=16)
+    config.model_config = model_config(2, **text)
+    config.speculative_config = speculative
+    found = Memory(config, [group(full(1), "a")]).reason()
+    assert (found is None) == is_known
+    assert is_known or "not certain that all layers have 2 KV heads" in str(found)
+
+
+def test_a_rank_without_layers_has_nothing_to_understand() -> None:
+    config = vllm_config(4)
+    empty = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([], full(4))])
+    assert understood_pages(config, empty, {}) is None
+    layout = shard_layouts(empty, {}, CanonicalKVCaches([], [[]]), [2], blocks_per_chunk=1)
+    assert layout.empty_groups == {0, 1}
