@@ -9,6 +9,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from nixl_offload.vllm.kv_heads import understood_pages
+
 
 class PoisonExtension:
     """Mixed into vLLM's worker class; ``self`` is the worker."""
@@ -34,6 +36,14 @@ class PoisonExtension:
         """Kind of attention and number of layers of each KV-cache group."""
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         return [(type(group.kv_cache_spec).__name__, len(group.layer_names)) for group in groups]
+
+    def why_not_by_heads(self) -> str | None:
+        """Say why this worker's pages cannot be divided by KV heads."""
+        connector: Any = get_kv_transfer_group()
+        config = connector.connector_worker.kv_cache_config
+        layers = connector.connector_worker.vllm_config.compilation_config.static_forward_context
+        caches = {name: layers[name].kv_cache for group in config.kv_cache_groups for name in group.layer_names}
+        return understood_pages(connector.connector_worker.vllm_config, config, caches)
 
     def scale_weights(self, layer: int, factor: float) -> None:
         """Replace weights of a layer in place, as a trainer's update does; powers of two are exact. Those of a norm:

@@ -46,6 +46,7 @@ def test_stored_and_loaded_bit_by_bit(
     ) as engine:
         [strides] = engine.worker("block_strides")
         assert all(stride > page for stride, page in strides), "the layout is not block-outermost"
+        assert engine.worker("why_not_by_heads") == [None]
         first = engine.generate(asked)
         assert engine.settle()
         assert engine.reset_prefix_cache()
