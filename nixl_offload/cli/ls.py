@@ -243,7 +243,8 @@ def _details(namespace: NamespaceInfo) -> str:
     if namespace.chunk_tokens:
         words.append(f"{namespace.chunk_tokens} tokens a chunk")
     if namespace.ranks:
-        words.append(plural(namespace.ranks, "rank"))
+        cut = ", any tensor parallelism that divides them" if namespace.is_cut else ""
+        words.append(plural(namespace.ranks, "shard" if cut else "rank") + cut)
     return ", ".join(words)
 
 

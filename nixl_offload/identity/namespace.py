@@ -25,6 +25,9 @@ _RANK_DOMAIN: Final = b"nixl-offload rank 1\0"
 _SHORT_NAME_CHARS: Final = 32
 
 
+SHARD_ORDER: Final = "block layer head token content 1"
+"""Of the bytes of a shard that is a range of heads, outermost first, and its version: see docs/format.md."""
+
 Setting = bool | int | float | str | None
 """A leaf of a configuration. Types count: true, 1 and "1" are three values."""
 
@@ -36,12 +39,14 @@ class GroupFields:
     group_id: int
     tokens_per_block: int
     slot_bytes: tuple[int, ...]
-    """By rank: bytes of its shard of a chunk, header page and padding included; 0: it has no layer of the group."""
+    """By rank: bytes of its shard of a chunk, header page and padding included; 0: it has no layer of the group. Of
+    ``ShardedFields`` by shard; 0: the chunks of the group have fewer.
+    """
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceFields:
-    """What the fingerprint covers. Which rank a shard belongs to is not part of it: see ``Namespace.rank_digest``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonFields:
+    """What every fingerprint covers. Which rank a shard belongs to is not part of it: see ``Namespace.rank_digest``."""
 
     tenant: str
     engine: str
@@ -58,8 +63,6 @@ class NamespaceFields:
     """Digest of a local model's files; None where the name and the revision tell (``identity.weights``)."""
     dtype: str
     """Of the KV cache, ``fp8_e4m3`` and the like included."""
-    kv_layout: str
-    """Order of layers, blocks, heads, tokens and channels in memory, such as ``LBHNC``."""
     tokens_per_block: int
     """Of the group with the largest blocks."""
     blocks_per_chunk: int
@@ -70,25 +73,58 @@ class NamespaceFields:
     """PYTHONHASHSEED, which seeds block hashes where it is set."""
     groups: tuple[GroupFields, ...]
     """In any order; group ids are unique."""
-    ranks: tuple[str, ...]
-    """By rank: a digest of what it has allocated, layer by layer."""
     settings: Mapping[str, Setting]
     """Everything else in the engine's configuration that is not known to be harmless, by its path."""
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceFields(CommonFields):
+    """The fingerprint of chunks of which each rank has one shard, in its own order of bytes."""
+
+    kv_layout: str
+    """Order of layers, blocks, heads, tokens and channels in memory, such as ``LBHNC``."""
+    ranks: tuple[str, ...]
+    """By rank: a digest of what it has allocated, layer by layer."""
     tp: int
     pp: int
     pcp: int
     dcp: int
     world_size: int
-    format_version: int = FORMAT_VERSION
+
+    @property
+    def holders(self) -> int:
+        """How many shards a chunk has, at most."""
+        return self.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedFields(CommonFields):
+    """The fingerprint of chunks that are cut by their KV heads (``chunk.shards``), which look alike whatever the
+    parallel sizes. Where something is said of a rank, read: of the shard with that number.
+    """
+
+    ranks: tuple[str, ...]
+    """Digests of the layers of the whole model, as each rank knows them; one for all where they agree."""
+    shards: int
+    """How many a chunk has, at most."""
+    shard_order: str = SHARD_ORDER
+
+    @property
+    def holders(self) -> int:
+        """How many shards a chunk has, at most."""
+        return self.shards
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """A fingerprint and what went into it. Make one with ``make_namespace``."""
 
-    fields: NamespaceFields
+    fields: NamespaceFields | ShardedFields
     digest: bytes
     """SHA-256 of the canonical fields, 32 bytes. The same on every rank."""
+    per_rank: Mapping[int, int] = field(default_factory=dict, compare=False)
+    """By group: how many shards each rank of this engine holds; none: one. Not part of the fingerprint."""
     _slot_bytes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _holders: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
@@ -105,9 +141,14 @@ class Namespace:
 
     def rank_digest(self, rank: int) -> bytes:
         """Return the 32 bytes that the shard headers of ``rank`` carry. Raises NamespaceError (impossible rank)."""
-        if not 0 <= rank < self.fields.world_size:
-            raise NamespaceError(f"rank {rank} is outside the world of {self.fields.world_size} ranks")
+        if not 0 <= rank < self.fields.holders:
+            raise NamespaceError(f"rank {rank} is outside the world of {self.fields.holders} ranks")
         return rank_digest(self.digest, rank)
+
+    @property
+    def rank_digests(self) -> tuple[bytes, ...]:
+        """``rank_digest`` of all ranks."""
+        return tuple(self.rank_digest(rank) for rank in range(self.fields.holders))
 
     def shard_bytes(self, group_id: int, rank: int) -> int:
         """Return how large the shard of ``rank`` is in each chunk of a group; 0: it has none.
@@ -118,9 +159,13 @@ class Namespace:
 
     def slot_bytes(self, group_id: int) -> int:
         """Return the slot that a chunk of the group takes in a slab or in memory, where slots are equal on all ranks:
-        the largest shard. Raises LookupError (no such group).
+        the largest shard, or all that a rank holds. Raises LookupError (no such group).
         """
-        return max(self._slot_bytes[group_id])
+        return max(self._slot_bytes[group_id]) * self.per_rank.get(group_id, 1)
+
+    def chunk_bytes(self, group_id: int) -> int:
+        """Return what a chunk of the group takes, each shard stored once. Raises LookupError (no such group)."""
+        return sum(self._slot_bytes[group_id])
 
     def holders(self, group_id: int) -> tuple[int, ...]:
         """Return the ranks that hold a shard of the group's chunks, in order. Raises LookupError (no such group)."""
@@ -131,8 +176,10 @@ class Namespace:
         return {"namespace": self.digest.hex(), "fields": _plain(self.fields)}
 
 
-def make_namespace(namespace_fields: NamespaceFields) -> Namespace:
-    """Fingerprint ``namespace_fields``.
+def make_namespace(
+    namespace_fields: NamespaceFields | ShardedFields, per_rank: Mapping[int, int] | None = None
+) -> Namespace:
+    """Fingerprint ``namespace_fields``. ``per_rank``: as ``Namespace.per_rank``.
 
     Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a field that is
     quietly wrong would let foreign bytes in.
@@ -144,11 +191,14 @@ def make_namespace(namespace_fields: NamespaceFields) -> Namespace:
         if type(group) is not GroupFields:
             raise NamespaceError(f"namespace.groups[{position}] must be GroupFields, not {type(group).__name__}")
         _check(group, f"namespace.groups[{position}]")
-        _check_sizes(group.slot_bytes, namespace_fields.world_size, f"namespace.groups[{position}].slot_bytes")
+        _check_sizes(group.slot_bytes, namespace_fields.holders, f"namespace.groups[{position}].slot_bytes")
     ids = [group.group_id for group in namespace_fields.groups]
     if len(set(ids)) != len(ids):
         raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
-    if len(namespace_fields.ranks) != namespace_fields.world_size:
+    if isinstance(namespace_fields, ShardedFields):
+        if not namespace_fields.ranks:
+            raise NamespaceError("namespace.ranks has no digest of the model's layers")
+    elif len(namespace_fields.ranks) != namespace_fields.world_size:
         raise NamespaceError(
             f"namespace.ranks has {len(namespace_fields.ranks)} digests for {namespace_fields.world_size} ranks"
         )
@@ -157,7 +207,14 @@ def make_namespace(namespace_fields: NamespaceFields) -> Namespace:
             raise NamespaceError(f"namespace.ranks[{position}] must be a digest, not {rank!r}")
     for path, value in namespace_fields.settings.items():
         _check_setting(path, value)
-    return Namespace(namespace_fields, _fingerprint(_plain(namespace_fields)))
+    return Namespace(namespace_fields, _fingerprint(_plain(namespace_fields)), per_rank or {})
+
+
+def fields_of(plain: Mapping[str, Any]) -> NamespaceFields | ShardedFields:
+    """Return the fields that plain data describes. Raises TypeError and KeyError where it has others."""
+    kind = ShardedFields if "shards" in plain else NamespaceFields
+    groups = tuple(GroupFields(**{**group, "slot_bytes": tuple(group["slot_bytes"])}) for group in plain["groups"])
+    return kind(**{**plain, "groups": groups, "ranks": tuple(plain["ranks"])})
 
 
 def manifest_fits(manifest: object, name: str) -> bool:
@@ -190,7 +247,7 @@ def _fingerprint(plain: dict[str, Any]) -> bytes:
     return hashlib.sha256(domain + canonical.encode("ascii")).digest()
 
 
-def _plain(value: NamespaceFields) -> dict[str, Any]:
+def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:
     plain: dict[str, Any] = {item.name: getattr(value, item.name) for item in fields(value)}
     groups = sorted(value.groups, key=lambda group: group.group_id)
     plain["groups"] = [
@@ -212,7 +269,7 @@ _TYPES: Final[dict[str, type]] = {
 }
 
 
-def _check(value: NamespaceFields | GroupFields, where: str) -> None:
+def _check(value: NamespaceFields | ShardedFields | GroupFields, where: str) -> None:
     """Types and ranges by the annotations: dataclasses check neither, and True, 1 and "1" must not mix."""
     for item in fields(value):
         found = getattr(value, item.name)

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
-from nixl_offload.identity.namespace import Namespace
+from nixl_offload.identity.namespace import Namespace, ShardedFields
 from nixl_offload.index import State
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.breaker import BreakerState
@@ -42,6 +42,13 @@ class TierContext:
     def slot_classes(self) -> list[int]:
         """The sizes in bytes of the slots that the groups of the model need on each rank, smallest first."""
         return sorted({self.namespace.slot_bytes(group.group_id) for group in self.namespace.fields.groups})
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What the largest chunk takes in a shared tier, at most."""
+        if isinstance(self.namespace.fields, ShardedFields):
+            return max(self.namespace.chunk_bytes(group.group_id) for group in self.namespace.fields.groups)
+        return self.slot_classes[-1] * self.world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class Place(Protocol):
 
     @property
     def rank_namespaces(self) -> tuple[bytes, ...]:
-        """Per rank, the 32 bytes its shard headers carry."""
+        """By rank or by shard (``chunk.shards``), the 32 bytes that shard headers carry."""
         ...
 
 
@@ -247,8 +254,13 @@ class Link(ABC):
         return False
 
     @abstractmethod
-    def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        """Make room for a shard of ``length_bytes``, header page included, and open it. Returns the target."""
+    def begin_write(
+        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
+    ) -> Generator[None, None, Target]:
+        """Make room for a shard of ``length_bytes``, header page included, and open it. Returns the target.
+
+        ``shard``: its number, where chunks are cut by their heads; None: it is the rank's.
+        """
 
     @abstractmethod
     def end_write(self, target: Target) -> Generator[None, None, None]:
@@ -259,8 +271,13 @@ class Link(ABC):
         """The write failed or was given up: undo what can be undone, and take note."""
 
     @abstractmethod
-    def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        """Open a stored shard of ``length_bytes``. Returns the target; raises TierError (``missing``: it is gone)."""
+    def begin_read(
+        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
+    ) -> Generator[None, None, Target]:
+        """Open a stored shard of ``length_bytes``. Returns the target; raises TierError (``missing``: it is gone).
+
+        ``shard``: as for ``begin_write``.
+        """
 
     @abstractmethod
     def end_read(self, target: Target) -> None:

@@ -34,6 +34,7 @@ class ShardInfo(NamedTuple):
     """What one rank holds of a chunk, as an index or a listing says."""
 
     rank: int
+    """Or the number of the shard, where chunks are cut by their KV heads (``NamespaceInfo.is_cut``)."""
     place: str
     """The object's name, or ``PATH.slab@OFFSET``; ``nixl-offload stat`` takes it."""
     size_bytes: int
@@ -120,8 +121,15 @@ class NamespaceInfo:
     @property
     def ranks(self) -> int | None:
         """How many ranks the namespace has: the most shards that a chunk can consist of."""
-        ranks = self._number("world_size")
+        ranks = self._number("shards" if self.is_cut else "world_size")
         return None if ranks is None or ranks > _MAX_RANKS else ranks
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether chunks are cut by their KV heads: then servers of other parallel sizes share them, and "rank" stands
+        for the number of a shard.
+        """
+        return "shards" in self._fields
 
     @property
     def blocks_per_chunk(self) -> int | None:
@@ -157,6 +165,8 @@ class NamespaceInfo:
         """Say why a chunk can have no shard of ``rank``; None where it has one, or where that is unknown."""
         if self.ranks is None or rank in self.holders(key_group(key)):
             return None
+        if self.is_cut:
+            return f"a chunk of KV group {key_group(key)} has no shard {rank}"
         if rank >= self.ranks:
             return f"there is no rank {rank} in a namespace of {self.ranks}"
         return f"rank {rank} has no layer of KV group {key_group(key)}"
@@ -168,7 +178,7 @@ class NamespaceInfo:
     def details(self) -> dict[str, str | int]:
         """Return what tells this namespace from others of the same model, safe to print."""
         texts = ("engine", "platform", "revision", "dtype", "kv_layout", "attention_backend")
-        numbers = ("tp", "pp", "pcp", "dcp", "world_size", "blocks_per_chunk", "tokens_per_block")
+        numbers = ("tp", "pp", "pcp", "dcp", "world_size", "shards", "blocks_per_chunk", "tokens_per_block")
         found: dict[str, str | int | None] = {name: printable(self._fields.get(name)) for name in texts}
         found |= {name: self._number(name) for name in numbers}
         return {name: value for name, value in found.items() if value}

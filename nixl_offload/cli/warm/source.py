@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from nixl_offload.chunk.header import MAX_KEY_BYTES
 from nixl_offload.cli.terminal import Progress, plural
 from nixl_offload.errors import ConfigError, NamespaceError
-from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace, manifest_digest
+from nixl_offload.identity.namespace import Namespace, fields_of, make_namespace, manifest_digest
 from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
 from nixl_offload.types import PAGE_BYTES, Key, key_group
 from nixl_offload.units import format_size
@@ -75,15 +75,14 @@ def _namespace_of(name: str, manifest: Mapping[str, Any]) -> Namespace:
     plain = manifest["fields"]
     other_version = f"namespace {name} was written by another version of nixl-offload; only that version can copy it"
     try:
-        groups = tuple(GroupFields(**{**group, "slot_bytes": tuple(group["slot_bytes"])}) for group in plain["groups"])
-        namespace = make_namespace(NamespaceFields(**{**plain, "groups": groups, "ranks": tuple(plain["ranks"])}))
+        namespace = make_namespace(fields_of(plain))
     except (TypeError, KeyError) as error:
         raise ConfigError(other_version) from error
     except NamespaceError as error:
         raise ConfigError(f"the manifest of namespace {name} cannot be true: {printable(str(error), 300)}") from error
     if namespace.digest != manifest_digest(manifest):
         raise ConfigError(other_version)
-    for size in sorted({size for group in groups for size in group.slot_bytes if size}):
+    for size in sorted({size for group in namespace.fields.groups for size in group.slot_bytes if size}):
         if size % PAGE_BYTES or not 2 * PAGE_BYTES <= size <= MAX_SHARD_BYTES:
             raise ConfigError(
                 f"the manifest of namespace {name} cannot be true: a shard is a header page and whole pages behind it, "

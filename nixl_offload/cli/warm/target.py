@@ -18,7 +18,7 @@ from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.cli.warm.source import WholeChunk
 from nixl_offload.config import SharedDirConfig, SlabConfig
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
-from nixl_offload.identity.namespace import Namespace
+from nixl_offload.identity.namespace import Namespace, NamespaceFields
 from nixl_offload.index import State
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import refuse_anothers_directory
@@ -119,6 +119,11 @@ class SlabTarget(WarmTarget):
         """
         self.where = tier.path
         self._namespace = namespace
+        if not isinstance(namespace.fields, NamespaceFields):
+            raise ConfigError(
+                f"{tier.path}: which rank's slab takes which shards of a chunk, only a server knows; let traffic do "
+                "it, or say kind: shared_dir"
+            )
         self._ranks = namespace.fields.world_size
         self._slabs: dict[int, tuple[SlabFile, int]] = {}
         """By rank, of those that hold anything: the slab, and a descriptor to write by."""

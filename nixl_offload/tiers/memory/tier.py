@@ -27,7 +27,7 @@ class MemoryPlace:
     """What the ranks need to know of the tier; sent to them once, when the tier opens."""
 
     rank_namespaces: tuple[bytes, ...]
-    """Per rank, the 32 bytes its shard headers carry."""
+    """By rank or by shard, the 32 bytes that shard headers carry."""
     rank_bytes: int
     """Every slot lies within ``[0, rank_bytes)`` of a rank's memory; at most what ``rank_memory_bytes`` says."""
 
@@ -83,7 +83,7 @@ class MemoryTier(SlotTier):
             allocator.rank_bytes // classes[0],
         )
         place = MemoryPlace(
-            rank_namespaces=tuple(namespace.rank_digest(rank) for rank in range(world_size)),
+            rank_namespaces=namespace.rank_digests,
             rank_bytes=allocator.rank_bytes,
         )
         return cls(

@@ -1,4 +1,4 @@
-"""The link to a bucket: a shard is an object, named by key and rank, which the mover puts and gets whole.
+"""The link to a bucket: a shard is an object, named by key and number, which the mover puts and gets whole.
 
 Threading: the pump's thread. Nothing here does I/O: the mover does, and its failures tell how the bucket is.
 """
@@ -55,8 +55,10 @@ class ObjectLink(Link):
     def suspect(self) -> bool:
         return not self._loads.closed
 
-    def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
-        return (yield from at_once(self._open(key, length_bytes, self._stores)))
+    def begin_write(
+        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
+    ) -> Generator[None, None, Target]:
+        return (yield from at_once(self._open(key, shard, length_bytes, self._stores)))
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
         """The object is there since its PUT was answered."""
@@ -70,9 +72,11 @@ class ObjectLink(Link):
         if error is not None:
             self._stores.failed("io", error, self._clock())
 
-    def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+    def begin_read(
+        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
+    ) -> Generator[None, None, Target]:
         """Whether the object is there shows when it is read."""
-        return (yield from at_once(self._open(key, length_bytes, self._loads)))
+        return (yield from at_once(self._open(key, shard, length_bytes, self._loads)))
 
     def end_read(self, target: Target) -> None:
         self._end(target)
@@ -89,10 +93,11 @@ class ObjectLink(Link):
     def close(self) -> None:
         self._close_stale()
 
-    def _open(self, key: Key, length_bytes: int, breaker: Breaker) -> Target:
+    def _open(self, key: Key, shard: int | None, length_bytes: int, breaker: Breaker) -> Target:
         self._close_stale()
+        name = shard_name(self._namespace, key, self._rank if shard is None else shard)
         try:
-            return Target(self.mover.open_object(shard_name(self._namespace, key, self._rank), length_bytes), 0)
+            return Target(self.mover.open_object(name, length_bytes), 0)
         except MoverError as error:
             breaker.failed("io", str(error), self._clock())
             raise TierError(str(error), cause="io") from error

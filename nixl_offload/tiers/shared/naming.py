@@ -6,7 +6,8 @@ Threading: pure functions. Names are made of digests in hex and numbers alone: n
     <namespace>/<xx>/<key>.<rank>    one shard; xx are the first two digits of the key, 256 ways of spreading
 
 ``namespace`` is ``Namespace.name``, ``key`` the hex of vLLM's key (a block hash and the group), ``rank`` four hex
-digits. So a plain listing gives the keys back, in order, with all ranks of a key side by side.
+digits: the rank, or the number of the shard where chunks are cut by their heads (``chunk.shards``); "rank" stands for
+either here. So a plain listing gives the keys back, in order, with all ranks of a key side by side.
 """
 
 from __future__ import annotations

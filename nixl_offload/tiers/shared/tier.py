@@ -50,7 +50,7 @@ class SharedPlace:
     namespace: str
     """First part of every name: see ``tiers.shared.naming``."""
     rank_namespaces: tuple[bytes, ...]
-    """Per rank, the 32 bytes its shard headers carry."""
+    """By rank or by shard, the 32 bytes that shard headers carry."""
 
 
 @dataclass(slots=True)
@@ -103,9 +103,8 @@ class SharedTier:
         callers take ``now_s`` from. ``eviction`` begins what keeps the store to its capacity; None: somebody else does.
         ``is_local``: only servers on this machine reach the store.
         """
-        ranks = range(namespace.fields.world_size)
         self.is_local = is_local
-        self.place = SharedPlace(namespace.name, tuple(namespace.rank_digest(rank) for rank in ranks))
+        self.place = SharedPlace(namespace.name, namespace.rank_digests)
         self._position = position
         self._store = store
         self._name = name

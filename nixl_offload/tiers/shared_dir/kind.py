@@ -30,7 +30,7 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
     Raises StoreError or NotSupportedError when there can be no store, and when a required one does not answer, and
     ConfigError when what engines would keep there is less than two chunks.
     """
-    keeps, least_bytes = is_kept(config), 2 * context.slot_classes[-1] * context.world_size
+    keeps, least_bytes = is_kept(config), 2 * context.chunk_bytes
     if keeps and config.capacity_bytes < least_bytes:
         raise ConfigError(
             f"capacity {format_size(config.capacity_bytes)} of {config.path} is too small for this model: chunks of "

@@ -117,9 +117,11 @@ class TreeLink(Link):
     def suspect(self) -> bool:
         return not self._loads.closed
 
-    def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+    def begin_write(
+        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
+    ) -> Generator[None, None, Target]:
         is_trial = not self._stores.closed
-        name = shard_name(self._namespace, key, self._rank)
+        name = self._name_of(key, shard)
         call = self._calls.start(partial(self._files.create, name, length_bytes), discard=self._files.discard_unused)
         try:
             draft = yield from self._answer(self._calls, call, BEGIN_LIMIT_S)
@@ -156,16 +158,18 @@ class TreeLink(Link):
         if error is not None:
             self._verdicts.append((self._calls.start(partial(self._files.why, draft.length_bytes)), error))
 
-    def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+    def begin_read(
+        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
+    ) -> Generator[None, None, Target]:
         """That a file is gone is an answer: the filesystem works."""
-        name = shard_name(self._namespace, key, self._rank)
+        name = self._name_of(key, shard)
         call: Call[OpenedShard] = self._calls.start(
             partial(self._files.open, name, length_bytes), discard=self._files.discard_opened
         )
         try:
-            shard = yield from self._answer(self._calls, call, BEGIN_LIMIT_S)
+            opened = yield from self._answer(self._calls, call, BEGIN_LIMIT_S)
             try:
-                file = self.mover.adopt_file(shard.fd, shard.path, length_bytes, direct=shard.direct)
+                file = self.mover.adopt_file(opened.fd, opened.path, length_bytes, direct=opened.direct)
             except MoverError as error:
                 raise TierError(str(error), cause="io") from error
         except TierError as error:
@@ -193,6 +197,9 @@ class TreeLink(Link):
         self._calls.close()
         self._syncs.close()
         self._reap()
+
+    def _name_of(self, key: Key, shard: int | None) -> str:
+        return shard_name(self._namespace, key, self._rank if shard is None else shard)
 
     @property
     def _pending(self) -> int:

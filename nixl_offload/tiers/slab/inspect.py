@@ -13,9 +13,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
+from nixl_offload.chunk.shards import hold
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.tiers.inspect import (
@@ -32,7 +33,7 @@ from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.index_reader import IndexReader, IndexRow, drop_rows
-from nixl_offload.types import PAGE_BYTES, key_group
+from nixl_offload.types import PAGE_BYTES, Key, key_group
 
 _INDEX_NAME: Final = "index.sqlite"
 _DP_NAME: Final = re.compile(r"dp-[0-9]+")
@@ -40,6 +41,17 @@ _NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _SLAB_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
 _PLACE: Final = re.compile(r"(.+\.slab)@([0-9]{1,18})")
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class _Piece(NamedTuple):
+    """A shard in a slot of a rank's slab."""
+
+    rank: int
+    number: int
+    """Within the slot."""
+    shard: int
+    in_slot: int
+    """How many lie in the slot."""
 
 
 class SlabInspector(Inspector):
@@ -87,6 +99,11 @@ class SlabInspector(Inspector):
             return NamespaceSize()
         index = self.index(namespace)
         chunks, size_bytes = index.count()
+        if namespace.is_cut:
+            counts = [(len(self._pieces_of(namespace, group)), *index.count(group)) for group in namespace.groups]
+            shards = sum(pieces * rows for pieces, rows, _ in counts)
+            ages = self._ages(namespace, index)
+            return NamespaceSize(chunks, shards, size_bytes * self._slabs(namespace), *ages)
         holders = {len(namespace.holders(group)) for group in namespace.groups} or {
             len(self._ranks_of(namespace, None))
         }
@@ -97,8 +114,7 @@ class SlabInspector(Inspector):
             counts = [(len(namespace.holders(group)), *index.count(group)) for group in namespace.groups]
             shards = sum(ranks * rows for ranks, rows, _ in counts)
             size_bytes = sum(ranks * slots_bytes for ranks, _, slots_bytes in counts)
-        ages = [age for rows in index.ends() if (age := self._first_age(namespace, rows)) is not None]
-        return NamespaceSize(chunks, shards, size_bytes, min(ages, default=None), max(ages, default=None))
+        return NamespaceSize(chunks, shards, size_bytes, *self._ages(namespace, index))
 
     def chunks(self, namespace: NamespaceInfo) -> Iterator[ChunkInfo]:
         """Yield chunks in the order in which they were put."""
@@ -119,11 +135,9 @@ class SlabInspector(Inspector):
         path = os.path.abspath(match[1])
         for namespace in self.namespaces():
             if Path(path).parent == self.base / namespace.path and not namespace.trouble:
-                row = self.index(namespace).at(int(match[2]))
-                if row is not None:
-                    chunk = self._chunk(namespace, row)
-                    place = f"{path}@{row.offset}"
-                    return [(namespace, chunk, shard) for shard in chunk.shards if shard.place == place]
+                found = [self._chunk(namespace, row) for row in self._rows_around(namespace, int(match[2]))]
+                place = f"{path}@{match[2]}"
+                return [(namespace, chunk, shard) for chunk in found for shard in chunk.shards if shard.place == place]
         return []
 
     def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:
@@ -260,17 +274,61 @@ class SlabInspector(Inspector):
             self._ranks[namespace.path] = max((int(number[1]) + 1 for number in numbers if number), default=1)
         return range(self._ranks[namespace.path])
 
+    def _slabs(self, namespace: NamespaceInfo) -> int:
+        """Return how many ranks the engine has that stored here last."""
+        slab = namespace.manifest.get("slab") if namespace.manifest else None
+        ranks = slab.get("world_size") if isinstance(slab, dict) else None
+        return ranks if type(ranks) is int and 0 < ranks < 1 << 16 else 0
+
+    def _pieces_of(self, namespace: NamespaceInfo, group: int) -> list[_Piece]:
+        """Return where the shards of a chunk lie that is cut by its heads, rank by rank."""
+        shards, ranks = len(namespace.holders(group)), self._slabs(namespace)
+        held = hold(shards, [shards], ranks) if shards and ranks else None
+        if held is None:
+            return []
+        return [
+            _Piece(rank, number, shard, held.per_rank)
+            for rank in range(ranks)
+            for number, shard in enumerate(held.held_by(rank))
+        ]
+
+    def _rows_around(self, namespace: NamespaceInfo, offset: int) -> list[IndexRow]:
+        """Return the rows of slots that a shard at ``offset`` may lie in: it begins the slot, or follows another."""
+        index = self.index(namespace)
+        begins = {offset}
+        for group in namespace.groups if namespace.is_cut else ():
+            for piece in self._pieces_of(namespace, group):
+                begins.add(offset - piece.number * (namespace.shard_bytes(_a_key(group), piece.shard) or 0))
+        return [row for begin in sorted(begins) if (row := index.at(begin)) is not None]
+
     def _chunk(self, namespace: NamespaceInfo, row: IndexRow) -> ChunkInfo:
         directory = f"{self.where}/{namespace.path}"
+        if namespace.is_cut and (pieces := self._pieces_of(namespace, key_group(row.key))):
+            cut = []
+            for piece in pieces:
+                size_bytes = row.slot_bytes // piece.in_slot
+                offset = row.offset + piece.number * size_bytes
+                place = f"{directory}/{rank_file_name(piece.rank)}@{offset}"
+                cut.append(ShardInfo(piece.shard, place, size_bytes, offset, None))
+            return ChunkInfo(row.key, tuple(cut), row.seq)
         shards = tuple(
             ShardInfo(rank, f"{directory}/{rank_file_name(rank)}@{row.offset}", row.slot_bytes, row.offset, None)
             for rank in self._ranks_of(namespace, key_group(row.key))
         )
         return ChunkInfo(row.key, shards, row.seq)
 
+    def _ages(self, namespace: NamespaceInfo, index: IndexReader) -> tuple[float | None, float | None]:
+        """Return when the first and the last chunk were put."""
+        ages = [age for rows in index.ends() if (age := self._first_age(namespace, rows)) is not None]
+        return min(ages, default=None), max(ages, default=None)
+
     def _first_age(self, namespace: NamespaceInfo, rows: Sequence[IndexRow]) -> float | None:
         ages = (self.created_s(self._chunk(namespace, row)) for row in rows)
         return next((age for age in ages if age is not None), None)
+
+
+def _a_key(group: int) -> Key:
+    return Key(group.to_bytes(4, "big"))
 
 
 def _children(directory: Path) -> list[Path]:

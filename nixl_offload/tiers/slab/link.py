@@ -92,7 +92,9 @@ class SlabLink(Link):
         """Whatever is open may be read."""
         return True
 
-    def begin_write(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+    def begin_write(
+        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
+    ) -> Generator[None, None, Target]:
         """Puts real space under the slot."""
         try:
             self._slab.ensure(location.offset, length_bytes)
@@ -120,7 +122,9 @@ class SlabLink(Link):
             cause = "io"
         self._stores.failed(cause, error, self._clock())
 
-    def begin_read(self, key: Key, location: Location, length_bytes: int) -> Generator[None, None, Target]:
+    def begin_read(
+        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
+    ) -> Generator[None, None, Target]:
         yield from ()
         return Target(self._opened(), location.offset)
 

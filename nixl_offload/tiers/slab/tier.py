@@ -38,7 +38,7 @@ class SlabPlace:
 
     directory: str
     rank_namespaces: tuple[bytes, ...]
-    """Per rank, the 32 bytes its shard headers carry."""
+    """By rank or by shard, the 32 bytes that shard headers carry."""
     rank_bytes: int
     extent_bytes: int
     owner: str = ""
@@ -123,7 +123,7 @@ class SlabTier(SlotTier):
             )
         place = SlabPlace(
             directory=str(directory.namespace_path),
-            rank_namespaces=tuple(namespace.rank_digest(rank) for rank in range(world_size)),
+            rank_namespaces=namespace.rank_digests,
             rank_bytes=allocator.rank_bytes,
             extent_bytes=allocator.extent_bytes,
             owner=directory.owner,
