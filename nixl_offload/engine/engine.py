@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nixl_offload.chunk.layout import KVLayout
+from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.engine_memory import EngineMemory, HostSlots, Staging
 from nixl_offload.engine.jobs import JobTable
@@ -57,6 +58,7 @@ class Engine(TierEngine):
         layout: KVLayout,
         link: Link,
         rank_namespace: bytes,
+        shards: Sequence[Shard] = (),
         staging_bytes: int,
         tier: int = 0,
         verify: Verify = "checksum",
@@ -70,12 +72,14 @@ class Engine(TierEngine):
         """Register memory, connect the link, and start the pump.
 
         ``tensors``: in the order of ``layout.tensors``, int8 or uint8 of shape (num_blocks, page_bytes), all on one
-        device. ``tier``: the position of the tier, which locations have to name; one that cannot be used yet is no
-        error: storing begins when it can. ``verify="header"`` skips payload checksums, except where a read may have
-        been cut short unnoticed. ``host``: the slots that ``ChunkIO.host_offset`` names; the caller's, who closes it
-        after the engine. ``device``: None takes that of the tensors. ``staging="device"``: what does not go direct is
-        packed in device memory where the mover takes that, else in host memory; ``staging_bytes`` holds for either.
-        ``direct_min_extent_bytes``: 0 lets every group go direct whose pages are aligned, a huge number none.
+        device. ``shards``: by group of ``layout``, which shard of a chunk it is on this rank; none: it is the rank's
+        own, whose headers carry ``rank_namespace``. ``tier``: the position of the tier, which locations have to name;
+        one that cannot be used yet is no error: storing begins when it can. ``verify="header"`` skips payload
+        checksums, except where a read may have been cut short unnoticed. ``host``: the slots that
+        ``ChunkIO.host_offset`` names; the caller's, who closes it after the engine. ``device``: None takes that of the
+        tensors. ``staging="device"``: what does not go direct is packed in device memory where the mover takes that,
+        else in host memory; ``staging_bytes`` holds for either. ``direct_min_extent_bytes``: 0 lets every group go
+        direct whose pages are aligned, a huge number none.
         Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); link and mover
         are the caller's to close then.
         """
@@ -90,6 +94,8 @@ class Engine(TierEngine):
             host=host,
         )
         self._link_memory = open_link(link, memory, layout, device, direct_min_extent_bytes=direct_min_extent_bytes)
+        for plan, shard in zip(self._link_memory.plans, shards, strict=bool(shards)):
+            plan.shard = shard.number
         link.connect()
         staged_bytes = sum(pool.slots_total * pool.slot_bytes for pool in memory.packed)
         table = JobTable(store_queue_limit_bytes=STORE_QUEUE_FACTOR * (staged_bytes or staging_bytes), clock=clock)
@@ -101,7 +107,7 @@ class Engine(TierEngine):
             device_packer=None if memory.device is None else DevicePacker(tensors, pages, device),
             memory=memory,
             link_memory=self._link_memory,
-            namespace=rank_namespace,
+            namespaces=[shard.digest for shard in shards] or [rank_namespace] * len(layout.groups),
             verify_checksum=verify != "header",
             clock=clock,
             rate_log=RateLog(logger, clock),

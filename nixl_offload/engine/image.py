@@ -51,6 +51,8 @@ class GroupPlan:
     """The mover's limit of that name."""
     late_loads: set[object] = field(default_factory=set)
     """Chunks that keep ``path`` from being direct."""
+    shard: int | None = None
+    """The number of the shard that the group's chunks are on this rank; None: it is the rank's own."""
     goes_singly: bool = False
     """Becomes True, for good, when a batch is quarantined: the next failure shall not cost the slots of so many."""
     cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)

@@ -15,6 +15,7 @@ import torch
 
 from nixl_offload.chunk.header_rows import check_headers, verify_rows
 from nixl_offload.chunk.layout import KVLayout
+from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
 from nixl_offload.engine.host import HostSlab
@@ -73,6 +74,7 @@ class MemoryEngine(TierEngine):
         layout: KVLayout,
         host: HostSlab,
         rank_namespace: bytes,
+        shards: Sequence[Shard] = (),
         tier: int = 0,
         verify: Verify = "checksum",
         clock: Callable[[], float] = time.monotonic,
@@ -83,8 +85,9 @@ class MemoryEngine(TierEngine):
     ) -> None:
         """Start the pump.
 
-        ``tensors`` as for ``engine.Engine``; ``tier``: the position of the memory tier; ``packer``: None takes the one
-        for ``device``, and that None asks the tensors. Raises LayoutError when tensors and layout disagree.
+        ``tensors`` and ``shards`` as for ``engine.Engine``; ``tier``: the position of the memory tier; ``packer``: None
+        takes the one for ``device``, and that None asks the tensors. Raises LayoutError when tensors and layout
+        disagree.
         """
         require_agreement(tensors, layout)
         packer = packer if packer is not None else make_packer(tensors, pages_of(layout), device)
@@ -95,7 +98,7 @@ class MemoryEngine(TierEngine):
             [image.make_plan(layout, group) for group in range(len(layout.groups))],
             host,
             packer,
-            rank_namespace,
+            [shard.digest for shard in shards] or [rank_namespace] * len(layout.groups),
             tier,
             sums=verify == "always",
             clock=clock,
@@ -117,7 +120,7 @@ class MemoryPaths:
         plans: Sequence[GroupPlan],
         host: HostSlab,
         packer: Packer,
-        namespace: bytes,
+        namespaces: Sequence[bytes],
         tier: int,
         *,
         sums: bool,
@@ -128,7 +131,7 @@ class MemoryPaths:
         self._plans = plans
         self._host = host
         self._packer = packer
-        self._namespace = namespace
+        self._namespaces = namespaces
         self._tier = tier
         self._sums = sums
         self._log = RateLog(logger, clock)
@@ -208,7 +211,7 @@ class MemoryPaths:
             found = zip(chunks, gathered.values(), strict=True)
             sums = [values for chunk, values in found if chunk.outcome is None]
         chunks = batch.alive
-        pages = image.encode(self._namespace, plan, [chunk.io for chunk in chunks], sums)
+        pages = image.encode(self._namespaces[chunks[0].io.group], plan, [chunk.io for chunk in chunks], sums)
         self.turn.pause()
         for chunk, page in zip(chunks, pages, strict=True):
             slot = _slot(chunk)
@@ -223,7 +226,7 @@ class MemoryPaths:
         plan, ios = self._plans[chunks[0].io.group], [chunk.io for chunk in chunks]
         check = check_headers if self._sums else self._host.headers.check
         pages = [image.header_page(_slot(chunk)) for chunk in chunks]
-        headers = check(pages, image.expected(self._namespace, plan, ios))
+        headers = check(pages, image.expected(self._namespaces[ios[0].group], plan, ios))
         image.refuse_absent(headers, ios)
         rows = [row for row in range(len(chunks)) if row not in headers.errors] if self._sums else []
         if rows:

@@ -99,8 +99,8 @@ class Context:
     """None: nothing is packed on the device."""
     memory: EngineMemory
     link_memory: LinkMemory
-    namespace: bytes
-    """Of the rank."""
+    namespaces: Sequence[bytes]
+    """By group, what headers carry."""
     verify_checksum: bool
     clock: Callable[[], float]
     rate_log: RateLog
@@ -240,7 +240,7 @@ class Context:
                 chunk.end(Outcome.FAILED, "given up")
 
         chunks = batch.alive
-        calls = [begin(chunk.io.key, chunk.io.location, plan.slot_bytes) for chunk in chunks]
+        calls = [begin(chunk.io.key, chunk.io.location, plan.slot_bytes, plan.shard) for chunk in chunks]
         yield from self._ask_link(chunks, calls, begun)
         return batch.alive
 
@@ -436,7 +436,8 @@ class Context:
 
     def encode(self, batch: Batch, plan: GroupPlan, sums: Sequence[npt.NDArray[np.uint64]]) -> Pages:
         """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks."""
-        return image.encode(self.namespace, plan, [chunk.io for chunk in batch.alive], sums)
+        ios = [chunk.io for chunk in batch.alive]
+        return image.encode(self.namespaces[ios[0].group], plan, ios, sums)
 
     def verify(
         self,
@@ -472,7 +473,7 @@ class Context:
         for row, chunk in enumerate(chunks):
             chunk.row = row
         ios = [chunk.io for chunk in chunks]
-        headers = check(pages, image.expected(self.namespace, plan, ios))
+        headers = check(pages, image.expected(self.namespaces[ios[0].group], plan, ios))
         checked = CheckedChunks(self.rate_log, chunks, headers)
         checked.end_corrupt()
         return checked

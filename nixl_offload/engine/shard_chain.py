@@ -1,0 +1,143 @@
+"""A rank's tiers where chunks are cut by their KV heads: callers speak of chunks, the tiers' engines move shards.
+
+To an engine each shard that this rank holds is a group of its own, with a header, an outcome and a transfer. In a slot
+of a slab or of memory they lie one after the other; elsewhere each is a thing of its own, and where several ranks hold
+the same one, the one that has its turn by the key writes it for all.
+
+Threading: as ``chain.ChainEngine``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+
+from nixl_offload.chunk.shards import ShardPlan
+from nixl_offload.engine.chain import ChainEngine
+from nixl_offload.engine.moves import MoveIO, RelayHost
+from nixl_offload.engine.records import ChunkIO, Completion
+from nixl_offload.engine.streams import Fence
+from nixl_offload.engine.tier_engine import TierEngine
+from nixl_offload.types import Key, Location, Outcome, worst
+
+_Counts = Sequence[int]
+"""Into how many shards each chunk of a job, or of a ticket, was cut."""
+
+
+class ShardChain(ChainEngine):
+    """A chunk has the gravest outcome of its shards. One of which this rank writes nothing is OK at once.
+
+    ``ChunkIO.group`` and ``MoveIO.group`` are the caller's: positions among the groups of the plan.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[TierEngine | None],
+        host: RelayHost | None = None,
+        *,
+        plan: ShardPlan,
+        rank: int,
+        slot_bytes: Sequence[int],
+        shared: Collection[int],
+        memory: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``slot_bytes``: of a shard, by position in the rank's ``KVLayout.groups``. ``shared``: positions of the tiers
+        that all ranks reach. The rest as for ``ChainEngine``.
+        """
+        super().__init__(engines, host, memory=memory, clock=clock)
+        self._plan = plan
+        self._rank = rank
+        self._shared = frozenset(shared)
+        self._parts = [[(at, slot_bytes[at]) for at in plan.layout_groups(group)] for group in range(len(plan.groups))]
+        """By group of the plan: the groups of the engines, and the bytes of a shard."""
+        self._of_jobs: dict[int, _Counts] = {}
+        self._of_tickets: dict[int, _Counts] = {}
+
+    def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
+        parts = [self._chunk(chunk) if self._writes(chunk.key, chunk.group, chunk.location) else [] for chunk in chunks]
+        self._expect(job_id, parts)
+        super().submit_store(job_id, _flat(parts))
+
+    def submit_load(
+        self,
+        job_id: int,
+        chunks: Sequence[ChunkIO],
+        *,
+        expedited: bool = False,
+        promotion_ticket: int = 0,
+        fence: Fence | None = None,
+    ) -> None:
+        parts = [self._chunk(chunk) for chunk in chunks]
+        self._expect(job_id, parts)
+        if promotion_ticket:
+            promoted = zip(chunks, parts, strict=True)
+            self._of_tickets[promotion_ticket] = [len(cut) for chunk, cut in promoted if chunk.host_offset is not None]
+        super().submit_load(job_id, _flat(parts), expedited=expedited, promotion_ticket=promotion_ticket, fence=fence)
+
+    def submit_moves(self, ticket: int, moves: Sequence[MoveIO]) -> None:
+        parts = [self._move(move) if self._writes(move.key, move.group, move.target) else [] for move in moves]
+        self._of_tickets[ticket] = [len(cut) for cut in parts]
+        super().submit_moves(ticket, [each for cut in parts for each in cut])
+
+    def finished(self) -> list[Completion]:
+        return [_folded(done, self._of_jobs) for done in super().finished()]
+
+    def settled(self) -> list[Completion]:
+        return [_folded(done, self._of_tickets) for done in super().settled()]
+
+    def _expect(self, job_id: int, parts: Sequence[Sequence[ChunkIO]]) -> None:
+        if job_id not in self._jobs:  # else it is refused, and the first one goes on
+            self._of_jobs[job_id] = [len(cut) for cut in parts]
+
+    def _writes(self, key: Key, group: int, target: Location) -> bool:
+        """Whether this rank writes a chunk to ``target``: in a shared tier one of those that hold the same does."""
+        if target.tier not in self._shared or not 0 <= group < len(self._parts):
+            return True
+        return self._plan.groups[group].writes(self._rank, key)
+
+    def _chunk(self, chunk: ChunkIO) -> list[ChunkIO]:
+        return [
+            ChunkIO(
+                chunk.key,
+                _part(chunk.location, number, slot_bytes),
+                group,
+                chunk.block_ids,
+                chunk.first_block,
+                None if chunk.host_offset is None else chunk.host_offset + number * slot_bytes,
+            )
+            for number, group, slot_bytes in self._cut(chunk.group)
+        ]
+
+    def _move(self, move: MoveIO) -> list[MoveIO]:
+        return [
+            MoveIO(move.key, group, _part(move.source, number, slot_bytes), _part(move.target, number, slot_bytes))
+            for number, group, slot_bytes in self._cut(move.group)
+        ]
+
+    def _cut(self, group: int) -> Iterable[tuple[int, int, int]]:
+        """Yield of each shard its number on this rank, its group in the engines, and its bytes. A group that there is
+        not stays as it is: the engines refuse it.
+        """
+        if not 0 <= group < len(self._parts):
+            return [(0, -1, 0)]
+        return [(number, at, slot_bytes) for number, (at, slot_bytes) in enumerate(self._parts[group])]
+
+
+def _part(location: Location, number: int, slot_bytes: int) -> Location:
+    return Location(location.tier, location.offset + number * slot_bytes, slot_bytes)
+
+
+def _flat(parts: Iterable[Sequence[ChunkIO]]) -> list[ChunkIO]:
+    return [chunk for cut in parts for chunk in cut]
+
+
+def _folded(done: Completion, counts: dict[int, _Counts]) -> Completion:
+    """Put the outcomes of shards together to those of chunks."""
+    cut = counts.pop(done.job_id)
+    outcomes, begin = [], 0
+    for count in cut:
+        outcomes.append(worst(Outcome.OK, *done.outcomes[begin : begin + count]))
+        begin += count
+    return replace(done, outcomes=tuple(outcomes))

@@ -1,0 +1,222 @@
+"""Engines of several parallel sizes over one directory: each rank with KV tensors of its own heads, and a chain of
+tiers that moves shards. What a block holds is decided by layer and head alone, so that all sizes agree on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.chunk.shards import Shard, ShardPlan, Shards, make_plan
+from nixl_offload.engine import ChunkIO, Completion, Engine
+from nixl_offload.engine.chain import MoveIO
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.engine.shard_chain import ShardChain
+from nixl_offload.identity.namespace import Namespace
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.types import Key, Location, Outcome, align_up
+from tests.unit.engine_rig import DEADLINE_S
+from tests.unit.link_rig import NAMESPACE_NAME, shards
+
+MEMORY, SLAB, TREE = 0, 1, 2
+LAYERS, CHUNK_BLOCKS, NUM_BLOCKS, HEAD_BYTES = 2, 4, 32, 640
+SLOTS = 16
+
+
+def key(number: int) -> Key:
+    return Key(hashlib.sha256(number.to_bytes(4, "big")).digest() + bytes(4))
+
+
+def content(number: int, head: int) -> np.ndarray:
+    """What chunk ``number`` holds of a head: shape (CHUNK_BLOCKS, LAYERS, HEAD_BYTES)."""
+    rng = np.random.default_rng((number, head))
+    return rng.integers(0, 256, (CHUNK_BLOCKS, LAYERS, HEAD_BYTES), dtype=np.uint8)
+
+
+def digest(shard: int) -> bytes:
+    return hashlib.sha256(b"shard" + shard.to_bytes(4, "big")).digest()
+
+
+class RankRig:
+    """One rank: a memory tier, a slab of its own, and the directory of all."""
+
+    def __init__(
+        self,
+        root: Path,
+        plan: ShardPlan,
+        heads: int,
+        rank: int,
+        *,
+        namespace: Namespace | None = None,
+        slab: SlabFile | None = None,
+    ) -> None:
+        """``namespace``: whose names and headers shards have; None: made up ones. ``slab``: None: one for the test."""
+        (group,) = plan.groups
+        self.offsets: dict[int, int] = {}
+        """Of chunks in the slab, where they do not lie one after the other."""
+        each = heads // group.shards
+        self.heads = [number * each + head for number in group.held_by(rank) for head in range(each)]
+        self.kv = torch.zeros((LAYERS, len(self.heads), NUM_BLOCKS, HEAD_BYTES), dtype=torch.uint8)
+        tensors = [page.view(torch.int8) for layer in self.kv for page in layer]
+        specs = [RegionSpec(n, kv.data_ptr(), NUM_BLOCKS, HEAD_BYTES, HEAD_BYTES) for n, kv in enumerate(tensors)]
+        groups = tuple(
+            GroupLayout.of_pages(
+                (layer * len(self.heads) + number * each + head, HEAD_BYTES)
+                for layer in range(LAYERS)
+                for head in range(each)
+            )
+            for number in range(group.per_rank)
+        )
+        self.layout = KVLayout(tuple(specs), groups, CHUNK_BLOCKS)
+        self.slot_bytes = self.layout.slot_bytes(0) * group.per_rank
+        self.host = HostSlab(
+            memory_bytes=SLOTS * self.slot_bytes,
+            relay_slots=2,
+            slot_bytes=self.layout.slot_bytes(0),
+            progress=lambda done, total: None,
+        )
+        digests = [digest(number) for number in range(group.shards)] if namespace is None else namespace.rank_digests
+        named = [Shard(number, digests[number]) for number in plan.numbers(rank)]
+        extent = align_up(4 * self.slot_bytes, 65536)
+        self.slab = slab or SlabFile(root / f"tp{len(plan.numbers(0))}-{rank}.slab", SLOTS // 4 * extent, extent)
+        self.slab.open()
+        self.movers = [CopyMover(), CopyMover()]
+        name = NAMESPACE_NAME if namespace is None else namespace.name
+        tree = TreeLink(str(root), name, 77, self.movers[1], direct_io=False, clock=time.monotonic)
+        farther = [
+            Engine(
+                tensors=tensors,
+                layout=self.layout,
+                link=link,
+                tier=tier,
+                rank_namespace=b"",
+                shards=named,
+                staging_bytes=8 * self.slot_bytes,
+                host=self.host,
+            )
+            for tier, link in ((SLAB, SlabLink(self.slab, self.movers[0], time.monotonic)), (TREE, tree))
+        ]
+        memory = MemoryEngine(tensors=tensors, layout=self.layout, host=self.host, rank_namespace=b"", shards=named)
+        self.chain = ShardChain(
+            [memory, *farther],
+            self.host,
+            plan=plan,
+            rank=rank,
+            slot_bytes=[self.layout.slot_bytes(at) for at in range(group.per_rank)],
+            shared=[TREE],
+            memory=MEMORY,
+        )
+        self.results: dict[int, Completion] = {}
+        self.settled: dict[int, Completion] = {}
+        self._numbers = iter(range(1, 1 << 20))
+
+    def write(self, number: int) -> None:
+        """Have the model compute chunk ``number``: blocks from ``4 * number`` on."""
+        blocks = slice(number * CHUNK_BLOCKS, (number + 1) * CHUNK_BLOCKS)
+        for local, head in enumerate(self.heads):
+            self.kv[:, local, blocks] = torch.from_numpy(content(number, head).transpose(1, 0, 2).copy())
+
+    def holds(self, number: int, first: int = 0) -> bool:
+        """Whether the blocks of chunk ``number`` from ``first`` on are as computed."""
+        blocks = slice(number * CHUNK_BLOCKS + first, (number + 1) * CHUNK_BLOCKS)
+        return all(
+            np.array_equal(self.kv[:, local, blocks].numpy(), content(number, head).transpose(1, 0, 2)[:, first:])
+            for local, head in enumerate(self.heads)
+        )
+
+    def wipe(self) -> None:
+        self.kv.fill_(0xEE)
+
+    def at(self, tier: int, number: int) -> Location:
+        offset = self.offsets.get(number, number * self.slot_bytes) if tier == SLAB else number * self.slot_bytes
+        return Location(tier, 0 if tier == TREE else offset, self.slot_bytes)
+
+    def chunk(self, number: int, tier: int, *, first: int = 0, promote: bool = False) -> ChunkIO:
+        ids = np.arange(number * CHUNK_BLOCKS + first, (number + 1) * CHUNK_BLOCKS, dtype=np.int32)
+        host = number * self.slot_bytes if promote else None
+        return ChunkIO(key(number), self.at(tier, number), 0, ids, first, host)
+
+    def store(self, numbers: Iterable[int], tier: int) -> tuple[Outcome, ...]:
+        job = next(self._numbers)
+        self.chain.submit_store(job, [self.chunk(number, tier) for number in numbers])
+        return self._collect(self.results, job)
+
+    def load(self, numbers: Iterable[int], tier: int, *, first: int = 0, promote: bool = False) -> tuple[Outcome, ...]:
+        job, ticket = next(self._numbers), next(self._numbers)
+        chunks = [self.chunk(number, tier, first=first, promote=promote) for number in numbers]
+        self.chain.submit_load(job, chunks, promotion_ticket=ticket if promote else 0)
+        if promote:
+            assert self._collect(self.settled, ticket) == (Outcome.OK,) * len(chunks)
+        return self._collect(self.results, job)
+
+    def move(self, numbers: Iterable[int], source: int, target: int) -> tuple[Outcome, ...]:
+        ticket = next(self._numbers)
+        moves = [MoveIO(key(n), 0, self.at(source, n), self.at(target, n)) for n in numbers]
+        self.chain.submit_moves(ticket, moves)
+        return self._collect(self.settled, ticket)
+
+    def _collect(self, told: dict[int, Completion], number: int) -> tuple[Outcome, ...]:
+        until_s = time.monotonic() + DEADLINE_S
+        while number not in told:
+            assert time.monotonic() < until_s, "waited in vain"
+            for done in self.chain.finished():
+                assert done.job_id not in self.results
+                self.results[done.job_id] = done
+            for done in self.chain.settled():
+                assert done.job_id not in self.settled
+                self.settled[done.job_id] = done
+            time.sleep(0.0005)
+        return told[number].outcomes
+
+    def close(self) -> None:
+        self.chain.close()
+        for mover in self.movers:
+            mover.close()
+        self.slab.close()
+        self.host.close()
+
+
+class EngineRig:
+    """All ranks of an engine, which are told the same."""
+
+    def __init__(self, root: Path, tp: int, *, heads: int = 4, wanted: Shards = 4) -> None:
+        root.mkdir(exist_ok=True)
+        plan = make_plan(wanted, [[heads]], [1 << 30], tp)
+        assert isinstance(plan, ShardPlan), plan
+        self.plan = plan
+        self.ranks = [RankRig(root, plan, heads, rank) for rank in range(tp)]
+
+    def write(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            for rank in self.ranks:
+                rank.write(number)
+
+    def wipe(self) -> None:
+        for rank in self.ranks:
+            rank.wipe()
+
+    def holds(self, numbers: Iterable[int], first: int = 0) -> bool:
+        wanted = list(numbers)
+        return all(rank.holds(number, first) for rank in self.ranks for number in wanted)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+def ok(outcomes: Sequence[tuple[Outcome, ...]]) -> bool:
+    """Whether all is well on all ranks."""
+    return all(outcome is Outcome.OK for rank in outcomes for outcome in rank)
+
+
+__all__ = ["MEMORY", "SLAB", "TREE", "EngineRig", "RankRig", "key", "ok", "shards"]

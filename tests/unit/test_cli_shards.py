@@ -1,0 +1,143 @@
+"""The commands over chunks that are cut by their KV heads, in a slab of two ranks with two shards each and in a
+directory: what is there is told shard by shard, and damage is found where it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Final
+
+import pytest
+import yaml
+
+from nixl_offload.chunk.header import slot_bytes
+from nixl_offload.chunk.shards import ShardPlan, make_plan
+from nixl_offload.config import SlabConfig, parse_config
+from nixl_offload.identity.namespace import CommonFields, GroupFields, ShardedFields, make_namespace
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
+from nixl_offload.tiers.slab.tier import SlabTier
+from tests.unit.fleet_rig import CHUNK_BLOCKS, HEAD_BYTES, LAYERS, SLAB, TREE, RankRig, key, ok
+from tests.unit.gc_rig import namespace_of, put_manifest
+from tests.unit.stored_rig import Cli, flip
+
+CHUNKS: Final = range(5)
+HEADS: Final = 4
+SHARD_BYTES: Final = slot_bytes(CHUNK_BLOCKS, LAYERS * HEAD_BYTES)
+_COMMON: Final = {item.name: getattr(namespace_of("blue").fields, item.name) for item in fields(CommonFields)}
+SPACE: Final = make_namespace(
+    ShardedFields(
+        **{**_COMMON, "groups": (GroupFields(0, 16, (SHARD_BYTES,) * HEADS),), "blocks_per_chunk": CHUNK_BLOCKS},
+        ranks=("ab",),
+        shards=HEADS,
+    ),
+    {0: 2},
+)
+
+
+class Stored:
+    """A slab and a directory with the same chunks, and a config of both."""
+
+    def __init__(self, root: Path) -> None:
+        slab = {"kind": "slab", "path": str(root / "slab"), "capacity": "64MiB"}
+        tree = {"kind": "shared_dir", "path": str(root / "tree"), "capacity": "64MiB"}
+        self.tree = root / "tree"
+        self.tree.mkdir()
+        self.file = root / "kv.yaml"
+        self.file.write_text(yaml.safe_dump({"tiers": [slab, tree]}))
+        config = parse_config({"tiers": [slab, tree]}).tiers[0]
+        assert isinstance(config, SlabConfig)
+        plan = make_plan(HEADS, [[HEADS]], [1 << 20], 2)
+        assert isinstance(plan, ShardPlan)
+        tier = SlabTier.open(
+            config, position=0, namespace=SPACE, slot_classes=[SPACE.slot_bytes(0)], world_size=len(SPACE.per_rank) * 2
+        )
+        places = {number: tier.reserve(key(number), SPACE.slot_bytes(0), []) for number in CHUNKS}
+        self.offsets = {number: place.offset for number, place in places.items() if place is not None}
+        for rank in range(2):
+            path = Path(tier.place.directory) / rank_file_name(rank)
+            file = SlabFile(path, tier.place.rank_bytes, tier.place.extent_bytes)
+            rig = RankRig(self.tree, plan, HEADS, rank, namespace=SPACE, slab=file)
+            rig.offsets = self.offsets
+            for number in CHUNKS:
+                rig.write(number)
+            assert ok([rig.store(CHUNKS, SLAB), rig.store(CHUNKS, TREE)])
+            rig.close()
+        for number in CHUNKS:
+            tier.commit(key(number))
+        tier.close()
+        self.slabs = Path(tier.place.directory)
+        store = TreeStore(str(self.tree))
+        put_manifest(store, SPACE)
+        store.close()
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Stored]:
+    return Stored(tmp_path)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+def test_ls_says_that_sizes_share_them_and_counts_shards(stored: Stored, cli: Cli) -> None:
+    assert cli("ls", stored.file) == 0
+    assert cli.out.count("4 shards, any tensor parallelism that divides them") == 2
+    assert cli.out.count("5 chunks in 20 shards") == 2
+    assert cli("ls", stored.file, "--json") == 0
+    tiers = json.loads(cli.out)["tiers"]
+    assert [(each["shards"], each["bytes"]) for tier in tiers for each in tier["namespaces"]] == [
+        (20, 20 * SHARD_BYTES)
+    ] * 2
+
+
+def test_keys_are_told_shard_by_shard(stored: Stored, cli: Cli) -> None:
+    assert cli("ls", stored.file, "--keys") == 0
+    lines = [line.split() for line in cli.out.splitlines() if line and not line.startswith("#")]
+    assert len(lines) == 40
+    for number in CHUNKS:
+        told = [line for line in lines if line[0] == key(number).hex()]
+        assert sorted(int(line[2]) for line in told) == sorted([*range(4), *range(4)])
+        offset = stored.offsets[number]
+        wanted = [f"{stored.slabs / rank_file_name(r)}@{offset + n * SHARD_BYTES}" for r in range(2) for n in range(2)]
+        assert [line[-1] for line in told if "@" in line[-1]] == wanted
+
+
+def test_verify_finds_damage_in_the_shard_where_it_is(stored: Stored, cli: Cli) -> None:
+    assert cli("verify", stored.file) == 0
+    flip(stored.slabs / rank_file_name(1), stored.offsets[2] + SHARD_BYTES + 5000)
+    flip(stored.tree / shard_name(SPACE.name, key(3), 1), 5000)
+    (stored.tree / shard_name(SPACE.name, key(4), 2)).unlink()
+    assert cli("verify", stored.file) == 1
+    assert "rank 3: " in cli.out
+    assert "rank 1: " in cli.out
+    assert "1 not finished" in cli.out
+
+
+def test_stat_takes_the_place_of_any_shard(stored: Stored, cli: Cli) -> None:
+    for shard, (rank, number) in enumerate((rank, number) for rank in range(2) for number in range(2)):
+        place = f"{stored.slabs / rank_file_name(rank)}@{stored.offsets[1] + number * SHARD_BYTES}"
+        assert cli("stat", stored.file, place, "--json", "--verify") == 0
+        (told,) = json.loads(cli.out)["shards"]
+        assert (told["rank"], told["verified"], told["wrong"]) == (shard, True, [])
+    assert cli("stat", stored.file, key(0).hex()) == 0
+
+
+def test_warm_copies_them_to_a_directory_and_to_no_slab(stored: Stored, cli: Cli, tmp_path: Path) -> None:
+    """A server of any size finds them there; which shards go to which rank's slab, the command cannot know."""
+    for kind, code in (("shared_dir", 0), ("slab", 2)):
+        target = {"kind": kind, "path": str(tmp_path / kind), "capacity": "64MiB"}
+        file = tmp_path / f"{kind}.yaml"
+        file.write_text(yaml.safe_dump({"tiers": [target]}))
+        assert cli("warm", file, "--from", stored.tree) == code
+        assert kind == "shared_dir" or "say kind: shared_dir" in cli.err
+    names = {path.relative_to(stored.tree): path.read_bytes() for path in stored.tree.glob("*/??/*")}
+    target_root = tmp_path / "shared_dir"
+    assert {path.relative_to(target_root): path.read_bytes() for path in target_root.glob("*/??/*")} == names
+    assert len(names) == HEADS * len(CHUNKS)

@@ -1,0 +1,152 @@
+"""Proves that engines of any parallel size read what one of another size has stored, shard by shard, on every tier and
+on the ways between them; that replicas store once; and that damage to a shard is found by whoever holds it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.chunk.shards import cut, hold
+from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.types import Outcome
+from tests.unit.fleet_rig import MEMORY, SLAB, TREE, EngineRig, key, ok, shards
+from tests.unit.link_rig import NAMESPACE_NAME
+
+CHUNKS = range(5)
+Make = Callable[..., EngineRig]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    engines: list[EngineRig] = []
+
+    def build(tp: int, **options: object) -> EngineRig:
+        engines.append(EngineRig(tmp_path / "kv", tp, **options))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def stored(engine: EngineRig, tier: int = TREE) -> EngineRig:
+    engine.write(CHUNKS)
+    assert ok([rank.store(CHUNKS, tier) for rank in engine.ranks])
+    engine.wipe()
+    return engine
+
+
+@pytest.mark.parametrize("writer", [1, 2, 4])
+@pytest.mark.parametrize("reader", [1, 2, 4])
+def test_every_size_reads_what_every_size_has_stored(make: Make, writer: int, reader: int, tmp_path: Path) -> None:
+    """Whole chunks, and tails of them; four files a chunk, whoever wrote them."""
+    stored(make(writer))
+    assert len(shards(tmp_path / "kv")) == 4 * len(CHUNKS)
+    engine = make(reader)
+    engine.wipe()
+    assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
+    assert engine.holds(CHUNKS)
+    engine.wipe()
+    assert ok([rank.load(CHUNKS, TREE, first=2) for rank in engine.ranks])
+    assert engine.holds(CHUNKS, first=2)
+    assert not engine.holds(CHUNKS)
+
+
+@settings(max_examples=12, deadline=None)
+@given(heads=st.sampled_from([1, 2, 3, 4, 6, 8]), wanted=st.integers(1, 8), sizes=st.tuples(*[st.integers(1, 8)] * 2))
+def test_any_two_sizes_that_can_hold_the_shards_agree(heads: int, wanted: int, sizes: tuple[int, int]) -> None:
+    """Stored by one and loaded by the other, every byte is the same, replicas included."""
+    assume(all(hold(cut(wanted, [heads], 1 << 30), [heads], tp) for tp in sizes))
+    with tempfile.TemporaryDirectory() as directory:
+        for tp, stores in zip(sizes, (True, False), strict=True):
+            engine = EngineRig(Path(directory), tp, heads=heads, wanted=wanted)
+            try:
+                if stores:
+                    stored(engine)
+                else:
+                    engine.wipe()
+                    assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
+                    assert engine.holds(CHUNKS)
+            finally:
+                engine.close()
+
+
+@pytest.mark.parametrize("tier", [MEMORY, SLAB])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_slot_holds_the_shards_of_a_rank(make: Make, tier: int, tp: int) -> None:
+    engine = stored(make(tp), tier)
+    assert ok([rank.load(CHUNKS, tier) for rank in engine.ranks])
+    assert engine.holds(CHUNKS)
+
+
+@pytest.mark.parametrize("source", [MEMORY, SLAB])
+def test_what_goes_on_to_the_directory_is_read_by_another_size(make: Make, source: int) -> None:
+    """By write-through from memory, and by relay from a slab."""
+    first = stored(make(2), source)
+    assert ok([rank.move(CHUNKS, source, TREE) for rank in first.ranks])
+    second = make(4)
+    second.wipe()
+    assert ok([rank.load(CHUNKS, TREE, promote=True) for rank in second.ranks])
+    assert second.holds(CHUNKS)
+    second.wipe()
+    assert ok([rank.load(CHUNKS, MEMORY) for rank in second.ranks]), "what was promoted is whole"
+    assert second.holds(CHUNKS)
+    third = make(1)
+    third.wipe()
+    assert ok([rank.move(CHUNKS, TREE, MEMORY) for rank in third.ranks]), "a prefetch"
+    assert ok([rank.load(CHUNKS, MEMORY) for rank in third.ranks])
+    assert third.holds(CHUNKS)
+
+
+@pytest.mark.parametrize("source", [None, MEMORY, SLAB])
+def test_replicas_write_a_chunk_once_and_each_reads_it(make: Make, tmp_path: Path, source: int | None) -> None:
+    """Four ranks with one head: one file a chunk in the directory, a slot each elsewhere."""
+    engine = make(4, heads=1, wanted=1)
+    if source is None:
+        stored(engine)
+    else:
+        stored(engine, source)
+        assert ok([rank.move(CHUNKS, source, TREE) for rank in engine.ranks])
+    assert len(shards(tmp_path / "kv")) == len(CHUNKS)
+    moved = [
+        sum(done.bytes_moved for done in (rank.results if source is None else rank.settled).values())
+        for rank in engine.ranks
+    ]
+    expected = Counter(
+        rank for number in CHUNKS for rank in range(4) if engine.plan.groups[0].writes(rank, key(number))
+    )
+    assert {rank for rank, size in enumerate(moved) if size} == set(expected)
+    engine.wipe()
+    assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
+    assert engine.holds(CHUNKS)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_damage_to_a_shard_is_found_by_the_rank_that_holds_it(make: Make, tmp_path: Path, tp: int) -> None:
+    """A flipped byte, a shard in another one's place: CORRUPT on its rank; all else is loaded."""
+    stored(make(1))
+    root = tmp_path / "kv"
+    flipped = root / shard_name(NAMESPACE_NAME, key(1), 2)
+    content = bytearray(flipped.read_bytes())
+    content[HEADER_BYTES + 100] ^= 1
+    flipped.write_bytes(content)
+    (root / shard_name(NAMESPACE_NAME, key(3), 0)).write_bytes(
+        (root / shard_name(NAMESPACE_NAME, key(3), 1)).read_bytes()
+    )
+    (root / shard_name(NAMESPACE_NAME, key(4), 3)).unlink()
+    engine = make(tp)
+    bad = {1: (2, Outcome.CORRUPT), 3: (0, Outcome.CORRUPT), 4: (3, Outcome.FAILED)}
+    for number, rank in enumerate(engine.ranks):
+        rank.wipe()
+        held = engine.plan.groups[0].held_by(number)
+        wanted = [bad[n][1] if n in bad and bad[n][0] in held else Outcome.OK for n in CHUNKS]
+        assert list(rank.load(CHUNKS, TREE)) == wanted
+        assert all(rank.holds(n) for n in CHUNKS if wanted[n] is Outcome.OK)
