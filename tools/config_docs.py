@@ -97,6 +97,8 @@ def _value(name: str, field: dict[str, Any]) -> str:
         return "fields, see below"
     if arms[-1].get("pattern") == SIZE_PATTERN:
         return f"size, {format_size(arms[0]['minimum'])} or more"
+    if len(arms) > 1:
+        return ", or ".join(_value(name, arm) for arm in arms)
     if field.get("pattern") == DURATION_PATTERN:
         return "duration"
     if field["type"] == "string":

@@ -261,3 +261,9 @@ EXCUSED: Final[Mapping[str, Mapping[str, str]]] = {
         "transformers_version": "who wrote the file; the version that runs counts",
     },
 }
+
+EXCUSED_WITH_SHARDS: Final[Mapping[str, str]] = {
+    "cache_config.effective_attention_block_size": "how a kernel cuts blocks: shards have one order of tokens",
+    "cache_config.kv_cache_layout": "how blocks lie in memory: shards have one order",
+}
+"""Settings, by path, that cannot change a byte of a chunk that is cut by its heads."""

@@ -30,6 +30,7 @@ from nixl_offload.vllm.messages import (
     WorkerReport,
 )
 from nixl_offload.vllm.rank_identity import allocation_digest
+from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.tensor_digests import weights_digest
 from nixl_offload.vllm.vllm_internals import (
     find_worker,
@@ -78,6 +79,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             self._allocated = allocation_digest(self.vllm_config, self.kv_cache_config, kv_caches)
         except Exception:
             logger.exception("What lies where in the KV caches of this rank is not understood")
+        assert isinstance(self.spec, NixlOffloadSpec)
+        self.spec.take_kv_caches(kv_caches)
         super().register_kv_caches(kv_caches)
         self._vllm_worker = find_worker(self.vllm_config)
         if self._vllm_worker is not None:

@@ -11,8 +11,8 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 import torch
 import vllm
@@ -22,9 +22,18 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
 from nixl_offload.config import Config
-from nixl_offload.identity.excused import EXCUSED
+from nixl_offload.errors import NamespaceError
+from nixl_offload.identity.excused import EXCUSED, EXCUSED_WITH_SHARDS
 from nixl_offload.identity.excused_environment import ALSO_COUNTED, EXCUSED_ENVIRONMENT
-from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, Setting, make_namespace
+from nixl_offload.identity.namespace import (
+    CommonFields,
+    GroupFields,
+    Namespace,
+    NamespaceFields,
+    Setting,
+    ShardedFields,
+    make_namespace,
+)
 from nixl_offload.identity.settings import collect, plain_text, text_setting
 from nixl_offload.identity.weights import WeightsDigest, is_local
 
@@ -157,23 +166,43 @@ def build_namespace(
     ``ranks``: what each has told, in order. ``weights``: digests of the files that ``models_of`` names, by its keys.
     """
     backends = sorted({name for rank in ranks for name in rank.attention_backends})
-    return make_namespace(
-        NamespaceFields(
-            **known_fields(vllm_config, config, weights),
-            attention_backend="+".join(backends) or None,
-            weights=weights.get("model_config"),
-            dtype=offloading.model.dtype,
-            kv_layout=str(offloading.kv_cache_layout or "default"),
-            tokens_per_block=max(group.tokens_per_block for group in offloading.groups),
-            blocks_per_chunk=offloading.cache.blocks_per_chunk,
-            tokens_per_hash=offloading.cache.tokens_per_hash,
-            groups=tuple(
-                GroupFields(group.group_id, group.tokens_per_block, tuple(rank.slot_bytes[at] for rank in ranks))
-                for at, group in enumerate(offloading.groups)
-            ),
-            ranks=tuple(rank.digest for rank in ranks),
-        )
+    by_rank = NamespaceFields(
+        **known_fields(vllm_config, config, weights),
+        attention_backend="+".join(backends) or None,
+        weights=weights.get("model_config"),
+        dtype=offloading.model.dtype,
+        kv_layout=str(offloading.kv_cache_layout or "default"),
+        tokens_per_block=max(group.tokens_per_block for group in offloading.groups),
+        blocks_per_chunk=offloading.cache.blocks_per_chunk,
+        tokens_per_hash=offloading.cache.tokens_per_hash,
+        groups=tuple(
+            GroupFields(group.group_id, group.tokens_per_block, tuple(rank.slot_bytes[at] for rank in ranks))
+            for at, group in enumerate(offloading.groups)
+        ),
+        ranks=tuple(rank.digest for rank in ranks),
     )
+    return make_namespace(by_rank) if all(rank.shards is None for rank in ranks) else _by_shard(by_rank, ranks)
+
+
+def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry]) -> Namespace:
+    """Return the namespace of chunks that are cut by their heads: what differs between parallel sizes is left out.
+
+    Raises NamespaceError where ranks do not agree on the cut: no rank would find what another has stored.
+    """
+    plan = ranks[0].shards
+    if plan is None or any((rank.shards, rank.slot_bytes) != (plan, ranks[0].slot_bytes) for rank in ranks):
+        raise NamespaceError("the ranks of this engine do not agree on how chunks are cut into shards")
+    most = max(group.shards for group in plan.groups)
+    groups, held = [], {}
+    for group, cut, size in zip(by_rank.groups, plan.groups, ranks[0].slot_bytes, strict=True):
+        groups.append(replace(group, slot_bytes=(size,) * cut.shards + (0,) * (most - cut.shards)))
+        held[group.group_id] = cut.per_rank
+    common: dict[str, Any] = {item.name: getattr(by_rank, item.name) for item in fields(CommonFields)}
+    common["groups"] = tuple(groups)
+    common["settings"] = {name: value for name, value in by_rank.settings.items() if name not in EXCUSED_WITH_SHARDS}
+    # Where ranks differ, as by scales of their own, engines of other sizes share nothing.
+    digests = by_rank.ranks[:1] if len(set(by_rank.ranks)) == 1 else by_rank.ranks
+    return make_namespace(ShardedFields(**common, ranks=digests, shards=most), held)
 
 
 def with_loaded_weights(first: Namespace, loaded_weights: str | None) -> Namespace:
@@ -184,7 +213,7 @@ def with_loaded_weights(first: Namespace, loaded_weights: str | None) -> Namespa
     if loaded_weights is None:
         return first
     settings = {**first.fields.settings, "loaded_weights": loaded_weights}
-    return make_namespace(replace(first.fields, settings=settings))
+    return make_namespace(replace(first.fields, settings=settings), first.per_rank)
 
 
 def known_fields(vllm_config: VllmConfig, config: Config, weights: Mapping[str, str]) -> KnownFields:

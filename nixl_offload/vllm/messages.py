@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.chunk.shards import ShardPlan
 from nixl_offload.engine import TierStatus, Work
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Outcome, worst
@@ -35,6 +36,9 @@ class RankGeometry(KVConnectorHandshakeMetadata):
     """Names of the backends that its layers really use, sorted: they decide what lies where inside a block."""
     weights: str | None = None
     """Digest of the weights that it has loaded; None: not known."""
+    shards: ShardPlan | None = None
+    """How chunks are cut by their KV heads. ``slot_bytes`` are those of one shard then, and ``digest`` is of the layers
+    of the whole model. None: each rank stores what it has."""
 
 
 @dataclass

@@ -22,6 +22,7 @@ import torch
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from nixl_offload.chunk.layout import KVLayout
+from nixl_offload.chunk.shards import Shard
 from nixl_offload.config import Config, TierConfig
 from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.engine.autotune.candidates import TransferPlan
@@ -59,6 +60,8 @@ class RankMemory:
     host: HostSlab | None
     claimed_share: float
     """Of the device's memory: what vLLM keeps for itself (``gpu_memory_utilization``)."""
+    shards: Sequence[int] = ()
+    """By group of ``layout``: the number of its shard, where chunks are cut by their heads; none: it is the rank's."""
 
 
 @unbound()
@@ -176,6 +179,8 @@ def open_tier_engine(
     """
     tier = config.tiers[position]
     device = device_of(memory.tensors[0])
+    shards = [Shard(number, place.rank_namespaces[number]) for number in memory.shards]
+    rank_namespace = b"" if shards else place.rank_namespaces[rank]
     if device.torch_device.type == "cuda":
         torch.cuda.set_device(device.torch_device)  # a new thread's is the first GPU
     # As vLLM's own calls do: what is made here is written to in inference mode, and the KV caches were made in it.
@@ -186,7 +191,8 @@ def open_tier_engine(
                 tensors=memory.tensors,
                 layout=memory.layout,
                 host=memory.host,
-                rank_namespace=place.rank_namespaces[rank],
+                rank_namespace=rank_namespace,
+                shards=shards,
                 tier=position,
                 verify=config.verify,
             )
@@ -204,7 +210,8 @@ def open_tier_engine(
             layout=memory.layout,
             link=link,
             tier=position,
-            rank_namespace=place.rank_namespaces[rank],
+            rank_namespace=rank_namespace,
+            shards=shards,
             staging_bytes=options.staging_bytes,
             verify=config.verify,
             load_timeout_s=config.load_timeout_s,

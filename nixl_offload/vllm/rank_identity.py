@@ -43,7 +43,7 @@ def allocation_digest(
                     type(spec).__qualname__,
                     collect(spec, {}).values,
                     None if page is None else _page_facts(page, spec.page_size_bytes),
-                    _layer_facts(layers.get(name)),
+                    layer_facts(layers.get(name)),
                 ]
             )
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -63,7 +63,7 @@ def _page_facts(blocks: torch.Tensor, page_bytes: int) -> list[object]:
     ]
 
 
-def _layer_facts(layer: Any) -> list[object]:
+def layer_facts(layer: Any) -> list[object]:
     """Backend and scales: with a quantized cache the same bytes mean other values under another scale."""
     if layer is None:
         return []

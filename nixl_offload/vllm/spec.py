@@ -5,8 +5,11 @@ Threading: built once per role, read-only afterwards.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -22,13 +25,17 @@ from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.data_parallel import sharing_engines
 from nixl_offload.vllm.identity import reason_to_stay_off
 from nixl_offload.vllm.kv_caches import without_padding
+from nixl_offload.vllm.kv_heads import shard_layouts
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.metrics import DEFINITIONS
+from nixl_offload.vllm.rank_shards import RankShards, cut_chunks
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
 
 
 class NixlOffloadSpec(OffloadingSpec):
@@ -57,10 +64,16 @@ class NixlOffloadSpec(OffloadingSpec):
         self.config_file = config_file
         self.vllm_config = vllm_config
         self.kv_cache_config = kv_cache_config
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        """This rank's, by layer, as vLLM has made them."""
 
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler's half; its tiers open when the ranks have told their geometry."""
         return NixlOffloadManager(self.config, self.config_file, self.vllm_config)
+
+    def take_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take what vLLM has allocated on this rank, before the worker is asked for."""
+        self._kv_caches = kv_caches
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return this rank's half over ``kv_caches``."""
@@ -70,4 +83,23 @@ class NixlOffloadSpec(OffloadingSpec):
         off = reason_to_stay_off(self.vllm_config, self.config_file) is not None
         caches = without_padding(kv_caches, groups)
         engines = len(sharing_engines(self.vllm_config.parallel_config))
-        return NixlOffloadingWorker(self.config, self.config_file, caches, claimed_share, engines=engines, off=off)
+        shards = self._cut(kv_caches)
+        return NixlOffloadingWorker(
+            self.config, self.config_file, caches, claimed_share, engines=engines, shards=shards, off=off
+        )
+
+    def _cut(self, kv_caches: CanonicalKVCaches) -> RankShards | None:
+        """Cut chunks by their heads, if the config asks for it; None, with a line in the log, where that cannot be."""
+        wanted, blocks = self.config_file.shards, self.config.cache.blocks_per_chunk
+        if wanted == "per_rank":
+            return None
+        found = cut_chunks(self.vllm_config, self.kv_cache_config, self._kv_caches, wanted, blocks)
+        if isinstance(found, str):
+            if self.config.parallel.rank == 0:
+                logger.warning(
+                    "Chunks are stored as each rank has them, and only engines of the same size share them: %s", found
+                )
+            return None
+        held = [group.per_rank for group in found.plan.groups]
+        layout = shard_layouts(self.kv_cache_config, self._kv_caches, kv_caches, held, blocks)
+        return RankShards(found.plan, found.digest, layout)

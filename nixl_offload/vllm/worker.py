@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, TierEn
 from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED
+from nixl_offload.engine.shard_chain import ShardChain
 from nixl_offload.engine.streams import Fence, model_on_default_stream
 from nixl_offload.errors import LayoutError
 from nixl_offload.tiers.kinds import AnyPlace
@@ -40,6 +41,7 @@ from nixl_offload.vllm.kv_caches import canonical_layout
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketSpec
 from nixl_offload.vllm.opening import name_of
 from nixl_offload.vllm.rank_engine import RankMemory, open_host, open_tier_engine, plan_tiers
+from nixl_offload.vllm.rank_shards import RankShards
 from nixl_offload.vllm.rank_tiers import RankTiers
 
 logger = logging.getLogger(__name__)
@@ -73,12 +75,14 @@ class NixlOffloadingWorker(OffloadingWorker):
         claimed_share: float = 1.0,
         *,
         engines: int = 1,
+        shards: RankShards | None = None,
         off: bool = False,
     ) -> None:
         """Take the host memory that the config asks for, and compare transfer paths on a device.
 
         ``claimed_share``: of the device's memory, what vLLM keeps for itself. ``engines``: data-parallel engines that
-        divide the memory tier. ``off``: nothing will be stored or loaded, so take nothing.
+        divide the memory tier. ``shards``: how chunks are cut by their KV heads; None: each rank stores what it has as
+        it lies there. ``off``: nothing will be stored or loaded, so take nothing.
 
         This may take seconds, and the start waits for it: CUDA graphs are captured next, and no other thread may
         allocate device memory during that. Raises TierError when there is not so much host memory: at start, and only
@@ -89,7 +93,9 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._group_ids = tuple(group.group_id for group in offloading.groups)
         self._group_at = {group: at for at, group in enumerate(self._group_ids)}
         self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
-        self.layout = canonical_layout(kv_caches, offloading.cache.blocks_per_chunk)
+        blocks_per_chunk = offloading.cache.blocks_per_chunk
+        self.layout = canonical_layout(kv_caches, blocks_per_chunk) if shards is None else shards.layout
+        self._shards = shards
         empty = self.layout.empty_groups
         self._has_layers = len(empty) < len(self.layout.groups)
         """Whether any; else this rank needs no memory, reaches no storage, and is done with its part at once."""
@@ -98,12 +104,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         if self._has_layers and not off:
             self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines)
             self._plans = plan_tiers(config, self._tensors, self.layout)
-        self._engine = ChainEngine(
-            [None] * len(config.tiers) if self._has_layers else (),
-            self._host,
-            memory=None if config.memory is None else 0,
-            empty_groups=empty,
-        )
+        self._engine = self._make_chain(empty)
         self._tiers = RankTiers(
             self._engine,
             open_tier=self._open_tier,
@@ -128,10 +129,34 @@ class NixlOffloadingWorker(OffloadingWorker):
         self.adapters = LoadedAdapters()
         """Whoever loads LoRA adapters on this rank tells it here."""
 
+    def _make_chain(self, empty: Collection[int]) -> ChainEngine:
+        engines = [None] * len(self._config.tiers) if self._has_layers else []
+        memory = None if self._config.memory is None else 0
+        if self._shards is None:
+            return ChainEngine(engines, self._host, memory=memory, empty_groups=empty)
+        return ShardChain(
+            engines,
+            self._host,
+            plan=self._shards.plan,
+            rank=self._rank,
+            slot_bytes=[self.layout.slot_bytes(group) for group in range(len(self.layout.groups))],
+            shared=[position for position, tier in enumerate(self._config.tiers) if tier.is_shared],
+            memory=memory,
+        )
+
+    def _layout_groups(self, group: int) -> Sequence[int]:
+        """Return what ``layout`` has of one of vLLM's groups: itself, or the shards that this rank holds."""
+        return (group,) if self._shards is None else self._shards.plan.layout_groups(group)
+
     def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
         """Return what this rank tells the scheduler's half. ``digest``: from ``rank_identity``."""
-        slot_bytes = tuple(self.layout.slot_bytes(group) for group in range(len(self._group_ids)))
-        return RankGeometry(self._rank, slot_bytes, digest, tuple(sorted(attention_backends)))
+        slot_bytes = tuple(
+            self.layout.slot_bytes(self._layout_groups(group)[0]) for group in range(len(self._group_ids))
+        )
+        backends, shards = tuple(sorted(attention_backends)), self._shards
+        if shards is None:
+            return RankGeometry(self._rank, slot_bytes, digest, backends)
+        return RankGeometry(self._rank, slot_bytes, shards.digest, backends, shards=shards.plan)
 
     def open(self, places: Mapping[int, AnyPlace], opening: int = 0) -> None:
         """Begin to open tiers in the background; those that fail are tried again. ``take_status`` tells which are open.
@@ -237,7 +262,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         wanted: Counter[int] = Counter()
         failed = set()
         for chunk, outcome in zip(job.chunks, job.result.outcomes, strict=True):
-            wanted[chunk.location.tier] += len(chunk.block_ids) * self.layout.groups[chunk.group].block_bytes
+            block_bytes = sum(self.layout.groups[at].block_bytes for at in self._layout_groups(chunk.group))
+            wanted[chunk.location.tier] += len(chunk.block_ids) * block_bytes
             if outcome is not Outcome.OK:
                 failed.add(chunk.location.tier)
         return [
@@ -323,7 +349,8 @@ class NixlOffloadingWorker(OffloadingWorker):
             LEAKED.append(self._host)  # a copy that did not end may be at it, and would be waited for
 
     def _open_tier(self, position: int, place: AnyPlace) -> TierEngine:
-        memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share)
+        numbers = () if self._shards is None else self._shards.plan.numbers(self._rank)
+        memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share, numbers)
         return open_tier_engine(self._config, position, place, memory, self._rank, self._plans[position])
 
     def _look_at_streams(self, position: int, engine: TierEngine) -> None:

@@ -29,9 +29,17 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from examples.demo.model import TINY, write_model
+from nixl_offload.chunk.shards import ShardPlan, make_plan
 from nixl_offload.config import Config
-from nixl_offload.identity.namespace import Namespace
-from nixl_offload.vllm.identity import build_namespace, models_of, name_model, reason_to_stay_off
+from nixl_offload.errors import NamespaceError
+from nixl_offload.identity.namespace import Namespace, ShardedFields
+from nixl_offload.vllm.identity import (
+    build_namespace,
+    models_of,
+    name_model,
+    reason_to_stay_off,
+    with_loaded_weights,
+)
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.rank_identity import allocation_digest
 from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys, sentence_about_media
@@ -435,3 +443,43 @@ def test_the_digest_of_a_rank_is_of_its_layers() -> None:
 def test_how_many_blocks_there_are_is_not_in_the_digest() -> None:
     """Nor where they lie: another share of the memory, another GPU of the kind."""
     assert digest(blocks=3) == digest(blocks=BLOCKS) == digest(blocks=16)
+
+
+def cut_ranks(tp: int, *, digests: Sequence[str] = (), shards: int = 4) -> list[RankGeometry]:
+    """Return what the ranks of an engine tell whose chunks are cut into four shards."""
+    plan = make_plan(shards, [[4]], [1 << 20], tp)
+    assert isinstance(plan, ShardPlan)
+    told = digests or ["ab"] * tp
+    return [RankGeometry(rank, (8192,), told[rank], ("CPU_ATTN",), shards=plan) for rank in range(tp)]
+
+
+def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> None:
+    """From vLLM's final configurations of every size; what is no part of it there is part of it still with ranks."""
+    configs = {tp: build(tensor_parallel_size=tp, distributed_executor_backend="mp") for tp in (1, 2, 4)}
+    cut = {tp: namespace(made, ranks=cut_ranks(tp)) for tp, made in configs.items()}
+    assert len({found.digest for found in cut.values()}) == 1
+    assert [found.slot_bytes(0) for found in cut.values()] == [4 * 8192, 2 * 8192, 8192]
+    by_rank = {namespace(made, ranks=manager_rig.ranks(tp)).digest for tp, made in configs.items() if tp == 1}
+    assert by_rank.isdisjoint({found.digest for found in cut.values()})
+    other = namespace(build(tensor_parallel_size=2, dtype="bfloat16"), ranks=cut_ranks(2))
+    assert other.digest != cut[2].digest
+
+
+def test_ranks_that_know_other_layers_share_with_their_like_alone(build: Build) -> None:
+    """As with scales of their own. Ranks that cut chunks otherwise would not find each other's: they are refused."""
+    made = build(tensor_parallel_size=2)
+    unlike = namespace(made, ranks=cut_ranks(2, digests=["ab", "cd"]))
+    assert isinstance(unlike.fields, ShardedFields)
+    assert unlike.fields.ranks == ("ab", "cd")
+    assert unlike.digest != namespace(made, ranks=cut_ranks(2)).digest
+    ranks = cut_ranks(2)
+    for odd in (replace(ranks[1], shards=None), replace(ranks[1], slot_bytes=(4096,)), cut_ranks(2, shards=2)[1]):
+        with pytest.raises(NamespaceError, match="do not agree"):
+            namespace(made, ranks=[ranks[0], odd])
+
+
+def test_new_weights_keep_what_ranks_hold(build: Build) -> None:
+    first = namespace(build(tensor_parallel_size=2), ranks=cut_ranks(2))
+    later = with_loaded_weights(first, "others")
+    assert later.digest != first.digest
+    assert later.slot_bytes(0) == first.slot_bytes(0)

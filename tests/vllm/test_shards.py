@@ -1,0 +1,116 @@
+"""Proves over running vLLMs that servers of different tensor parallelism are one prefix cache: what one stored the
+others answer from, in a directory and in a bucket; that damage is found by whoever reads it; and that what ranks have
+alike is stored once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import pytest
+
+from nixl_offload.tiers.shared.naming import parse_shard_name
+from tests.s3.servers import RcloneServer
+from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_prompts, loads_refused
+from tests.vllm.harness import TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop, close
+from tests.vllm.shared_rig import Medium, bucket, said, tree, until_stored
+
+PROMPTS: Final = chunk_prompts(2, seed=301)
+LATER: Final = chunk_prompts(2, seed=302)
+ONE_HEAD: Final = dataclasses.replace(TINY, kv_heads=1)
+SIZES: Final[dict[int, dict[str, Any]]] = {
+    1: {},
+    2: {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "in_process": False},
+}
+# Two ranks on a machine with one NUMA node. A variable that is set counts, so both sizes have it.
+ENVIRONMENT: Final = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
+Start = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RcloneServer]:
+    with RcloneServer() as started:
+        yield started
+
+
+@pytest.fixture(params=["tree", "obstore"])
+def medium(request: pytest.FixtureRequest, server: RcloneServer, workshop: Workshop) -> Medium:
+    """What engines of the test share; each test has its own."""
+    place = f"shards-{request.node.name}".replace("[", "-").rstrip("]")
+    return tree(workshop.scratch / place) if request.param == "tree" else bucket(server, "obstore", prefix=place)
+
+
+@pytest.fixture
+def start(workshop: Workshop) -> Iterator[Start]:
+    """Starts an engine of a size; the test's engines end with it."""
+    started: list[Engine] = []
+
+    def begin(medium: Medium, tp: int, shape: ModelShape = TINY, **fields: Any) -> Engine:
+        environment = {**medium.environment, **ENVIRONMENT}
+        config = medium.config(**{"shards": 2, **fields})
+        started.append(workshop.start_engine(shape, config, environment=environment, **{**ENGINE_OPTIONS, **SIZES[tp]}))
+        return started[-1]
+
+    yield begin
+    for engine in started:
+        engine.close()
+
+
+def all_from_the_tier(engine: Engine, prompts: list[list[int]], right: list[Answer]) -> None:
+    """Ask: every full chunk is loaded, and the answers are those of the engine that computed them, but for rounding."""
+    assert engine.reset_prefix_cache()
+    answers = engine.generate(prompts)
+    assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(prompts), said(engine)
+    assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
+    assert not loads_refused(engine)
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY_HYBRID], ids=["full", "hybrid"])
+def test_sizes_share_what_they_store(medium: Medium, start: Start, shape: ModelShape) -> None:
+    """Stored with one rank, served with two, and what those store served with one again; as without a cache."""
+    one = start(medium, 1, shape)
+    right = one.generate(PROMPTS)
+    assert one.settle()
+    shards = len(medium.shards())
+    assert shards >= 2 * PROMPT_CHUNKS * len(PROMPTS)
+    two = start(medium, 2, shape)
+    all_from_the_tier(two, PROMPTS, right)
+    later = two.generate(LATER)
+    assert two.settle()
+    assert len(medium.shards()) == 2 * shards
+    assert len(medium.namespaces()) == 1
+    all_from_the_tier(one, LATER, later)
+    without = one.generate(LATER)
+    assert all(close(answer, other) for answer, other in zip(without, later, strict=True))
+
+
+@pytest.mark.parametrize("reader", [1, 2])
+def test_damage_to_a_shard_is_found_by_whoever_reads_it(medium: Medium, start: Start, reader: int) -> None:
+    """A flipped bit in one of two shards of a chunk: the chunk is computed anew, and the answer is right."""
+    writer = start(medium, 3 - reader)
+    right = until_stored(writer, medium, PROMPTS, 2 * PROMPT_CHUNKS * len(PROMPTS))
+    writer.stop()
+    damaged = next(name for name in medium.shards() if (shard := parse_shard_name(name)) and shard.rank == 1)
+    medium.flip(damaged, len(medium.read(damaged)) - 5000)
+    engine = start(medium, reader)
+    answers = engine.generate(PROMPTS)
+    assert engine.settle()
+    assert loads_refused(engine)
+    assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
+
+
+def test_what_ranks_have_alike_is_stored_once(medium: Medium, start: Start) -> None:
+    """One KV head on two ranks: half of the shards and bytes of ``per_rank``; and one rank finds them, too."""
+    by_rank = start(medium, 2, ONE_HEAD, shards="per_rank")
+    right = until_stored(by_rank, medium, PROMPTS, 2 * PROMPT_CHUNKS * len(PROMPTS))
+    by_rank.stop()
+    before = {name: len(medium.read(name)) for name in medium.shards()}
+    two = start(medium, 2, ONE_HEAD)
+    until_stored(two, medium, PROMPTS, len(before) + PROMPT_CHUNKS * len(PROMPTS))
+    added = {name: len(medium.read(name)) for name in medium.shards() if name not in before}
+    assert 2 * len(added) == len(before)
+    assert 2 * sum(added.values()) == sum(before.values())
+    all_from_the_tier(two, PROMPTS, right)
+    all_from_the_tier(start(medium, 1, ONE_HEAD), PROMPTS, right)
