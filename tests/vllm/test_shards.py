@@ -14,6 +14,7 @@ import pytest
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_prompts, loads_refused
+from tests.vllm.families import write_mla
 from tests.vllm.harness import TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop, close
 from tests.vllm.shared_rig import Medium, bucket, said, tree, until_stored
 
@@ -24,7 +25,7 @@ SIZES: Final[dict[int, dict[str, Any]]] = {
     1: {},
     2: {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "in_process": False},
 }
-# Two ranks on a machine with one NUMA node. A variable that is set counts, so both sizes have it.
+# Two ranks on a machine with one NUMA node.
 ENVIRONMENT: Final = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
 Start = Callable[..., Engine]
 
@@ -48,9 +49,13 @@ def start(workshop: Workshop) -> Iterator[Start]:
     started: list[Engine] = []
 
     def begin(medium: Medium, tp: int, shape: ModelShape = TINY, **fields: Any) -> Engine:
-        environment = {**medium.environment, **ENVIRONMENT}
+        options = {name: fields.pop(name) for name in ("model", "block_size") if name in fields}
+        nearer, shared = fields.pop("nearer", []), fields.pop("is_shared", True)
         config = medium.config(**{"shards": 2, **fields})
-        started.append(workshop.start_engine(shape, config, environment=environment, **{**ENGINE_OPTIONS, **SIZES[tp]}))
+        config["tiers"] = [*nearer, *(config["tiers"] if shared else [])]
+        environment = {**medium.environment, **ENVIRONMENT}
+        options = {**ENGINE_OPTIONS, **SIZES[tp], **options}
+        started.append(workshop.start_engine(shape, config, environment=environment, **options))
         return started[-1]
 
     yield begin
@@ -114,3 +119,38 @@ def test_what_ranks_have_alike_is_stored_once(medium: Medium, start: Start) -> N
     assert 2 * sum(added.values()) == sum(before.values())
     all_from_the_tier(two, PROMPTS, right)
     all_from_the_tier(start(medium, 1, ONE_HEAD), PROMPTS, right)
+
+
+def test_mla_of_two_ranks_is_stored_once(medium: Medium, workshop: Workshop, start: Start) -> None:
+    """Half the shards and bytes of ``per_rank``. vLLM's CPU build must not reuse KV of MLA, so nothing is loaded."""
+    model = write_mla(workshop.scratch / "mla")
+    found: list[dict[str, int]] = []
+    for shards in ("per_rank", "auto"):
+        before = set(medium.shards())
+        engine = start(medium, 2, model=model, shards=shards, serve_without_prefix_caching=True, block_size=16)
+        until_stored(engine, medium, PROMPTS, len(before) + (2 if shards == "per_rank" else 1) * PROMPT_CHUNKS * 2)
+        engine.stop()
+        found.append({name: len(medium.read(name)) for name in medium.shards() if name not in before})
+    assert 2 * len(found[1]) == len(found[0])
+    assert 2 * sum(found[1].values()) == sum(found[0].values())
+
+
+def test_chains_of_tiers_move_shards(medium: Medium, workshop: Workshop, start: Start) -> None:
+    """From memory to a slab and on to what is shared, by two ranks; from there into the memory of one, and served."""
+    nearer = [
+        {"kind": "memory", "capacity": "64MiB"},
+        {"kind": "slab", "path": str(workshop.scratch / f"slab-{medium.directory.name}"), "capacity": "64MiB"},
+    ]
+    two = start(medium, 2, nearer=nearer)
+    right = until_stored(two, medium, PROMPTS, 2 * PROMPT_CHUNKS * len(PROMPTS))
+    all_from_the_tier(two, PROMPTS, right)
+    two.stop()
+    again = start(medium, 2, nearer=nearer[1:], is_shared=False)
+    all_from_the_tier(again, PROMPTS, right)
+    again.stop()
+    one = start(medium, 1, nearer=nearer[:1])
+    all_from_the_tier(one, PROMPTS, right)
+    assert one.settle()
+    for path in medium.shards():
+        medium.delete(path)
+    all_from_the_tier(one, PROMPTS, right)
