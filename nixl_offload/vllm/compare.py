@@ -27,7 +27,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from nixl_offload.config import CONNECTOR_NAME, Config, from_extra_config
 from nixl_offload.errors import ConfigError, NotSupportedError
 from nixl_offload.identity.compare import Argument, Server, differing
-from nixl_offload.identity.excused import EXCUSED
+from nixl_offload.identity.excused import EXCUSED, EXCUSED_WITH_SHARDS
 from nixl_offload.identity.namespace import Setting
 from nixl_offload.identity.settings import collect, plain_text
 from nixl_offload.vllm.identity import known_by_name_alone, known_fields, models_of, reason_to_stay_off
@@ -114,6 +114,11 @@ def _describe(arguments: argparse.Namespace, transfer: Mapping[str, Any]) -> Ser
         config = _our_config(vllm_config, transfer)
         known: dict[str, Any] = dict(known_fields(vllm_config, config, {}))
         settings = known.pop("settings")
+        if config.shards != "per_rank":
+            # As far as the ranks can cut chunks, which only they know.
+            known = {name: value for name, value in known.items() if name not in {"tp", "world_size"}}
+            known["shards"] = str(config.shards)
+            settings = {name: value for name, value in settings.items() if name not in EXCUSED_WITH_SHARDS}
         models = models_of(vllm_config)
         return Server(
             model=models["model_config"].name,

@@ -93,13 +93,19 @@ class NixlOffloadSpec(OffloadingSpec):
         wanted, blocks = self.config_file.shards, self.config.cache.blocks_per_chunk
         if wanted == "per_rank":
             return None
-        found = cut_chunks(self.vllm_config, self.kv_cache_config, self._kv_caches, wanted, blocks)
-        if isinstance(found, str):
-            if self.config.parallel.rank == 0:
-                logger.warning(
-                    "Chunks are stored as each rank has them, and only engines of the same size share them: %s", found
-                )
-            return None
-        held = [group.per_rank for group in found.plan.groups]
-        layout = shard_layouts(self.kv_cache_config, self._kv_caches, kv_caches, held, blocks)
-        return RankShards(found.plan, found.digest, layout)
+        trace: Exception | None = None
+        try:
+            found = cut_chunks(self.vllm_config, self.kv_cache_config, self._kv_caches, wanted, blocks)
+            if not isinstance(found, str):
+                held = [group.per_rank for group in found.plan.groups]
+                layout = shard_layouts(self.kv_cache_config, self._kv_caches, kv_caches, held, blocks)
+                return RankShards(found.plan, found.digest, layout)
+        except Exception as error:  # noqa: BLE001 - whatever vLLM has that nobody has thought of is stored as ever
+            found, trace = "what lies where in the KV caches is not understood", error
+        if self.config.parallel.rank == 0:
+            logger.warning(
+                "Chunks are stored as each rank has them, and only engines of the same size share them: %s",
+                found,
+                exc_info=trace,
+            )
+        return None
