@@ -5,23 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from nixl_offload.identity.namespace import CommonFields, Namespace, ShardedFields, make_namespace
 from nixl_offload.stores.directory import TreeStore
-from tests.unit.warm_rig import namespace, put_chunk, put_manifest
+from tests.unit.warm_rig import RANKS, namespace, put_chunk, put_manifest
 
 CHUNKS = 3
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    store = TreeStore(str(tmp_path))
+def by_heads() -> Namespace:
+    """As ``namespace``, of chunks that are cut by their heads into as many shards as that has ranks."""
+    by_rank = namespace().fields
+    common = {item.name: getattr(by_rank, item.name) for item in fields(CommonFields)}
+    return make_namespace(ShardedFields(**common, ranks=("ab",), shards=RANKS))
+
+
+@pytest.fixture(params=[namespace, by_heads])
+def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    store, space = TreeStore(str(tmp_path)), request.param()
     for number in range(CHUNKS):
-        put_chunk(store, namespace(), number)
-    put_manifest(store, namespace())
+        put_chunk(store, space, number)
+    put_manifest(store, space)
     store.close()
     return tmp_path
 

@@ -17,7 +17,7 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.shards import cut, hold
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome
-from tests.unit.fleet_rig import MEMORY, SLAB, TREE, EngineRig, key, ok, shards
+from tests.unit.fleet_rig import CHUNK_BLOCKS, MEMORY, SLAB, TREE, EngineRig, key, ok, shards
 from tests.unit.link_rig import NAMESPACE_NAME
 
 CHUNKS = range(5)
@@ -60,8 +60,8 @@ def test_every_size_reads_what_every_size_has_stored(make: Make, writer: int, re
     assert not engine.holds(CHUNKS)
 
 
-@settings(max_examples=12, deadline=None)
-@given(heads=st.sampled_from([1, 2, 3, 4, 6, 8]), wanted=st.integers(1, 8), sizes=st.tuples(*[st.integers(1, 8)] * 2))
+@settings(max_examples=8, deadline=None)
+@given(heads=st.sampled_from([1, 2, 3, 4]), wanted=st.integers(1, 4), sizes=st.tuples(*[st.integers(1, 4)] * 2))
 def test_any_two_sizes_that_can_hold_the_shards_agree(heads: int, wanted: int, sizes: tuple[int, int]) -> None:
     """Stored by one and loaded by the other, every byte is the same, replicas included."""
     assume(all(hold(cut(wanted, [heads], 1 << 30), [heads], tp) for tp in sizes))
@@ -116,14 +116,12 @@ def test_replicas_write_a_chunk_once_and_each_reads_it(make: Make, tmp_path: Pat
         stored(engine, source)
         assert ok([rank.move(CHUNKS, source, TREE) for rank in engine.ranks])
     assert len(shards(tmp_path / "kv")) == len(CHUNKS)
-    moved = [
-        sum(done.bytes_moved for done in (rank.results if source is None else rank.settled).values())
-        for rank in engine.ranks
-    ]
-    expected = Counter(
-        rank for number in CHUNKS for rank in range(4) if engine.plan.groups[0].writes(rank, key(number))
-    )
-    assert {rank for rank, size in enumerate(moved) if size} == set(expected)
+    told = [rank.results if source is None else rank.settled for rank in engine.ranks]
+    moved = [sum(done.bytes_moved for done in ended.values()) for ended in told]
+    writers = Counter(rank for n in CHUNKS for rank in range(4) if engine.plan.groups[0].writes(rank, key(n)))
+    layout = engine.ranks[0].layout
+    chunk_bytes = CHUNK_BLOCKS * layout.groups[0].block_bytes if source is None else layout.slot_bytes(0)
+    assert moved == [writers[rank] * chunk_bytes for rank in range(4)]
     engine.wipe()
     assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
     assert engine.holds(CHUNKS)
