@@ -49,10 +49,11 @@ SETTLED_WITH_RANKS = {
 class Asked:
     """Asks vLLM what command lines come to."""
 
-    def __init__(self, model: Path, environment: dict[str, str]) -> None:
+    def __init__(self, model: Path, environment: dict[str, str], **fields: Any) -> None:
+        """``fields``: further top-level fields of our config."""
         self.model = model
         self.environment = environment
-        config = parse_config(TIERS)
+        config = parse_config({**TIERS, **fields})
         self._transfer = kv_transfer_config(config, config.to_dict())
         self.child = ChildProcess(environment)
 
@@ -109,6 +110,18 @@ def test_what_counts_keeps_servers_apart(asked: Asked, second: str, because: str
     assert found.because == (because,)
     assert difference in found.differences
     assert [each.name for each in found.harmless] == ["seed", "max_num_seqs"]
+
+
+def test_tensor_parallelism_does_not_count_where_chunks_are_cut(asked: Asked) -> None:
+    """With ``shards`` servers of two sizes share, if they cut alike."""
+    cut = Asked(asked.model, asked.environment, shards=2)
+    cut.child = asked.child
+    assert cut.compare("", "-tp 2").share
+    assert not cut.compare("", "-tp 2 --dtype float16").share
+    auto = Asked(asked.model, asked.environment, shards="auto")
+    auto.child = asked.child
+    differences = compare(cut.server(""), auto.server(""), {}, {}).differences
+    assert ("shards", ("2", "auto")) in differences
 
 
 def test_what_does_not_count_is_named_with_its_reason(asked: Asked) -> None:
