@@ -6,6 +6,7 @@ alike is stored once.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ SIZES: Final[dict[int, dict[str, Any]]] = {
 }
 # Two ranks on a machine with one NUMA node.
 ENVIRONMENT: Final = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
+STORED_DEADLINE_S: Final = 120.0
 Start = Callable[..., Engine]
 
 
@@ -63,6 +65,20 @@ def start(workshop: Workshop) -> Iterator[Start]:
         engine.close()
 
 
+def stored_whole(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    """Ask until the engine loads every full chunk: a busy machine may shed a store. Returns the first answers."""
+    first = engine.generate(prompts)
+    deadline = time.monotonic() + STORED_DEADLINE_S
+    while True:
+        assert engine.settle()
+        assert engine.reset_prefix_cache()
+        answers = engine.generate(prompts)
+        assert all(close(answer, other) for answer, other in zip(answers, first, strict=True))
+        if [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(prompts):
+            return first
+        assert time.monotonic() < deadline, f"not everything is stored{said(engine)}"
+
+
 def all_from_the_tier(engine: Engine, prompts: list[list[int]], right: list[Answer]) -> None:
     """Ask: every full chunk is loaded, and the answers are those of the engine that computed them, but for rounding."""
     assert engine.reset_prefix_cache()
@@ -73,22 +89,20 @@ def all_from_the_tier(engine: Engine, prompts: list[list[int]], right: list[Answ
 
 
 @pytest.mark.parametrize("shape", [TINY, TINY_HYBRID], ids=["full", "hybrid"])
-def test_sizes_share_what_they_store(medium: Medium, start: Start, shape: ModelShape) -> None:
+def test_sizes_share_what_they_store(medium: Medium, workshop: Workshop, start: Start, shape: ModelShape) -> None:
     """Stored with one rank, served with two, and what those store served with one again; as without a cache."""
+    alone = workshop.start_engine(shape, **ENGINE_OPTIONS)
+    without = alone.generate([*PROMPTS, *LATER])
+    alone.stop()
     one = start(medium, 1, shape)
-    right = one.generate(PROMPTS)
-    assert one.settle()
-    shards = len(medium.shards())
-    assert shards >= 2 * PROMPT_CHUNKS * len(PROMPTS)
+    right = stored_whole(one, PROMPTS)
+    assert len(medium.shards()) >= 2 * PROMPT_CHUNKS * len(PROMPTS)
     two = start(medium, 2, shape)
     all_from_the_tier(two, PROMPTS, right)
-    later = two.generate(LATER)
-    assert two.settle()
-    assert len(medium.shards()) == 2 * shards
+    later = stored_whole(two, LATER)
     assert len(medium.namespaces()) == 1
     all_from_the_tier(one, LATER, later)
-    without = one.generate(LATER)
-    assert all(close(answer, other) for answer, other in zip(without, later, strict=True))
+    assert all(close(answer, other) for answer, other in zip([*right, *later], without, strict=True))
 
 
 @pytest.mark.parametrize("reader", [1, 2])
