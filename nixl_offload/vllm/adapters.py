@@ -41,10 +41,13 @@ class AdapterUse(NamedTuple):
     adapter: AdapterName
     digests: tuple[str, ...]
     """By rank."""
+    of_any_size: bool = False
+    """Engines with other numbers of ranks share the chunks: what ranks agree on counts once."""
 
     def tag(self, block_hash: bytes) -> bytes:
         """Return what takes the place of a block hash of vLLM's; as long as that."""
-        content = hashlib.sha256("".join(self.digests).encode("ascii")).digest()
+        digests = dict.fromkeys(self.digests) if self.of_any_size else self.digests
+        content = hashlib.sha256("".join(digests).encode("ascii")).digest()
         return hashlib.blake2b(block_hash, digest_size=len(block_hash), key=content).digest()
 
 
@@ -106,6 +109,8 @@ class AdapterTable:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._known: dict[AdapterName, _Known] = {}
+        self.of_any_size = False
+        """As ``AdapterUse.of_any_size``."""
 
     def hear(
         self, told: Mapping[int, Mapping[AdapterName, tuple[str | None, ...]]], prefix_cache: object
@@ -138,7 +143,7 @@ class AdapterTable:
         digests = [known.digests[rank] for rank in range(self._world_size)]
         if None in digests:
             return None
-        return AdapterUse(name, tuple(digest for digest in digests if digest is not None))
+        return AdapterUse(name, tuple(digest for digest in digests if digest is not None), self.of_any_size)
 
     def may_come(self, name: AdapterName, step: int, heard_steps: int) -> bool:
         """Whether ranks that have loaded this adapter may not have told so yet: they tell with their next report.

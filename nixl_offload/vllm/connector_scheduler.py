@@ -146,6 +146,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             return
         ranks = [self._geometries[rank] for rank in range(self._world_size)]
         self._weights.start([rank.weights for rank in ranks])
+        self._adapters.of_any_size = ranks[0].shards is not None
         if is_start:
             self.open(ranks)
         else:

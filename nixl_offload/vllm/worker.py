@@ -96,6 +96,11 @@ class NixlOffloadingWorker(OffloadingWorker):
         blocks_per_chunk = offloading.cache.blocks_per_chunk
         self.layout = canonical_layout(kv_caches, blocks_per_chunk) if shards is None else shards.layout
         self._shards = shards
+        self._block_bytes = [
+            sum(self.layout.groups[at].block_bytes for at in self._layout_groups(group))
+            for group in range(len(self._group_ids))
+        ]
+        """By vLLM's group: what this rank has of a block."""
         empty = self.layout.empty_groups
         self._has_layers = len(empty) < len(self.layout.groups)
         """Whether any; else this rank needs no memory, reaches no storage, and is done with its part at once."""
@@ -262,8 +267,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         wanted: Counter[int] = Counter()
         failed = set()
         for chunk, outcome in zip(job.chunks, job.result.outcomes, strict=True):
-            block_bytes = sum(self.layout.groups[at].block_bytes for at in self._layout_groups(chunk.group))
-            wanted[chunk.location.tier] += len(chunk.block_ids) * block_bytes
+            wanted[chunk.location.tier] += len(chunk.block_ids) * self._block_bytes[chunk.group]
             if outcome is not Outcome.OK:
                 failed.add(chunk.location.tier)
         return [

@@ -236,3 +236,16 @@ def test_the_worker_of_this_connector_is_found() -> None:
         workers.append(worker)
     assert find_worker(ours) is workers[1]  # type: ignore[arg-type]
     assert find_worker(SimpleNamespace(model_config=object())) is None  # type: ignore[arg-type]
+
+
+def test_with_shards_what_ranks_agree_on_counts_once() -> None:
+    """So engines with other numbers of ranks have the same keys; ranks that disagree still count, in their order."""
+    table = AdapterTable(world_size=2)
+    table.of_any_size = True
+    table.hear({0: {NAME: ("a",)}, 1: {NAME: ("a",)}}, "cache")
+    use = table.find(NAME, "cache")
+    assert use is not None
+    assert use.tag(bytes(32)) == AdapterUse(NAME, ("a",)).tag(bytes(32))
+    assert AdapterUse(NAME, ("a", "a")).tag(bytes(32)) != use.tag(bytes(32)), "rank by rank they count as ever"
+    unlike = {AdapterUse(NAME, digests, of_any_size=True).tag(bytes(32)) for digests in (("a", "b"), ("b", "a"))}
+    assert len(unlike | {use.tag(bytes(32))}) == 3

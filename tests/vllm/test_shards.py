@@ -18,6 +18,7 @@ from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_
 from tests.vllm.families import write_mla
 from tests.vllm.harness import TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop, close
 from tests.vllm.shared_rig import Medium, bucket, said, tree, until_stored
+from tests.vllm.test_adapters import write_adapter
 
 PROMPTS: Final = chunk_prompts(2, seed=301)
 LATER: Final = chunk_prompts(2, seed=302)
@@ -51,12 +52,12 @@ def start(workshop: Workshop) -> Iterator[Start]:
     started: list[Engine] = []
 
     def begin(medium: Medium, tp: int, shape: ModelShape = TINY, **fields: Any) -> Engine:
-        options = {name: fields.pop(name) for name in ("model", "block_size") if name in fields}
+        own = {name: fields.pop(name) for name in ("model", "block_size") if name in fields} | fields.pop("options", {})
         nearer, shared = fields.pop("nearer", []), fields.pop("is_shared", True)
         config = medium.config(**{"shards": 2, **fields})
         config["tiers"] = [*nearer, *(config["tiers"] if shared else [])]
         environment = {**medium.environment, **ENVIRONMENT}
-        options = {**ENGINE_OPTIONS, **SIZES[tp], **options}
+        options = {**ENGINE_OPTIONS, **SIZES[tp], **own}
         started.append(workshop.start_engine(shape, config, environment=environment, **options))
         return started[-1]
 
@@ -168,3 +169,25 @@ def test_chains_of_tiers_move_shards(medium: Medium, workshop: Workshop, start: 
     for path in medium.shards():
         medium.delete(path)
     all_from_the_tier(one, PROMPTS, right)
+
+
+def test_sizes_share_what_is_computed_with_an_adapter(workshop: Workshop, start: Start) -> None:
+    """The keys of a request with a LoRA adapter hold its content, which is the same on every rank."""
+    medium, path = tree(workshop.scratch / "shards-adapter"), workshop.scratch / "adapter"
+    write_adapter(path, 1)
+    adapter = {"lora_name": "mine", "lora_int_id": 1, "lora_path": str(path)}
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    one = start(medium, 1, options=lora)
+    right = one.generate(PROMPTS, adapter=adapter)
+    deadline = time.monotonic() + STORED_DEADLINE_S
+    while len(medium.shards()) < 2 * PROMPT_CHUNKS * len(PROMPTS):
+        assert time.monotonic() < deadline, f"not everything is stored{said(one)}"
+        assert one.settle()
+        assert one.reset_prefix_cache()
+        one.generate(PROMPTS, adapter=adapter)
+        assert one.settle()
+    two = start(medium, 2, options=lora)
+    two.call("add_adapter", adapter=adapter)
+    answers = two.generate(PROMPTS, adapter=adapter)
+    assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(PROMPTS), said(two)
+    assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
