@@ -1,5 +1,5 @@
 """Proves that a fleet of servers with one, two and four ranks over one bucket answers right, whatever happens to it: a
-hundred prompts, damage to shards between them, and a server of objects that is gone for a while.
+hundred prompts, damage to shards between them, one of them killed, and a server of objects that is gone for a while.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ SHAPE: Final = dataclasses.replace(TINY, kv_heads=4)
 SIZES: Final = (1, 2, 4)
 PROMPTS: Final = chunk_prompts(20, seed=401)
 ROUNDS, ASKED = 10, 10
+KILLED: Final = 3
+"""The round before which the server with two ranks is killed, and started anew."""
 GONE: Final = (5, 6)
 """Rounds in which the server of objects is gone."""
 LOOKUP: Final = {"timeout": "1s", "present_for": "1s", "absent_for": "300ms"}
@@ -67,6 +69,10 @@ def _answer_a_hundred(server: RcloneServer, workshop: Workshop) -> None:
                     wrong.append(f"round {number}, TP {tp}, prompt {prompt}")
             assert engines[tp].settle()
 
+        if number == KILLED:
+            engines[2].generate(PROMPTS[:4])
+            engines[2].kill()  # its stores are under way
+            begin(2)
         side_by_side(*(lambda tp=tp, wanted=wanted: ask(tp, wanted) for tp, wanted in asked.items()))  # type: ignore[misc]
         shards = medium.shards()
         for name in dice.sample(shards, min(4, len(shards))):
