@@ -263,7 +263,8 @@ EXCUSED: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 EXCUSED_WITH_SHARDS: Final[Mapping[str, str]] = {
-    "cache_config.effective_attention_block_size": "how a kernel cuts blocks: shards have one order of tokens",
+    "cache_config.effective_attention_block_size": "how a kernel cuts blocks: the layers' digest has it",
     "cache_config.kv_cache_layout": "how blocks lie in memory: shards have one order",
+    "speculative_config.draft_tensor_parallel_size": "the model's, or chunks are not cut",
 }
 """Settings, by path, that cannot change a byte of a chunk that is cut by its heads."""

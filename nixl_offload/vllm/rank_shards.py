@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -66,22 +66,22 @@ def cut_chunks(
     why = _why_not(vllm_config) or understood_pages(vllm_config, kv_cache_config, kv_caches)
     if why:
         return why
-    groups = [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
+    numbers = get_offloading_group_ids(kv_cache_config)
     heads: list[list[int]] = []
     sizes: list[int] = []
-    for number, group in enumerate(groups):
+    for number in numbers:
         heads.append([])
         sizes.append(0)
-        for spec in specs_of(group).values():
+        for spec in specs_of(kv_cache_config.kv_cache_groups[number]).values():
             assert isinstance(spec, AttentionSpec)
             page_bytes, is_divided = spec.unpadded_page_size_bytes, not isinstance(spec, MLAAttentionSpec)
             total = vllm_config.model_config.get_total_num_kv_heads() if is_divided else 1
-            heads[number].append(total)
-            sizes[number] += blocks_per_chunk * (page_bytes // spec.num_kv_heads * total if is_divided else page_bytes)
+            heads[-1].append(total)
+            sizes[-1] += blocks_per_chunk * (page_bytes // spec.num_kv_heads * total if is_divided else page_bytes)
     plan = make_plan(wanted, heads, sizes, vllm_config.parallel_config.tensor_parallel_size)
     if isinstance(plan, str):
         return plan
-    return CutChunks(plan, _digest(vllm_config, groups, heads, kv_caches))
+    return CutChunks(plan, _digest(vllm_config, kv_cache_config, dict(zip(numbers, heads, strict=True)), kv_caches))
 
 
 def specs_of(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
@@ -104,17 +104,21 @@ def _why_not(vllm_config: VllmConfig) -> str | None:
 
 def _digest(
     vllm_config: VllmConfig,
-    groups: list[KVCacheGroupSpec],
-    heads: list[list[int]],
+    kv_cache_config: KVCacheConfig,
+    heads: Mapping[int, Sequence[int]],
     kv_caches: Mapping[str, torch.Tensor],
 ) -> str:
-    """Digest what makes the bytes of shards interchangeable, layer by layer."""
+    """Digest what makes the bytes of shards interchangeable, layer by layer. ``heads``: by group, of its layers."""
     layers = vllm_config.compilation_config.static_forward_context
     facts: list[object] = []
-    for group, of_layers in zip(groups, heads, strict=True):
-        facts.append([str(group.role), group.is_eagle_group])
+    for number, of_layers in heads.items():
+        group = kv_cache_config.kv_cache_groups[number]
+        facts.append([number, str(group.role), group.is_eagle_group])
         for (name, spec), count in zip(specs_of(group).items(), of_layers, strict=True):
             told = {path: value for path, value in collect(spec, {}).values.items() if path not in _OF_THE_RANK}
-            kind = str(kv_caches[name].dtype)
-            facts.append([name, type(spec).__qualname__, told, count, kind, layer_facts(layers.get(name))])
+            pages = kv_caches[name]
+            # Of MLA a kernel may divide a block, and an indexer's keeps its scales behind the tokens of each part.
+            parts = pages.shape[0] // kv_cache_config.num_blocks
+            of_layer = layer_facts(layers.get(name))
+            facts.append([name, type(spec).__qualname__, told, count, str(pages.dtype), parts, of_layer])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -465,6 +465,18 @@ def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> N
     assert other.digest != cut[2].digest
 
 
+def test_the_size_of_a_draft_model_is_no_part_of_it_either(build: Build, models: Path) -> None:
+    """It has the model's, or chunks are not cut: ``rank_shards`` sees to that."""
+    write_model(models / "draft", TINY)
+    draft = {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": 2}
+    made = [
+        build(tensor_parallel_size=tp, distributed_executor_backend="mp", speculative_config=dict(draft))
+        for tp in (1, 2)
+    ]
+    assert [each.speculative_config.draft_tensor_parallel_size for each in made] == [1, 2]
+    assert len({namespace(each, ranks=cut_ranks(tp)).digest for tp, each in enumerate(made, 1)}) == 1
+
+
 def test_ranks_that_know_other_layers_share_with_their_like_alone(build: Build) -> None:
     """As with scales of their own. Ranks that cut chunks otherwise would not find each other's: they are refused."""
     made = build(tensor_parallel_size=2)
