@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
@@ -21,6 +21,7 @@ LONGEST_S: Final = 36_500 * 86_400.0
 
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _ENDPOINT_HOST: Final = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
+_MOST_SHARDS: Final = 256
 _PREFIX_PART: Final = re.compile(r"[A-Za-z0-9._=-]+")
 _PREFIX_CHARS: Final = 512
 """A store adds up to 200 to it, and S3 ends at 1024."""
@@ -102,12 +103,21 @@ def _tenant(tenant: str) -> str:
     return tenant
 
 
+def _shards(shards: object) -> object:
+    if shards in ("per_rank", "auto") or (type(shards) is int and 1 <= shards <= _MOST_SHARDS):
+        return shards
+    raise ValueError(f"is no way to cut a chunk; allowed: per_rank, auto, or a number from 1 to {_MOST_SHARDS}")
+
+
 def _text(pattern: str) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "pattern": pattern})
 
 
 _NAMES: Final = rf"{_PREFIX_PART.pattern}(/{_PREFIX_PART.pattern})*"
 
+ShardCount = Annotated[
+    Literal["per_rank", "auto"] | Annotated[int, Field(ge=1, le=_MOST_SHARDS)], BeforeValidator(_shards)
+]
 SizeBytes = Annotated[
     int,
     BeforeValidator(parse_size),

@@ -18,6 +18,7 @@ from nixl_offload.config.fields import (
     ObjectPrefix,
     Percent,
     RegionName,
+    ShardCount,
     SizeBytes,
     TenantName,
 )
@@ -268,7 +269,7 @@ class Config(_Model):
     block_outermost: bool = True
     """On CUDA, ask vLLM for a KV cache with all layers of a block side by side (BLHNC), if the attention backend takes
     it. A block is then one piece, which a drive can read and write without a copy."""
-    shards: Literal["per_rank", "auto"] | Annotated[int, Field(ge=1, le=256)] = "per_rank"
+    shards: ShardCount = "per_rank"
     """How a chunk is cut. ``per_rank``: each rank stores what it has as it lies there; only servers of the same size
     find it. A number: into so many ranges of KV heads, which servers of every ``--tensor-parallel-size`` that divides
     it find; KV that ranks have alike (MLA) is stored once in shared tiers. ``auto``: up to 8 ranges, of 1 MiB or more.
