@@ -56,8 +56,11 @@ class ShardChain(ChainEngine):
         self._of_tickets: dict[int, _Counts] = {}
 
     def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
+        if job_id in self._of_jobs:
+            self._refuse_twice(job_id)
+            return
         parts = [self._chunk(chunk) if self._writes(chunk.key, chunk.group, chunk.location) else [] for chunk in chunks]
-        self._expect(job_id, parts)
+        self._of_jobs[job_id] = [len(cut) for cut in parts]
         super().submit_store(job_id, _flat(parts))
 
     def submit_load(
@@ -70,10 +73,11 @@ class ShardChain(ChainEngine):
         fence: Fence | None = None,
     ) -> None:
         parts = [self._chunk(chunk) for chunk in chunks]
-        self._expect(job_id, parts)
         if promotion_ticket:
             promoted = zip(chunks, parts, strict=True)
             self._of_tickets[promotion_ticket] = [len(cut) for chunk, cut in promoted if chunk.host_offset is not None]
+        # A second one is refused while the first one goes on.
+        self._of_jobs.setdefault(job_id, [len(cut) for cut in parts])
         super().submit_load(job_id, _flat(parts), expedited=expedited, promotion_ticket=promotion_ticket, fence=fence)
 
     def submit_moves(self, ticket: int, moves: Sequence[MoveIO]) -> None:
@@ -86,10 +90,6 @@ class ShardChain(ChainEngine):
 
     def settled(self) -> list[Completion]:
         return [_folded(done, self._of_tickets) for done in super().settled()]
-
-    def _expect(self, job_id: int, parts: Sequence[Sequence[ChunkIO]]) -> None:
-        if job_id not in self._jobs:  # else it is refused, and the first one goes on
-            self._of_jobs[job_id] = [len(cut) for cut in parts]
 
     def _writes(self, key: Key, group: int, target: Location) -> bool:
         """Whether this rank writes a chunk to ``target``: in a shared tier one of those that hold the same does."""

@@ -165,6 +165,9 @@ class RankRig:
         self.chain.submit_moves(ticket, moves)
         return self._collect(self.settled, ticket)
 
+    def collect(self, job: int) -> tuple[Outcome, ...]:
+        return self._collect(self.results, job)
+
     def _collect(self, told: dict[int, Completion], number: int) -> tuple[Outcome, ...]:
         until_s = time.monotonic() + DEADLINE_S
         while number not in told:

@@ -127,6 +127,17 @@ def test_replicas_write_a_chunk_once_and_each_reads_it(make: Make, tmp_path: Pat
     assert engine.holds(CHUNKS)
 
 
+def test_a_job_that_comes_twice_is_told_once(make: Make) -> None:
+    """Also by a rank that writes nothing of it: its part has ended before it is asked."""
+    engine = make(4, heads=1, wanted=1)
+    engine.write([0])
+    for rank in engine.ranks:
+        rank.chain.submit_store(1 << 20, [rank.chunk(0, TREE)])
+        rank.chain.submit_store(1 << 20, [rank.chunk(0, TREE)])
+    assert ok([rank.store(CHUNKS, TREE) for rank in engine.ranks])
+    assert ok([rank.collect(1 << 20) for rank in engine.ranks])
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_damage_to_a_shard_is_found_by_the_rank_that_holds_it(make: Make, tmp_path: Path, tp: int) -> None:
     """A flipped byte, a shard in another one's place: CORRUPT on its rank; all else is loaded."""
