@@ -200,6 +200,8 @@ def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry]) -> Namesp
     common: dict[str, Any] = {item.name: getattr(by_rank, item.name) for item in fields(CommonFields)}
     common["groups"] = tuple(groups)
     common["settings"] = {name: value for name, value in by_rank.settings.items() if name not in EXCUSED_WITH_SHARDS}
+    if by_rank.settings.get("load_config.load_format") == "dummy":  # random, and others for each size
+        common["settings"]["tp"] = by_rank.tp
     # Where ranks differ, as by scales of their own, engines of other sizes share nothing.
     digests = by_rank.ranks[:1] if len(set(by_rank.ranks)) == 1 else by_rank.ranks
     return make_namespace(ShardedFields(**common, ranks=digests, shards=most), held)

@@ -477,6 +477,11 @@ def test_the_size_of_a_draft_model_is_no_part_of_it_either(build: Build, models:
     assert len({namespace(each, ranks=cut_ranks(tp)).digest for tp, each in enumerate(made, 1)}) == 1
 
 
+def test_random_weights_are_others_for_each_size(build: Build) -> None:
+    made = [build(tensor_parallel_size=tp, distributed_executor_backend="mp", load_format="dummy") for tp in (1, 2)]
+    assert len({namespace(each, ranks=cut_ranks(tp)).digest for tp, each in enumerate(made, 1)}) == 2
+
+
 def test_ranks_that_know_other_layers_share_with_their_like_alone(build: Build) -> None:
     """As with scales of their own. Ranks that cut chunks otherwise would not find each other's: they are refused."""
     made = build(tensor_parallel_size=2)
