@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import pytest
 
+from examples.demo.model import write_model
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_prompts, loads_refused
@@ -104,6 +105,15 @@ def test_sizes_share_what_they_store(medium: Medium, workshop: Workshop, start: 
     assert len(medium.namespaces()) == 1
     all_from_the_tier(one, LATER, later)
     assert all(close(answer, other) for answer, other in zip([*right, *later], without, strict=True))
+
+
+@pytest.mark.parametrize("medium", ["tree"], indirect=True)
+def test_layers_of_a_draft_model_are_shared_with_the_others(medium: Medium, start: Start, workshop: Workshop) -> None:
+    """Its size is the model's, and vLLM writes it into the configuration."""
+    write_model(workshop.scratch / "draft", TINY)
+    draft = {"method": "draft_model", "model": str(workshop.scratch / "draft"), "num_speculative_tokens": 2}
+    right = stored_whole(start(medium, 1, options={"speculative_config": dict(draft)}), PROMPTS)
+    all_from_the_tier(start(medium, 2, options={"speculative_config": dict(draft)}), PROMPTS, right)
 
 
 @pytest.mark.parametrize("reader", [1, 2])
