@@ -164,7 +164,6 @@ class PrefetchQueue:
             elif progress is _Progress.GOES_ON:
                 self._waiting.append(prefetch)  # a bucket that is slow to answer holds up none of the others
             else:
-                self._forget(prefetch.request_id)  # its next question is a new one, with a time limit of its own
                 first.append(prefetch)
                 if progress is _Progress.STEP_OVER:
                     break
@@ -227,6 +226,8 @@ class PrefetchQueue:
                         break
                     obstacle = self._take(prefetch, key, step)
                     if obstacle is not None:
+                        # Its next question is a new one, with a time limit of its own.
+                        self._forget(prefetch.request_id)
                         return obstacle
                     prefetch.since_s = step.now_s
                 prefetch.next = at + 1

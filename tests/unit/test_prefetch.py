@@ -4,6 +4,7 @@ a time, and what is left in anybody's hands afterwards.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 
 from nixl_offload.catalog import WriteThroughTicket, prefetch
 from nixl_offload.tiers.shared.naming import shards_of
+from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
-from tests.unit.shared_rig import namespace_of
+from tests.unit.shared_rig import WAIT_S, namespace_of
 
 MakeChain = Callable[..., Chain]
 
@@ -187,6 +189,37 @@ def test_a_bucket_that_does_not_answer_holds_up_no_other(make: MakeChain) -> Non
     chain.now_s += prefetch.PATIENCE_S
     assert bring(chain) == []
     assert not chain.catalog.has_pending_writes, "foretold too long ago"
+
+
+def test_a_step_without_looks_left_gives_no_search_up(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two long prefixes takes all that a step may look up; a slow bucket answers both all the same."""
+    monkeypatch.setattr(prefetch, "MAX_LOOKED_UP", 4)
+    chain = make(bucket=True, memory_slots=64)
+    prompts = (range(1, 7), range(11, 17))
+    for number in (*prompts[0], *prompts[1]):
+        for shard in shards_of(namespace_of(), key(number)):
+            chain.store_of_bucket.put(shard.name, shard.size_bytes)
+    answers = threading.Event()
+    chain.store_of_bucket.before = lambda operation, name: assert_in_time(answers)
+    for numbers in prompts:
+        foretell(chain, *numbers)
+    bucket = chain.tiers[BUCKET]
+    assert isinstance(bucket, SharedTier)
+    for _ in range(6):
+        assert begun(chain) == []
+        bucket.flush(chain.now_s)
+    assert len(bucket._lookups) == 2, "both go on, however many steps the bucket takes"
+    answers.set()
+    found: set[Key] = set()
+    while chain.catalog._prefetches.has_pending:
+        found.update(brought for brought, _ in bring(chain))
+        chain.catalog.flush(chain.now_s)
+        chain.wait_a_moment()
+    assert found == {key(number) for numbers in prompts for number in numbers}
+
+
+def assert_in_time(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
 
 
 def test_one_that_memory_has_no_slot_for_holds_up_no_other(make: MakeChain) -> None:
