@@ -19,7 +19,7 @@ from nixl_offload.errors import IndexStateError
 from nixl_offload.index.key_table import KeyTable
 from nixl_offload.index.links import Links
 from nixl_offload.index.places import Places
-from nixl_offload.index.policy import POLICY_NAMES, Policy, make_policy
+from nixl_offload.index.policy import POLICY_NAMES, Policy, Victims, make_policy
 from nixl_offload.index.rows import Rows
 from nixl_offload.index.shares import SharePolicy, Shares
 from nixl_offload.index.size_class import Occupancy, SizeClass
@@ -262,8 +262,8 @@ class Index:
             else SharePolicy(self._policy_over, self._links, shares, slot_bytes)
         )
 
-    def _policy_over(self, links: Links) -> Policy:
-        return make_policy(self._policy_name, links, self._fingerprint)
+    def _policy_over(self, links: Links, victims: Victims | None = None) -> Policy:
+        return make_policy(self._policy_name, links, self._fingerprint, victims)
 
     def _victim(self, policy: Policy, salt: Salt) -> int | None:
         if isinstance(policy, SharePolicy):

@@ -1,8 +1,7 @@
 """Whose chunks go first when a tier is full: those of the salt that holds most beyond its share.
 
 Threading: none; owned by one index and called by its thread. No I/O, no clock.
-Memory: 11 bytes per node, and for each of at most ``MAX_SALTS`` salts that hold something some hundred bytes. A policy
-may take more for those that were beyond their share: S3-FIFO does.
+Memory: 11 bytes per node, and for each of at most ``MAX_SALTS`` salts that hold something some hundred bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from nixl_offload.index.links import Links, Nodes, SecondLinks
-from nixl_offload.index.policy import Policy
+from nixl_offload.index.policy import Policy, Victims
 from nixl_offload.types import NO_SALT, Salt
 
 MAX_SALTS: Final = 65_535
@@ -118,15 +117,20 @@ class Shares:
 class SharePolicy(Policy):
     """One policy over all nodes, and beside it one over those of each salt, which choose for themselves."""
 
-    __slots__ = ("_all", "_make_policy", "_of_salt", "_shares", "_slot_bytes")
+    __slots__ = ("_all", "_make_policy", "_of_salt", "_shares", "_slot_bytes", "_victims")
 
-    def __init__(self, make_policy: Callable[[Links], Policy], links: Links, shares: Shares, slot_bytes: int) -> None:
+    def __init__(
+        self, make_policy: Callable[[Links, Victims | None], Policy], links: Links, shares: Shares, slot_bytes: int
+    ) -> None:
+        """``make_policy`` makes one over links; the second argument is what it shares with others, if with any."""
         self._make_policy = make_policy
-        self._all = make_policy(links)
+        self._all = make_policy(links, None)
         self._shares = shares
         self._slot_bytes = slot_bytes
         self._of_salt: dict[int, Policy] = {}
         """By number. They stay, empty, when a number is unused: there are ever so few."""
+        self._victims = Victims()
+        """Of all salts, in one table: each on its own would keep that of its largest time for ever."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -201,7 +205,7 @@ class SharePolicy(Policy):
     def _of_number(self, number: int) -> Policy:
         policy = self._of_salt.get(number)
         if policy is None:
-            policy = self._of_salt[number] = self._make_policy(self._shares.links)
+            policy = self._of_salt[number] = self._make_policy(self._shares.links, self._victims)
         return policy
 
     # For tests

@@ -7,6 +7,7 @@ after a restart a use says whose a chunk is; write-throughs, promotions and pref
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.config import MemoryConfig, SlabConfig, parse_config
-from nixl_offload.index import Index, State, shares
+from nixl_offload.index import Index, State, policy, shares
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import NO_SALT, Key, Location, Salt
@@ -158,6 +159,28 @@ def test_many_salts_one_after_another_leave_nothing_behind(policy: str) -> None:
     finally:
         tracemalloc.stop()
     assert grown_bytes < 50_000, "five bytes for each salt that came and went"
+    room.index.check()
+
+
+def test_salts_that_were_beyond_their_share_once_keep_no_table_of_victims_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have the size of their largest time, as long as the engine runs."""
+    tables: list[int] = []
+
+    class Counted(policy.Ghosts):
+        def __init__(self, capacity: int) -> None:
+            super().__init__(capacity)
+            tables.append(capacity)
+
+    monkeypatch.setattr(policy, "Ghosts", Counted)
+    room = Room(100, 20, "s3fifo")
+    numbers = itertools.count()
+    for salt in range(1, 41):
+        first = next(numbers)
+        room.store(first, Salt(salt))
+        room.index.pin(key(first))  # it holds something from now on
+        for _ in range(60):
+            room.store(next(numbers), Salt(salt))
+    assert len(tables) < 5, "one of all salts, and one of the policy over all, made anew where they doubled"
     room.index.check()
 
 
