@@ -18,6 +18,7 @@ from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
+from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slot_allocator import SlabAllocator
@@ -334,6 +335,16 @@ def test_data_parallel_engines_share_path_and_capacity(tmp_path: Path) -> None:
         tier.close()
     used_bytes = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*"))
     assert used_bytes <= 32 * MIB, "and what one left counts for two"
+
+
+def test_engines_that_start_together_remove_the_same_namespace(tmp_path: Path) -> None:
+    """What one engine left in a directory that several share now: all have seen it, and one is the quickest."""
+    fill(left := open_tier(tmp_path))
+    left.close()
+    [seen] = other_namespaces.survey(tmp_path, ()).namespaces
+    for _ in range(2):
+        other_namespaces.remove(seen)
+    assert not left.namespace_path.exists()
 
 
 def test_engines_of_another_machine_have_no_part_of_this_ones_drive(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ symbolic link.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -100,7 +101,9 @@ def last_use_s(path: Path) -> float | None:
 
 
 def remove(namespace: OtherNamespace) -> None:
-    """Remove a namespace; its manifest goes last, so that remains are still recognised. Raises OSError."""
+    """Remove a namespace; its manifest goes last, so that remains are still recognised. Raises OSError, but not where
+    another engine removes it at the same time and is quicker.
+    """
     manifest = namespace.path / MANIFEST_NAME
     for path in _children(namespace.path):
         if path == manifest:
@@ -110,7 +113,8 @@ def remove(namespace: OtherNamespace) -> None:
         else:
             path.unlink(missing_ok=True)
     manifest.unlink(missing_ok=True)
-    namespace.path.rmdir()
+    with contextlib.suppress(FileNotFoundError):
+        namespace.path.rmdir()
 
 
 def tree_bytes(path: Path) -> int:
