@@ -23,8 +23,9 @@ def sharing_engines(parallel: ParallelConfig) -> range:
     if parallel.enable_elastic_ep:
         return engines  # they come and go
     if len(engines) == 1:
-        # vLLM tells the engines of a dense model that each is alone. This field it leaves as it was for all of them.
-        return range(parallel.elastic_ep_max_dp_size)
+        # vLLM tells the engines of a dense model that each is alone. This field it leaves as it was for all of them. It
+        # is for something else: where it is gone or unset they are taken for alone, as vLLM says.
+        return range(getattr(parallel, "elastic_ep_max_dp_size", None) or 1)
     if parallel.data_parallel_backend != "mp" or parallel.data_parallel_external_lb or vllm.envs.VLLM_DP_SIZE > 1:
         return engines  # each was started by itself, and takes itself for the only one here
     first = parallel.data_parallel_index - (parallel.data_parallel_rank_local or 0)

@@ -31,6 +31,13 @@ def test_an_engine_alone() -> None:
     assert sharing_engines(ParallelConfig()) == range(1)
 
 
+def test_a_field_that_vllm_has_for_something_else_may_be_unset() -> None:
+    """No engine ends for that."""
+    parallel = engine(1, 1, is_dense=True, data_parallel_size=2, data_parallel_size_local=2)
+    parallel.elastic_ep_max_dp_size = None  # type: ignore[assignment]
+    assert sharing_engines(parallel) == range(1)
+
+
 @pytest.mark.parametrize("is_dense", [False, True])
 def test_all_engines_on_one_machine(is_dense: bool) -> None:
     """Also where vLLM tells each of them that it is alone."""
