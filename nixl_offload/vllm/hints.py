@@ -40,6 +40,8 @@ HASHES_PER_STEP: Final = 128
 """Blocks of them that are hashed in one step: about half a millisecond of it."""
 CHUNKS_PER_STEP: Final = 256
 """Chunks that are retained or dropped in one step: two milliseconds of it."""
+MAX_WAITING_CHUNKS: Final = 1 << 18
+"""Chunks that wait for that: 1,024 steps of them."""
 
 
 class _Prompt:
@@ -104,6 +106,7 @@ class Hints:
         """With the tiers that each may be loaded from."""
         self._waiting_tokens = 0
         self._tasks: deque[_Task] = deque()
+        self._waiting_chunks = 0
         self._at_end: dict[str, list[Hint]] = {}
         """By request: what is to be done with its chunks when it has ended."""
         self._complained: set[str] = set()
@@ -132,6 +135,7 @@ class Hints:
             task.act(piece)
             task.done += len(piece)
             left -= len(piece)
+            self._waiting_chunks -= len(piece)
             if task.done >= len(task.keys):
                 self._tasks.popleft()
 
@@ -195,11 +199,18 @@ class Hints:
             self._prefetch(catalog, keys, allowed, salt_of(status.req_context))
         if hint.retain_s is not None:
             retain = partial(self._retain, hint.retain_s, self._clock())
-            self._tasks.append(_Task(retain, list(chain.from_iterable(keys))))
+            self._begin(retain, list(chain.from_iterable(keys)))
         if hint.drop_from is not None:
             for config, of_group in zip(self._config.kv_group_configs, keys, strict=True):
                 beyond = of_group[hint.drop_from // config.tokens_per_chunk :]
-                self._tasks.append(_Task(self._manager.drop, beyond[::-1]))  # the end first: what is left is a prefix
+                self._begin(self._manager.drop, beyond[::-1])  # the end first: what is left is a prefix
+
+    def _begin(self, act: Callable[[list[OffloadKey]], None], keys: list[OffloadKey]) -> None:
+        if self._waiting_chunks + len(keys) > MAX_WAITING_CHUNKS:
+            self._manager.count_hint("any", "refused")
+            return
+        self._waiting_chunks += len(keys)
+        self._tasks.append(_Task(act, keys))
 
     def _prefetch(
         self, catalog: Catalog, keys: list[list[OffloadKey]], allowed: frozenset[int] | None, salt: Salt

@@ -282,6 +282,30 @@ def test_too_many_tokens_at_a_time_are_refused(
     assert (counted["prefetch", "taken"], counted["any", "refused"], counted["any", "bad"]) == (3, 1, 1)
 
 
+def test_too_many_chunks_at_a_time_are_refused(
+    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that end faster than their chunks are retained leave no queue that grows for ever."""
+    monkeypatch.setattr(hints, "MAX_WAITING_CHUNKS", 2 * CHUNKS + 1)
+
+    def end(name: str) -> None:
+        own = request_of(name, TOKENS, params={"nixl_offload": {"retain_s": 60}})
+        scheduler.on_new_request(own)
+        scheduler.request_finished(own)
+
+    for number in range(4):
+        end(f"own {number}")
+    assert scheduler._hints._waiting_chunks == 2 * CHUNKS
+    pending_steps(scheduler)
+    assert scheduler._hints._waiting_chunks == 0
+    end("later")
+    pending_steps(scheduler)
+    stats = scheduler.offload_manager.get_stats()
+    assert stats is not None
+    counted = stats.data["data"]["vllm:nixl_offload_hints"]
+    assert (counted["retain", "taken"], counted["any", "refused"]) == (5, 2)
+
+
 def test_requests_without_hints_leave_nothing(scheduler: NixlOffloadScheduler) -> None:
     scheduler.on_new_request(request_of("plain", TOKENS))
     scheduler.on_new_request(request_of("handed over", TOKENS, params={"do_remote_decode": True}))
