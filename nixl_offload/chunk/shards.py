@@ -109,9 +109,11 @@ def make_plan(wanted: Shards, heads: Sequence[Collection[int]], chunk_bytes: Seq
         shards = cut(wanted, of_layers, size_bytes)
         held = hold(shards, of_layers, tp)
         if held is None:
+            total = gcd(*of_layers)
+            works = set(of_layers) == {total} and (total % tp == 0 or tp % total == 0)
             return (
-                f"tensor parallelism {tp} neither divides the {shards} shards of a chunk of KV group {number} nor is "
-                f"a multiple of its {max(of_layers)} KV heads with a shard for each"
+                f"`shards: {wanted}` cuts the {max(of_layers)} KV heads of group {number} into {shards}, which tensor "
+                f"parallelism {tp} cannot share out; {f'`shards: {total}` would do' if works else 'no number would do'}"
             )
         groups.append(held)
     return ShardPlan(tuple(groups))

@@ -84,6 +84,7 @@ class NixlOffloadSpec(OffloadingSpec):
         caches = without_padding(kv_caches, groups)
         engines = len(sharing_engines(self.vllm_config.parallel_config))
         shards = self._cut(kv_caches)
+        self._kv_caches = {}  # they go away while the engine sleeps
         return NixlOffloadingWorker(
             self.config, self.config_file, caches, claimed_share, engines=engines, shards=shards, off=off
         )
@@ -99,10 +100,13 @@ class NixlOffloadSpec(OffloadingSpec):
             if not isinstance(found, str):
                 held = [group.per_rank for group in found.plan.groups]
                 layout = shard_layouts(self.kv_cache_config, self._kv_caches, kv_caches, held, blocks)
+                if self.config.parallel.rank == 0:
+                    numbers = ", ".join(str(group.shards) for group in found.plan.groups)
+                    logger.info("Chunks are cut by KV heads; shards of a chunk, by KV group: %s", numbers)
                 return RankShards(found.plan, found.digest, layout)
         except Exception as error:  # noqa: BLE001 - whatever vLLM has that nobody has thought of is stored as ever
             found, trace = "what lies where in the KV caches is not understood", error
-        if self.config.parallel.rank == 0:
+        if self.config.parallel.rank == 0 or trace is not None:
             logger.warning(
                 "Chunks are stored as each rank has them, and only engines of the same size share them: %s",
                 found,

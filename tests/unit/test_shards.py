@@ -80,12 +80,16 @@ def test_groups_are_held_side_by_side() -> None:
     assert [plan.layout_groups(group) for group in (0, 1)] == [range(0, 4), range(4, 5)]
 
 
-@pytest.mark.parametrize(("wanted", "heads", "tp"), [(2, 8, 4), ("auto", 16, 16), (4, 8, 3)])
-def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int) -> None:
-    """A rank that would hold half a shard has none, and the reason is told."""
+@pytest.mark.parametrize(
+    ("wanted", "heads", "tp", "would_do"),
+    [(2, 8, 4, "`shards: 8` would do"), ("auto", 16, 16, "`shards: 16` would do"), (4, 8, 3, "no number would do")],
+)
+def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, would_do: str) -> None:
+    """A rank that would hold half a shard has none, and the reason is told, with what would be right."""
     plan = make_plan(wanted, [[heads]], [1 << 30], tp)
     assert isinstance(plan, str)
     assert f"tensor parallelism {tp}" in plan
+    assert would_do in plan
 
 
 def test_layers_of_a_group_may_have_other_numbers_of_heads() -> None:
