@@ -181,10 +181,26 @@ def build_namespace(
         ),
         ranks=tuple(rank.digest for rank in ranks),
     )
-    return make_namespace(by_rank) if all(rank.shards is None for rank in ranks) else _by_shard(by_rank, ranks)
+    if all(rank.shards is None for rank in ranks):
+        return make_namespace(by_rank)
+    return _by_shard(by_rank, ranks, counts_tp=_weights_depend_on_tp(vllm_config))
 
 
-def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry]) -> Namespace:
+def _weights_depend_on_tp(vllm_config: VllmConfig) -> bool:
+    """Whether engines of other sizes compute with other weights: random ones are drawn, and what is quantized only when
+    it is loaded is scaled, for each rank's part.
+    """
+    speculative = vllm_config.speculative_config
+    models = [vllm_config.model_config, getattr(speculative, "draft_model_config", None)]
+    return vllm_config.load_config.load_format == "dummy" or any(
+        model is not None
+        and model.quantization is not None
+        and not any(hasattr(model.hf_config, name) for name in ("quantization_config", "compression_config"))
+        for model in models
+    )
+
+
+def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts_tp: bool) -> Namespace:
     """Return the namespace of chunks that are cut by their heads: what differs between parallel sizes is left out.
 
     Raises NamespaceError where ranks do not agree on the cut: no rank would find what another has stored.
@@ -200,7 +216,7 @@ def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry]) -> Namesp
     common: dict[str, Any] = {item.name: getattr(by_rank, item.name) for item in fields(CommonFields)}
     common["groups"] = tuple(groups)
     common["settings"] = {name: value for name, value in by_rank.settings.items() if name not in EXCUSED_WITH_SHARDS}
-    if by_rank.settings.get("load_config.load_format") == "dummy":  # random, and others for each size
+    if counts_tp:
         common["settings"]["tp"] = by_rank.tp
     # Where ranks differ, as by scales of their own, engines of other sizes share nothing.
     digests = by_rank.ranks[:1] if len(set(by_rank.ranks)) == 1 else by_rank.ranks

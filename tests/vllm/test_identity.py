@@ -477,8 +477,14 @@ def test_the_size_of_a_draft_model_is_no_part_of_it_either(build: Build, models:
     assert len({namespace(each, ranks=cut_ranks(tp)).digest for tp, each in enumerate(made, 1)}) == 1
 
 
-def test_random_weights_are_others_for_each_size(build: Build) -> None:
-    made = [build(tensor_parallel_size=tp, distributed_executor_backend="mp", load_format="dummy") for tp in (1, 2)]
+@pytest.mark.parametrize(
+    "arguments",
+    [{"load_format": "dummy"}, {"quantization": "fp8_per_tensor", "dtype": "bfloat16"}],
+    ids=["random", "fp8"],
+)
+def test_weights_that_are_made_at_start_are_others_for_each_size(build: Build, arguments: dict[str, Any]) -> None:
+    """Drawn, or quantized, for each rank's part: not what the files hold."""
+    made = [build(tensor_parallel_size=tp, distributed_executor_backend="mp", **arguments) for tp in (1, 2)]
     assert len({namespace(each, ranks=cut_ranks(tp)).digest for tp, each in enumerate(made, 1)}) == 2
 
 
