@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import pytest
 
-from examples.demo.model import write_model
 from nixl_offload.tiers.shared.naming import parse_shard_name
+from tests.families.checkpoints import write_eagle
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_prompts, loads_refused
 from tests.vllm.families import write_mla
@@ -107,15 +107,6 @@ def test_sizes_share_what_they_store(medium: Medium, workshop: Workshop, start: 
     assert all(close(answer, other) for answer, other in zip([*right, *later], without, strict=True))
 
 
-@pytest.mark.parametrize("medium", ["tree"], indirect=True)
-def test_layers_of_a_draft_model_are_shared_with_the_others(medium: Medium, start: Start, workshop: Workshop) -> None:
-    """Its size is the model's, and vLLM writes it into the configuration."""
-    write_model(workshop.scratch / "draft", TINY)
-    draft = {"method": "draft_model", "model": str(workshop.scratch / "draft"), "num_speculative_tokens": 2}
-    right = stored_whole(start(medium, 1, options={"speculative_config": dict(draft)}), PROMPTS)
-    all_from_the_tier(start(medium, 2, options={"speculative_config": dict(draft)}), PROMPTS, right)
-
-
 @pytest.mark.parametrize("reader", [1, 2])
 def test_damage_to_a_shard_is_found_by_whoever_reads_it(medium: Medium, start: Start, reader: int) -> None:
     """A flipped bit in one of two shards of a chunk: the chunk is computed anew, and the answer is right."""
@@ -201,3 +192,15 @@ def test_sizes_share_what_is_computed_with_an_adapter(workshop: Workshop, start:
     answers = two.generate(PROMPTS, adapter=adapter)
     assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(PROMPTS), said(two)
     assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
+
+
+def test_sizes_share_with_a_draft(workshop: Workshop, start: Start) -> None:
+    """An EAGLE head's KV lies in chunks beside the model's, and is divided among ranks likewise."""
+    medium = tree(workshop.scratch / "shards-eagle")
+    draft = write_eagle(workshop.scratch / "eagle")
+    eagle = {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2, "model": str(draft)}}
+    one = start(medium, 1, options=eagle)
+    right = stored_whole(one, PROMPTS)
+    one.stop()
+    all_from_the_tier(start(medium, 2, options=eagle), PROMPTS, right)
+    assert len(medium.namespaces()) == 1
