@@ -198,8 +198,6 @@ class Catalog:
         So a prompt's beginning is not evicted to make room for its end. Farther tiers that lack them get them written.
         """
         keys = tuple(keys)
-        if self._retention.next_end_s <= now_s:
-            self._retention.expire(now_s)
         self.touch(keys, salt)
         granted: list[Key] = []
         locations: list[Location] = []
@@ -278,13 +276,14 @@ class Catalog:
         allowed: Collection[int] | None = None,
         *,
         is_prefix: bool = True,
+        groups: int = 1,
         salt: Salt = NO_SALT,
     ) -> None:
         """Have chunks of one KV cache group read into memory in the background, in their order, from the tiers
         ``allowed`` (None: any). ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that no
-        tier has are of no use.
+        tier has are of no use. ``groups``: how many groups of the prompt share what one prefetch may take.
         """
-        self._prefetches.add(keys, end_tokens, now_s, allowed, is_prefix=is_prefix, salt=salt)
+        self._prefetches.add(keys, end_tokens, now_s, allowed, is_prefix=is_prefix, groups=groups, salt=salt)
 
     def retain(self, keys: Iterable[Key], seconds: float, now_s: float) -> None:
         """Do not evict these chunks for so long, as far as there is room: see ``retention``. 0 ends it."""

@@ -47,6 +47,7 @@ class _Prefetch:
     keys: Sequence[Key]
     end_tokens: Sequence[int]
     is_prefix: bool
+    groups: int
     allowed: Collection[int] | None
     since_s: float
     salt: Salt
@@ -132,18 +133,20 @@ class PrefetchQueue:
         allowed: Collection[int] | None,
         *,
         is_prefix: bool,
+        groups: int,
         salt: Salt,
     ) -> None:
         """Have chunks of one group read into memory from the tiers ``allowed`` (None: any), in their order.
 
         ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that is nowhere are of no use.
+        ``groups``: how many groups of the prompt share what one prefetch may take of memory.
         """
         if self._memory is None or not keys:
             return
         if len(self._waiting) >= MAX_PREFETCHES:
             self._give_up(self._waiting.popleft(), "overflow")
         name = f"prefetch-{next(self._numbers)}"
-        self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, allowed, now_s, salt))
+        self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, groups, allowed, now_s, salt))
 
     def begin(self, now_s: float) -> list[Fetch]:
         """Begin what may begin now: sources pinned, slots in memory reserved."""
@@ -222,7 +225,7 @@ class PrefetchQueue:
                 break
             elif not is_asking:
                 if answer is Lookup.HIT:
-                    if prefetch.taken_bytes >= step.limit_bytes:
+                    if prefetch.taken_bytes >= step.limit_bytes / prefetch.groups:
                         break
                     obstacle = self._take(prefetch, key, step)
                     if obstacle is not None:

@@ -355,6 +355,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def reset_cache(self) -> None:
         """As vLLM's; and have the ranks tell which weights they have before anything is stored or loaded again."""
         super().reset_cache()
+        self._hints.clear()
         self._weights.suspect(time.monotonic())
 
     def _awaits_weights(self) -> bool:

@@ -125,8 +125,8 @@ class Hints:
                 self._take(hint, request, status)
 
     def step(self) -> None:
-        """Go on with what has begun; where nothing has, hash some of the prompt that comes next."""
-        if not self._tasks:
+        """Go on with what has begun, and hash some of the prompt that comes next."""
+        if self._prompts:
             self._hash()
         left = CHUNKS_PER_STEP
         while self._tasks and left:
@@ -144,6 +144,13 @@ class Hints:
         for hint in self._at_end.pop(request_id, ()):
             if status is not None:
                 self._carry_out(hint, status, None)
+
+    def clear(self) -> None:
+        """Carry out nothing of what has come so far."""
+        self._prompts.clear()
+        self._tasks.clear()
+        self._at_end.clear()
+        self._waiting_tokens = self._waiting_chunks = 0
 
     @property
     def waits_for_ends(self) -> bool:
@@ -222,7 +229,9 @@ class Hints:
             # Looked up as vLLM does, windows back to front. One more: a prompt's last token is always computed.
             looked_up = slice(None) if window is None else slice(None, -(window + 2), -1)
             chunks = cast("list[Key]", of_group[looked_up])
-            catalog.prefetch(chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None, salt=salt)
+            catalog.prefetch(
+                chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None, groups=len(keys), salt=salt
+            )
 
     def _retain(self, retain_s: float, since_s: float, keys: list[OffloadKey]) -> None:
         if self._manager.catalog is not None:

@@ -26,7 +26,7 @@ class Salted:
 def note_salt(request: Request, req_context: ReqContext) -> None:
     """Keep for later what ``salt_of`` returns."""
     if request.cache_salt:
-        req_context.set_state(Salted(Salt(hash(request.cache_salt) or 1)))
+        req_context.set_state(Salted(Salt(hash(str(request.cache_salt)) or 1)))
 
 
 def salt_of(req_context: ReqContext) -> Salt:

@@ -45,9 +45,11 @@ def on_file_only(chain: Chain, *numbers: int) -> None:
         assert chain.holders(number) == [FILE]
 
 
-def foretell(chain: Chain, *numbers: int, is_prefix: bool = True, allowed: frozenset[int] | None = None) -> None:
+def foretell(
+    chain: Chain, *numbers: int, is_prefix: bool = True, groups: int = 1, allowed: frozenset[int] | None = None
+) -> None:
     end_tokens = range(256, 256 * len(numbers) + 1, 256)
-    chain.catalog.prefetch(keys(*numbers), end_tokens, chain.now_s, allowed, is_prefix=is_prefix)
+    chain.catalog.prefetch(keys(*numbers), end_tokens, chain.now_s, allowed, is_prefix=is_prefix, groups=groups)
 
 
 def begun(chain: Chain) -> list[WriteThroughTicket]:
@@ -293,6 +295,17 @@ def test_one_prefetch_takes_half_of_memory_at_most(make: MakeChain) -> None:
         on_file_only(chain, *range(first, first + 4))
     foretell(chain, *range(1, 13))
     assert bring(chain) == [(key(number), FILE) for number in range(1, 5)]
+    assert not chain.catalog.has_pending_writes
+
+
+def test_the_groups_of_a_prompt_share_what_it_takes_of_memory(make: MakeChain) -> None:
+    """If each took half, the last would evict the first, and the prompt could not be loaded."""
+    chain = make(memory_slots=8)
+    for first in (1, 5, 9):
+        on_file_only(chain, *range(first, first + 4))
+    for first in (1, 7):
+        foretell(chain, *range(first, first + 6), groups=2)
+    assert bring(chain) == [(key(number), FILE) for number in (1, 2, 7, 8)]
     assert not chain.catalog.has_pending_writes
 
 

@@ -306,6 +306,32 @@ def test_too_many_chunks_at_a_time_are_refused(
     assert (counted["retain", "taken"], counted["any", "refused"]) == (5, 2)
 
 
+def test_a_reset_ends_what_hints_have_asked_for(scheduler: NixlOffloadScheduler) -> None:
+    """What waits for its turn would be retained again afterwards."""
+    own = request_of("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
+    scheduler.on_new_request(own)
+    params = {"nixl_offload": {"retain_s": 60, "token_ids": TOKENS}}
+    scheduler.on_new_request(request_of("carrier", TOKENS[:1], params=params))
+    assert scheduler._hints.has_pending
+    scheduler.reset_cache()
+    scheduler.request_finished(own)
+    assert not scheduler._hints.has_pending
+    assert scheduler._hints._waiting_tokens == 0
+
+
+def test_chunks_that_wait_hold_no_prompt_up(scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is retained, tokens that come with a prefetch are hashed meanwhile."""
+    monkeypatch.setattr(hints, "CHUNKS_PER_STEP", 1)
+    own = request_of("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
+    scheduler.on_new_request(own)
+    scheduler.request_finished(own)
+    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
+    scheduler.on_new_request(request_of("carrier", TOKENS[:1], params=params))
+    scheduler._hints.step()
+    assert scheduler._hints._tasks
+    assert not scheduler._hints._prompts
+
+
 def test_requests_without_hints_leave_nothing(scheduler: NixlOffloadScheduler) -> None:
     scheduler.on_new_request(request_of("plain", TOKENS))
     scheduler.on_new_request(request_of("handed over", TOKENS, params={"do_remote_decode": True}))

@@ -77,9 +77,10 @@ class MemoryTier(SlotTier):
             )
         allocator = SlabAllocator(available_bytes, classes, _extent_bytes(available_bytes, classes))
         logger.info(
-            "Memory tier: room for %.1f GiB per rank (%d ranks), up to %d chunks",
+            "Memory tier: room for %.1f GiB per rank (%d ranks of each of %d engines), up to %d chunks",
             allocator.rank_bytes / 2**30,
             world_size,
+            dp_size,
             allocator.rank_bytes // classes[0],
         )
         place = MemoryPlace(

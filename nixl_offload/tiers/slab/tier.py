@@ -107,11 +107,12 @@ class SlabTier(SlotTier):
             if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
                 durable.flush(STALE_FLUSH_S)
         logger.info(
-            "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks)%s",
+            "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks of each of %d engines)%s",
             config.path,
             len(index),
             allocator.rank_bytes / 2**30,
             world_size,
+            len(dp_engines),
             f", {len(stale)} index rows dropped" if stale else "",
         )
         if len(dp_engines) > 1 and dp_index == dp_engines[0]:
