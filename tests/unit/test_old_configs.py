@@ -86,6 +86,8 @@ def as_today(recorded: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             said[name] = value
         elif (now := CHANGED.get((prefix + name, value), value)) is not None or value is None:
             said[name] = now
+    if not prefix:
+        said.setdefault("shards", "per_rank")
     if prefix and prefix != "memory.":
         said.setdefault("required", False)  # older configs cannot say it
     if prefix in ("memory.", "slab."):

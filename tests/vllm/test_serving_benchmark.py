@@ -26,8 +26,8 @@ def test_a_side_runs_at_the_pace_it_is_given(zygote: Zygote, monkeypatch: pytest
     assert [(record.session, record.turn) for record in run.records] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
     first = run.records[0]
     assert first.ttft_s >= 0.02 + 400 * 0.0005
-    assert min(first.gaps_s) >= 0.02
     assert len(first.gaps_s) == 4
+    assert first.ttft_s + sum(first.gaps_s) >= 5 * 0.02 + 400 * 0.0005, "one that is seen late shortens the next gap"
     assert run.stored_bytes > 0
     assert run.loaded_bytes > 0  # the other sessions have taken the GPU's cache meanwhile
     assert figures(run).external_rate > 0

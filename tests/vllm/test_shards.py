@@ -40,7 +40,7 @@ def server() -> Iterator[RcloneServer]:
         yield started
 
 
-@pytest.fixture(params=["tree", "obstore"])
+@pytest.fixture
 def medium(request: pytest.FixtureRequest, server: RcloneServer, workshop: Workshop) -> Medium:
     """What engines of the test share; each test has its own."""
     place = f"shards-{request.node.name}".replace("[", "-").rstrip("]")
@@ -90,7 +90,11 @@ def all_from_the_tier(engine: Engine, prompts: list[list[int]], right: list[Answ
     assert not loads_refused(engine)
 
 
-@pytest.mark.parametrize("shape", [TINY, TINY_HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize(
+    ("medium", "shape"),
+    [pytest.param("tree", TINY, id="tree-full"), pytest.param("obstore", TINY_HYBRID, id="bucket-hybrid")],
+    indirect=["medium"],
+)
 def test_sizes_share_what_they_store(medium: Medium, workshop: Workshop, start: Start, shape: ModelShape) -> None:
     """Stored with one rank, served with two, and what those store served with one again; as without a cache."""
     alone = workshop.start_engine(shape, **ENGINE_OPTIONS)
@@ -107,7 +111,11 @@ def test_sizes_share_what_they_store(medium: Medium, workshop: Workshop, start: 
     assert all(close(answer, other) for answer, other in zip([*right, *later], without, strict=True))
 
 
-@pytest.mark.parametrize("reader", [1, 2])
+@pytest.mark.parametrize(
+    ("medium", "reader"),
+    [pytest.param("tree", 1, id="tree-one"), pytest.param("obstore", 2, id="bucket-two")],
+    indirect=["medium"],
+)
 def test_damage_to_a_shard_is_found_by_whoever_reads_it(medium: Medium, start: Start, reader: int) -> None:
     """A flipped bit in one of two shards of a chunk: the chunk is computed anew, and the answer is right."""
     writer = start(medium, 3 - reader)
@@ -122,6 +130,7 @@ def test_damage_to_a_shard_is_found_by_whoever_reads_it(medium: Medium, start: S
     assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
 
 
+@pytest.mark.parametrize("medium", ["tree"], indirect=True)
 def test_what_ranks_have_alike_is_stored_once(medium: Medium, start: Start) -> None:
     """One KV head on two ranks: half of the shards and bytes of ``per_rank``; and one rank finds them, too."""
     by_rank = start(medium, 2, ONE_HEAD, shards="per_rank")
@@ -137,6 +146,7 @@ def test_what_ranks_have_alike_is_stored_once(medium: Medium, start: Start) -> N
     all_from_the_tier(start(medium, 1, ONE_HEAD), PROMPTS, right)
 
 
+@pytest.mark.parametrize("medium", ["tree"], indirect=True)
 def test_mla_of_two_ranks_is_stored_once(medium: Medium, workshop: Workshop, start: Start) -> None:
     """Half the shards and bytes of ``per_rank``. vLLM's CPU build must not reuse KV of MLA, so nothing is loaded."""
     model = write_mla(workshop.scratch / "mla")
@@ -151,6 +161,7 @@ def test_mla_of_two_ranks_is_stored_once(medium: Medium, workshop: Workshop, sta
     assert 2 * sum(found[1].values()) == sum(found[0].values())
 
 
+@pytest.mark.parametrize("medium", ["obstore"], indirect=True)
 def test_chains_of_tiers_move_shards(medium: Medium, workshop: Workshop, start: Start) -> None:
     """From memory to a slab and on to what is shared, by two ranks; from there into the memory of one, and served."""
     nearer = [
