@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports
 
-.PHONY: help demo demo-s3 test $(TESTS) lint $(LINTS) bench families test-vllm-upstream bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
+.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families test-vllm-upstream bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -40,7 +40,7 @@ demo-s3: $(STAMP) ## Two engines, one bucket: the second serves what the first c
 test: $(STAMP) ## Lint, types, import floors, all tests with coverage (ARGS goes to pytest, WORKERS=n, COVERAGE= for none)
 	@$(MAKE) -j2 lint $(VENV)/.compiled
 	@echo "== tests, $(WORKERS) at a time"
-	@$(PYTEST) $(PARALLEL) $(COVERAGE) $(ARGS)
+	@$(PYTEST) $(PARALLEL) $(COVERAGE) -m "not long" $(ARGS)
 
 test-unit: ## One module or command at a time; no vLLM engine
 test-contract: ## Movers, stores and the index against their contracts
@@ -49,6 +49,9 @@ test-faults: ## Full, read-only, vanished and hung storage; most need root for s
 test-s3: ## Local S3 servers, whole and broken
 test-vllm: ## Real vLLM engines; the longest
 test-gpu: ## A CUDA device; skipped without one
+
+test-long: $(STAMP) ## The tests that `make test` has no time for: fleets, ranks, drafts, chains over stages
+	@$(PYTEST) $(PARALLEL) -m long $(ARGS)
 
 # One folder of tests, without coverage (ARGS=--cov for it).
 $(TESTS): test-%: $(STAMP)

@@ -173,6 +173,7 @@ def test_damage_to_what_the_other_has_stored(
     ranks.until_loaded(prompt, 0, expected)
 
 
+@pytest.mark.long
 def test_both_ranks_keep_to_one_capacity(ranks: Ranks, medium: Medium) -> None:
     """Both store more than fits; what was not used for longest goes, and what was stored last can be loaded."""
     new = chunk_prompts(CAPACITY_CHUNKS // PROMPT_CHUNKS + 1, seed=242)

@@ -183,6 +183,7 @@ def test_an_engine_short_of_blocks(shape: ModelShape, workshop: Workshop, refere
         engine.stop()
 
 
+@pytest.mark.long
 def test_scheduler_and_worker_in_processes_of_their_own(workshop: Workshop) -> None:
     """What ``vllm serve`` runs, the connector's halves in two processes: stored, loaded, stopped, started, loaded.
 

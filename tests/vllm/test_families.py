@@ -38,6 +38,7 @@ def test_whole_or_not_at_all(workshop: Workshop, family: str, kinds: set[str]) -
     assert hits == [0, whole, whole // CHUNKS, whole]
 
 
+@pytest.mark.long
 def test_one_rank_of_two(workshop: Workshop) -> None:
     """Each rank has a shard of state and one of attention: that of one rank damaged alone is enough."""
     trial = Trial(workshop, FAMILIES["qwen3-next TP 2"], prompts=1)

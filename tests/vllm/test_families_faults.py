@@ -20,6 +20,8 @@ from tests.vllm.harness import Workshop
 OF_A_BUCKET = ("GET of state hangs", "GET of attention 404", "GET of state flipped", "PUT of state 503", "refused")
 OF_A_DIRECTORY = ("state deleted", "attention cut", "full", "read-only", "unmounted")
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def trial(workshop: Workshop) -> Trial:

@@ -202,6 +202,7 @@ def test_mla_on_a_cpu(engines: Engines, shared: Medium) -> None:
         _assert_stays_off(engine, shared, right)
 
 
+@pytest.mark.long
 def test_prefix_caching_turned_off_by_the_user(engines: Engines, shared: Medium) -> None:
     """Nothing is stored or loaded, in whichever process, unless our config overrules that."""
     off: dict[str, Any] = {"enable_prefix_caching": False}

@@ -276,6 +276,7 @@ def _until(condition: Callable[[], bool], engine: PlayedEngine) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 @pytest.mark.parametrize(
     "stages", [STAGES["two, uneven"], STAGES["windows in the first alone"], STAGES["one without layers"]], ids=str

@@ -8,6 +8,8 @@ import dataclasses
 import random
 from typing import Any, Final
 
+import pytest
+
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, chunk_prompts
@@ -25,6 +27,7 @@ GONE: Final = (5, 6)
 LOOKUP: Final = {"timeout": "1s", "present_for": "1s", "absent_for": "300ms"}
 
 
+@pytest.mark.long
 def test_a_mixed_fleet_answers_right(workshop: Workshop) -> None:
     """Each answer is that of a vLLM without us, but for rounding; each size is served by what the others stored."""
     with RcloneServer() as server:

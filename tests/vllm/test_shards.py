@@ -130,6 +130,7 @@ def test_damage_to_a_shard_is_found_by_whoever_reads_it(medium: Medium, start: S
     assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("medium", ["tree"], indirect=True)
 def test_what_ranks_have_alike_is_stored_once(medium: Medium, start: Start) -> None:
     """One KV head on two ranks: half of the shards and bytes of ``per_rank``; and one rank finds them, too."""
@@ -183,6 +184,7 @@ def test_chains_of_tiers_move_shards(medium: Medium, workshop: Workshop, start: 
     all_from_the_tier(one, PROMPTS, right)
 
 
+@pytest.mark.long
 def test_sizes_share_what_is_computed_with_an_adapter(workshop: Workshop, start: Start) -> None:
     """The keys of a request with a LoRA adapter hold its content, which is the same on every rank."""
     medium, path = tree(workshop.scratch / "shards-adapter"), workshop.scratch / "adapter"
@@ -205,6 +207,7 @@ def test_sizes_share_what_is_computed_with_an_adapter(workshop: Workshop, start:
     assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
 
 
+@pytest.mark.long
 def test_sizes_share_with_a_draft(workshop: Workshop, start: Start) -> None:
     """An EAGLE head's KV lies in chunks beside the model's, and is divided among ranks likewise."""
     medium = tree(workshop.scratch / "shards-eagle")
