@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports
 
-.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families test-vllm-upstream bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
+.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -56,6 +56,9 @@ test-long: $(STAMP) ## The tests that `make test` has no time for: fleets, ranks
 # One folder of tests, without coverage (ARGS=--cov for it).
 $(TESTS): test-%: $(STAMP)
 	@$(PYTEST) $(PARALLEL) tests/$* $(ARGS)
+
+prove: $(STAMP) ## The proof at length: faults, kills, races, fuzzing ...; goes on where it was (ARGS="--parts NAME --seed 2 --list")
+	@$(BIN)/python -m tests.prove $(ARGS)
 
 test-vllm-upstream: $(STAMP) ## vLLM's own tests of its offloading scheduler over our half; downloads 45 MB once
 	@$(BIN)/python tests/upstream/run.py $(ARGS)

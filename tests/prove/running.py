@@ -1,0 +1,147 @@
+"""Runs cells, each in a process of its own, several at a time; a cell that hangs or dies is a finding, not an end.
+
+Threading: one thread. Ownership: processes and scratch directories are gone when ``run`` returns or is closed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.prove.cells import Cell, Outcome
+
+_LOOK_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    part: str
+    cell: Cell
+    process: BaseProcess
+    answer: Connection
+    scratch: tempfile.TemporaryDirectory[str]
+    began_s: float = field(default_factory=time.monotonic)
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.began_s + self.cell.limit_s
+
+
+def cells_of(module: str, seed: int) -> list[Cell]:
+    """Return a part's cells for a seed. The same seed gives the same cells in the same order.
+
+    Raises ValueError when two have one name.
+    """
+    cells = list(importlib.import_module(module).cells(seed))
+    names = [cell.name for cell in cells]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{module} has several cells named {', '.join(sorted(doubled))}")
+    return cells
+
+
+def run(
+    wanted: Iterable[tuple[str, str, Cell]], seed: int, *, workers: int, logs: Path
+) -> Iterator[tuple[str, Cell, Outcome, float]]:
+    """Yield part, cell, outcome and seconds of each of the wanted (part, its module, cell), as they end.
+
+    ``logs`` gets what a cell prints, for those in which something was found. Closing the generator ends what runs.
+    """
+    waiting, running = deque(wanted), list[_Running]()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "torch", "hypothesis", "pytest"])
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers and _may_begin(waiting[0][2], running):
+                running.append(_begin(context, *waiting.popleft(), seed, logs))
+            wait([one.answer for one in running], timeout=_LOOK_S)
+            for one in [one for one in running if one.answer.poll() or one.is_late() or not one.process.is_alive()]:
+                running.remove(one)
+                outcome = _end(one, _log(logs, one.part, one.cell))
+                yield one.part, one.cell, outcome, time.monotonic() - one.began_s
+    finally:
+        for one in running:
+            _kill(one.process)
+            one.scratch.cleanup()
+
+
+def _may_begin(cell: Cell, running: list[_Running]) -> bool:
+    return not running or not (cell.alone or running[0].cell.alone)
+
+
+def _log(logs: Path, part: str, cell: Cell) -> Path:
+    return logs / f"{part}-{cell.name}.log".replace("/", "-").replace(" ", "_")
+
+
+def _begin(
+    context: multiprocessing.context.ForkServerContext, part: str, module: str, cell: Cell, seed: int, logs: Path
+) -> _Running:
+    answer, theirs = context.Pipe(duplex=False)
+    scratch = tempfile.TemporaryDirectory(prefix="nixl-offload-prove-", ignore_cleanup_errors=True)
+    process = context.Process(
+        target=_try, args=(module, cell.name, seed, theirs, scratch.name, str(_log(logs, part, cell).absolute()))
+    )
+    process.start()
+    theirs.close()
+    return _Running(part, cell, process, answer, scratch)
+
+
+def _try(module: str, name: str, seed: int, answer: Connection, scratch: str, log: str) -> None:
+    """In the cell's process."""
+    os.setsid()
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    os.chdir(scratch)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    try:
+        cell = next(cell for cell in cells_of(module, seed) if cell.name == name)
+        outcome = cell.run()
+    except BaseException:  # noqa: BLE001 - whatever it was, it is what came out of the cell
+        traceback.print_exc()
+        outcome = Outcome(dead=[traceback.format_exc(limit=-3)])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    answer.send(outcome)
+
+
+def _end(one: _Running, log: Path) -> Outcome:
+    """Return what the cell answered, or that it did not; end its process, and what that has left running."""
+    outcome = None
+    with suppress(EOFError):
+        outcome = one.answer.recv() if one.answer.poll() else None
+    if outcome is None and one.process.is_alive():
+        outcome = Outcome(dead=[f"did not end within {one.cell.limit_s:.0f} s; see {log.name}"])
+    elif outcome is None:
+        one.process.join()
+        outcome = Outcome(dead=[f"its process ended with {one.process.exitcode}; see {log.name}"])
+    else:
+        one.process.join(timeout=10)
+    _kill(one.process)
+    one.answer.close()
+    one.scratch.cleanup()
+    if outcome.is_good():
+        log.unlink(missing_ok=True)
+    return outcome
+
+
+def _kill(process: BaseProcess) -> None:
+    """End a cell's process and all of its session."""
+    if process.pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    process.close()
