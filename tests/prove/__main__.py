@@ -20,7 +20,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from tests.prove.cells import Outcome
-from tests.prove.report import FINDINGS, drawn, markdown
+from tests.prove.report import FINDINGS, drawn, findings, markdown
 from tests.prove.running import cells_of, run
 
 PARTS: dict[str, str] = {}
@@ -76,6 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
         json.dump(shown, sys.stdout, indent=1)
     else:
         Console().print(drawn(shown))
+        for line in findings(shown):
+            print(line)
     if chosen.markdown is not None:
         chosen.markdown.write_text(markdown(shown))
     return 0 if all(_is_good(row) for row in shown["cells"].values()) else 1

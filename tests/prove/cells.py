@@ -41,5 +41,3 @@ class Cell:
     run: Callable[[], Outcome]
     limit_s: float = 300.0
     """Longer than that is a finding: the process is killed and counts as dead."""
-    alone: bool = False
-    """Needs all cores: nothing else runs beside it."""

@@ -13,15 +13,21 @@ _HEAD = ("part", "cells", "tried", *FINDINGS, "seconds")
 
 
 def drawn(results: Mapping[str, Any]) -> Table:
-    """Return the table for a terminal; what was found stands below."""
+    """Return the table for a terminal."""
     table = Table(*_HEAD, title=_title(results))
     for line in _lines(results):
         table.add_row(*line)
-    for name, row in results["cells"].items():
-        for kind in FINDINGS:
-            for sentence in row[kind]:
-                table.add_row(name, "", "", kind, sentence)
     return table
+
+
+def findings(results: Mapping[str, Any]) -> list[str]:
+    """Return what was found, a line each."""
+    return [
+        f"{name}: {kind}: {sentence}"
+        for name, row in results["cells"].items()
+        for kind in FINDINGS
+        for sentence in row[kind]
+    ]
 
 
 def markdown(results: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class _Running:
     process: BaseProcess
     answer: Connection
     scratch: tempfile.TemporaryDirectory[str]
+    cores: set[int]
     began_s: float = field(default_factory=time.monotonic)
 
     def is_late(self) -> bool:
@@ -56,19 +58,23 @@ def run(
 ) -> Iterator[tuple[str, Cell, Outcome, float]]:
     """Yield part, cell, outcome and seconds of each of the wanted (part, its module, cell), as they end.
 
-    ``logs`` gets what a cell prints, for those in which something was found. Closing the generator ends what runs.
+    Each worker has cores of its own, so that cells disturb each other little. ``logs`` keeps what a cell printed when
+    something was found in it. Closing the generator ends what runs.
     """
     waiting, running = deque(wanted), list[_Running]()
+    all_cores = sorted(os.sched_getaffinity(0))
+    free = [set(all_cores[worker::workers]) or set(all_cores) for worker in range(workers)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["numpy", "torch", "hypothesis", "pytest"])
     logs.mkdir(parents=True, exist_ok=True)
     try:
         while waiting or running:
-            while waiting and len(running) < workers and _may_begin(waiting[0][2], running):
-                running.append(_begin(context, *waiting.popleft(), seed, logs))
+            while waiting and free:
+                running.append(_begin(context, *waiting.popleft(), seed, logs, free.pop()))
             wait([one.answer for one in running], timeout=_LOOK_S)
             for one in [one for one in running if one.answer.poll() or one.is_late() or not one.process.is_alive()]:
                 running.remove(one)
+                free.append(one.cores)
                 outcome = _end(one, _log(logs, one.part, one.cell))
                 yield one.part, one.cell, outcome, time.monotonic() - one.began_s
     finally:
@@ -77,30 +83,28 @@ def run(
             one.scratch.cleanup()
 
 
-def _may_begin(cell: Cell, running: list[_Running]) -> bool:
-    return not running or not (cell.alone or running[0].cell.alone)
-
-
 def _log(logs: Path, part: str, cell: Cell) -> Path:
     return logs / f"{part}-{cell.name}.log".replace("/", "-").replace(" ", "_")
 
 
 def _begin(
-    context: multiprocessing.context.ForkServerContext, part: str, module: str, cell: Cell, seed: int, logs: Path
+    context: ForkServerContext, part: str, module: str, cell: Cell, seed: int, logs: Path, cores: set[int]
 ) -> _Running:
     answer, theirs = context.Pipe(duplex=False)
     scratch = tempfile.TemporaryDirectory(prefix="nixl-offload-prove-", ignore_cleanup_errors=True)
     process = context.Process(
-        target=_try, args=(module, cell.name, seed, theirs, scratch.name, str(_log(logs, part, cell).absolute()))
+        target=_try,
+        args=(module, cell.name, seed, theirs, scratch.name, str(_log(logs, part, cell).absolute()), cores),
     )
     process.start()
     theirs.close()
-    return _Running(part, cell, process, answer, scratch)
+    return _Running(part, cell, process, answer, scratch, cores)
 
 
-def _try(module: str, name: str, seed: int, answer: Connection, scratch: str, log: str) -> None:
+def _try(module: str, name: str, seed: int, answer: Connection, scratch: str, log: str, cores: set[int]) -> None:
     """In the cell's process."""
     os.setsid()
+    os.sched_setaffinity(0, cores)
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     os.chdir(scratch)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
