@@ -17,7 +17,7 @@ from typing import Final
 from tests.families.media import make_medium
 from tests.families.models import FAMILIES, Family
 from tests.families.trial import Cell
-from tests.vllm.families import write_mla
+from tests.vllm.families import CPU_MLA, write_mla
 from tests.vllm.harness import Workshop, chain_config
 
 CHUNKS: Final = 2
@@ -52,7 +52,11 @@ LAYOUTS: Final = {
         Family(
             "deepseek MTP",
             _deepseek_mtp,
-            {"load_format": "dummy", "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+            {
+                **CPU_MLA,
+                "load_format": "dummy",
+                "speculative_config": {**CPU_MLA, "method": "mtp", "num_speculative_tokens": 1},
+            },
             _SERVED,
         ),
     )

@@ -15,7 +15,7 @@ from typing import Any, Final
 from examples.demo.model import TINY, TINY_HYBRID, write_model
 from tests.families.checkpoints import add_mtp, write_checkpoint, write_eagle
 from tests.vllm import vision
-from tests.vllm.families import IMAGE_TOKENS, write_mla, write_vision
+from tests.vllm.families import CPU_MLA, IMAGE_TOKENS, write_mla, write_vision
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _MAMBA_LAYERS = ["mamba", "mamba", "attention", "mamba"]
@@ -113,7 +113,7 @@ FAMILIES: Final = {
             ),
             {"dtype": "bfloat16"},
         ),
-        Family("deepseek-mla", write_mla),
+        Family("deepseek-mla", write_mla, CPU_MLA),
         Family("qwen3-next", _qwen3_next, {**STATE, "dtype": "bfloat16"}),
         Family("qwen3-next fine", _qwen3_next, {**STATE, "dtype": "bfloat16", "prefix_match_unit": 32}),
         Family(

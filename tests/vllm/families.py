@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -55,6 +55,11 @@ def write_long_rope(directory: Path, *, original_tokens: int) -> Path:
         },
     }
     return _write(directory, config, tensors)
+
+
+CPU_MLA: Final[dict[str, Any]] = {"attention_backend": "CPU_MLA"}
+"""vLLM's reference implementation: without it vLLM takes another where the processor has AMX, which refuses float32 and
+keeps prefix caching on."""
 
 
 def write_mla(directory: Path) -> Path:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from examples.demo.model import TINY, write_model
 from tests.vllm import vision
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, Prompt, chunk_prompts
-from tests.vllm.families import IMAGE_TOKENS, write_long_rope, write_mla, write_vision
+from tests.vllm.families import CPU_MLA, IMAGE_TOKENS, write_long_rope, write_mla, write_vision
 from tests.vllm.harness import Answer, Engine, Workshop, file_tier
 from tests.vllm.hub_stand_in import HubStandIn
 from tests.vllm.shared_rig import RECOVERY_DEADLINE_S, Medium, hits, said, tree
@@ -197,8 +197,8 @@ def _assert_stays_off(engine: Engine, medium: Medium, right: list[Answer]) -> No
 def test_mla_on_a_cpu(engines: Engines, shared: Medium) -> None:
     """Here vLLM turns prefix caching off, for its prefill ignores cached context: every hit is answered wrongly."""
     model = write_mla(engines.scratch / "mla")
-    right = engines.answers(model=model)
-    with engines.start(shared.config(), model=model) as engine:
+    right = engines.answers(model=model, **CPU_MLA)
+    with engines.start(shared.config(), model=model, **CPU_MLA) as engine:
         _assert_stays_off(engine, shared, right)
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
+import torch
 
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.families.checkpoints import write_eagle
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_prompts, loads_refused
-from tests.vllm.families import write_mla
+from tests.vllm.families import CPU_MLA, write_mla
 from tests.vllm.harness import TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop, close
 from tests.vllm.shared_rig import Medium, bucket, said, tree, until_stored
 from tests.vllm.test_adapters import write_adapter
@@ -154,12 +155,33 @@ def test_mla_of_two_ranks_is_stored_once(medium: Medium, workshop: Workshop, sta
     found: list[dict[str, int]] = []
     for shards in ("per_rank", "auto"):
         before = set(medium.shards())
-        engine = start(medium, 2, model=model, shards=shards, serve_without_prefix_caching=True, block_size=16)
+        engine = start(
+            medium, 2, model=model, shards=shards, serve_without_prefix_caching=True, block_size=16, options=CPU_MLA
+        )
         until_stored(engine, medium, PROMPTS, len(before) + (2 if shards == "per_rank" else 1) * PROMPT_CHUNKS * 2)
         engine.stop()
         found.append({name: len(medium.read(name)) for name in medium.shards() if name not in before})
     assert 2 * len(found[1]) == len(found[0])
     assert 2 * sum(found[1].values()) == sum(found[0].values())
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM caches prefixes of MLA on a CPU only with AMX")
+@pytest.mark.parametrize("medium", ["tree"], indirect=True)
+def test_mla_that_is_stored_once_is_served(medium: Medium, workshop: Workshop, start: Start) -> None:
+    """Each chunk is written by one of two ranks, and read by both of another server; one rank finds all of it, too.
+
+    What different sizes compute is not compared: bfloat16 is all that AMX takes, and this model doubles its rounding
+    from layer to layer.
+    """
+    model, amx = write_mla(workshop.scratch / "mla"), {"dtype": "bfloat16"}
+    two = start(medium, 2, model=model, options=amx)
+    right = stored_whole(two, PROMPTS)
+    assert len(medium.shards()) == PROMPT_CHUNKS * len(PROMPTS)
+    two.stop()
+    all_from_the_tier(start(medium, 2, model=model, options=amx), PROMPTS, right)
+    one = start(medium, 1, model=model, options=amx)
+    assert [answer.external_hit_tokens for answer in one.generate(PROMPTS)] == [FULL_TOKENS] * len(PROMPTS)
+    assert not loads_refused(one)
 
 
 @pytest.mark.parametrize("medium", ["obstore"], indirect=True)
