@@ -6,8 +6,10 @@ The bucket's tier is real as well; its store is a dictionary (see ``shared_rig``
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from nixl_offload.catalog import Catalog, ChainOptions, Settled, StoreTicket, WriteThroughTicket
 from nixl_offload.index import DurableIndex, Index, State
@@ -206,3 +208,20 @@ class Chain:
     def close(self) -> None:
         for tier in self.tiers:
             tier.close()
+
+
+MakeChain = Callable[..., Chain]
+
+
+@contextmanager
+def chains(path: Path, *, at_rest: Callable[[Chain], None] = Chain.come_to_rest) -> Iterator[MakeChain]:
+    """Give a maker of chains; each comes to rest at the end, with nothing left in anybody's hands, and is closed."""
+    with ExitStack() as made:
+
+        def make(**arguments: Any) -> Chain:
+            chain = Chain(path, **arguments)
+            made.callback(chain.close)
+            made.callback(at_rest, chain)
+            return chain
+
+        yield make

@@ -5,7 +5,7 @@ a time, and what is left in anybody's hands afterwards.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,26 +14,14 @@ from nixl_offload.catalog import WriteThroughTicket, prefetch
 from nixl_offload.tiers.shared.naming import shards_of
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, Outcome
-from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
+from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 from tests.unit.shared_rig import WAIT_S, namespace_of
-
-MakeChain = Callable[..., Chain]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeChain]:
-    chains: list[Chain] = []
-
-    def build(**arguments: object) -> Chain:
-        chains.append(Chain(tmp_path, **arguments))  # type: ignore[arg-type]
-        return chains[-1]
-
-    yield build
-    for chain in chains:
-        try:
-            chain.come_to_rest()
-        finally:
-            chain.close()
+    with chains(tmp_path) as build:
+        yield build
 
 
 def on_file_only(chain: Chain, *numbers: int) -> None:

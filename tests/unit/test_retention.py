@@ -4,7 +4,7 @@ and what is dropped is gone; no pin is left behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,27 +12,19 @@ import pytest
 from nixl_offload.catalog import Change, retention
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Outcome
-from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
-
-MakeChain = Callable[..., Chain]
+from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeChain]:
-    chains: list[Chain] = []
+    with chains(tmp_path, at_rest=_at_rest) as build:
+        yield build
 
-    def build(**arguments: object) -> Chain:
-        chains.append(Chain(tmp_path, **arguments))  # type: ignore[arg-type]
-        return chains[-1]
 
-    yield build
-    for chain in chains:
-        try:
-            chain.now_s += 100_000.0
-            chain.come_to_rest()
-            assert not any(chain.catalog.counts().retained_bytes)
-        finally:
-            chain.close()
+def _at_rest(chain: Chain) -> None:
+    chain.now_s += 100_000.0
+    chain.come_to_rest()
+    assert not any(chain.catalog.counts().retained_bytes)
 
 
 def retain(chain: Chain, seconds: float, *numbers: int) -> None:

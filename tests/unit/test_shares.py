@@ -19,12 +19,11 @@ from nixl_offload.index import Index, State, policy, shares
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import NO_SALT, Key, Location, Salt
-from tests.unit.catalog_rig import FILE, MEMORY, SLOT, Chain, key, keys
+from tests.unit.catalog_rig import FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 from tests.unit.shared_rig import namespace_of
 
 QUIET, NOISY, THIRD = Salt(101), Salt(-202), Salt(303)
 SMALL, LARGE = 4096, 12288
-MakeChain = Callable[..., Chain]
 
 
 class Room:
@@ -281,18 +280,8 @@ def test_after_a_restart_a_use_says_whose_a_chunk_is(tmp_path: Path) -> None:
 
 @pytest.fixture
 def make_chain(tmp_path: Path) -> Iterator[MakeChain]:
-    chains: list[Chain] = []
-
-    def build(**arguments: object) -> Chain:
-        chains.append(Chain(tmp_path, **arguments))  # type: ignore[arg-type]
-        return chains[-1]
-
-    yield build
-    for chain in chains:
-        try:
-            chain.come_to_rest()
-        finally:
-            chain.close()
+    with chains(tmp_path) as build:
+        yield build
 
 
 def held(chain: Chain, position: int) -> dict[Salt, int]:

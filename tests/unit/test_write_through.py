@@ -8,7 +8,7 @@ whatever order.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,26 +19,13 @@ from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Lookup, LookupContext, Outcome
-from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, key, keys
-
-MakeChain = Callable[..., Chain]
+from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeChain]:
-    """Return a maker of chains; each comes to rest at the end, with nothing left in anybody's hands."""
-    chains: list[Chain] = []
-
-    def build(**arguments: object) -> Chain:
-        chains.append(Chain(tmp_path, **arguments))  # type: ignore[arg-type]
-        return chains[-1]
-
-    yield build
-    for chain in chains:
-        try:
-            chain.come_to_rest()
-        finally:
-            chain.close()
+    with chains(tmp_path) as build:
+        yield build
 
 
 # Write-through
