@@ -2,7 +2,7 @@
 
 Their managers, policies, tiers and host memory are as they are. Only the copies, which vLLM hands to CUDA's copy
 engine, are made by a thread where there is no CUDA; it releases the interpreter while it copies. There are no
-checksums.
+checksums. With ``canonical_layout`` pages are mapped as vLLM's worker maps them, by the runs that vLLM derived.
 
 Threading: vLLM's thread submits and asks; one copying thread per worker, ended by ``shutdown``.
 """
@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
+    CanonicalKVCacheRef,
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.cpu.gpu_worker import _build_copy_plan, _canonical_block_sizes
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -50,24 +52,45 @@ def _worker(spec: CPUOffloadingSpec, kv_caches: CanonicalKVCaches) -> Offloading
         region = SharedOffloadRegion(
             engine_id=spec.config.engine_id,
             num_chunks=spec.num_chunks,
-            rank=0,
+            rank=0 if spec.replicated_layout else spec.config.parallel.rank,
             kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
             cpu_page_size=spec.cpu_page_size_per_worker,
         )
-        worker = spec._worker = CopyingWorker(kv_caches, spec.blocks_per_chunk, region)  # type: ignore[assignment]
+        if spec.config.canonical_layout:
+            spec._validate_canonical_refs(kv_caches)
+        worker = spec._worker = CopyingWorker(  # type: ignore[assignment]
+            kv_caches, spec.blocks_per_chunk, region, is_canonical=spec.config.canonical_layout
+        )
     return worker
 
 
 class CopyingWorker(OffloadingWorker):
     """Copies pages between the KV cache and vLLM's region, job after job, on a thread."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        blocks_per_chunk: int,
+        region: SharedOffloadRegion,
+        *,
+        is_canonical: bool = False,
+    ) -> None:
         self._refs = kv_caches.group_data_refs
+        self._is_canonical = is_canonical
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
         self._device = [item.tensor for item in kv_caches.tensors]
-        self._pages = [item.page_size_bytes for item in kv_caches.tensors]
-        self._host = [region.create_next_worker_view(page * blocks_per_chunk) for page in self._pages]
+        self._runs = {
+            id(ref): _fragments(ref) if is_canonical else np.array([[0, 0, ref.page_size_bytes]])
+            for refs in self._refs
+            for ref in refs
+        }
+        if is_canonical:
+            self._pages = _canonical_block_sizes(self._refs, len(self._device))
+            self._host = [region.create_next_canonical_view(page * blocks_per_chunk) for page in self._pages]
+        else:
+            self._pages = [item.page_size_bytes for item in kv_caches.tensors]
+            self._host = [region.create_next_worker_view(page * blocks_per_chunk) for page in self._pages]
         self._jobs: queue.SimpleQueue[tuple[int, np.ndarray, Future[None]] | None] = queue.SimpleQueue()
         self._under_way: dict[int, Future[None]] = {}
         self._finished: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
@@ -112,15 +135,16 @@ class CopyingWorker(OffloadingWorker):
             within = np.tile(np.arange(per_chunk), len(chunks))[skipped : skipped + count]
             rows = np.repeat(chunks, per_chunk)[skipped : skipped + count]
             for ref in refs:
-                device, host, page = (
-                    self._device[ref.tensor_idx],
-                    self._host[ref.tensor_idx],
-                    self._pages[ref.tensor_idx],
-                )
+                device, host = self._device[ref.tensor_idx], self._host[ref.tensor_idx]
+                runs = self._runs[id(ref)]
                 near = device.data_ptr() + ids * device.stride(0) * device.element_size()
-                far = host.data_ptr() + rows * host.stride(0) + within * page
+                far = host.data_ptr() + rows * host.stride(0) + within * self._pages[ref.tensor_idx]
+                if is_store and self._is_canonical and ref.mapping is not None:
+                    mine = [ref.mapping.is_writer(page) for page in (rows * per_chunk + within).tolist()]
+                    near, far = near[mine], far[mine]
+                near, far = (near[:, None] + runs[:, 0]).ravel(), (far[:, None] + runs[:, 1]).ravel()
                 to, source = (far, near) if is_store else (near, far)
-                plan.append(np.stack([to, source, np.full(count, ref.page_size_bytes)], axis=1))
+                plan.append(np.stack([to, source, np.resize(runs[:, 2], len(to))], axis=1))
             first_block += count
             first_chunk += len(chunks)
         copied: Future[None] = Future()
@@ -137,3 +161,9 @@ class CopyingWorker(OffloadingWorker):
             copied.set_result(None)
             took_s = time.perf_counter() - begin
             self._finished.put(TransferResult(job_id, True, int(plan[:, 2].sum()), took_s))
+
+
+def _fragments(ref: CanonicalKVCacheRef) -> np.ndarray:
+    """Return rows of (offset in a rank's page, offset in the canonical page, bytes), as vLLM's own copies take them."""
+    plan = _build_copy_plan(ref, gpu_to_cpu=True)
+    return np.stack([plan.frag_offsets_src, plan.frag_offsets_dst, plan.frag_sizes], axis=1).astype(np.int64)

@@ -91,7 +91,7 @@ def engine_options(
             extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(directory)}]
         elif name == "vllm-obj":
             assert bucket is not None
-            extra["secondary_tiers"] = [{"type": "obj", "prefix": "vllm", "store_config": _store_config(bucket)}]
+            extra["secondary_tiers"] = [{"type": "obj", "prefix": "vllm", "store_config": store_config(bucket)}]
         transfer |= {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
     return {**options, "kv_transfer_config": transfer}
 
@@ -111,7 +111,7 @@ def _lmcache(room: Room) -> dict[str, Any]:
     }
 
 
-def _store_config(bucket: Mapping[str, Any]) -> dict[str, str]:
+def store_config(bucket: Mapping[str, Any]) -> dict[str, str]:
     scheme, _, host = bucket["endpoint"].partition("://")
     return {
         "bucket": bucket["bucket"],
