@@ -25,6 +25,7 @@ from pathlib import Path
 from tests.prove.cells import Cell, Outcome
 
 _LOOK_S = 1.0
+_END_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +63,11 @@ def run(
     something was found in it. Closing the generator ends what runs.
     """
     waiting, running = deque(wanted), list[_Running]()
+    modules = sorted({module for _, module, _ in waiting})
     all_cores = sorted(os.sched_getaffinity(0))
     free = [set(all_cores[worker::workers]) or set(all_cores) for worker in range(workers)]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "torch", "hypothesis", "pytest"])
+    context.set_forkserver_preload(modules)
     logs.mkdir(parents=True, exist_ok=True)
     try:
         while waiting or running:
@@ -125,15 +127,16 @@ def _try(module: str, name: str, seed: int, answer: Connection, scratch: str, lo
 def _end(one: _Running, log: Path) -> Outcome:
     """Return what the cell answered, or that it did not; end its process, and what that has left running."""
     outcome = None
-    with suppress(EOFError):
-        outcome = one.answer.recv() if one.answer.poll() else None
-    if outcome is None and one.process.is_alive():
-        outcome = Outcome(dead=[f"did not end within {one.cell.limit_s:.0f} s; see {log.name}"])
-    elif outcome is None:
-        one.process.join()
-        outcome = Outcome(dead=[f"its process ended with {one.process.exitcode}; see {log.name}"])
-    else:
-        one.process.join(timeout=10)
+    if one.answer.poll():
+        with suppress(EOFError):  # it died
+            outcome = one.answer.recv()
+        one.process.join(timeout=_END_S)
+    if outcome is None:
+        late = one.process.exitcode is None
+        end = (
+            f"did not end within {one.cell.limit_s:.0f} s" if late else f"its process ended with {one.process.exitcode}"
+        )
+        outcome = Outcome(dead=[f"{end}; see {log.name}"])
     _kill(one.process)
     one.answer.close()
     one.scratch.cleanup()
