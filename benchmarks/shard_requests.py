@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.serving.sides import store_config
 from examples.demo.engine import quick_environment
+from examples.demo.model import write_model
 from examples.s3_server import REGION
 from tests.s3.proxy import FaultProxy
 from tests.s3.servers import RcloneServer
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="nixl-offload-requests-")))
+        model = write_model(scratch / "model", SHAPE)  # one, for vLLM's tier names objects by the model's path
         zygote = Zygote(scratch / "log", {**quick_environment(scratch=scratch), **ONE_CORE})
         stack.callback(zygote.close)
         server = stack.enter_context(RcloneServer())
@@ -58,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         stack.callback(proxy.close)
         for number, side in enumerate(chosen.sides.split(";")):
             for ranks in SIZES:
-                row = _measure(zygote, server, proxy, side, ranks, f"side-{number}-of-{ranks}", chosen.prompts)
+                row = _measure(zygote, model, server, proxy, side, ranks, f"side-{number}-of-{ranks}", chosen.prompts)
                 print(f"{side}, stored by {ranks}: {row}", file=sys.stderr, flush=True)
                 rows.append({"side": side, "stored by": ranks, **row})
     if chosen.json:
@@ -71,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(
-    zygote: Zygote, server: RcloneServer, proxy: FaultProxy, side: str, ranks: int, prefix: str, count: int
+    zygote: Zygote, model: Path, server: RcloneServer, proxy: FaultProxy, side: str, ranks: int, prefix: str, count: int
 ) -> dict[str, str | float]:
     """Store with a server of ``ranks``, ask with new ones; return figures for each chunk."""
     prompts, chunks = chunk_prompts(count, seed=401), count * PROMPT_CHUNKS
@@ -81,6 +83,7 @@ def _measure(
         try:
             engine = workshop.start_engine(
                 SHAPE,
+                model=model,
                 environment={**server.environment, **ENVIRONMENT, **_FOR_VLLM},
                 **{**ENGINE_OPTIONS, **SIZES[asking or ranks], "in_process": False},
                 kv_transfer_config=_transfer(side, server, proxy, prefix),
