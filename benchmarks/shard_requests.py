@@ -1,7 +1,8 @@
 """Requests and bytes in a bucket for each chunk: ours, and vLLM's obj tier with and without its canonical layout.
 
 ``python -m benchmarks.shard_requests [--prompts N] [--json]``. Real vLLMs on the CPU, of one and of two ranks, store
-prompts in a local bucket through a proxy that counts; then a new server of each size asks for them. Nothing is timed.
+prompts in a local bucket through a proxy that counts; then a new server of each size asks for them. An answer is right
+when its tokens are those of the server that computed them, and its logprobs but for rounding. Nothing is timed.
 vLLM's copies are made by ``benchmarks.serving.peers`` where there is no CUDA; what they copy, and all of its tiers, is
 vLLM's.
 """
@@ -27,7 +28,7 @@ from examples.s3_server import REGION
 from tests.s3.proxy import FaultProxy
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_prompts
-from tests.vllm.harness import CHUNK_TOKENS, ONE_CORE, TINY, Workshop, chain_config
+from tests.vllm.harness import CHUNK_TOKENS, ONE_CORE, TINY, Answer, Workshop, chain_config, close
 from tests.vllm.shared_rig import LOOKING
 from tests.vllm.test_shards import ENVIRONMENT, SIZES
 from tests.vllm.zygote import Zygote
@@ -78,6 +79,7 @@ def _measure(
     """Store with a server of ``ranks``, ask with new ones; return figures for each chunk."""
     prompts, chunks = chunk_prompts(count, seed=401), count * PROMPT_CHUNKS
     row: dict[str, str | float] = {}
+    computed: list[Answer] = []
     for asking in (None, *SIZES):
         workshop = Workshop(zygote)
         try:
@@ -91,6 +93,7 @@ def _measure(
             proxy.forget()
             answers = engine.generate(prompts)
             if asking is None:
+                computed = answers
                 objects = _quiet(server, prefix)
                 kept = [name for name in objects if server.path(name).stat().st_size > _CONFIG_BYTES]
                 row["objects"] = len(kept) / chunks
@@ -98,7 +101,8 @@ def _measure(
                 row["PUT, HEAD to store"] = _each(proxy.counts(), ("PUT", "HEAD"), chunks)
             else:
                 found = sum(answer.external_hit_tokens for answer in answers)
-                row[f"found by {asking}"] = f"{found / (count * FULL_TOKENS):.0%}"
+                right = sum(close(answer, other) for answer, other in zip(answers, computed, strict=True))
+                row[f"found by {asking}"] = f"{found / (count * FULL_TOKENS):.0%}, {right} of {count} answers right"
                 row[f"HEAD, GET of {asking}"] = _each(proxy.counts(), ("HEAD", "GET"), chunks)
             engine.stop()
         finally:
