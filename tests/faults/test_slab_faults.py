@@ -385,6 +385,23 @@ time.sleep(60)
 """
 
 
+def test_a_slab_without_memory_to_try_the_drive_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is told as a tier's, and leaves no descriptor."""
+
+    def no_memory(*arguments: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    slab = SlabFile(tmp_path / "rank-00000.slab", 8 * MIB, EXTENT)
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(slab_file.mmap, "mmap", no_memory)
+        with pytest.raises(TierError, match=r"cannot open the slab .*: Cannot allocate memory"):
+            slab.open()
+    assert len(os.listdir("/proc/self/fd")) == before
+    slab.open()
+    slab.close()
+
+
 @pytest.mark.parametrize("forks", ["alone", "fork"])
 def test_a_killed_engine_leaves_no_lock(tmp_path: Path, forks: str) -> None:
     """A second process is refused and told by whom; after kill -9 it may, though a forked child lives on."""

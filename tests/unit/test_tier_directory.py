@@ -176,6 +176,17 @@ def test_foreign_namespaces_go_oldest_first_and_only_as_far_as_needed(
     tier.close()
 
 
+def test_a_foreign_namespace_goes_where_half_of_the_capacity_is_too_little(tmp_path: Path) -> None:
+    """A capacity that holds little more than the least this model needs."""
+    other = open_tier(tmp_path, MIB, model="other")
+    fill(other)
+    other.close()
+    tier = open_tier(tmp_path, 2 * MIB, index_bytes=lambda n: 1200 * KIB)
+    assert tier.rank_bytes
+    assert not other.namespace_path.exists()
+    tier.close()
+
+
 def test_opening_counts_as_use(tmp_path: Path) -> None:
     """A namespace that was opened again is the most recently used one, though its manifest did not change."""
     first = make_foreign(tmp_path, "first", 1e8)
@@ -186,6 +197,19 @@ def test_opening_counts_as_use(tmp_path: Path) -> None:
     assert first.exists()
     assert not second.exists()
     assert third.exists()
+
+
+def test_scratch_files_of_killed_ranks_do_not_stay(tmp_path: Path) -> None:
+    """They would count in every start to come, and nobody else removes them."""
+    first = open_tier(tmp_path)
+    first.close()
+    left = [first.namespace_path / name for name in (".mover-probe-ab12cd_9", ".rank-00000.slab.direct-77")]
+    for path in left:
+        path.write_bytes(bytes(16 * KIB))
+    second = open_tier(tmp_path)
+    assert second.rank_bytes == first.rank_bytes
+    assert not any(path.exists() for path in left)
+    second.close()
 
 
 def test_what_is_not_recognised_is_counted_and_never_removed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +42,8 @@ _SMALL_FILES_BYTES: Final = 256 << 10
 _SMALL_FILES_PER_RANK_BYTES: Final = 2 * PAGE_BYTES
 _INDEX_NAME: Final = "index.sqlite"
 _RANK_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
+_SCRATCH_NAME: Final = re.compile(r"\.mover-probe-[a-z0-9_]{8}|\.rank-[0-9]{5,}\.slab\.direct-[0-9]+")
+"""Of ``movers.select`` and ``SlabFile``."""
 
 
 class TierDirectory:
@@ -79,8 +81,8 @@ class TierDirectory:
 
         ``capacity_bytes`` holds for all that lies under ``path``: slabs of all ranks and data-parallel engines,
         indexes, other namespaces. The latter are removed whole, least recently used first, while this namespace
-        cannot have half. ``dp_engines``: the engines that share ``path``, this one, ``dp_index``, among them.
-        ``index_bytes`` bounds the durable index by its number of keys.
+        cannot have half, or the least it needs. ``dp_engines``: the engines that share ``path``, this one,
+        ``dp_index``, among them. ``index_bytes`` bounds the durable index by its number of keys.
         Raises TierError (``locked`` by another engine; ``full`` when others' files take the capacity; causes of the
         operating system) and ConfigError (capacity too small for this model; names the least that would do).
         """
@@ -165,7 +167,8 @@ class TierDirectory:
                 f"{max(slot_classes)} bytes on {world_size} ranks and {engines} data-parallel engines need "
                 f"at least {format_size(least_bytes * engines)}"
             )
-        available_bytes = self._make_room(base, share_bytes)
+        self._remove_scratch()
+        available_bytes = self._make_room(base, share_bytes, max(share_bytes // 2, least_bytes))
         if available_bytes < least_bytes:
             raise TierError(
                 f"files that are not ours leave {max(0, available_bytes)} bytes of the capacity of {self.root}; at "
@@ -188,8 +191,8 @@ class TierDirectory:
         self._manifest = json.dumps({**self.namespace.manifest(), "slab": slab}, indent=2, sort_keys=True) + "\n"
         self._write_manifest()
 
-    def _make_room(self, base: Path, share_bytes: int) -> int:
-        """Remove other namespaces while this one cannot have half of ``share_bytes``; return what it can have."""
+    def _make_room(self, base: Path, share_bytes: int, wanted_bytes: int) -> int:
+        """Remove other namespaces while this one cannot have ``wanted_bytes``; return what it can have."""
         ours = {self.namespace_path, *(lock.path for lock in self._locks)}
         found = [(other_namespaces.survey(self.root, ours), 1)]
         if len(self._dp_engines) > 1:
@@ -204,7 +207,7 @@ class TierDirectory:
                 available_bytes -= charged_bytes
                 namespaces.append((namespace, charged_bytes))
         for namespace, charged_bytes in sorted(namespaces, key=lambda pair: pair[0].used_s):
-            if available_bytes >= share_bytes // 2:
+            if available_bytes >= wanted_bytes:
                 break
             if not _unused(namespace.path.parent, {lock.path for lock in self._locks}):
                 continue
@@ -222,6 +225,14 @@ class TierDirectory:
                 namespace.size_bytes / 2**20,
             )
         return available_bytes
+
+    def _remove_scratch(self) -> None:
+        """Remove what ranks that were killed, or could not, have left of trying the drive out: it would count."""
+        with suppress(OSError), os.scandir(self.namespace_path) as entries:
+            for entry in entries:
+                if _SCRATCH_NAME.fullmatch(entry.name):
+                    with suppress(OSError):
+                        os.unlink(entry.path)
 
     def _unexpected_bytes(self) -> int:
         """Bytes in our own namespace that are neither slabs nor index nor manifest."""

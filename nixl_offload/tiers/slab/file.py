@@ -111,6 +111,7 @@ class SlabFile:
             if stat.S_IMODE(status.st_mode) != 0o600:
                 os.fchmod(self._fd, 0o600)
             self.discard_beyond(self.rank_bytes)
+            self.direct_io = self._wants_direct_io and self._direct_io_works()
         except OSError as error:
             self.close()
             raise tier_error(error, f"cannot open the slab {self.path}") from error
@@ -120,7 +121,6 @@ class SlabFile:
         self._identity = (status.st_dev, status.st_ino)
         self._filesystem = status.st_dev
         self._short_bytes = 0
-        self.direct_io = self._wants_direct_io and self._direct_io_works()
 
     def close(self) -> None:
         """Close the descriptor. Idempotent; the bytes stay."""
