@@ -114,7 +114,7 @@ class StagingPool(SlotPool[Slot]):
         """Allocate as many slots as ``budget_bytes`` holds, at least ``MIN_SLOTS`` (then a warning says so).
 
         ``pinned`` asks torch for page-locked memory, which copies to and from a device need to be asynchronous: see
-        ``Device.page_locks``.
+        ``Device.page_locks``. Raises MoverError when the host does not have so much.
         """
         slot_bytes = align_up(slot_bytes)
         slots_total = budget_bytes // slot_bytes
@@ -178,9 +178,13 @@ class DeviceStagingPool(SlotPool[DeviceSlot]):
 
 
 def _allocate(length_bytes: int, *, pinned: bool) -> npt.NDArray[np.uint8]:
-    """Return page-aligned memory of shape (length_bytes,)."""
+    """Return page-aligned memory of shape (length_bytes,). Raises MoverError."""
     if not pinned:
-        area = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            area = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            words = f"{format_size(length_bytes)} of host memory for staging: {error.strerror}; lower staging"
+            raise MoverError(words) from error
         return np.frombuffer(area, dtype=np.uint8)
     # torch rounds page-locked memory up to a power of two: a page more than one could take twice the staging.
     tensor = torch.empty(length_bytes, dtype=torch.uint8, pin_memory=True)

@@ -8,6 +8,7 @@ chunks: listings are yielded.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -308,10 +309,15 @@ def refuse_anothers_directory(path: str) -> None:
 
 
 def require_directory(path: Path) -> None:
-    """Raise StoreError where there is no directory: nothing can be in it."""
-    if path.is_dir():
-        return
-    if path.exists():
+    """Raise StoreError where there is no directory, nothing can be in it, or where that cannot be found out."""
+    try:
+        if path.is_dir():
+            return
+        is_there = path.exists()
+    except OSError as error:
+        cause = "denied" if error.errno in (errno.EACCES, errno.EPERM) else "io"
+        raise StoreError(f"{path}: cannot be looked at: {os.strerror(error.errno or 0)}", cause=cause) from error
+    if is_there:
         raise StoreError(f"{path}: is no directory; say another path in the config", cause="unreachable")
     cause = "missing" if path.parent.is_dir() else "unreachable"
     first = " The first server makes it." if cause == "missing" else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 import subprocess
@@ -210,4 +211,17 @@ def test_kvikio_says_what_it_lacks() -> None:
     mover = KvikioMover()
     with pytest.raises(MoverUnavailableError, match="no NVIDIA driver"):
         mover.connect()
+    mover.close()
+
+
+def test_a_scratch_file_that_cannot_be_removed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory has become read-only meanwhile: what is in it can still be read."""
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    mover = CopyMover()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        assert probe_round_trip(mover, MemoryKind.DRAM, str(tmp_path)) == "round trip ok"
     mover.close()

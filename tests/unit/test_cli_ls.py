@@ -229,6 +229,15 @@ def test_a_hundred_thousand_chunks_take_seconds(tmp_path: Path, cli: Cli) -> Non
     assert time.monotonic() - began_s < 15
 
 
+def test_a_directory_that_cannot_be_looked_at_is_a_failure_in_words(tmp_path: Path, cli: Cli) -> None:
+    """Not a trace, whatever the system says of its path."""
+    file = tmp_path / "kv.yaml"
+    for kind in ("slab", "shared_dir"):
+        file.write_text(yaml.safe_dump({"tiers": [{"kind": kind, "path": f"/{'x' * 300}/kv", "capacity": "1GiB"}]}))
+        assert cli("ls", file) == 1
+        assert "/kv: cannot be looked at: File name too long" in cli.err
+
+
 def test_nothing_there_and_nothing_right(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "kv.yaml"
     file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": f"{tmp_path}/kv", "capacity": "1GiB"}]}))

@@ -4,7 +4,9 @@ twice or once retired; a device gives what it can spare, and says when it cannot
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import time
 
 import pytest
@@ -44,6 +46,15 @@ def test_a_budget_too_small_for_two_slots_is_exceeded_and_said(caplog: pytest.Lo
         pool = StagingPool(slot_bytes=1 << 20, budget_bytes=4096)
     assert pool.slots_total == 2
     assert "staging_bytes=4096" in caplog.text
+
+
+def test_memory_that_cannot_be_had_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(staging.mmap, "mmap", no_memory)
+    with pytest.raises(MoverError, match=r"16KiB of host memory for staging: Cannot allocate memory; lower staging"):
+        StagingPool(slot_bytes=4096, budget_bytes=4 * 4096)
 
 
 def test_released_slots_come_back_and_a_double_release_is_refused() -> None:
