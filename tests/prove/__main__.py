@@ -23,7 +23,7 @@ from tests.prove.cells import Outcome
 from tests.prove.report import FINDINGS, drawn, findings, markdown
 from tests.prove.running import cells_of, run
 
-PARTS: dict[str, str] = {}
+PARTS: dict[str, str] = {"faults": "tests.prove.faults"}
 """Name of a part, and its module: one with ``cells(seed: int) -> Iterable[Cell]``."""
 
 

@@ -1,0 +1,189 @@
+"""What a tier of each kind rests on: a directory, or a bucket of a real server behind a proxy; and ways to damage it.
+
+Threading: the cell's thread. Ownership: a medium owns its servers; ``close`` ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Rule
+from tests.s3.servers import RcloneServer
+
+PREFIX: Final = "kv"
+SHARED_DIR_BYTES: Final = 512 << 10
+"""Where chunks are evicted; else far more."""
+MEMORY_BYTES: Final = 768 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a shard's bytes lie: in a file."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def read(self) -> bytes:
+        """Return them, as far as they are there."""
+        with self.path.open("rb") as file:
+            return os.pread(file.fileno(), self.length, self.offset)
+
+    def write(self, data: bytes) -> None:
+        """Put other bytes there."""
+        with self.path.open("r+b") as file:
+            os.pwrite(file.fileno(), data, self.offset)
+
+
+class Medium:
+    """A directory. ``kind`` as in ``table.TIERS``."""
+
+    def __init__(self, kind: str, root: Path, *, is_small: bool) -> None:
+        """``is_small``: so that chunks are evicted."""
+        self.kind = kind
+        self.root = root
+        self.is_small = is_small
+        self.slab_bytes = 0
+        """What a slab may take."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether each shard is a file of its own."""
+        return self.kind != "slab"
+
+    def tier(self) -> dict[str, Any]:
+        """Return what the config says of the tier."""
+        if self.kind == "slab":
+            return {"kind": "slab", "path": str(self.root), "capacity": self.slab_bytes}
+        capacity = SHARED_DIR_BYTES if self.is_small else 1 << 30
+        lookup = {"timeout": "1s", "absent_for": "1ms", "present_for": "10m"}
+        return {"kind": "shared_dir", "path": str(self.root), "capacity": capacity, "lookup": lookup}
+
+    def changed(self) -> None:
+        """Bytes were changed behind everybody's back."""
+
+    def inject(self, fault: str, point: str, rng: random.Random) -> Rule | None:
+        """Break requests from now on, where there are any."""
+        return None
+
+    def wipe(self) -> None:
+        """Everything vanishes. A shared directory itself, which may be a mount point, stays."""
+        for path in [self.root] if self.kind == "slab" else self.root.glob("*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """End what runs."""
+
+
+class Bucket(Medium):
+    """A bucket of rclone's S3 server, and a proxy in front of it that fails on cue."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        super().__init__(kind, root, is_small=False)
+        self.server = RcloneServer()
+        self.server.start()
+        self.proxy = FaultProxy(self.server.port)
+        os.environ.update(self.server.environment)
+        self.root = self.server.directory / PREFIX
+
+    def tier(self) -> dict[str, Any]:
+        """See Medium."""
+        lookup = {"timeout": "1s", "absent_for": "1ms", "present_for": "10m"}
+        mover = self.kind.removeprefix("s3_")
+        return self.server.tier(
+            PREFIX, endpoint=self.proxy.endpoint, mover=mover, connections=4, request_timeout="1s", lookup=lookup
+        )
+
+    def changed(self) -> None:
+        """See Medium."""
+        self.server.forget()
+
+    def inject(self, fault: str, point: str, rng: random.Random) -> Rule | None:
+        """See Medium."""
+        made = self._fault(fault, point, rng)
+        if made is None:
+            return None
+        share = rng.choice((0.3, 0.7, 1.0))
+        operation = "GET" if isinstance(made, Cut | Flip) else None
+        times = 3 if isinstance(made, Hold) else None
+        return self.proxy.inject(made, operation=operation, probability=share, seed=rng.randrange(1 << 30), times=times)
+
+    def _fault(self, fault: str, point: str, rng: random.Random) -> Fault | None:
+        at = rng.choice(("request", "upload", "answer", "headers", "body"))
+        answers: dict[str, Fault] = {
+            "500": Answer(500, "InternalError"),
+            "503": Answer(503, "SlowDown"),
+            "403": Answer(403, "AccessDenied"),
+            "ENOSPC": Answer(507, "InsufficientStorage"),
+            "reset": Reset(at),  # type: ignore[arg-type]
+            "slow": Delay(rng.uniform(0.001, 0.03), rng.choice(("request", "answer"))),  # type: ignore[arg-type]
+            "hang": Hold("request"),
+            "short": Cut(rng.random(), lying=rng.random() < 0.5),
+            "flipped": Flip(rng.random()),
+        }
+        return answers.get(fault)
+
+    def wipe(self) -> None:
+        """See Medium."""
+        for path in self.root.glob("*") if self.root.is_dir() else ():
+            shutil.rmtree(path, ignore_errors=True)
+        self.server.forget()
+
+    def close(self) -> None:
+        """See Medium."""
+        self.proxy.close()
+        self.server.close()
+
+
+def damage(fault: str, medium: Medium, pieces: Sequence[Piece], rng: random.Random, old: dict[Piece, bytes]) -> int:
+    """Spoil some of ``pieces``, all of which are there. ``old``: bytes that lay there once. Returns how many."""
+    spoilt = 0
+    for piece in rng.sample(pieces, rng.randint(1, len(pieces))):
+        if not piece.path.exists():
+            continue
+        data = piece.read()
+        if not data:
+            continue
+        if fault == "flipped":
+            at, times = rng.randrange(len(data)), rng.choice((1, 1, 1, 8))
+            changed = bytes(byte ^ (1 << rng.randrange(8)) for byte in data[at : at + times])
+            Piece(piece.path, piece.offset + at, times).write(changed)
+        elif fault == "truncated":
+            os.truncate(piece.path, piece.offset + rng.randrange(len(data)))
+        elif fault == "long":
+            with piece.path.open("ab") as file:
+                file.write(rng.randbytes(rng.choice((1, 100, 4096, 8192))))
+        elif fault == "swapped" or (fault == "wrong length" and medium.is_shared):
+            other = rng.choice(pieces)
+            if other.path.exists() and other.read() != data:
+                _swap(piece, other, whole=medium.is_shared)
+            else:
+                continue
+        elif fault == "stale":
+            if old.get(piece, data) == data:
+                continue
+            piece.write(old[piece])
+        elif fault == "vanished":
+            if medium.is_shared or rng.random() < 0.2:
+                piece.path.unlink()
+            else:
+                piece.write(bytes(len(data)))  # as a hole: what was under it is gone
+        spoilt += 1
+    medium.changed()
+    return spoilt
+
+
+def _swap(one: Piece, other: Piece, *, whole: bool) -> None:
+    first, second = one.read(), other.read()
+    if whole:
+        one.path.write_bytes(second)
+        other.path.write_bytes(first)
+    else:
+        one.write(second[: one.length])
+        other.write(first[: other.length])
