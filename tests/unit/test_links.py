@@ -455,6 +455,24 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
     assert time.monotonic() - began_s < 20
 
 
+def test_calls_go_on_when_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call waits for the next that gets one, and the end joins what was started alone."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = CallThreads("test-calls")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        first = threads.start(lambda: 1)
+    assert not first.done
+    second = threads.start(lambda: 2)
+    assert first.wait(10)
+    assert second.wait(10)
+    assert (first.result(), second.result()) == (1, 2)
+    threads.close()
+
+
 def test_what_is_given_up_is_cleaned_away_when_it_comes() -> None:
     """Abandoned before and after it ended; errors of the work are handed on, not raised on the thread."""
     threads, gate, discarded = CallThreads("test-calls"), threading.Event(), []

@@ -96,8 +96,9 @@ class CallThreads:
         self._calls = [other for other in self._calls if not other.done]
         if len(self._calls) >= len(self._threads) < self._limit:
             thread = threading.Thread(target=self._main, name=self._name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            with contextlib.suppress(RuntimeError):  # none to be had now: the next call tries again
+                thread.start()
+                self._threads.append(thread)
         self._calls.append(call)
         self._queue.put(call)
         return call
