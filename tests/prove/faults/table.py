@@ -80,8 +80,8 @@ def why_not(tier: str, point: str, fault: str) -> str | None:
             return "memory is empty at a start, and gone at the end"
         if fault in {"hang", "late write"} and point not in {"write-through", "promotion", "shutdown", "sleep"}:
             return "nothing but a farther tier's transfer touches a slot of memory from outside"
-        if fault == "OOM of staging" and point not in {"write-through", "promotion", "start", "sleep"}:
-            return "memory is taken at the start, and its copies need no staging"
+        if fault == "OOM of staging" and point not in {"start", "sleep"}:
+            return "memory is taken at the start, and what goes to and from its slots needs no staging"
         return None
     is_bucket = tier.startswith("s3")
     if fault in _ANSWERS and not is_bucket:
