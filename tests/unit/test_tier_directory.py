@@ -276,6 +276,40 @@ def test_links_inside_a_removed_namespace_are_not_followed(tmp_path: Path) -> No
     assert (precious / "file").read_text() == "kept"
 
 
+def test_what_a_killed_start_has_left_is_removed_and_takes_no_room(tmp_path: Path) -> None:
+    """Else each kill at a bad moment would cost an extent with its chunks, and the least capacity would do no more."""
+    tier = open_tier(tmp_path)
+    rank_bytes, directory = tier.rank_bytes, tier.namespace_path
+    tier.close()
+    left = [".rank-00000.slab.direct-4711", ".mover-probe-abc_d123", "manifest.tmp"]
+    for name in left:
+        (directory / name).write_bytes(bytes(512 * KIB))
+    tier = open_tier(tmp_path)
+    assert tier.rank_bytes == rank_bytes
+    assert not {path.name for path in directory.iterdir()} & set(left)
+    tier.close()
+    (directory / ".of-somebody-else").write_bytes(bytes(512 * KIB))
+    tier = open_tier(tmp_path)
+    assert tier.rank_bytes < rank_bytes
+    assert (directory / ".of-somebody-else").exists()
+    tier.close()
+
+
+def test_the_manifest_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is synced before it gets its name, and the name before there is a slab."""
+    synced: list[tuple[str, list[str]]] = []
+
+    def sync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").resolve()
+        directory = path if path.is_dir() else path.parent
+        synced.append((path.name, sorted(child.name for child in directory.iterdir())))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    tier = open_tier(tmp_path)
+    tier.close()
+    assert synced == [("manifest.tmp", ["manifest.tmp"]), (tier.namespace_path.name, ["manifest.json"])]
+
+
 def test_a_smaller_capacity_cuts_the_slabs_and_keeps_the_geometry(tmp_path: Path) -> None:
     """Chunks below the new end keep their place, those beyond are refused, and the files shrink."""
     tier = open_tier(tmp_path, 64 * MIB)

@@ -14,12 +14,13 @@ Threading: one owner, the scheduler's thread, at start and end; nothing here run
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,8 +43,10 @@ _SMALL_FILES_BYTES: Final = 256 << 10
 _SMALL_FILES_PER_RANK_BYTES: Final = 2 * PAGE_BYTES
 _INDEX_NAME: Final = "index.sqlite"
 _RANK_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
-_SCRATCH_NAME: Final = re.compile(r"\.mover-probe-[a-z0-9_]{8}|\.rank-[0-9]{5,}\.slab\.direct-[0-9]+")
-"""Of ``movers.select`` and ``SlabFile``."""
+_DRAFT_NAME: Final = "manifest.tmp"
+_LEFTOVER: Final = re.compile(r"\.rank-[0-9]{5,}\.slab\.direct-[0-9]+|\.mover-probe-[a-z0-9_]{8}|manifest\.tmp")
+"""What an engine that was killed while it started has left: a rank's look whether direct I/O works, one at a mover, and
+a manifest on its way."""
 
 
 class TierDirectory:
@@ -160,6 +163,7 @@ class TierDirectory:
         budget = _Budget(slot_classes, world_size, index_bytes)
         engines = len(self._dp_engines)
         share_bytes = capacity_bytes // engines
+        self._remove_leftovers()
         least_bytes = budget.least_bytes()
         if share_bytes < least_bytes:
             raise ConfigError(
@@ -167,7 +171,6 @@ class TierDirectory:
                 f"{max(slot_classes)} bytes on {world_size} ranks and {engines} data-parallel engines need "
                 f"at least {format_size(least_bytes * engines)}"
             )
-        self._remove_scratch()
         available_bytes = self._make_room(base, share_bytes, max(share_bytes // 2, least_bytes))
         if available_bytes < least_bytes:
             raise TierError(
@@ -190,6 +193,15 @@ class TierDirectory:
         }
         self._manifest = json.dumps({**self.namespace.manifest(), "slab": slab}, indent=2, sort_keys=True) + "\n"
         self._write_manifest()
+
+    def _remove_leftovers(self) -> None:
+        """Remove them before they are counted, as far as that can be. Nobody else starts here: the lock is held, and
+        ranks come later.
+        """
+        with contextlib.suppress(OSError):
+            for path in self.namespace_path.iterdir():
+                if _LEFTOVER.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def _make_room(self, base: Path, share_bytes: int, wanted_bytes: int) -> int:
         """Remove other namespaces while this one cannot have ``wanted_bytes``; return what it can have."""
@@ -225,14 +237,6 @@ class TierDirectory:
                 namespace.size_bytes / 2**20,
             )
         return available_bytes
-
-    def _remove_scratch(self) -> None:
-        """Remove what ranks that were killed, or could not, have left of trying the drive out: it would count."""
-        with suppress(OSError), os.scandir(self.namespace_path) as entries:
-            for entry in entries:
-                if _SCRATCH_NAME.fullmatch(entry.name):
-                    with suppress(OSError):
-                        os.unlink(entry.path)
 
     def _unexpected_bytes(self) -> int:
         """Bytes in our own namespace that are neither slabs nor index nor manifest."""
@@ -281,16 +285,22 @@ class TierDirectory:
             )
 
     def _write_manifest(self) -> None:
-        """Put the manifest in place whole, or only touch it when it says the same: that works on a full disk too."""
+        """Put the manifest in place whole, or only touch it when it says the same: that works on a full disk too.
+
+        It outlives a power cut sooner than the slabs do: without it nobody would know that their space may be taken.
+        """
         path = self.namespace_path / other_namespaces.MANIFEST_NAME
         if other_namespaces.read_manifest(self.namespace_path) != json.loads(self._manifest):
-            draft = path.with_suffix(".tmp")
+            draft = path.with_name(_DRAFT_NAME)
             draft.unlink(missing_ok=True)
             fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "w", encoding="utf-8") as file:
                 os.fchmod(fd, 0o600)
                 file.write(self._manifest)
+                file.flush()
+                os.fsync(fd)
             draft.replace(path)
+            _sync_directory(self.namespace_path)
         os.utime(path)
 
 
@@ -316,6 +326,15 @@ class _Budget:
         while self.rank_bytes(available_bytes) < self._least_rank_bytes:
             available_bytes += max(1 << 20, align_up(available_bytes // 64, 1 << 20))
         return available_bytes
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # some filesystems cannot
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _unused(root: Path, own_locks: set[Path]) -> bool:
