@@ -16,6 +16,7 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import DirectoryConfig
 from nixl_offload.engine.autotune.candidates import Shape, TransferPlan
 from nixl_offload.engine.autotune.plan import open_file_mover, plan_transfers
+from nixl_offload.engine.autotune.scratch import remove_leftovers
 from nixl_offload.engine.bus_packer import DEVICE_BYTES
 from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.engine_memory import Staging
@@ -110,8 +111,9 @@ def plan_tier(
 def open_planned(tier: DirectoryConfig, directory: str, device: Device, plan: TransferPlan | None) -> OpenedMover:
     """Open the mover of ``plan``, or of the tier where there is no plan or its mover opens no more.
 
-    Raises MoverUnavailableError.
+    Removes what processes that were killed while they did so have left in ``directory``. Raises MoverUnavailableError.
     """
+    remove_leftovers(directory)
     if plan is not None:
         try:
             return OpenedMover(_open(plan.mover, tier, directory, device), plan)

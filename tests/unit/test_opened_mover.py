@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,17 @@ def test_a_planned_mover_that_opens_no_more_is_passed_over(
     found.close()
     with pytest.raises(MoverUnavailableError):
         open_planned(tier.model_copy(update={"mover": "kvikio"}), str(tmp_path), DRAM, _plan("device", "kvikio"))
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+    """Whatever the mover, and with no plan: a young one may be a neighbour's."""
+    old, young = tmp_path / ".mover-probe-abcd1234", tmp_path / ".mover-probe-efgh5678"
+    for path in (old, young):
+        path.write_bytes(bytes(16384))
+    os.utime(old, (time.time() - 400.0,) * 2)
+    tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
+    opened_module.open_planned(tier, str(tmp_path), DRAM, None).close()
+    assert [path.name for path in tmp_path.iterdir()] == [young.name]
 
 
 def test_without_nixl_nobody_is_sent_to_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
