@@ -205,6 +205,23 @@ def test_an_index_of_a_killed_engine_is_read_with_its_log_and_left_as_it_is(tmp_
     assert snapshot(tmp_path) == before
 
 
+def test_an_index_whose_log_has_nothing_but_a_header_is_read_at_once(tmp_path: Path) -> None:
+    """As a kill leaves it that comes between the first two writes of a log: SQLite waits for its writer, in vain."""
+    path = tmp_path / "index.sqlite"
+    database = Database(str(path), {"extent_bytes": "1"})
+    database.connect()
+    database.write([(Key(b"k" * 36), 4096, 4096)])
+    log = Path(f"{path}-wal")
+    header = log.read_bytes()[:32]
+    database.disconnect()
+    log.write_bytes(header)
+    Path(f"{path}-shm").write_bytes(bytes(32768))
+    before, began_s = snapshot(tmp_path), time.monotonic()
+    assert [row.offset for row in IndexReader(path).rows()] == [4096]
+    assert time.monotonic() - began_s < 5.0
+    assert snapshot(tmp_path) == before
+
+
 @pytest.mark.no_cover
 def test_a_hundred_thousand_chunks_take_seconds(tmp_path: Path, cli: Cli) -> None:
     """Rows of a real index, written by the class that engines write with."""

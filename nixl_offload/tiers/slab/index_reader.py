@@ -5,8 +5,8 @@ the log's shared memory, so whoever may read the files may look. ``drop_rows`` a
 the directory's lock.
 
 An index in use has the two side files of its log beside it. It is then opened with ``readonly_shm``: a running engine's
-log is respected, that of an engine that was killed is read into this process. Without them the file itself is
-complete, and nothing may create side files anew: ``immutable``.
+log is respected, that of an engine that was killed is read into this process. Without them, or where the log has
+nothing but a header, the file itself is complete, and nothing may create side files anew: ``immutable``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _ROWS_PER_READ: Final = 10_000
 _SELECT: Final = f"SELECT seq, key, offset, slot_bytes FROM {READABLE}"
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.1
+_LOG_HEADER_BYTES: Final = 32
+"""A log that ends with its header, as a kill may leave it, keeps SQLite waiting for a writer: ten seconds each time."""
 
 
 class IndexRow(NamedTuple):
@@ -117,7 +119,11 @@ class IndexReader:
         return (logged, status.st_dev, status.st_ino) if logged else (logged, status.st_mtime_ns, status.st_size)
 
     def _has_log(self) -> bool:
-        return os.path.exists(f"{self.path}-shm") and os.path.exists(f"{self.path}-wal")
+        try:
+            is_logged = os.stat(f"{self.path}-wal").st_size > _LOG_HEADER_BYTES
+        except OSError:
+            return False
+        return is_logged and os.path.exists(f"{self.path}-shm")
 
     def _connect(self) -> sqlite3.Connection:
         how = "readonly_shm=1" if self._has_log() else "immutable=1"
