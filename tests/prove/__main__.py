@@ -23,7 +23,20 @@ from tests.prove.cells import Outcome
 from tests.prove.report import FINDINGS, drawn, findings, markdown
 from tests.prove.running import cells_of, run
 
-PARTS: dict[str, str] = {"faults": "tests.prove.faults"}
+PARTS: dict[str, str] = {
+    name: f"tests.prove.{name}"
+    for name in (
+        "soak",
+        "faults",
+        "kills",
+        "power",
+        "races",
+        "fuzz",
+        "security",
+        "mutants",
+        "yardstick",
+    )
+}
 """Name of a part, and its module: one with ``cells(seed: int) -> Iterable[Cell]``."""
 
 
