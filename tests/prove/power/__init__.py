@@ -1,0 +1,145 @@
+"""Power loss: what servers write, sync, rename and delete is recorded, and replayed to disks that lack any of what no
+``fsync`` had made certain; a server opens each of them.
+
+Checked on each disk: the server opens; every chunk that it finds is what was stored or a miss; in a shared directory a
+name leads to a whole file; nothing is left that nobody would ever remove; storing goes on. On the disk that lacks
+nothing everything must be there, and it must be, byte for byte, what the recorded process has left: so nothing was
+missed in recording. ``disk.py`` says which losses are possible, ``histories.py`` what is recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from nixl_offload.tiers.slab import other_namespaces
+from tests.prove.cells import Cell, Outcome
+from tests.prove.power.disk import Crash, Disk, Naming, crash_times, samples, small
+from tests.prove.power.histories import NUMBERS, STORIES, Story
+from tests.prove.power.pages import page_cells
+from tests.prove.power.recording import History, build, record
+
+DISKS = {"journal": 150, "any": 150}
+"""How many of each history are opened, by how names are kept."""
+FRESH = (NUMBERS, NUMBERS + 1)
+"""Chunks that no history has."""
+GO_ON_EVERY = 8
+"""On so many of the disks chunks are stored afterwards."""
+
+
+def cells(seed: int) -> Iterator[Cell]:
+    """Return the cells of this part."""
+    for name, story in STORIES.items():
+        for naming in ("journal", "any"):
+            naming_: Naming = naming  # type: ignore[assignment]
+            yield Cell(
+                f"{name}, names: {naming}", partial(try_story, name, story, naming_, f"{seed} {name}"), limit_s=300.0
+            )
+    yield from page_cells()
+
+
+def try_story(name: str, story: Story, naming: Naming, seed: str, most: int | None = None) -> Outcome:
+    """Record a history in the current directory, and open ``most`` of the disks that it may leave, or a few more."""
+    root = Path("recorded").absolute()
+    root.mkdir()
+    history = record(build(Path.cwd()), root, "tests.prove.power.histories", name)
+    since = history.since("begin")
+    outcome, counts = Outcome(), Counter[str]()
+    whole = Crash(history, crash_times(history, since)[-1], naming, since).whole()
+    outcome.missed += _differences(whole, root)
+    judge = Judge(story, history, outcome, counts)
+    judge.judge(whole, is_whole=True)
+    most = DISKS[naming] if most is None else most
+    if story.is_small:
+        every = _unlike(small(history, naming, since))
+        counts["possible"] = len(every)
+        disks = every if len(every) <= most else random.Random(seed).sample(every, most)
+        disks += itertools.islice(samples(history, naming, since, seed), most // 3)
+    else:
+        disks = list(itertools.islice(samples(history, naming, since, seed), most))
+    for disk in disks:
+        judge.judge(disk)
+    outcome.counts = {"histories": 1, "calls": len(history.calls), **counts}
+    return outcome
+
+
+class Judge:
+    """Opens disks, and says what is wrong with what is found there."""
+
+    def __init__(self, story: Story, history: History, outcome: Outcome, counts: Counter[str]) -> None:
+        self._story = story
+        self._outcome = outcome
+        self._counts = counts
+        self._marks = [(time, *words.split()) for time, words in history.marks if words != "begin"]
+        self._seen: set[bytes] = set()
+
+    def judge(self, disk: Disk, *, is_whole: bool = False) -> None:
+        """Open a disk, unless an equal one was opened before."""
+        if disk.digest in self._seen:
+            return
+        self._seen.add(disk.digest)
+        self._counts["disks"] += 1
+        root = Path("disk").absolute()
+        disk.lay_out(root)
+        wrong, dead, leaks, missed = list[str](), list[str](), list[str](), list[str]()
+        try:
+            leaks += _unclaimed(root)
+            server = self._story.open(root)
+            try:
+                whole, bad = server.check(range(NUMBERS))
+                ready = self._ready(disk.crashed)
+                self._counts["whole"] += len(whole & ready)
+                self._counts["missed"] += len(ready - whole)
+                self._counts["found but a miss"] += len(bad)
+                if is_whole and ready - whole:
+                    missed.append(f"nothing was lost, but chunks {sorted(ready - whole)} are")
+                if bad and "s" not in self._story.tiers:
+                    missed.append(f"chunks {sorted(bad)} are files by their names, but not whole")
+                if self._counts["disks"] % GO_ON_EVERY == 0 or is_whole:
+                    self._counts["gone on"] += 1
+                    server.store(FRESH)
+                    if not server.until(lambda: server.is_idle):
+                        dead.append("what was stored on this disk did not arrive within 30 s")
+                    elif len(server.check(FRESH)[0]) < len(FRESH):
+                        missed.append("what was stored on this disk is not there")
+                wrong += server.wrong
+            finally:
+                server.close()
+        except Exception as error:  # noqa: BLE001 - whatever it is, a server must not raise it
+            dead.append(f"{type(error).__name__}: {error}")
+        shutil.rmtree(root)
+        for kind, found in (("wrong", wrong), ("dead", dead), ("leaks", leaks), ("missed", missed)):
+            getattr(self._outcome, kind).extend(f"{disk.told}: {what}" for what in found)
+
+    def _ready(self, time: int) -> set[int]:
+        ready = set[int]()
+        for said, what, number in self._marks:
+            if int(said) < time:
+                (ready.add if what == "ready" else ready.discard)(int(number))
+        return ready
+
+
+def _unlike(disks: Iterator[Disk]) -> list[Disk]:
+    """Return one each of equal disks."""
+    return list({disk.digest: disk for disk in disks}.values())
+
+
+def _unclaimed(root: Path) -> list[str]:
+    """Return what a server with another namespace would never remove: slabs that it does not take for ours."""
+    return [
+        f"{path.relative_to(root)} holds space, but its directory is not known to be ours"
+        for path in (root / "slab").glob("*/*.slab")
+        if path.stat().st_blocks and other_namespaces.last_use_s(path.parent) is None
+    ]
+
+
+def _differences(disk: Disk, root: Path) -> list[str]:
+    """Compare with what the recorded process has left; the memory that SQLite shares is not recorded."""
+    left = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    paths = sorted(path for path in left.keys() | disk.files.keys() if not path.endswith("-shm"))
+    return [f"recording has missed something of {path}" for path in paths if left.get(path) != disk.files.get(path)]

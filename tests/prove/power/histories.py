@@ -1,0 +1,205 @@
+"""What servers do while they are recorded: small histories, every loss of which is tried, and long ones.
+
+``python -m tests.prove.power.histories ROOT NAME``, with the recording library preloaded. The process says in the log
+when what matters begins (``begin``), and which chunks may be loaded from a stored tier (``ready 5``, ``gone 5``).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nixl_offload.config import Config
+from nixl_offload.tiers.slab.tier import SlabTier
+from tests.prove.power.recording import mark
+from tests.prove.server import Server, config_of, key_of, memory, slab, tree
+
+NUMBERS = 40
+"""Chunks there are in any history. A slab has room for about 14 of them, and so has an evicting tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A history: which tiers, what is done, and how it is tried."""
+
+    tiers: str
+    tell: Callable[[Path, Story], None]
+    ranks: int = 1
+    mover: str = "copy"
+    small_tree: bool = False
+    is_small: bool = False
+    """Each loss is tried; of others samples."""
+
+    def config(self, root: Path) -> Config:
+        """Return the config of a server below ``root``."""
+        aio = {} if self.mover == "copy" else {"mover": "posix", "posix_api": self.mover}
+        made: dict[str, dict[str, Any]] = {
+            "m": memory("512KiB"),
+            "s": {**slab(root / "slab"), **aio},
+            "t": {**tree(root / "tree", "300KiB" if self.small_tree else "64MiB"), **aio},
+        }
+        return config_of(*(made[kind] for kind in self.tiers))
+
+    def open(self, root: Path, tenant: str = "default") -> Server:
+        """Begin to serve."""
+        mover = "copy" if self.mover == "copy" else ""
+        return Server(self.config(root), ranks=self.ranks, mover=mover, tenant=tenant)
+
+
+class Told:
+    """A server that says what is stored."""
+
+    def __init__(self, root: Path, story: Story) -> None:
+        self.server = story.open(root)
+        self._numbers = {key_of(number): number for number in range(NUMBERS)}
+        self._stored = [at for at, kind in enumerate(story.tiers) if kind != "m"]
+        self._ready: set[int] = set()
+
+    def store(self, numbers: Sequence[int]) -> None:
+        """Store chunks, and wait until they are wherever they go."""
+        for start in range(0, len(numbers), 4):
+            self.server.store(numbers[start : start + 4])
+            assert self.server.until(self._rests), "what was stored did not arrive within 30 s"
+
+    def load(self, numbers: Sequence[int]) -> None:
+        """Load what is there of these."""
+        self.server.check(numbers)
+        self._tell()
+        assert not self.server.wrong
+
+    def flush(self) -> None:
+        """Have the index's journal written."""
+        for tier in self.server.tiers:
+            if isinstance(tier, SlabTier):
+                assert tier._durable.flush(20.0)
+
+    def close(self) -> None:
+        """End as a shutdown does."""
+        self.server.close()
+
+    def _rests(self) -> bool:
+        self._tell()
+        return self.server.is_idle
+
+    def _tell(self) -> None:
+        ready = {number for at in self._stored for number in self.server.ready(at, range(NUMBERS))}
+        for number in ready - self._ready:
+            mark(f"ready {number}")
+        for number in self._ready - ready:
+            mark(f"gone {number}")
+        self._ready = ready
+
+
+def _first_start(root: Path, story: Story) -> None:
+    server = Told(root, story)
+    server.store(range(2))
+    server.flush()
+    server.close()
+
+
+def _overwriting(root: Path, story: Story) -> None:
+    """A full slab, of which slots get other chunks; some come back, to other slots."""
+    server = Told(root, story)
+    server.store(range(20))
+    server.flush()
+    mark("begin")
+    server.store([21, 23])
+    server.flush()
+    server.store([1, 22])
+    server.flush()
+
+
+def _reopening(root: Path, story: Story) -> None:
+    server = Told(root, story)
+    server.store(range(6))
+    server.close()
+    mark("begin")
+    server = Told(root, story)
+    server.store([7])
+    server.close()
+
+
+def _made_anew(root: Path, story: Story) -> None:
+    """A reset of the cache has the index deleted."""
+    server = Told(root, story)
+    server.store(range(8))
+    server.flush()
+    mark("begin")
+    server.server.catalog.clear()
+    server.store([8, 9, 0])
+    server.flush()
+    server.close()
+
+
+def _damaged_index(root: Path, story: Story) -> None:
+    """One that cannot be used is deleted at the start."""
+    server = Told(root, story)
+    server.store(range(8))
+    server.close()
+    (index,) = root.glob("slab/*/index.sqlite")
+    with index.open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(4096))
+    mark("begin")
+    server = Told(root, story)
+    server.store([8, 9])
+    server.flush()
+    server.close()
+
+
+def _long(root: Path, story: Story) -> None:
+    """So long that the index's log is written back several times."""
+    choose = random.Random(1)
+    server = Told(root, story)
+    server.store(range(16))
+    mark("begin")
+    for number in range(150):
+        server.store(choose.sample(range(NUMBERS), 2))
+        if number % 3 == 0:
+            server.load(choose.sample(range(NUMBERS), 4))
+        server.flush()
+        if number % 50 == 49:
+            server.close()
+            server = Told(root, story)
+
+
+def _evicting(root: Path, story: Story) -> None:
+    """Each server that opens evicts at once; directories become empty, and are made again."""
+    choose = random.Random(1)
+    mark("begin")
+    for _ in range(6):
+        server = Told(root, story)
+        server.load(range(NUMBERS))
+        for _ in range(3):
+            server.store(choose.sample(range(NUMBERS), 4))
+        server.close()
+
+
+STORIES = {
+    "slab/first start": Story("s", _first_start, is_small=True),
+    "slab/overwriting": Story("s", _overwriting, is_small=True),
+    "slab/overwriting, aio": Story("s", _overwriting, mover="aio", is_small=True),
+    "slab/reopening": Story("s", _reopening, is_small=True),
+    "slab/index made anew": Story("s", _made_anew, is_small=True),
+    "slab/index damaged": Story("s", _damaged_index, is_small=True),
+    "slab/long": Story("s", _long),
+    "slab/long, two ranks": Story("s", _long, ranks=2),
+    "slab/long, behind memory": Story("ms", _long),
+    "tree/first start": Story("t", _first_start, is_small=True),
+    "tree/first start, aio": Story("t", _first_start, mover="aio", is_small=True),
+    "tree/evicting": Story("t", _evicting, small_tree=True),
+    "tree/long, two ranks, behind memory": Story("mt", _long, ranks=2),
+    "chain/memory, slab, tree": Story("mst", _long),
+}
+
+
+if __name__ == "__main__":
+    _story = STORIES[sys.argv[2]]
+    _story.tell(Path(sys.argv[1]), _story)
+    sys.stdout.flush()
+    os._exit(0)  # as a kill does: nothing is closed that the story has left open
