@@ -1,0 +1,157 @@
+"""SIGKILL at random moments: a server is killed while it opens, checks, stores, loads, evicts, writes through or
+closes, and another, which waited for that, opens the same storage at once.
+
+Checked by each server that opens: nothing keeps it from opening; every chunk that it finds is loaded, and is what was
+stored or a miss; what had surely been stored before the kill is there; capacities are kept. At the end: no file is left
+that nobody would remove. Which calls a kill meets depends on timing, so a seed repeats a finding by and large only.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from nixl_offload.errors import TierError
+from nixl_offload.tiers.slab.index_reader import IndexReader
+from tests.prove.cells import Cell, Outcome
+from tests.prove.kills.index import index_cells
+from tests.prove.kills.life import Life, Told
+from tests.prove.kills.serving import Ledger, Setup, drafts_in, serve, serve_and_close
+
+KILLS = 4
+"""Of each cell."""
+EARLY_S = 0.3
+"""Kills that meet a start come within this time after the server before was killed."""
+LATE_S = 0.4
+"""The others, within this time after it has checked everything."""
+LIFE_S = 60.0
+DRAFT_AGE_S = 7200.0
+"""Older than a draft that a writer may still be at."""
+
+SETUPS = {
+    "slab/alone": Setup("s"),
+    "slab/two ranks, io_uring": Setup("s", ranks=2, mover="io_uring"),
+    "slab/aio": Setup("s", mover="aio"),
+    "slab/behind memory": Setup("ms"),
+    "slab/behind memory, before a tree": Setup("mst"),
+    "tree/alone": Setup("t"),
+    "tree/two ranks, io_uring": Setup("t", ranks=2, mover="io_uring"),
+    "tree/evicting": Setup("t", small=True),
+    "tree/behind memory": Setup("mt"),
+    "tree/two servers": Setup("t", servers=2),
+    "tree/two servers, behind memory, evicting": Setup("mt", servers=2, small=True),
+}
+
+CELLS_EACH = 6
+
+
+def cells(seed: int) -> Iterator[Cell]:
+    """Return the cells of this part."""
+    for name, setup in SETUPS.items():
+        for number in range(CELLS_EACH):
+            yield Cell(f"{name}/{number}", partial(_run, setup, f"{seed} {name} {number}"), limit_s=KILLS * LIFE_S)
+    yield from index_cells(seed)
+
+
+def _run(setup: Setup, seed: str) -> Outcome:
+    """Kill ``KILLS`` servers one after the other, of two that share a directory now the one and now the other."""
+    choose, root, total = random.Random(seed), Path("storage").absolute(), Outcome()
+    counts: Counter[str] = Counter(kills=0)
+    ledgers = [Ledger() for _ in range(setup.servers)]
+    made = 0
+
+    def new(server: int) -> Life:
+        nonlocal made
+        made += 1
+        return Life(partial(serve, setup, root, ledgers[server], f"{seed} {made}"))
+
+    def take(told: list[Told]) -> bool:
+        for one in told:
+            counts.update(one.outcome.counts)
+            for kind in ("wrong", "dead", "leaks", "missed"):
+                getattr(total, kind).extend(
+                    f"{kind} after {counts['kills']} kills: {what}" for what in getattr(one.outcome, kind)
+                )
+        return any(one.is_checked for one in told)
+
+    lives = [new(server) for server in range(setup.servers)]
+    for life in lives:
+        life.begin()
+    for kill in range(KILLS):
+        server = kill % setup.servers
+        life, heir = lives[server], new(server)
+        early = choose.random() < 0.3
+        _wait(life, take, choose.uniform(0.0, EARLY_S if early else LATE_S), until_checked=not early)
+        counts["kills"] += 1
+        life.kill()
+        heir.begin()
+        told, status = life.bury()
+        take(told)
+        if status != signal.SIGKILL:
+            total.dead.append(f"after {counts['kills']} kills: the server had ended by itself, with {status}")
+        lives[server] = heir
+    for life in lives:
+        _wait(life, take, 0.0, until_checked=True)
+        life.kill()
+        take(life.bury()[0])
+    if "s" in setup.tiers:
+        _read_index(root, total)
+    _agedrafts_in(root, counts)
+    last = Life(partial(serve_and_close, setup, root, ledgers[0]))
+    last.begin()
+    take(last.bury()[0])
+    total.leaks += _left_behind(setup, root)
+    total.counts = dict(counts)
+    return total
+
+
+def _wait(life: Life, take: Callable[[list[Told]], bool], delay_s: float, *, until_checked: bool) -> None:
+    until_s = time.monotonic() + LIFE_S
+    while until_checked and time.monotonic() < until_s:
+        told = life.hear(1.0)
+        if take(told):
+            break
+        if not told and select.select([life.told], [], [], 0)[0]:
+            return  # it has ended
+    until_s = time.monotonic() + delay_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        if not take(life.hear(left_s)) and select.select([life.told], [], [], 0)[0]:
+            time.sleep(min(0.01, left_s))
+
+
+def _read_index(root: Path, outcome: Outcome) -> None:
+    """Read the index as commands do, beside the log that a killed server has left."""
+    for path in root.glob("slab/*/index.sqlite"):
+        try:
+            list(IndexReader(path).rows())
+        except TierError as error:
+            outcome.dead.append(f"nixl-offload ls cannot read what a kill has left: {error}")
+
+
+def _agedrafts_in(root: Path, counts: Counter[str]) -> None:
+    """Make drafts, and scratch files, so old that nobody can be writing them."""
+    counts["drafts"] += len(drafts_in(root))
+    for path in root.rglob("*"):
+        if path.name.startswith("."):
+            with suppress(OSError):
+                os.utime(path, (time.time() - DRAFT_AGE_S,) * 2)
+
+
+def _left_behind(setup: Setup, root: Path) -> list[str]:
+    """Return the files that should not be there."""
+    left = []
+    for path in sorted(root.rglob("*")):
+        name = path.name
+        is_known = path.is_dir() or name in ("lock", "manifest.json", ".evict.lock") or name.endswith(".slab")
+        is_known |= name == "index.sqlite" or len(name.split(".")[0]) == 72
+        if not is_known:
+            left.append(f"{path.relative_to(root)}, {path.stat().st_size} bytes, is left")
+    return left

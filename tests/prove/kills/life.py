@@ -1,0 +1,86 @@
+"""A process that is forked from this one, and killed: it must be forked before this one has a thread.
+
+Threading: none.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from tests.prove.cells import Outcome
+
+
+@dataclass(slots=True)
+class Told:
+    """What a server tells, once it has checked everything, and when something goes wrong later."""
+
+    outcome: Outcome = field(default_factory=Outcome)
+    is_checked: bool = False
+
+
+class Life:
+    """A server's process. It begins when ``begin`` is called, and ends when it is killed."""
+
+    def __init__(self, serve: Callable[[Callable[[Told], None]], None]) -> None:
+        begin, self._begin = os.pipe()
+        self.told, tell = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(begin)
+            os.close(tell)
+        else:
+            os.close(self._begin)
+            os.close(self.told)
+            _live(serve, begin, tell)
+        self._heard = bytearray()
+
+    def begin(self) -> None:
+        """Let it open its storage."""
+        os.write(self._begin, b"!")  # that it is closed tells nothing: lives that were forked meanwhile have it open
+        os.close(self._begin)
+
+    def hear(self, timeout_s: float) -> list[Told]:
+        """Return what it told meanwhile, after ``timeout_s`` at most; [] as well when it has ended."""
+        if not select.select([self.told], [], [], max(0.0, timeout_s))[0]:
+            return []
+        self._heard += os.read(self.told, 1 << 20)
+        told = []
+        while len(self._heard) >= 8 and len(self._heard) >= 8 + (size := int.from_bytes(self._heard[:8], "big")):
+            told.append(pickle.loads(self._heard[8 : 8 + size]))
+            del self._heard[: 8 + size]
+        return told
+
+    def kill(self) -> None:
+        """Send SIGKILL; ``bury`` it afterwards."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def bury(self) -> tuple[list[Told], int]:
+        """Wait for its end; return what it told last, and its status."""
+        status = os.waitpid(self.pid, 0)[1]
+        told = []
+        while more := self.hear(0.0):
+            told += more
+        os.close(self.told)
+        return told, status
+
+
+def _live(serve: Callable[[Callable[[Told], None]], None], begin: int, tell: int) -> NoReturn:
+    """In the server's process."""
+
+    def told(what: Told) -> None:
+        data = pickle.dumps(what)
+        os.write(tell, len(data).to_bytes(8, "big") + data)
+
+    try:
+        os.read(begin, 1)
+        serve(told)
+    except BaseException:  # noqa: BLE001 - it is what came out
+        told(Told(Outcome(dead=[traceback.format_exc(limit=-4)])))
+    os._exit(0)
