@@ -25,17 +25,7 @@ from tests.prove.running import cells_of, run
 
 PARTS: dict[str, str] = {
     name: f"tests.prove.{name}"
-    for name in (
-        "soak",
-        "faults",
-        "kills",
-        "power",
-        "races",
-        "fuzz",
-        "security",
-        "mutants",
-        "yardstick",
-    )
+    for name in ("soak", "faults", "kills", "power", "races", "fuzz", "security", "mutants", "yardstick")
 }
 """Name of a part, and its module: one with ``cells(seed: int) -> Iterable[Cell]``."""
 
