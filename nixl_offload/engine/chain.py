@@ -229,10 +229,14 @@ class ChainEngine:
             threading.Thread(target=self._close_one, args=(tier, engine, end_s), name="nixl-offload-close", daemon=True)
             for tier, engine in self._live
         ]
+        for closer, (tier, engine) in zip(closers, self._live, strict=True):
+            try:
+                closer.start()
+            except RuntimeError:  # no thread to be had now: one after the other
+                self._close_one(tier, engine, end_s)
         for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join(max(0.0, end_s + CLOSE_PATIENCE_S - self._clock()))
+            if closer.ident is not None:
+                closer.join(max(0.0, end_s + CLOSE_PATIENCE_S - self._clock()))
         # A chunk that was fetched last is stored to a closed engine, which says no at once: hence twice.
         self._poll()
         self._poll()

@@ -140,10 +140,17 @@ class WeightsDigest:
         self._total_bytes = sum(file.size_bytes for file in files)
         pieces = deque((file, piece) for file in files for piece in range(_count_pieces(file)))
         sums = {file: [b""] * _count_pieces(file) for file in files}
+        running = 0
         for number in range(self._threads):
             arguments = (number, pieces, sums)
-            threading.Thread(target=self._work, args=arguments, name=f"weights-read-{number}", daemon=True).start()
-        running = self._threads
+            reader = threading.Thread(target=self._work, args=arguments, name=f"weights-read-{number}", daemon=True)
+            try:
+                reader.start()
+            except RuntimeError:  # no more threads to be had now
+                if not running:
+                    raise
+                break
+            running += 1
         while running:
             try:
                 ended = self._ended.get(timeout=_PROGRESS_S)

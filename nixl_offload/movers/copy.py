@@ -27,6 +27,9 @@ _TASK_BYTES = 8 << 20
 class _CopyTransfer(ExtentTransfer):
     stop: threading.Event = field(default_factory=threading.Event)
     tasks: list[Future[None]] = field(default_factory=list)
+    """Each ends, or is cancelled before it begins; nothing else touches the memory."""
+    refusal: RuntimeError | None = None
+    """Why not all of them could be begun."""
 
 
 class CopyMover(TrackedMover[_CopyTransfer]):
@@ -53,11 +56,20 @@ class CopyMover(TrackedMover[_CopyTransfer]):
         mem, fil = transfer.mem, transfer.fil
         ends = np.flatnonzero(np.diff(np.cumsum(mem[:, 1]) // _TASK_BYTES)) + 1
         for mem_rows, fil_rows in zip(np.split(mem, ends), np.split(fil, ends), strict=True):
-            transfer.tasks.append(self._pool.submit(_move, transfer, mem_rows, fil_rows))
+            task: Future[None] = Future()
+            transfer.tasks.append(task)
+            try:
+                self._pool.submit(_run, task, transfer, mem_rows, fil_rows)
+            except RuntimeError as error:  # no thread to be had now; another may have taken it up, or will
+                if task.cancel():
+                    transfer.stop.set()
+                    transfer.refusal = error
+                    return
 
     def _advance(self, transfer: _CopyTransfer) -> None:
         if all(task.done() for task in transfer.tasks):
-            errors = [error for task in transfer.tasks if (error := task.exception()) is not None]
+            errors: list[BaseException] = [] if transfer.refusal is None else [transfer.refusal]
+            errors += [error for task in transfer.tasks if not task.cancelled() and (error := task.exception())]
             self._finish(transfer, f"{self.name}: {errors[0]}" if errors else None)
             transfer.tasks = []
 
@@ -72,6 +84,18 @@ class CopyMover(TrackedMover[_CopyTransfer]):
         for file in list(self._table.files):
             self.close_file(file)
         self._table.memories.clear()
+
+
+def _run(task: Future[None], transfer: _CopyTransfer, mem: Extents, fil: Extents) -> None:
+    """Make ``task`` of ``_move``, unless it was cancelled: the pool keeps what it could find no thread for."""
+    if not task.set_running_or_notify_cancel():
+        return
+    try:
+        _move(transfer, mem, fil)
+    except BaseException as error:  # noqa: BLE001 - the task's
+        task.set_exception(error)
+    else:
+        task.set_result(None)
 
 
 def _move(transfer: _CopyTransfer, mem: Extents, fil: Extents) -> None:

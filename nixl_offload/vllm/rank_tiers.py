@@ -74,7 +74,11 @@ class RankTiers:
                 if not self._sleeps:
                     self._begin(position, before.pop(position, None))
         for engine in before.values():
-            threading.Thread(target=_discard, args=(engine,), name="nixl-offload-close", daemon=True).start()
+            closer = threading.Thread(target=_discard, args=(engine,), name="nixl-offload-close", daemon=True)
+            try:
+                closer.start()
+            except RuntimeError:  # no thread to be had now
+                _discard(engine)
 
     def take_opened(self) -> None:
         """Give the engine what was opened since the last call. Costs nothing where nothing is being opened."""

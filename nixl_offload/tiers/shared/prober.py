@@ -83,7 +83,8 @@ class Prober:
         """Start ``threads`` threads, of which at most ``task_threads`` do tasks at a time, and one for trials.
 
         ``witness_of`` tells the object that stands for a key, None for a key that cannot be there; it is called from
-        any thread. ``wall`` is this machine's idea of the store's clock: minutes of difference do no harm.
+        any thread. ``wall`` is this machine's idea of the store's clock: minutes of difference do no harm. Raises
+        RuntimeError when no more threads can be started; none is left then.
         """
         self.since_s = 0.0
         """Objects modified earlier, by the store's clock, count as absent. Set by the scheduler's thread."""
@@ -110,12 +111,15 @@ class Prober:
         self._counts = ProbeCounts()
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._closing = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"nixl-offload-probe-{number}", daemon=True)
-            for number in range(threads + 1)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(threads + 1):
+                thread = threading.Thread(target=self._work, name=f"nixl-offload-probe-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # no more threads to be had: those that there are would wait for ever
+            self.close()
+            raise
 
     def search(self, number: int, keys: Sequence[Key], plan: Search) -> None:
         """Begin a search over ``keys``, in the order of ``plan``'s positions. Ends in one ``SearchEnd``."""

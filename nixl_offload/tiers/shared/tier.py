@@ -141,9 +141,17 @@ class SharedTier:
             self._prober, manifest, shards_of=self._shards_of, ttl_s=ttl_s, wall=wall, now_s=self._now_s
         )
         self._listing: Listing | None = None
-        if warm_start:
-            self._listing = Listing(store, namespace, name=name, max_keys=lookup.max_keys)
-        self._eviction = eviction() if eviction is not None else None
+        self._eviction: Eviction | None = None
+        try:
+            if warm_start:
+                self._listing = Listing(store, namespace, name=name, max_keys=lookup.max_keys)
+            if eviction is not None:
+                self._eviction = eviction()
+        except RuntimeError:  # no thread to be had: those that there are would wait for ever
+            if self._listing is not None:
+                self._listing.stop()
+            self._prober.close()
+            raise
 
     @classmethod
     def open(

@@ -1,0 +1,145 @@
+"""A machine that has no thread to spare for a moment: what needs one waits, fails, or is done by whoever asks."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nixl_offload.engine import TierEngine
+from nixl_offload.identity.weights import WeightsDigest
+from nixl_offload.movers.base import MemoryRegion, Op, TransferState
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.shared.prober import Prober
+from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.shared_dir.calls import CallThreads
+from nixl_offload.vllm.rank_tiers import RankTiers
+from tests.unit.chain_rig import FILE, ChainRig
+from tests.unit.engine_rig import until
+from tests.unit.shared_rig import MemoryStore, namespace_of, options
+
+PAGE = 4096
+
+Shortage = Callable[..., None]
+
+
+@pytest.fixture
+def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
+    """Call it with how many threads can be started yet, and how many can not after that."""
+    start, left = threading.Thread.start, [0, 0]
+
+    def start_or_refuse(thread: threading.Thread) -> None:
+        if left[0]:
+            left[0] -= 1
+        elif left[1]:
+            left[1] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+
+    def begin(*, after: int = 0, refused: int = 1000) -> None:
+        left[:] = after, refused
+
+    return begin
+
+
+def _threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def test_a_metadata_call_waits_for_the_next_thread(shortage: Shortage) -> None:
+    threads = CallThreads("test-short")
+    shortage(refused=1)
+    first = threads.start(lambda: 1)
+    assert not first.wait(0.01)
+    second = threads.start(lambda: 2)
+    assert first.wait(10)
+    assert second.wait(10)
+    assert (first.result(), second.result()) == (1, 2)
+    threads.close(10)
+    assert not _threads("test-short")
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_copy_that_found_no_thread_never_touches_its_memory(tmp_path: Path, shortage: Shortage, after: int) -> None:
+    """Not even later, when the pool has a thread for what was left in its queue."""
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * PAGE * 4)
+    memory = np.frombuffer(mmap.mmap(-1, 4 * PAGE), dtype=np.uint8)
+    with contextlib.closing(CopyMover(2)) as mover:
+        handle = mover.register_memory(MemoryRegion(memory.ctypes.data, memory.nbytes))
+        file = mover.open_file(str(path), 4 * PAGE, direct_io=False)
+
+        def read(page: int) -> object:
+            extent = np.array([[page * PAGE, PAGE]], dtype=np.int64)
+            return mover.submit(Op.READ, handle, extent, file, extent)
+
+        shortage(after=after)
+        transfers = [read(page) for page in range(3)]
+        until(lambda: all(mover.poll(each) is not TransferState.PENDING for each in transfers))
+        refused = [page for page, each in enumerate(transfers) if each.state is TransferState.FAILED]
+        assert refused or after
+        for page in refused:
+            assert "can't start new thread" in str(transfers[page].error)
+        shortage(refused=0)
+        last = read(3)
+        until(lambda: mover.poll(last) is not TransferState.PENDING)
+        assert last.state is TransferState.DONE
+    for page, each in enumerate(transfers):
+        assert set(memory[page * PAGE : (page + 1) * PAGE]) == {each.state is TransferState.DONE}
+
+
+def test_a_prober_that_gets_too_few_threads_keeps_none(shortage: Shortage) -> None:
+    shortage(after=3)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        Prober(MemoryStore(), witness_of=lambda key: None)
+    until(lambda: not _threads("nixl-offload-probe"))
+
+
+def test_a_shared_tier_that_cannot_list_keeps_no_thread(shortage: Shortage) -> None:
+    shortage(after=3)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        SharedTier(
+            0, MemoryStore(), namespace_of(1), lookup=options(), ttl_s=None, warm_start=True, name="T", threads=2
+        )
+    until(lambda: not _threads("nixl-offload-probe"))
+
+
+def test_a_chain_closes_without_more_threads(tmp_path: Path, shortage: Shortage) -> None:
+    rig = ChainRig.make(tmp_path)
+    rig.put(FILE, 1)
+    assert rig.load(1, [rig.chunk(1, FILE, range(4))])
+    shortage()
+    rig.close()
+    until(lambda: not _threads("nixl-offload-pump") and not _threads("nixl-offload-memory"))
+
+
+def test_tiers_that_are_parted_with_are_closed_without_more_threads(tmp_path: Path, shortage: Shortage) -> None:
+    rig = ChainRig.make(tmp_path)
+    tiers = RankTiers(rig.chain, open_tier=_open_nothing, joined=lambda tier, engine: None, name_of=str)
+    shortage()
+    tiers.open({}, number=1)
+    assert not rig.chain.open_tiers
+    until(lambda: not _threads("nixl-offload-pump") and not _threads("nixl-offload-memory"))
+    rig.close()
+
+
+def _open_nothing(position: int, place: object) -> TierEngine:
+    raise AssertionError("nothing was asked for")
+
+
+def test_weights_are_read_by_as_many_threads_as_there_are(tmp_path: Path, shortage: Shortage) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights" * 1000)
+    whole = WeightsDigest(str(tmp_path), None, threads=4)
+    assert whole.wait(20)
+    shortage(after=2)
+    short = WeightsDigest(str(tmp_path), None, threads=4)
+    assert short.wait(20)
+    assert short.result() == whole.result()
+    until(lambda: not _threads("weights-"))
