@@ -66,6 +66,7 @@ def run(
     modules = sorted({module for _, module, _ in waiting})
     all_cores = sorted(os.sched_getaffinity(0))
     free = [set(all_cores[worker::workers]) or set(all_cores) for worker in range(workers)]
+    os.environ["PYTHONHASHSEED"] = "0"  # the order of sets of keys is part of what a seed decides
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(modules)
     logs.mkdir(parents=True, exist_ok=True)
