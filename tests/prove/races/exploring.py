@@ -94,7 +94,7 @@ def run_once(scenario: Scenario, strategy: Strategy, seed: int = 0, *, fine: boo
     logger = logging.getLogger("nixl_offload")
     logger.propagate, before = False, logger.propagate
     logger.addHandler(errors)
-    primitives.no_threads[0] = 0
+    primitives.begin_run()
     watch = accesses.Watch(scenario.watched if fine else (), scenario.allowed)
     state = random.getstate()
     random.seed(seed)

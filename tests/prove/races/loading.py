@@ -28,12 +28,14 @@ def scenario_of(name: str) -> Scenario:
 
 
 def try_toys(seed: int, schedules: int = 100) -> Outcome:
-    """Look, by so many schedules at random and twice as many of each other kind, for the defects of the toys. Not to find one is a finding."""
+    """Look for the defects of the toys, by so many schedules at random, and four times as many one after another. Not
+    to find one is a finding.
+    """
     primitives.install()
     toys = importlib.import_module("tests.prove.races.toys")
     outcome = Outcome(counts={"schedules": 0})
     for name, (scenario, kind, words) in toys.BROKEN.items():
-        for how, (random, bounded) in {"at random": (schedules, 0), "one after another": (0, 2 * schedules)}.items():
+        for how, (random, bounded) in {"at random": (schedules, 0), "one after another": (0, 4 * schedules)}.items():
             fine = schedules if scenario.watched else 0
             found = explore(scenario, f"toys/{name}", schedules=random, bounded=bounded, fine=fine, seed=seed)
             outcome.counts["schedules"] += found.counts["schedules"]

@@ -68,6 +68,18 @@ class LockOrder:
         return found
 
 
+_lasting: list[Lock | RLock] = []
+"""Locks of modules, which outlive a run."""
+
+
+def begin_run() -> None:
+    """Give back what threads have that were left where an earlier run ended before its time."""
+    no_threads[0] = 0
+    _sentinels.clear()
+    for lock in _lasting:
+        lock._at_fork_reinit()
+
+
 class Lock:
     """``_thread.lock``. Any thread may give it back."""
 
@@ -75,6 +87,8 @@ class Lock:
         self._taken = False
         scheduler = Scheduler.active
         self._user = -1 if scheduler is None or scheduler.current is None else scheduler.current.number
+        if scheduler is None:
+            _lasting.append(self)
         """The one thread that has made and used it so far; -1: several have."""
         self.clock: dict[int, int] = {}
         self.site = _caller()
@@ -153,7 +167,7 @@ class Lock:
         self.release()
 
     def _at_fork_reinit(self) -> None:
-        self._taken = False
+        self._taken, self.clock = False, {}
 
 
 class RLock:
@@ -163,6 +177,8 @@ class RLock:
         self._lock = Lock()
         self._owner: int | None = None
         self._count = 0
+        if Scheduler.active is None:
+            _lasting.append(self)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         me = real.get_ident()
@@ -201,7 +217,7 @@ class RLock:
         self.release()
 
     def _at_fork_reinit(self) -> None:
-        self.__init__()  # type: ignore[misc]
+        self._owner, self._count = None, 0
 
 
 _sentinels: dict[int, Lock] = {}

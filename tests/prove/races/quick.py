@@ -25,7 +25,7 @@ def cells(seed: int) -> Iterable[Cell]:
 
 
 def _try(seed: int) -> Outcome:
-    outcome = try_toys(seed, 30)
+    outcome = try_toys(seed, 40)
     for name, share in SHARES.items():
         found = try_scenario(name, share, seed)
         outcome.counts["schedules"] += found.counts["schedules"]

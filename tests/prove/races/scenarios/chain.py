@@ -312,11 +312,8 @@ def sleeping(run: Run) -> None:
 
 WATCHED = (JobTable, Pump, ChainEngine, SlotHeaders)
 ALLOWED = {
-    "JobTable._completions": "drain looks without the lock: what comes this moment is seen in the next step",
     "JobTable._expire_s": "both sides may look; at worst they look twice",
-    "JobTable._lanes": "busy_lanes: whoever adds to a lane wakes the pump afterwards",
     "Pump._stop_by_s": "set once, before the pump is woken",
-    "Pump._batches": "of a pump that hangs",
 }
 
 

@@ -84,7 +84,7 @@ def journal_lost(run: Run) -> None:
     written.put(_key(2), Location(0, 2 * PAGE, PAGE))
     healer.join()
     written.put(_key(3), Location(0, 3 * PAGE, PAGE))
-    assert not written.flush(0.01) or True  # it need not say anything sensible, but has to return
+    written.flush(0.01)  # whatever it says, it returns
     written.close(10.0)
     found = _rows(path)
     assert _key(1) in found
@@ -153,8 +153,6 @@ def copying(run: Run) -> None:
         if all(mover.poll(each) is not TransferState.PENDING for each in transfers):
             break
         time.sleep(0.0005)
-    else:
-        assert chance.random() < 2
     ended = [page for page, each in enumerate(transfers) if mover.poll(each) is not TransferState.PENDING]
     for page in ended:
         if transfers[page].state is TransferState.DONE:
@@ -245,9 +243,8 @@ def _scenario(play: Callable[[Run], None], seeds: int = 100, early_s: float = 0.
 
 
 ALLOWED = {
+    "DurableIndex._abandoned": "looked at between two batches: one that is being written cannot be stopped",
     "DurableIndex._stopping": "a call that comes while it is closed or abandoned may be written or not",
-    "DurableIndex._queue": "a deque's append and popleft are atomic",
-    "DurableIndex._batch": "close looks at it when the writer has ended, or hangs",
 }
 SCENARIOS = {
     "journal": _scenario(journal, 4),
