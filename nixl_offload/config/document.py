@@ -50,8 +50,7 @@ def parse_yaml(text: str, source: str) -> Document:
         mark = exc.problem_mark or exc.context_mark
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         raise ConfigError(f"{where}: not valid YAML: {exc.problem or exc.context}") from exc
-    except (yaml.YAMLError, ValueError) as exc:
-        # A scalar that looks like a date but is none raises a bare ValueError in the constructor.
+    except yaml.YAMLError as exc:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(exc).split())}") from exc
     except RecursionError as exc:
         raise ConfigError(f"{source}: nested too deeply to be a config") from exc
@@ -67,6 +66,14 @@ class _Loader(yaml.SafeLoader):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]  # types-PyYAML leaves it bare
             raise yaml.composer.ComposerError(None, None, "anchors and aliases are not supported here", mark)
         return super().compose_node(parent, index)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as exc:
+            # So end a date that no calendar has, and "!!bool maybe". The value is not shown: it may be a secret.
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(None, None, f"this is no {kind}", node.start_mark) from exc
 
 
 def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> None:
