@@ -67,6 +67,7 @@ _STATE_KINDS: Final = {
     "mamba": "state",
     "conv": "state",
 }
+_LAYERS_MOST: Final = 10_000
 _Kind = TypeVar("_Kind")
 
 LLAMA_3_1_8B: Final[Mapping[str, Any]] = {
@@ -143,6 +144,13 @@ class _Reader:
             raise self.error(f"{name} {found}; a positive whole number is needed")
         return value
 
+    def layers(self) -> int:
+        """Return how many there are. Lists of that length are made, so a number that no model has is refused."""
+        layers = self.number("num_hidden_layers")
+        if layers > _LAYERS_MOST:
+            raise self.error(f"num_hidden_layers is {_said(layers)}; {_LAYERS_MOST} at most are understood")
+        return layers
+
     def error(self, text: str) -> ConfigError:
         return ConfigError(f"{self.source}: {text}")
 
@@ -166,7 +174,7 @@ class _Reader:
 
 def _attention(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
     """Keys and values of each KV head."""
-    layers = reader.number("num_hidden_layers")
+    layers = reader.layers()
     rank_heads, head_size, dtype, layer_token_bytes = _heads(reader, kv_dtype, tp)
     windows = _windows(reader, layers)
     groups = tuple(KVGroup(count, layer_token_bytes, window) for count, window in _grouped(windows))
@@ -216,7 +224,7 @@ def _state(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
 def _state_layers(reader: _Reader) -> list[str]:
     """Return what each layer keeps, ``attention`` or ``state``; layers that keep nothing are left out."""
     if reader.model_type == "nemotron_h" and (blocks := reader.get("layers_block_type") or reader.get("layer_types")):
-        if not isinstance(blocks, list) or set(blocks) - {*_STATE_KINDS, "mlp", "moe"}:
+        if not isinstance(blocks, list) or any(each not in (*_STATE_KINDS, "mlp", "moe") for each in blocks):
             raise reader.error(f"layers_block_type {_said(blocks)}; what such layers keep is not known here")
         return [_STATE_KINDS[each] for each in blocks if each in _STATE_KINDS]
     if reader.model_type == "nemotron_h":
@@ -224,7 +232,7 @@ def _state_layers(reader: _Reader) -> list[str]:
         if not isinstance(pattern, str) or set(pattern) - set("M*-E"):
             raise reader.error(f"hybrid_override_pattern {_said(pattern)}; a string of M, *, - and E is needed")
         return ["attention" if letter == "*" else "state" for letter in pattern if letter in "M*"]
-    layers = reader.number("num_hidden_layers")
+    layers = reader.layers()
     types = reader.get("layer_types")
     if types is None and reader.model_type == "qwen3_next":
         interval = reader.number("full_attention_interval") if "full_attention_interval" in reader.config else 4
@@ -233,7 +241,7 @@ def _state_layers(reader: _Reader) -> list[str]:
         types = ["full_attention" if layer in reader.config["full_attn_idxs"] else "conv" for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers:
         raise reader.error(f"layer_types does not name each of the {layers} layers")
-    unknown = [each for each in types if each not in _STATE_KINDS]
+    unknown = [each for each in types if each not in tuple(_STATE_KINDS)]  # what a file says may have no hash
     if unknown:
         raise reader.error(f"layer_types has {_said(unknown[0])}; what such a layer keeps is not known here")
     return [_STATE_KINDS[each] for each in types]
@@ -280,7 +288,7 @@ def _mla(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
         raise reader.error(
             "sparse attention (index_topk) keeps an index beside the KV cache, whose size is not known here"
         )
-    layers = reader.number("num_hidden_layers")
+    layers = reader.layers()
     head_size = reader.number("kv_lora_rank") + reader.number("qk_rope_head_dim")
     if reader.number("num_attention_heads") % tp:
         raise reader.error(f"{reader.get('num_attention_heads')} heads cannot be dealt out to {tp} ranks")

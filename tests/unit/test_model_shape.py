@@ -257,6 +257,9 @@ def test_state_on_many_ranks() -> None:
     [
         ({**QWEN3_NEXT_80B, "layer_types": ["linear_attention"] * 48}, "are not both"),
         ({**LFM2_1B, "full_attn_idxs": None}, "layer_types does not name each of the 16"),
+        ({**LFM2_1B, "layer_types": [["conv"]] * 16}, r"\['conv'\]; what such a layer keeps"),
+        ({**NEMOTRON_NANO_9B_V2, "layers_block_type": ["mamba", {}]}, r"layers_block_type \['mamba', {}\]"),
+        ({**QWEN3_NEXT_80B, "num_hidden_layers": 1 << 40}, "10000 at most"),
         ({**GRANITE_4_H_SMALL, "layer_types": ["attention", "rwkv"] * 20}, "'rwkv'; what such a layer keeps"),
         ({**NEMOTRON_NANO_9B_V2, "hybrid_override_pattern": None}, "hybrid_override_pattern None"),
         ([], "holds no mapping"),
