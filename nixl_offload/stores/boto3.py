@@ -44,10 +44,12 @@ from nixl_offload.stores.s3 import (
     answer_error,
     closed_error,
     hush_botocore,
+    printable,
     read_object,
     readable_ca_bundle,
     refresh_by_copy,
     short_error,
+    stuck_error,
 )
 
 
@@ -208,13 +210,20 @@ class Boto3Store(Store):
         wanted: dict[str, Any] = {"Prefix": self._address.key(prefix), "MaxKeys": LIST_PAGE}
         if start_after:
             wanted["StartAfter"] = self._address.key(start_after)
+        doing = f"LIST {prefix}".rstrip()
         while True:
-            page = self._call(f"LIST {prefix}".rstrip(), "list_objects_v2", **wanted)
+            page = self._call(doing, "list_objects_v2", **wanted)
             for found in page.get("Contents", ()):
-                yield self._info(self._address.name(found["Key"]), found, "Size")
+                key = str(found.get("Key", ""))
+                if not key.startswith(wanted["Prefix"]):
+                    raise StoreError(f"{self.where}: {doing}: lists what was not asked for: not S3?", cause="server")
+                yield self._info(self._address.name(key), found, "Size")
             if not page.get("IsTruncated"):
                 return
-            wanted["ContinuationToken"] = page["NextContinuationToken"]
+            token = page.get("NextContinuationToken")
+            if token in (None, wanted.get("ContinuationToken")):
+                raise stuck_error(self.where, doing)
+            wanted["ContinuationToken"] = token
 
     def refresh(self, name: str, size_bytes: int) -> bool:
         key = self._address.key(name)
@@ -272,9 +281,14 @@ class Boto3Store(Store):
 
     def _info(self, name: str, found: dict[str, Any], size: str) -> ObjectInfo:
         try:
-            return ObjectInfo(name, int(found[size]), found["LastModified"].timestamp())
+            info = ObjectInfo(name, int(found[size]), found["LastModified"].timestamp())
         except KeyError as error:
-            raise StoreError(f"{self.where}: what is told of {name} lacks {error}: not S3?", cause="server") from error
+            told = printable(f"{self.where}: what is told of {name} lacks {error}: not S3?")
+            raise StoreError(told, cause="server") from error
+        if info.size_bytes < 0:
+            told = printable(f"{self.where}: {name} has {info.size_bytes} bytes: not S3?")
+            raise StoreError(told, cause="server")
+        return info
 
     def _ask_for_bucket(self) -> None:
         """Raise StoreError when there is no bucket: a HEAD cannot tell, a listing can."""

@@ -40,10 +40,12 @@ from nixl_offload.stores.s3 import (
     closed_error,
     hush_botocore,
     no_bucket,
+    printable,
     read_object,
     readable_ca_bundle,
     refresh_by_copy,
     short_error,
+    stuck_error,
 )
 
 logger = logging.getLogger(__name__)
@@ -214,11 +216,15 @@ class ObstoreStore(Store):
         offset = self._address.key(after) if after else None
         where = self._address.key(directory).rstrip("/") or None
         stream = self._call(doing, obstore.list, where, offset=offset, chunk_size=LIST_PAGE)
+        last: Any = None
         while True:
             page = self._call(doing, lambda _: next(stream, None))
             if page is None:
                 return
             self._bucket.seen()
+            if page and page[-1]["path"] == last:
+                raise stuck_error(self.where, doing)
+            last = page[-1]["path"] if page else last
             yield page
 
     def _ask_for_bucket(self) -> None:
@@ -284,7 +290,9 @@ class ObstoreStore(Store):
             return StoreError(f"{begin}redirected; the bucket may be in another region: set region", cause="io")
         if "redential" in text or "Metadata" in text:
             return StoreError(f"{begin}{NO_CREDENTIALS}", cause="denied")
-        return StoreError(f"{begin}{text.splitlines()[0][:200] if '<' not in text else 'refused'}", cause="io")
+        return StoreError(
+            f"{begin}{printable(text.splitlines()[0][:200]) if '<' not in text else 'refused'}", cause="io"
+        )
 
     def _open(self) -> S3Store:
         store = self._store

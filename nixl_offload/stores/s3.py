@@ -120,8 +120,7 @@ def answer_error(doing: str, address: S3Address, status: int, code: str, message
     quotes the request, session token and all.
     """
     said = ": ".join(part for part in (code, message) if part and part != str(status))
-    said = "".join(char if char.isprintable() else "?" for char in said)  # terminals obey some of what servers may send
-    text = f"{address.where}: {doing}: HTTP {status}{f' ({said})' if said else ''}"
+    text = printable(f"{address.where}: {doing}: HTTP {status}{f' ({said})' if said else ''}")
     if code == "NoSuchBucket":
         return no_bucket(doing, address)
     if _FULL.search(code) or status == 507:
@@ -144,6 +143,11 @@ def answer_error(doing: str, address: S3Address, status: int, code: str, message
     if 300 <= status < 400:
         text += "; the bucket may be in another region: set region"
     return StoreError(text, cause="io", status=status)
+
+
+def printable(text: str) -> str:
+    """Return ``text`` less what terminals would obey: servers may send anything."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def no_bucket(doing: str, address: S3Address) -> StoreError:
@@ -212,6 +216,13 @@ def short_error(where: str, name: str, offset: int, wanted_bytes: int, got_bytes
     """Return the error for an object that ends inside the range asked for."""
     text = f"{where}: GET {name}: {wanted_bytes} bytes asked for at offset {offset}, there are {got_bytes}"
     return StoreError(text, cause="short")
+
+
+def stuck_error(where: str, doing: str) -> StoreError:
+    """Return the error for a listing whose next page would be one that was there: it would never end."""
+    return StoreError(
+        f"{where}: {doing}: the server begins again with a page that it has sent: not S3?", cause="server"
+    )
 
 
 def hush_botocore() -> None:

@@ -322,6 +322,62 @@ def test_a_size_that_a_bucket_states_is_not_allocated(client: str, told_bytes: i
         assert {request.split(b" ")[0] for request in server.requests} == {b"HEAD"}
 
 
+def listed(key: str = "<Key>x/1</Key>", size: str = "5", more: str = "") -> bytes:
+    """Return a page of a listing with one object, or with what is given instead of its key, size and end."""
+    moment = "<LastModified>2026-11-21T10:00:00.000Z</LastModified>"
+    found = f"<Contents>{key}{moment}<ETag>e</ETag><Size>{size}</Size></Contents>"
+    return answer("200 OK", f"<ListBucketResult>{more}{found}</ListBucketResult>".encode())
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        pytest.param(listed(key=""), "", id="no key"),
+        pytest.param(listed(size="-5"), "-5", id="negative size"),
+        pytest.param(listed(size="ten"), "", id="no size"),
+        pytest.param(
+            listed(more="<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"),
+            "begins again",
+            id="for ever the same page",
+        ),
+    ],
+)
+def test_a_listing_that_makes_no_sense_is_an_error_and_ends(client: str, said: bytes, words: str) -> None:
+    with OneAnswerServer(said) as server:
+        failure = failure_of(store_at(server.endpoint, client, request_timeout="5s"), "list")
+    assert words in str(failure)
+
+
+def test_a_listing_with_a_next_page_that_has_no_name_does_not_raise_a_foreign_error(client: str) -> None:
+    """To obstore it is the end."""
+    with OneAnswerServer(listed(more="<IsTruncated>true</IsTruncated>")) as server:
+        store = store_at(server.endpoint, client)
+        if client == "boto3":
+            assert "begins again" in str(failure_of(store, "list"))
+        else:
+            assert [info.name for info in store.list("x/")] == ["x/1"]
+            store.close()
+
+
+def test_a_negative_size_is_an_error(client: str) -> None:
+    with OneAnswerServer(answer("200 OK", length=-5, ETag='"e"', Last_Modified=LAST_MODIFIED)) as server:
+        assert "-5" in str(failure_of(store_at(server.endpoint, client), "head"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(listed(key=f"<Key>x/{chr(0x85)}1</Key>", size="-1"), id="a name"),
+        pytest.param(listed(key="<Key>x/&#27;[2J</Key>", size="-1"), id="an escape"),
+        pytest.param(error("400 Bad Request", f"Bad{chr(0x9B)}2J"), id="a code"),
+    ],
+)
+def test_an_error_holds_nothing_that_a_terminal_obeys(client: str, said: bytes) -> None:
+    """Servers, and whoever may write to a bucket, could draw on an operator's screen."""
+    with OneAnswerServer(said) as server:
+        assert str(failure_of(store_at(server.endpoint, client), "list")).isprintable()
+
+
 def test_no_secret_in_logs_errors_and_reprs(client: str, caplog: pytest.LogCaptureFixture) -> None:
     """Not even at DEBUG, and when the server quotes the request that it refuses, as S3 does."""
     quoted = f"<AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId><CanonicalRequest>{TOKEN} {SECRET}</CanonicalRequest>"
