@@ -1,0 +1,188 @@
+"""Targets: what an S3 server answers, whole answers as they come over a socket, to both clients and to commands' code.
+
+The first byte chooses what is asked; the rest is the answer to every request. ``Content-Length: *`` is made right.
+Requests are tried once, for pauses between attempts would take all the time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from nixl_offload.config.schema import S3Config
+from nixl_offload.errors import NotSupportedError, StoreError
+from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.http_get import _END, _parse
+from nixl_offload.stores.select import open_store
+from nixl_offload.tiers.shared.inspect import SharedInspector, read_manifest
+from tests.contract.one_answer_server import OneAnswerServer
+from tests.prove.fuzz.target import One, Target, expect
+
+_SECRETS = {"AWS_ACCESS_KEY_ID": "AKIAFAKE", "AWS_SECRET_ACCESS_KEY": "SECRETSECRET", "AWS_SESSION_TOKEN": "TOKENTOKEN"}
+_BYTES = 10
+_NAMESPACE = "0123456789abcdef0123456789abcdef"
+_LISTED_MOST = 50
+_DATE = b"Last-Modified: Sat, 21 Nov 2026 10:00:00 GMT\r\n"
+Client = Literal["obstore", "boto3"]
+
+
+def client(which: Client) -> Callable[[Path], One]:
+    """Return the target of one client."""
+
+    def begin(scratch: Path) -> One:
+        os.environ.update(_SECRETS, AWS_EC2_METADATA_DISABLED="true", AWS_CONFIG_FILE="/dev/null")
+        os.environ["AWS_SHARED_CREDENTIALS_FILE"] = "/dev/null"
+        import nixl_offload.stores.boto3 as by_boto3
+        import nixl_offload.stores.http_get as direct
+        import nixl_offload.stores.obstore as by_obstore
+
+        by_boto3.ATTEMPTS = by_obstore.ATTEMPTS = 1  # type: ignore[misc]
+        direct.PAUSE_S = 0.0  # type: ignore[misc]
+        server = OneAnswerServer(b"")
+        server.__enter__()
+        tier = S3Config.model_validate(
+            {"kind": "s3", "endpoint": server.endpoint, "bucket": "kv-cache", "region": "us-east-1", "ttl": "7d",
+             "request_timeout": "2s"}
+        )  # fmt: skip
+        store = open_store(tier, which)
+        asked = [*_asked(store, tier, which).values()]
+
+        def one(data: bytes) -> None:
+            answer = _measured(data[1:])
+            server._answer = answer
+            try:
+                asked[data[0] % len(asked) if data else 0](answer)
+            except (StoreError, NotSupportedError) as error:
+                told = str(error)
+                expect(told.isprintable(), "an error is printable")
+                expect(not any(secret in told for secret in _SECRETS.values()), "an error tells no secret")
+                expect(len(told) < 2000, "an error is short")
+            del server._connections[:-4], server._threads[1:-4], server.requests[:]
+
+        return one
+
+    return begin
+
+
+def _asked(store: Store, tier: S3Config, which: Client) -> dict[str, Callable[[bytes], None]]:
+    """Return what can be asked, each with what must hold of its result."""
+
+    def read(answer: bytes) -> None:
+        memory = bytearray(_BYTES)
+        store.read_into("x/1", 0, memoryview(memory))
+        plain = b"ncoding" not in answer.lower().replace(b"accept-encoding", b"")
+        expect(not plain or bytes(memory) in answer, "what is read is what the server sent")
+
+    def listing(_: bytes) -> None:
+        for info in islice(store.list("x/"), _LISTED_MOST):
+            _check(info)
+
+    def refresh(_: bytes) -> None:
+        expect(isinstance(store.refresh("x/1", _BYTES), bool), "refreshed or not")
+
+    def head(_: bytes) -> None:
+        found = store.head("x/1")
+        if found is not None:
+            _check(found)
+
+    def namespaces(_: bytes) -> None:
+        inspector = SharedInspector(store, kind="s3", capacity_bytes=None)
+        for namespace in islice(inspector.namespaces(), _LISTED_MOST):
+            for chunk in islice(inspector.chunks(namespace), _LISTED_MOST):
+                expect(chunk.size_bytes >= 0, "a chunk has a size")
+
+    def lifecycle(_: bytes) -> None:
+        from nixl_offload.stores.lifecycle import plan_lifecycle
+
+        expect(all(change.isprintable() for change in plan_lifecycle(tier).changes), "a plan is printable")
+
+    asked: dict[str, Callable[[bytes], Any]] = {
+        "head": head,
+        "read": read,
+        "write": lambda _: store.write("x/1", memoryview(b"0123456789")),
+        "delete": lambda _: store.delete(["x/1", "x/2"]),
+        "list": listing,
+        "refresh": refresh,
+        "manifest": lambda _: read_manifest(store, _NAMESPACE),
+        "namespaces": namespaces,
+    }
+    if which == "boto3":
+        from nixl_offload.stores.boto3 import bucket_region
+
+        asked |= {"lifecycle": lifecycle, "region": lambda _: bucket_region(tier)}
+    return asked
+
+
+def _check(info: ObjectInfo) -> None:
+    expect(type(info.name) is str and type(info.size_bytes) is int, "an object has a name and a size")
+    expect(info.size_bytes >= 0, "a size is not negative")
+    expect(info.modified_s == info.modified_s, "a time is a number")
+
+
+def _measured(answer: bytes) -> bytes:
+    head, end, body = answer.partition(b"\r\n\r\n")
+    return head.replace(b"Content-Length: *", b"Content-Length: %d" % len(body)) + end + body
+
+
+def head_of_answer(scratch: Path) -> One:
+    """The parser of direct GETs alone: an answer that is taken is as long as what was asked for."""
+
+    def one(data: bytes) -> None:
+        head = data.partition(_END)[0] + _END
+        try:
+            status, length, _ = _parse(head, 5, 100)
+        except ValueError:
+            return
+        expect(length is None or (status in (200, 206) and length >= 0), "a length only of what was asked for")
+
+    return one
+
+
+def targets() -> Iterator[Target]:
+    """Both clients."""
+    words = [
+        b"Content-Length: *", b"Content-Length: -5", b"Content-Length: 99999999999999999999", b"Content-Range: ",
+        b"Transfer-Encoding: chunked\r\n", b"Content-Encoding: gzip\r\n", b"Location: http://127.0.0.1:1/x\r\n",
+        _DATE, b"Last-Modified: ", b"ETag: \"x\"\r\n", b"HTTP/1.1 ", b"301 ", b"307 ", b"404 ", b"416 ", b"503 ",
+        b"<Key>", b"</Key>", b"<Size>-1</Size>", b"<Size>1e9</Size>", b"<IsTruncated>true</IsTruncated>",
+        b"<NextContinuationToken>x</NextContinuationToken>", b"<!DOCTYPE x [<!ENTITY a \"b\">]>", b"&a;", b"&#0;",
+        b"x-amz-bucket-region: ../x\r\n", b"<Code>NoSuchBucket</Code>", b"<Days>x</Days>", b"\r\n\r\n",
+    ]  # fmt: skip
+    yield Target("answers/obstore", client("obstore"), 20_000, _seeds, words, max_bytes=1500, input_s=30)
+    yield Target("answers/boto3", client("boto3"), 4_000, _seeds, words, max_bytes=1500, input_s=30)
+    yield Target(
+        "answers/direct", head_of_answer, 150_000,
+        lambda: [b"HTTP/1.1 206 OK\r\nContent-Length: 100\r\nContent-Range: bytes 5-104/200"], words, max_bytes=300,
+    )  # fmt: skip
+
+
+def _seeds() -> Iterator[bytes]:
+    """Whole answers, and refusals, to each question."""
+    listing = (
+        b'<?xml version="1.0"?><ListBucketResult><Name>kv-cache</Name><IsTruncated>false</IsTruncated><Contents>'
+        b"<Key>%s</Key><LastModified>2026-11-21T10:00:00.000Z</LastModified><ETag>&quot;x&quot;</ETag><Size>10</Size>"
+        b"</Contents></ListBucketResult>"
+    )
+    rules = (
+        b"<LifecycleConfiguration><Rule><ID>a</ID><Filter><Prefix>x/</Prefix></Filter><Status>Enabled</Status>"
+        b"<Expiration><Days>7</Days></Expiration></Rule></LifecycleConfiguration>"
+    )
+    shard = b"%s/01/%s.0000" % (_NAMESPACE.encode(), b"01" * 24)
+    plain = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: *\r\n" + _DATE + b'ETag: "x"\r\n\r\n'
+    for number in range(10):
+        yield bytes([number]) + plain + b"0123456789"
+        yield (
+            bytes([number])
+            + b"HTTP/1.1 403 No\r\nConnection: close\r\nContent-Length: *\r\n\r\n"
+            + (b"<Error><Code>AccessDenied</Code><Message>No.</Message></Error>")
+        )
+    yield b"\4" + plain + listing % b"x/1"
+    yield b"\7" + plain + listing % shard
+    yield b"\3" + plain + b"<DeleteResult><Error><Key>x/1</Key><Code>AccessDenied</Code></Error></DeleteResult>"
+    yield b"\5" + plain + b"<CopyObjectResult><LastModified>2026-11-21T10:00:00Z</LastModified></CopyObjectResult>"
+    yield b"\x08" + plain + rules
+    yield b"\x09" + plain + b"<LocationConstraint>EU</LocationConstraint>"
+    yield b"\6" + plain + b'{"namespace": "x", "fields": {}}'

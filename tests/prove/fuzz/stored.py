@@ -1,0 +1,334 @@
+"""Targets: bytes of storage. Header pages, payloads, index files, manifests and other JSON beside them, names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nixl_offload.chunk.checksum import block_checksum
+from nixl_offload.chunk.header import (
+    HEADER_BYTES,
+    OWN_CHECKSUM,
+    OWN_CHECKSUM_AT,
+    Expected,
+    check_header,
+    decode_header,
+    encode_header,
+    make_header,
+    verify_payload,
+)
+from nixl_offload.chunk.header_rows import ExpectedRows, check_headers, encode_headers
+from nixl_offload.errors import FormatError, TierError
+from nixl_offload.identity.namespace import fields_of, make_namespace, manifest_digest, manifest_fits
+from nixl_offload.identity.weights_cache import CACHE_PREFIX, WeightsCache
+from nixl_offload.identity.weights_files import model_file
+from nixl_offload.index.durable import DurableIndex
+from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name, shard_name
+from nixl_offload.tiers.slab import index_reader
+from nixl_offload.tiers.slab.index_reader import IndexReader
+from nixl_offload.tiers.slab.other_namespaces import MANIFEST_NAME, last_use_s, read_manifest
+from nixl_offload.types import Key
+from tests.prove.fuzz.target import One, Reader, Target, expect
+from tests.prove.fuzz.trees import json_mutated
+
+EXPECT = Expected(bytes(range(32)), bytes(range(100, 120)) + b"\0\0\0\1", 1, 3, 64)
+_ROWS = ExpectedRows(EXPECT.namespace, [EXPECT.key], EXPECT.group, EXPECT.blocks, EXPECT.block_bytes)
+_NAMESPACE = "0123456789abcdef0123456789abcdef"
+_GEOMETRY = {"slot_classes": "8192", "extent_bytes": "32768"}
+
+
+def _page() -> bytes:
+    """A page as the product writes it."""
+    sums = np.arange(1, 4, dtype=np.uint64)
+    return bytes(encode_header(make_header(EXPECT, sums, created_s=7)))
+
+
+def _changed_page(data: bytes) -> bytes:
+    """Read an input as edits of a page: offset, length, bytes. An odd first byte has its own checksum made right."""
+    reader = Reader(data)
+    mends, page = reader.number() & 1, bytearray(_page())
+    while reader.left:
+        at, count = reader.number(2) % HEADER_BYTES, 1 + reader.number() % 8
+        put = reader.bytes(count)
+        page[at : at + len(put)] = put
+    del page[HEADER_BYTES:]
+    if mends:
+        OWN_CHECKSUM.pack_into(page, OWN_CHECKSUM_AT, block_checksum(memoryview(page)[:OWN_CHECKSUM_AT]))
+    return bytes(page)
+
+
+def header(scratch: Path) -> One:
+    """A page read alone, against what is expected, and among rows: three readers of one mind."""
+
+    def one(data: bytes) -> None:
+        page = data if data[:1] == b"\xff" else _changed_page(data)
+        may_lack = bool(len(data) & 1)
+        try:
+            found = decode_header(page, may_lack_checksums=may_lack)
+        except FormatError:
+            found = None
+        else:
+            expect(decode_header(bytes(encode_header(found))) == found, "a header that is read is written the same")
+            expect(0 <= found.first_valid_block < found.blocks_per_chunk == len(found.checksums), "blocks fit")
+        try:
+            checked = check_header(page, EXPECT, may_lack_checksums=may_lack)
+        except FormatError as error:
+            checked, reason = None, error.reason
+        else:
+            expect(found == checked, "what is expected is what is read")
+            expect((checked.namespace, checked.key) == (EXPECT.namespace, EXPECT.key), "only the expected identity")
+        if len(page) != HEADER_BYTES:
+            return
+        rows = check_headers([np.frombuffer(page, dtype=np.uint8)], _ROWS, may_lack_checksums=may_lack)
+        if checked is None:
+            expect(rows.errors[0].reason == reason, "rows refuse a page as a page alone is refused")
+        else:
+            expect(not rows.errors, "rows take a page that alone is taken")
+            expect(rows.one(0).checksums == checked.checksums, "rows read the same checksums")
+            expect(rows.first_valid_block[0] == checked.first_valid_block, "rows read the same first block")
+
+    expect(bytes(encode_headers(_ROWS, np.arange(1, 4, dtype=np.uint64)[None], [0], created_s=7)) == _page(), "alike")
+    return one
+
+
+def payload(scratch: Path) -> One:
+    """Payloads that are short, long or damaged: verified only where each wanted block is what was written."""
+    blocks = np.arange(EXPECT.blocks * EXPECT.block_bytes, dtype=np.uint8).reshape(EXPECT.blocks, -1)
+    sums = np.array([block_checksum(block) for block in blocks], dtype=np.uint64)
+
+    def one(data: bytes) -> None:
+        reader = Reader(data)
+        first_valid, begin, end = reader.number() % 3, reader.number() % 6, reader.number() % 6
+        found = make_header(EXPECT, sums[first_valid:], first_valid_block=first_valid)
+        changed = bytearray(blocks.tobytes())
+        del changed[reader.number() + 1 :]
+        while reader.left:
+            changed[reader.number() % len(changed)] ^= reader.number()
+        changed += reader.bytes(reader.number())
+        size = EXPECT.block_bytes
+        same = changed[begin * size : end * size] == blocks.tobytes()[begin * size : end * size]
+        there = first_valid <= begin < end <= EXPECT.blocks and len(changed) >= end * size
+        try:
+            verify_payload(found, bytes(changed), begin, end)
+        except FormatError:
+            expect(not (same and there), "what was written is verified")
+        else:
+            expect(same and there, "only what was written is verified")
+
+    return one
+
+
+def _index_bases() -> list[tuple[bytes, bytes, bytes]]:
+    """Index files: file, log and shared memory. Closed, left behind by a killed engine, empty, and of others."""
+    return [_index_files(rows, alive) for rows, alive in ((3, False), (40, False), (3, True), (0, False))] + [
+        (_foreign(statement), b"", b"")
+        for statement in (
+            "CREATE TABLE slot (key TEXT, offset TEXT, slot_bytes TEXT, seq TEXT)",
+            "CREATE VIEW slot AS SELECT 1 AS seq, x'0102030405' AS key, 0 AS offset, 4096 AS slot_bytes",
+            "CREATE TABLE other (x)",
+        )
+    ]
+
+
+def _index_files(rows: int, alive: bool) -> tuple[bytes, bytes, bytes]:
+    """Write an index as the product does, with plain SQLite as reader of what its files are at the end."""
+    from nixl_offload.index.database import Database
+
+    path = Path("base.sqlite").absolute()
+    for name in _sides(path):
+        name.unlink(missing_ok=True)
+    database = Database(str(path), _GEOMETRY)
+    database.write([(Key(bytes([row]) * 20 + b"\0\0\0\0"), row * 8192, 8192) for row in range(rows)])
+    kept = tuple(name.read_bytes() if name.exists() else b"" for name in _sides(path))
+    database.disconnect()
+    if alive:
+        return kept  # type: ignore[return-value]
+    return path.read_bytes(), b"", b""
+
+
+def _foreign(statement: str) -> bytes:
+    path = Path("foreign.sqlite").absolute()
+    path.unlink(missing_ok=True)
+    connection = sqlite3.connect(path)
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+    return path.read_bytes()
+
+
+def _sides(path: Path) -> tuple[Path, Path, Path]:
+    return path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")
+
+
+def index(scratch: Path) -> One:
+    """Index files that are damaged, cut off, of another schema: fewer rows, TierError, and a journal that goes on."""
+    logging.getLogger("nixl_offload").setLevel(logging.CRITICAL)
+    index_reader._PAUSE_S = 0.0  # type: ignore[misc]  # between attempts, while an engine replaces the file
+    bases, path = _index_bases(), scratch / "index.sqlite"
+    path.parent.mkdir(exist_ok=True)
+
+    def one(data: bytes) -> None:
+        reader = Reader(data)
+        files = [bytearray(part) for part in reader.choice(bases)]
+        _edit(files, reader)
+        for name, content in zip(_sides(path), files, strict=True):
+            name.unlink(missing_ok=True)
+            if content:
+                name.write_bytes(content)
+        if path.exists():
+            _look(IndexReader(path))
+        _use(path)
+
+    return one
+
+
+def _edit(files: list[bytearray], reader: Reader) -> None:
+    """Apply edits: which file, what to do, where, with what. Pages are where SQLite looks: most edits hit a header."""
+    while reader.left:
+        file, how, at = reader.choice(files), reader.number() % 4, reader.number(2)
+        if not file:
+            continue
+        at = at % len(file) if how else at % 200 % len(file)
+        if how == 3:
+            del file[at:]
+        else:
+            put = reader.bytes(1 + reader.number() % 8)
+            file[at : at + len(put)] = put
+
+
+def _look(looking: IndexReader) -> None:
+    """All that commands ask, as they ask it."""
+    key = Key(bytes([1]) * 20 + b"\0\0\0\0")
+    asked: list[Any] = [
+        looking.count,
+        lambda: looking.count(0),
+        looking.ends,
+        lambda: list(zip(range(1000), looking.rows(), strict=False)),
+        lambda: looking.find("010", 4),
+        lambda: looking.get(key),
+        lambda: looking.at(8192),
+    ]
+    for ask in asked:
+        try:
+            ask()
+        except TierError:
+            return
+
+
+def _use(path: Path) -> None:
+    """Open it as an engine does, put a key, and find it again at the next start."""
+    key = Key(b"x" * 20 + b"\0\0\0\0")
+    journal, found = DurableIndex.open(str(path), _GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
+    rows = [row for some in found for row in some.singly()]
+    expect(all(type(key) is bytes and len(key) <= 64 for key, _, _ in rows), "keys are short bytes")
+    from nixl_offload.types import Location
+
+    journal.put(key, Location(0, 1 << 20, 8192))
+    expect(journal.close(10.0), "what is put is written, whatever the file was")
+    journal, found = DurableIndex.open(str(path), _GEOMETRY, batch_delay_s=0.0)
+    rows = [row for some in found for row in some.singly()]
+    expect(journal.close(10.0), "it can be closed")
+    expect((key, 1 << 20, 8192) in rows, "what was put is found again")
+
+
+def _manifest() -> dict[str, Any]:
+    from nixl_offload.identity.namespace import GroupFields, NamespaceFields
+
+    fields = NamespaceFields(
+        tenant="t", engine="vllm 0.33.0", platform="cpu", attention_backend=None, model="m", revision=None,
+        weights=None, dtype="bfloat16", tokens_per_block=16, blocks_per_chunk=2, tokens_per_hash=16,
+        hash_algorithm="sha256",
+        hash_seed="0", groups=(GroupFields(0, 16, (8192,)),), settings={"a.b": 1}, kv_layout="LBHNC", ranks=("x",),
+        tp=1, pp=1, pcp=1, dcp=1, world_size=1,
+    )  # fmt: skip
+    return make_namespace(fields).manifest()
+
+
+def manifest(scratch: Path) -> One:
+    """Manifests that anybody may have written: none is believed that its own fields do not make."""
+    true = _manifest()
+    name = true["namespace"][:32]
+    directory = scratch / name
+    directory.mkdir(exist_ok=True)
+
+    def one(data: bytes) -> None:
+        (directory / MANIFEST_NAME).write_bytes(data)
+        last_use_s(directory)
+        found = read_manifest(directory)
+        if found is None:
+            return
+        digest = manifest_digest(found)
+        expect(digest is None or len(digest) == 32, "a digest or none")
+        if manifest_fits(found, name):
+            expect(found["fields"] == true["fields"], "no other fields make this namespace")
+            again = make_namespace(fields_of(found["fields"])).name
+            expect(again == name, "fields that fit make the namespace")
+        elif isinstance(found.get("fields"), dict):
+            with suppress(TypeError, KeyError):
+                fields_of(found["fields"])
+
+    return one
+
+
+def weights_cache(scratch: Path) -> One:
+    """The file of remembered digests: counts for nothing when it is not whole, and is replaced."""
+    directory = scratch / "cache"
+    directory.mkdir(exist_ok=True, mode=0o700)
+    file = directory / f"{CACHE_PREFIX}.json"
+    model = scratch / "model.safetensors"
+    model.write_bytes(b"\0")
+    known = model_file("model.safetensors", str(model), os.stat(model))
+
+    def one(data: bytes) -> None:
+        file.write_bytes(data)
+        file.chmod(0o600)
+        remembered = WeightsCache(directory, "host")
+        remembered.refresh()
+        digest = remembered.get(known)
+        expect(digest is None or (len(digest) == 64 and int(digest, 16) >= 0), "a digest or nothing")
+
+    return one
+
+
+def names(scratch: Path) -> One:
+    """Names of objects and files, which a listing brings: taken apart only where they are put together the same."""
+
+    def one(data: bytes) -> None:
+        name = data.decode("utf-8", "replace")
+        found = parse_shard_name(name)
+        if found is not None:
+            expect(shard_name(*found) == name, "a name taken apart is put together the same")
+        namespace = parse_manifest_name(name)
+        if namespace is not None:
+            expect(manifest_name(namespace) == name, "a manifest's name likewise")
+
+    return one
+
+
+def targets() -> Iterator[Target]:
+    """All of storage."""
+    yield Target("stored/header", header, 100_000, lambda: [b"\0", b"\1\x0a\0\1\1", b"\xff" + _page()[1:]])
+    yield Target("stored/payload", payload, 100_000, lambda: [b"\0\0\3\xff", b"\1\1\2\xff\0\1"], max_bytes=64)
+    yield Target(
+        "stored/index", index, 1_500, lambda: [bytes([base, 0, 0, 18, 0, 1, 2]) for base in range(7)], max_bytes=256,
+        input_s=60,
+    )  # fmt: skip
+    words = [f'"{name}"'.encode() for name in (*_manifest()["fields"], "fields", "namespace", "slab", "shards")]
+    yield Target(
+        "stored/manifest", manifest, 15_000, lambda: [json.dumps(_manifest()).encode(), b'{"namespace":"","slab":{}}'],
+        words, json_mutated,
+    )  # fmt: skip
+    cached = json.dumps({"version": 1, "files": {"a" * 32: "b" * 64}}).encode()
+    yield Target(
+        "stored/weights_cache", weights_cache, 40_000, lambda: [cached], [b'"version"', b'"files"'], json_mutated
+    )
+    shard = shard_name(_NAMESPACE, Key(EXPECT.key), 3).encode()
+    yield Target("stored/names", names, 200_000, lambda: [shard, manifest_name(_NAMESPACE).encode()], max_bytes=256)

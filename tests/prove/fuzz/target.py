@@ -1,0 +1,97 @@
+"""What a fuzzed part of the product is: how to open it, and a function that one input is given to.
+
+Threading: one thread. A target raises ``Broken`` where what the product promises does not hold; whatever else gets out
+of the product is not a documented error, and as much a finding.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tests.prove.fuzz.trees import Mutate
+
+T = TypeVar("T")
+CORPUS = Path(__file__).parents[2] / "fixtures" / "fuzz"
+"""A directory for each target: inputs that once reached something new, or found something."""
+One = Callable[[bytes], None]
+
+
+class Broken(AssertionError):  # noqa: N818 - it says what the promise is
+    """What was promised does not hold for an input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that reads bytes which others wrote."""
+
+    name: str
+    begin: Callable[[Path], One]
+    """Given a directory for scratch files, returns the function that takes an input."""
+    runs: int
+    """Inputs tried in the proof."""
+    seeds: Callable[[], Iterable[bytes]] = tuple
+    """Inputs to begin with, besides the corpus."""
+    words: Sequence[bytes] = ()
+    """What is worth putting into inputs."""
+    mutate: Mutate | None = None
+    """Changes inputs that are more than bytes; most changes, where it can."""
+    max_bytes: int = 4096
+    input_s: int = 5
+    """Longer than that for one input is a finding."""
+
+    def corpus(self) -> list[Path]:
+        """Return the kept inputs."""
+        return sorted((CORPUS / self.name.replace("/", "-")).glob("*"))
+
+
+def expect(holds: object, promise: str) -> None:
+    """Raise Broken unless it holds."""
+    if not holds:
+        raise Broken(promise)
+
+
+class Reader:
+    """Takes numbers, choices and texts off an input, zeros and empty ones when it is used up."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes that were not taken yet."""
+        return max(0, len(self._data) - self._at)
+
+    def bytes(self, count: int) -> bytes:
+        """Take so many bytes, or all that are left."""
+        taken = self._data[self._at : self._at + count]
+        self._at += count
+        return taken
+
+    def number(self, count: int = 1) -> int:
+        """Take a number of so many bytes."""
+        return int.from_bytes(self.bytes(count), "little")
+
+    def choice(self, values: Sequence[T]) -> T:
+        """Take one of some values; a byte tells which."""
+        return values[self.number() % len(values)]
+
+    def rest(self) -> bytes:
+        """Take all that is left."""
+        return self.bytes(self.left)
+
+
+def kind_of(error: Exception) -> str:
+    """Return the kind of finding: an answer that is wrong, or an end that nobody documents."""
+    return "wrong" if isinstance(error, Broken) else "dead"
+
+
+def told(error: Exception) -> str:
+    """Return an error and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    where = " > ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+    return f"{type(error).__name__}: {str(error)[:200]} ({where})"

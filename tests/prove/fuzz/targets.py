@@ -1,0 +1,7 @@
+"""All targets, by name."""
+
+from __future__ import annotations
+
+from tests.prove.fuzz import answers, memory, stored, texts
+
+TARGETS = {target.name: target for part in (stored, texts, memory, answers) for target in part.targets()}

@@ -1,0 +1,256 @@
+"""Targets: what people and other programs write. Config files, models' configs, hints, command lines."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+from nixl_offload.cli.commands import COMMANDS
+from nixl_offload.cli.main import main
+from nixl_offload.cli.model_config import read_model_shape
+from nixl_offload.config import from_extra_config, kv_transfer_config, load_config, parse_config
+from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config
+from nixl_offload.errors import ConfigError
+from nixl_offload.vllm.hint_format import ACTION_TYPE, FIELD, BadHintError, Hint, hints_of
+from tests.prove.fuzz.target import One, Reader, Target, expect
+from tests.prove.fuzz.trees import json_mutated, yaml_mutated
+
+_CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+_MESSAGE_MOST = 20_000
+_LINES_MOST = 200
+_EXITS = (0, 1, 2)
+
+
+def config(scratch: Path) -> One:
+    """Config files: a config that says the same when it is written out, or sentences that name the file."""
+    file = scratch / "kv.yaml"
+
+    def one(data: bytes) -> None:
+        file.write_bytes(data)
+        try:
+            found = load_config(file)
+        except ConfigError as error:
+            _check_message(str(error), str(file))
+            return
+        expect(parse_config(found.to_dict()) == found, "a config that is written out is the same config")
+        json.dumps(kv_transfer_config(found, str(file)))
+
+    return one
+
+
+def inline(scratch: Path) -> One:
+    """The same as plain data, which vLLM's extra config may hold."""
+
+    def one(data: bytes) -> None:
+        try:
+            extra = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        try:
+            found = from_extra_config({"config": extra} if isinstance(extra, dict) else {"config": [extra]})
+        except ConfigError as error:
+            _check_message(str(error), "kv_connector_extra_config")
+            return
+        expect(parse_config(found.to_dict()) == found, "a config that is written out is the same config")
+
+    return one
+
+
+def _check_message(message: str, named: str) -> None:
+    expect(named in message, "an error names its file")
+    expect(len(message) < _MESSAGE_MOST and message.count("\n") < _LINES_MOST, "an error is short")
+    expect("Traceback" not in message and "pydantic" not in message, "an error is in our words")
+
+
+def model_config(scratch: Path) -> One:
+    """A model's config.json, which anybody may have uploaded."""
+    file = scratch / "config.json"
+
+    def one(data: bytes) -> None:
+        file.write_bytes(data)
+        try:
+            shape = read_model_shape(file)
+        except ConfigError as error:
+            _check_message(str(error), "")
+            return
+        expect(shape.bytes_per_token >= 0 and shape.chunk_bytes(256) > 0, "a model that is understood has KV")
+
+    return one
+
+
+def hints(scratch: Path) -> One:
+    """Hints of a router, in both places: a hint with values in range, or an error that shows no value."""
+
+    def one(data: bytes) -> None:
+        try:
+            params = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        actions = [
+            SimpleNamespace(action_type=ACTION_TYPE, action_version=version, payload=params)
+            for version in ("1", "1.7", "2", params)
+        ]
+        for given, envelope in (
+            (params, None),
+            ({FIELD: params}, SimpleNamespace(actions=actions)),
+            (None, SimpleNamespace(actions=params)),
+        ):
+            for hint in hints_of(given, envelope):
+                if isinstance(hint, BadHintError):
+                    expect(len(str(hint)) < 300, "an error is short")
+                    continue
+                expect(isinstance(hint, Hint) and isinstance(hint.prefetch, bool), "a hint is typed")
+                expect(hint.retain_s is None or 0 <= hint.retain_s <= 86_400, "a time is in range")
+                expect(hint.drop_from is None or hint.drop_from >= 0, "a token has a number")
+                _ = hint.names
+
+    return one
+
+
+def command_line(scratch: Path) -> One:
+    """Command lines of all commands: exit code 0, 1 or 2, and one clear line for what is wrong; no traceback."""
+    os.chdir(scratch)
+    Path("ok.yaml").write_text("tiers: [{kind: slab, path: slab, capacity: 64MiB}]\n".replace("slab,", f"{scratch}/s,"))
+    Path("shared.yaml").write_text(f"tiers: [{{kind: shared_dir, path: {scratch}/d, ttl: 1d}}]\n")
+    Path("wrong.yaml").write_text("tiers: [{kind: slab}]\n")
+    words = _words()
+
+    def one(data: bytes) -> None:
+        reader = Reader(data)
+        line = [reader.choice([*COMMANDS])]
+        while reader.left and len(line) < 8:
+            length = reader.number()
+            line.append(
+                reader.choice(words) if length >= 32 else reader.bytes(length).decode("utf-8", "surrogateescape")
+            )
+        if line[0] in ("bench", "check", "warm", "bucket"):
+            # They go on with tiers that can be opened for as long as measuring takes.
+            line = [word for word in line if word not in ("ok.yaml", "shared.yaml") and "--path" not in word]
+        if "-" in line or any("vllm-args" in word or word.startswith("--vl") for word in line):
+            return
+        said, told = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told), warnings.catch_warnings():
+            try:
+                code = main(line)
+            except SystemExit as left:
+                code = left.code
+        expect(code in _EXITS, f"exit code {code} of {line}")
+        error = told.getvalue().strip()
+        expect("Traceback" not in error, "no traceback")
+        if code == 2:
+            last = error.splitlines()[-1] if error else ""
+            expect(last, f"a wrong command line is told: {line}")
+            expect(len(error) < _MESSAGE_MOST, "an error is short")
+
+    return one
+
+
+def _words() -> list[str]:
+    """Options of all commands, and values that fit some of them."""
+    import argparse
+
+    from nixl_offload.cli.main import whole_parser
+
+    [commands] = (each for each in whole_parser()._actions if isinstance(each, argparse._SubParsersAction))
+    options = {name for each in commands.choices.values() for name in each._option_string_actions}
+    values = [
+        "ok.yaml", "shared.yaml", "wrong.yaml", "absent.yaml", ".", "init", "slab", "s3", "shared_dir", "memory",
+        "bash", "0" * 32, "00", "abc", "1GiB", "0", "-1", "7d", "nan", "1e999", "500MB/s", "9" * 400, "", "\udcff",
+        "a\nb",
+        "\x1b[2J", "--", "nixl", "--size=1e9TiB", "--older-than=0s", "cpu-dev",
+    ]  # fmt: skip
+    return sorted(options - {"-h", "--help", "--version"}) + values
+
+
+def targets() -> Iterator[Target]:
+    """All texts."""
+    names = sorted({name for model in (Config, *TIER_MODELS.values()) for name in _fields(model)})
+    words = [f"{name}:".encode() for name in names] + [
+        b"- ", b"&a ", b"*a", b"<<: ", b"!!bool ", b"!!int ", b"!!float ", b"!!timestamp ", b"!!binary ", b"!!set ",
+        b"!!omap ", b"!!pairs ", b"!!null ", b"? ", b"| ", b"> ", b"---\n", b"%YAML", b"{", b"}", b"[", b"]", b"1GiB",
+        b".inf", b".nan", b"2026-11-23", b"0o7", b"0b1", b"1:30", b"~", b"\xef\xbb\xbf", b"\\x85", b"\\u2028",
+        *(kind.encode() for kind in TIER_KINDS),
+    ]  # fmt: skip
+    said = (*names, *TIER_KINDS)
+    yield Target(
+        "texts/config", config, 10_000, lambda: [*_json(), *_yaml()], words, partial(yaml_mutated, words=said),
+        max_bytes=1500,
+    )  # fmt: skip
+    json_words = [f'"{name}"'.encode() for name in names] + [f'"{kind}"'.encode() for kind in TIER_KINDS]
+    yield Target(
+        "texts/inline",
+        inline,
+        20_000,
+        _json,
+        [*json_words, b'"kind"'],
+        partial(json_mutated, words=said),
+        max_bytes=1500,
+    )
+    known = tuple(word.decode().strip('"') for word in _model_words())
+    yield Target(
+        "texts/model_config", model_config, 20_000, _models, _model_words(), partial(json_mutated, words=known),
+        max_bytes=800,
+    )  # fmt: skip
+    yield Target(
+        "texts/hints", hints, 100_000,
+        lambda: [b'{"token_ids":[1,2],"prefetch":true}', b'{"nixl_offload":{"drop_from":3}}', b'[{"retain_s":1.5}]'],
+        [b'"token_ids"', b'"prefetch"', b'"retain_s"', b'"store"', b'"drop_from"', b"NaN", b"1e999", b"-0.0"],
+        partial(json_mutated, words=("token_ids", "prefetch", "retain_s", "store", "drop_from", FIELD)), max_bytes=400,
+    )  # fmt: skip
+    yield Target(
+        "texts/command_line", command_line, 4_000,
+        lambda: [bytes([number, 64, place]) for number in range(len(COMMANDS)) for place in (0, 40)],
+        max_bytes=64, input_s=20,
+    )  # fmt: skip
+
+
+def _fields(model: type) -> Iterator[str]:
+    for name, field in model.model_fields.items():  # type: ignore[attr-defined]
+        yield field.alias or name
+
+
+def _yaml() -> Iterator[bytes]:
+    yield from (file.read_bytes() for file in sorted(_CONFIGS.glob("*.yaml")) if file.stat().st_size < 600)
+
+
+def _json() -> Iterator[bytes]:
+    yield b'{"tiers": [{"kind": "slab", "path": "/x", "capacity": "1GiB"}]}'
+    yield b'{"tiers": [{"kind": "file", "layout": "tree", "path": "/x"}, {"kind": "s3", "bucket": "b-b", "ttl": "7d"}]}'
+    yield b'{"tiers": [{"kind": "memory", "capacity": 1073741824}], "vllm": {"a": 1}, "lookup": {"timeout": "1s"}}'
+
+
+def _models() -> Iterator[bytes]:
+    from nixl_offload.cli.model_config import LLAMA_3_1_8B
+
+    yield json.dumps(dict(LLAMA_3_1_8B)).encode()
+    state = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8}
+    yield json.dumps(
+        {
+            "model_type": "lfm2",
+            **state,
+            "dtype": "float16",
+            "conv_L_cache": 3,
+            "layer_types": ["conv", "full_attention"],
+        }
+    ).encode()
+    yield json.dumps({"model_type": "nemotron_h", **state, "layers_block_type": ["mamba", "attention"]}).encode()
+    yield json.dumps({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "head_dim": 8}}).encode()
+    yield json.dumps({"model_type": "deepseek_v2", **state, "kv_lora_rank": 4, "qk_rope_head_dim": 2}).encode()
+
+
+def _model_words() -> list[bytes]:
+    names = (
+        *("model_type", "layer_types", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("hidden_size", "head_dim", "sliding_window", "text_config", "quantization_config", "kv_cache_scheme"),
+        *("dtype", "torch_dtype", "full_attn_idxs", "hybrid_override_pattern", "layers_block_type"),
+        *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "mamba_ssm_cache_dtype"),
+        *("qwen3_next", "lfm2", "nemotron_h", "gemma2", "gpt_oss", "use_sliding_window", "max_window_layers"),
+    )
+    return [f'"{name}"'.encode() for name in names]
