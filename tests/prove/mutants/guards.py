@@ -1,0 +1,72 @@
+"""Which tests are to notice a change of which module: those of what it does, and models of what it is part of."""
+
+from __future__ import annotations
+
+from typing import Final
+
+
+def _unit(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/test_{name}.py" for name in names)
+
+
+_INDEX_MODEL: Final = "tests/model/test_index_model.py"
+_INDEX_CONTRACT: Final = "tests/contract/test_index.py"
+_CHUNKS: Final = _unit("format", "header_rows", "late_checksums", "slot_headers")
+_ENGINE: Final = (*_unit("engine", "batches", "grace", "transfer_statistics"), "tests/faults/test_engine_faults.py")
+_CHAIN: Final = (*_unit("chain_engine", "promotions", "empty_stage"), "tests/faults/test_chain_faults.py")
+_CATALOG: Final = _unit("catalog", "write_through", "prefetch", "retention")
+
+GUARDS: Final[dict[str, tuple[str, ...]]] = {
+    f"nixl_offload/{module}.py": tests
+    for module, tests in {
+        "catalog/admission": _unit("admission", "catalog"),
+        "catalog/catalog": _CATALOG,
+        "catalog/changes": _CATALOG,
+        "catalog/estimate": _unit("estimate"),
+        "catalog/placing": _unit("placing"),
+        "catalog/prefetch": _CATALOG,
+        "catalog/retention": _unit("retention"),
+        "catalog/tickets": _unit("placing", "catalog"),
+        "catalog/write_through": _CATALOG,
+        "index/database": _unit("durable", "reopen"),
+        "index/durable": _unit("durable", "reopen"),
+        "index/index": (*_unit("policy", "shares", "retention"), _INDEX_CONTRACT, _INDEX_MODEL),
+        "index/key_table": (*_unit("key_table"), _INDEX_CONTRACT, _INDEX_MODEL),
+        "index/links": (*_unit("policy"), _INDEX_CONTRACT, _INDEX_MODEL),
+        "index/places": (*_unit("policy"), _INDEX_CONTRACT, _INDEX_MODEL),
+        "index/policy": (*_unit("policy", "shares"), _INDEX_CONTRACT, _INDEX_MODEL),
+        "index/rows": _unit("durable", "reopen"),
+        "index/shares": (*_unit("shares"), _INDEX_MODEL),
+        "index/size_class": (*_unit("policy", "shares"), _INDEX_CONTRACT, _INDEX_MODEL),
+        "index/slot_map": (*_unit("key_table", "policy"), _INDEX_CONTRACT, _INDEX_MODEL),
+        "index/states": (*_unit("policy"), _INDEX_CONTRACT, _INDEX_MODEL),
+        "chunk/checksum": _unit("checksum", "format"),
+        "chunk/checksum_torch": _unit("checksum"),
+        "chunk/header": _CHUNKS,
+        "chunk/header_rows": _CHUNKS,
+        "chunk/heads": _unit("head_shards"),
+        "chunk/layout": _unit("layout", "head_shards"),
+        "chunk/shards": _unit("shards", "head_shards"),
+        "engine/batch": _ENGINE,
+        "engine/brought": _unit("memory_engine", "late_checksums", "device_sums"),
+        "engine/chain": _CHAIN,
+        "engine/jobs": _ENGINE,
+        "engine/moves": _CHAIN,
+        "engine/pump": _ENGINE,
+        "engine/queued": _ENGINE,
+        "engine/records": _ENGINE,
+        "engine/shard_chain": _unit("shard_chain"),
+        "engine/staging": (*_unit("staging"), *_ENGINE),
+        "engine/states": _ENGINE,
+        "engine/turn": _unit("turn"),
+        "engine/waiting": (*_unit("grace"), *_ENGINE),
+        "identity/compare": _unit("cli_check_servers"),
+        "identity/excused": _unit("settings"),
+        "identity/excused_environment": _unit("settings"),
+        "identity/namespace": _unit("namespace", "sharded_namespace"),
+        "identity/settings": _unit("settings"),
+        "identity/weights": _unit("weights"),
+        "identity/weights_cache": _unit("weights_cache"),
+        "identity/weights_files": _unit("weights", "weights_cache"),
+    }.items()
+}

@@ -1,0 +1,319 @@
+"""Tries mutants of one module: each in a forked process in which the tests that run its line are run until one fails.
+
+Most mutants differ within functions. For these a process imports and collects all once, learns which test runs which
+lines, and forks: the child replaces the code of the functions that differ, and runs tests, the fastest first. What
+takes effect at import is tried in a process that imports the module's changed source, and collects anew.
+Threading: one thread. No process is left behind.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import pickle
+import random
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import coverage
+import pytest
+from hypothesis import settings
+
+from tests.prove.mutants.changes import Change, changes_of
+
+ROOT = Path(__file__).parents[3]
+_MEMORY_BYTES = 16 << 30
+_FILE_BYTES = 4 << 30
+_GRACE_S = 5.0
+_SLOWER = 4.0
+"""A mutant that has not ended within so many times what its tests take without it is killed."""
+_IMPORTED_SHARE = 10
+"""One mutant in so many differs at import: these take a hundred times as long to try."""
+_KILLED, _LIVES, _UNFIT = 1, 0, 3
+_NO_TESTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A mutant that no test has noticed."""
+
+    change: Change
+    text: str
+    """Of the line."""
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """What became of the mutants of a module."""
+
+    killed: int = 0
+    survivors: list[Survivor] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    """Tests that fail without any mutant, and so say nothing."""
+
+
+@dataclass(slots=True)
+class _Test:
+    index: int
+    name: str
+    seconds: float
+    passed: bool
+    lines: frozenset[int]
+
+
+def sample(module: str, count: int, seed: int) -> tuple[list[Change], list[str], ast.Module]:
+    """Return ``count`` changes of a module (all, if there are no more), its lines, and the tree that they are in."""
+    source = (ROOT / module).read_text()
+    tree = ast.parse(source)
+    changes = changes_of(tree)
+    drawn = random.Random(f"{module} {seed}").sample(changes, len(changes))
+    at_import = [change for change in drawn if not change.in_function][: max(1, count // _IMPORTED_SHARE)]
+    chosen = [change for change in drawn if change.in_function][: count - len(at_import)] + at_import
+    return chosen, source.splitlines(), tree
+
+
+def try_mutants(module: str, guards: Sequence[str], count: int, seed: int) -> Verdicts:
+    """Try ``count`` mutants of ``module``, a path from the root of the repository, with the tests in ``guards``."""
+    assert not any(name.startswith("nixl_offload") for name in sys.modules), "they are to be imported changed"
+    settings.register_profile("mutants", derandomize=True, database=None, deadline=None, print_blob=False)
+    settings.load_profile("mutants")
+    changes, lines, tree = sample(module, count, seed)
+    verdicts = Verdicts()
+    begun_s = time.monotonic()
+    warm = [change for change in changes if change.in_function]
+    ended = _in_child(lambda: _Warm(module, tree, warm).run(guards), None)
+    if ended is None or isinstance(ended, int):
+        raise RuntimeError(f"the tests of {module} do not run: {ended}")
+    broken, fates = ended
+    verdicts.broken = broken
+    baseline_s = time.monotonic() - begun_s
+    cold = [change for change in changes if not change.in_function] + [
+        change for change, fate in zip(warm, fates, strict=True) if fate is None
+    ]
+    judged = [(change, fate) for change, fate in zip(warm, fates, strict=True) if fate is not None]
+    judged += [(change, _try_import(module, tree, change, guards, broken, baseline_s)) for change in cold]
+    for change, fate in judged:
+        if fate == "killed":
+            verdicts.killed += 1
+        else:
+            verdicts.survivors.append(Survivor(change, lines[change.line - 1].strip()))
+    return verdicts
+
+
+class _Warm:
+    """A pytest session in which mutants are tried instead of tests run. A plugin."""
+
+    def __init__(self, module: str, tree: ast.Module, changes: Sequence[Change]) -> None:
+        self._file = str(ROOT / module)
+        self._module = module.removesuffix(".py").replace("/", ".")
+        self._tree = tree
+        self._changes = changes
+        self._failed = False
+        self._result: tuple[list[str], list[str | None]] = ([], [])
+
+    def run(self, guards: Sequence[str]) -> tuple[list[str], list[str | None]] | int:
+        importlib.import_module(self._module)
+        code = _pytest(guards, [self])
+        return self._result if code == 0 else code
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed |= report.failed
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted("tests cannot be collected")
+        items = session.items
+        tests: list[_Test] = _in_child(lambda: self._learn(items), None)
+        self._result[0].extend(test.name for test in tests if not test.passed)
+        functions = _functions_of(self._file)
+        before = _codes(compile(self._tree, self._file, "exec", dont_inherit=True))
+        for change in self._changes:
+            self._result[1].append(self._try(change, items, tests, functions, before))
+        return True
+
+    def _learn(self, items: Sequence[pytest.Item]) -> list[_Test]:
+        """Run each test, and take down how long it takes and which lines of the module it runs."""
+        measured = coverage.Coverage(data_file=None, include=[self._file], config_file=False, concurrency="thread")
+        measured.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
+        found = []
+        with measured.collect():
+            for index, (item, following) in enumerate(zip(items, [*items[1:], None], strict=True)):
+                measured.switch_context(f"test {index}")
+                self._failed, begun_s = False, time.monotonic()
+                item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+                found.append(_Test(index, item.nodeid, time.monotonic() - begun_s, not self._failed, frozenset()))
+        by_line = measured.get_data().contexts_by_lineno(self._file)
+        for test in found:
+            test.lines = frozenset(line for line, contexts in by_line.items() if f"test {test.index}" in contexts)
+        return found
+
+    def _try(
+        self,
+        change: Change,
+        items: Sequence[pytest.Item],
+        tests: Sequence[_Test],
+        functions: dict[tuple[str, int], list[FunctionType]],
+        before: dict[tuple[str, int], CodeType],
+    ) -> str | None:
+        """Return "killed" or "lives"; None: it cannot be tried so."""
+        touched = range(change.line, change.last_line + 1)
+        chosen = [test for test in tests if test.passed and not test.lines.isdisjoint(touched)]
+        if not chosen:
+            return None  # no test runs it: perhaps the import does, as it does an Enum's __init__
+        chosen.sort(key=lambda test: test.seconds)
+        with change.made():
+            after = _codes(compile(self._tree, self._file, "exec", dont_inherit=True))
+        differing = [key for key in before if before[key] != after.get(key)]
+        # The outermost function that differs brings those within it along.
+        replaced = [(function, after[key]) for key in differing for function in functions.get(key, ()) if key in after]
+        if not replaced:
+            return None
+
+        def run() -> int:
+            try:
+                for function, code in replaced:
+                    function.__code__ = code
+            except ValueError:  # another number of free variables
+                return _UNFIT
+            return self._run([items[test.index] for test in chosen])
+
+        limit_s = _GRACE_S + _SLOWER * sum(test.seconds for test in chosen)
+        fate = _in_child(run, limit_s)
+        return None if fate == _UNFIT else "lives" if fate == _LIVES else "killed"
+
+    def _run(self, items: Sequence[pytest.Item]) -> int:
+        self._failed = False
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self._failed:
+                return _KILLED
+        return _LIVES
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Finds one module, and gives it code that was compiled from a changed tree."""
+
+    def __init__(self, module: str, code: CodeType) -> None:
+        super().__init__(module.removesuffix(".py").removesuffix("/__init__").replace("/", "."), str(ROOT / module))
+        self._code = code
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:  # type: ignore[override]
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self._code
+
+
+def _try_import(
+    module: str, tree: ast.Module, change: Change, guards: Sequence[str], broken: Sequence[str], baseline_s: float
+) -> str:
+    """Import the module with the change, and run all its tests until one fails."""
+    with change.made():
+        code = compile(tree, str(ROOT / module), "exec", dont_inherit=True)
+
+    def run() -> int:
+        sys.meta_path.insert(0, _Changed(module, code))
+        deselected = [f"--deselect={name}" for name in broken]
+        return int(_pytest([*guards, "-x", *deselected], []))
+
+    fate = _in_child(run, _GRACE_S + _SLOWER * baseline_s)
+    if fate == _NO_TESTS:
+        raise RuntimeError(f"no tests are left of {guards}")
+    return "lives" if fate == _LIVES else "killed"
+
+
+def _pytest(words: Sequence[str], plugins: list[object]) -> int:
+    files = [str(ROOT / word) if word.startswith("tests/") else word for word in words]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not long", f"--rootdir={ROOT}", "--tb=no"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of hypothesis, which is imported already
+    return int(pytest.main([*files, "-c", str(ROOT / "pyproject.toml"), *options], plugins=plugins))
+
+
+def _in_child(call: Callable[[], Any], limit_s: float | None) -> Any:
+    """Return what ``call`` returns in a forked process; None: it raised, died, or took longer than ``limit_s``."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.close(reading)
+            os.setpgid(0, 0)
+            if limit_s is not None:
+                resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
+            answer = pickle.dumps(call())
+            with os.fdopen(writing, "wb") as out:
+                out.write(answer)
+            code = 0
+        except BaseException:  # noqa: BLE001 - this process must not go on as if it were its parent
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    os.close(writing)
+    answer = b"".join(_received(reading, None if limit_s is None else time.monotonic() + limit_s))
+    _end(child)
+    return pickle.loads(answer) if answer.endswith(pickle.STOP) else None
+
+
+def _received(pipe: int, until_s: float | None) -> Iterator[bytes]:
+    with os.fdopen(pipe, "rb", buffering=0) as answers:
+        while True:
+            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            if not select.select([answers], [], [], left_s)[0]:
+                return
+            some = answers.read(1 << 20)
+            if not some:
+                return
+            yield some
+
+
+def _end(child: int) -> None:
+    for target in (os.killpg, os.kill):
+        try:
+            target(child, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    os.waitpid(child, 0)
+
+
+def _codes(code: CodeType) -> dict[tuple[str, int], CodeType]:
+    """Return the code of all functions, by qualified name and first line; of two at one place neither."""
+    found: dict[tuple[str, int], CodeType] = {}
+    twice = set()
+    waiting = [code]
+    while waiting:
+        for inner in waiting.pop().co_consts:
+            if isinstance(inner, CodeType):
+                key = (inner.co_qualname, inner.co_firstlineno)
+                if key in found:
+                    twice.add(key)
+                found[key] = inner
+                waiting.append(inner)
+    return {key: inner for key, inner in found.items() if key not in twice}
+
+
+def _functions_of(file: str) -> dict[tuple[str, int], list[FunctionType]]:
+    """Return the functions that there are of a module's file."""
+    found: dict[tuple[str, int], list[FunctionType]] = {}
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__.co_filename == file:
+            code = function.__code__
+            found.setdefault((code.co_qualname, code.co_firstlineno), []).append(function)
+    return found
