@@ -57,7 +57,7 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "engine/records": _ENGINE,
         "engine/shard_chain": _unit("shard_chain"),
         "engine/staging": (*_unit("staging"), *_ENGINE),
-        "engine/states": _ENGINE,
+        "engine/states": _unit("engine_states"),
         "engine/turn": _unit("turn"),
         "engine/waiting": (*_unit("grace"), *_ENGINE),
         "identity/compare": _unit("cli_check_servers"),
