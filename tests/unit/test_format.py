@@ -264,6 +264,9 @@ def test_what_does_not_fit_the_page_is_refused_before_anything_is_written() -> N
         (replace(header, key=bytes(65)), "key of 65 bytes"),
         (replace(header, block_bytes=0), "block_bytes 0"),
         (replace(header, group=-1), "group -1"),
+        (replace(header, group=1 << 32), "group 4294967296"),
+        (replace(header, created_s=-1), "created_s -1"),
+        (replace(header, created_s=1 << 64), "created_s 18446744073709551616"),
     ):
         page = np.full(HEADER_BYTES, 7, dtype=np.uint8)
         with pytest.raises(LayoutError, match=words):

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from nixl_offload.errors import NamespaceError
-from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
+from nixl_offload.identity.namespace import (
+    GroupFields,
+    NamespaceFields,
+    fields_of,
+    make_namespace,
+    manifest_digest,
+    manifest_fits,
+)
 
 FULL = GroupFields(group_id=0, tokens_per_block=16, slot_bytes=(1 << 20, 3 << 19))
 WINDOW = GroupFields(group_id=1, tokens_per_block=32, slot_bytes=(0, 1 << 19))
@@ -214,3 +221,22 @@ def test_group_ids_are_unique_and_groups_are_groups() -> None:
     wrong: Any = ({"group_id": 0},)
     with pytest.raises(NamespaceError, match=r"namespace\.groups\[0\] must be GroupFields, not dict"):
         make_namespace(replace(BASE, groups=wrong))
+
+
+def test_a_manifest_fits_the_namespace_that_its_own_fields_make_and_no_other() -> None:
+    """Whoever may write to a bucket may write a manifest; what it is named, and says it is, counts for nothing."""
+    namespace, other = make_namespace(BASE), make_namespace(replace(BASE, tenant="other"))
+    manifest = json.loads(json.dumps(namespace.manifest()))
+    assert manifest_fits(manifest, namespace.name)
+    assert manifest_digest(manifest) == namespace.digest
+    assert make_namespace(fields_of(manifest["fields"])).digest == namespace.digest
+    assert not manifest_fits({**manifest, "namespace": other.digest.hex()}, other.name)
+    assert not manifest_fits({**manifest, "fields": {**manifest["fields"], "tenant": "other"}}, namespace.name)
+    older = {name: value for name, value in manifest["fields"].items() if name != "ranks"}
+    assert manifest_digest({"fields": older}) not in (None, namespace.digest)
+
+
+@pytest.mark.parametrize("nonsense", [None, [], "x", {}, {"fields": []}, {"fields": None}, {"fields": {"a": {1, 2}}}])
+def test_what_is_no_manifest_fits_nothing(nonsense: object) -> None:
+    assert manifest_digest(nonsense) is None
+    assert manifest_fits(nonsense, make_namespace(BASE).name) is False

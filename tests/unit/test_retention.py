@@ -194,3 +194,21 @@ def test_what_is_dropped_while_it_is_written_or_read_goes_with_its_ticket(make: 
     chain.report(load.ticket)
     assert chain.holders(1) == chain.holders(2) == []
     assert chain.held() == 0
+
+
+def test_nothing_is_looked_for_before_the_next_end(make: MakeChain) -> None:
+    """Each step compares one number: that of what ends first, until it has ended or all of it is given up."""
+    chain = make()
+    fill(chain, 1, 2)
+    kept = chain.catalog._retention
+    assert kept.next_end_s == float("inf")
+    retain(chain, 60.0, 1)
+    retain(chain, 90.0, 2)
+    assert kept.next_end_s == chain.now_s + 60.0
+    kept.expire(chain.now_s + 60.0)
+    assert kept.next_end_s == chain.now_s + 90.0
+    kept.expire(chain.now_s + 90.0)
+    assert kept.next_end_s == float("inf")
+    retain(chain, 60.0, 1)
+    kept.clear()
+    assert kept.next_end_s == float("inf")

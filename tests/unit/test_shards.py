@@ -97,3 +97,8 @@ def test_layers_of_a_group_may_have_other_numbers_of_heads() -> None:
     assert cut(8, [8, 4], 1 << 30) == 4
     assert hold(4, [8, 4], 2) == GroupShards(4, 2, 1)
     assert hold(4, [8, 4], 8) is None
+
+
+def test_what_auto_means_is_the_same_for_all_servers_that_share() -> None:
+    """Another number here parts servers of two versions."""
+    assert (LEAST_SHARD_BYTES, MOST_SHARDS) == (1 << 20, 8)
