@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import sqlite3
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -82,8 +83,16 @@ class Database:
     def connect(self) -> None:
         """Open the file, or create it, mode 0600. Raises UnusableError, sqlite3.Error, OSError; then it is not open."""
         # Made here rather than by SQLite for its mode, which SQLite gives to its two side files too.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise UnusableError("it is a symbolic link") from error
+            raise
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise UnusableError("it is no file, or has another name (a hard link)")
             os.fchmod(descriptor, 0o600)
             _refuse_read_only_format(os.pread(descriptor, _WRITE_VERSION_AT + 1, 0))
         finally:

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import time
 import weakref
 from pathlib import Path
@@ -48,9 +49,12 @@ class DirectoryLock:
             self.release()
             try:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                status = os.fstat(self._fd)
+                if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                    self.release()
+                    raise TierError(f"{self.path} is no file, or has another name (a hard link); remove it", cause="io")
                 os.fchmod(self._fd, 0o600)
                 fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                status = os.fstat(self._fd)
             except BlockingIOError as error:
                 hint = _hint(self._fd)
                 self.release()

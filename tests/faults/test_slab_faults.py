@@ -13,7 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -369,8 +369,31 @@ def test_a_link_is_not_a_slab(tmp_path: Path) -> None:
         SlabFile(tmp_path / "rank-00001.slab", 32 * MIB, EXTENT).open()
 
 
+def test_a_hard_link_is_neither_slab_nor_lock(tmp_path: Path) -> None:
+    """Who can make names in the directory, and no more, has us write to none of our other files."""
+    target = tmp_path / "target"
+    target.write_bytes(b"precious" * 1000)
+    target.chmod(0o644)
+    for name in ("rank-00000.slab", "lock"):
+        (tmp_path / name).hardlink_to(target)
+    with pytest.raises(TierError, match="hard link"):
+        SlabFile(tmp_path / "rank-00000.slab", 4096, EXTENT).open()
+    with pytest.raises(TierError, match="hard link"):
+        DirectoryLock(tmp_path / "lock").acquire()
+    assert target.read_bytes() == b"precious" * 1000
+    assert stat.S_IMODE(target.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_what_is_no_file_is_no_lock(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "lock")
+    with pytest.raises(TierError):
+        DirectoryLock(tmp_path / "lock").acquire()
+
+
 HOLDER = r"""
 import os, sys, time
+from collections.abc import Callable
 from pathlib import Path
 from nixl_offload.tiers.lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))

@@ -4,9 +4,11 @@ that are not the chunk's, storing stops with one warning and resumes by itself, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -130,7 +132,21 @@ def _to_directory(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [_cut, _cut_to_nothing, _lengthen, Path.unlink, _to_symlink, _to_directory])
+def _to_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _to_socket(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
+        server.bind(path.name)
+
+
+DAMAGES = [_cut, _cut_to_nothing, _lengthen, Path.unlink, _to_symlink, _to_directory, _to_fifo, _to_socket]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
 def test_a_file_that_is_not_as_stored_fails_its_chunk_only(
     make: Make, tmp_path: Path, shape: str, damage: Callable[[Path], None]

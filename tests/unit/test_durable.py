@@ -263,6 +263,32 @@ def test_an_unusable_database_is_deleted_with_one_warning(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("plant", ["symlink", "dangling", "hardlink", "fifo"])
+def test_an_index_that_leads_elsewhere_is_made_anew(path: str, tmp_path: Path, plant: str) -> None:
+    """Nothing outside is created, written or given another mode."""
+    target = tmp_path / "target"
+    if plant != "dangling":
+        target.write_bytes(b"precious")
+        target.chmod(0o644)
+    if plant == "fifo":
+        os.mkfifo(path)
+    elif plant == "hardlink":
+        os.link(target, path)
+    else:
+        os.symlink(target, path)
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    assert flat(rows) == []
+    twin.put(key(1), place(1))
+    assert twin.close(WAIT_S)
+    assert reread(path) == [row(1, 1)]
+    assert stat.S_ISREG(os.lstat(path).st_mode)
+    if plant == "dangling":
+        assert not target.exists()
+    else:
+        assert target.read_bytes() == b"precious"
+        assert stat.S_IMODE(target.stat().st_mode) == 0o644
+
+
 def test_a_flipped_bit_anywhere_costs_rows_and_nothing_else(path: str) -> None:
     """It opens, serves what can be read, takes what is put, and has it after a restart; never an exception."""
     fill(path, 60)

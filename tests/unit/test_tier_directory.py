@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,21 @@ def test_what_is_not_recognised_is_counted_and_never_removed(tmp_path: Path) -> 
     with pytest.raises(TierError, match="not ours") as caught:
         open_tier(root)
     assert caught.value.cause == "full"
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])
+def test_a_slab_s_name_that_leads_elsewhere_is_removed(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
+    """What it leads to is neither cut nor written."""
+    open_tier(tmp_path / "kv").close()
+    (directory,) = (path for path in (tmp_path / "kv").iterdir() if path.is_dir())
+    target = tmp_path / "target"
+    target.write_bytes(bytes(20 * MIB))
+    (directory / "rank-00000.slab").unlink(missing_ok=True)
+    plant(directory / "rank-00000.slab", target)
+    open_tier(tmp_path / "kv").close()
+    assert target.stat().st_size == 20 * MIB
+    assert target.stat().st_nlink == 1
+    assert not (directory / "rank-00000.slab").exists()
 
 
 @pytest.mark.parametrize("inside", ["", "deeper"])

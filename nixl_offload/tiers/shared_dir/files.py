@@ -35,7 +35,8 @@ KEPT_TOUCH_S: Final = 30.0
 _MAKE_DIRECTORY_ATTEMPTS: Final = 8
 """A directory that was made for a file may be removed, empty, before the file is in it."""
 _CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+"""Not blocking: a FIFO in a shard's place would hold the thread for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +142,9 @@ class TreeFiles:
             fd, direct = self._open(path, _READ, None)
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != length_bytes:
-                raise TierError(f"{path} has {found.st_size} bytes, not {length_bytes}", cause="missing")
+                raise TierError(f"{path} is no file of {length_bytes} bytes", cause="missing")
+            # io_uring answers EAGAIN for such files where the filesystem cannot do otherwise.
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
             if time.time() - found.st_mtime > self._touch_after_s:
                 with contextlib.suppress(OSError):  # a filesystem may be read-only for us
                     os.utime(fd)

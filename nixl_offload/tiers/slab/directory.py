@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -267,9 +268,10 @@ class TierDirectory:
             named = _RANK_NAME.fullmatch(path.name)
             if named is None:
                 continue
-            if path.is_symlink() or int(named[1]) >= world_size:
-                path.unlink()
-            elif path.stat().st_size > self.rank_bytes:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or int(named[1]) >= world_size:
+                path.unlink()  # nothing else is lost, whatever it was: of a hard link the other name stays
+            elif status.st_size > self.rank_bytes:
                 os.truncate(path, self.rank_bytes)
 
     def _warn_if_disk_is_smaller(self, world_size: int) -> None:

@@ -107,6 +107,8 @@ class SlabFile:
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise TierError(f"{self.path} is not a regular file", cause="io")
+            if status.st_nlink > 1:
+                raise TierError(f"{self.path} has another name (a hard link); remove it", cause="io")
             self._require_owner()  # it may be in a directory that another engine has made meanwhile
             if stat.S_IMODE(status.st_mode) != 0o600:
                 os.fchmod(self._fd, 0o600)
