@@ -5,9 +5,7 @@ One process tries the movers of all tests here, as it would cost seconds to star
 
 from __future__ import annotations
 
-import datetime
 import http.client
-import ipaddress
 import json
 import os
 import secrets
@@ -20,10 +18,6 @@ from typing import Any
 
 import pytest
 import yaml
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from examples.s3_server import REGION
 from nixl_offload.cli.check import s3 as check_s3
@@ -36,6 +30,7 @@ from nixl_offload.config import S3Config, parse_config
 
 from .proxy import Answer, FaultProxy, Flip, Hold, Redate
 from .servers import MotoServer, RcloneServer, S3Server
+from .tls import TlsRclone, make_certificate
 
 FINE = ("endpoint", "clock", "credentials", "region", "bucket", "list", "lookup", "put", "get", "checksums", "delete")
 
@@ -405,8 +400,8 @@ class TestTls:
 
     @pytest.fixture
     def secured(self, tmp_path: Path) -> Iterator[tuple[RcloneServer, Path]]:
-        certificate, key, authority = _certificate(tmp_path, "127.0.0.1")
-        with _TlsRclone(certificate, key) as server:
+        certificate, key, authority = make_certificate(tmp_path, "127.0.0.1")
+        with TlsRclone(certificate, key) as server:
             yield server, authority
 
     def test_each_fix_works(
@@ -434,8 +429,8 @@ class TestTls:
             ("other.example", False, "IP address mismatch"),
             ("127.0.0.1", True, "certificate has expired"),
         ):
-            certificate, key, authority = _certificate(tmp_path, name, expired=expired)
-            with _TlsRclone(certificate, key) as server:
+            certificate, key, authority = make_certificate(tmp_path, name, expired=expired)
+            with TlsRclone(certificate, key) as server:
                 endpoint = server.endpoint.replace("http:", "https:")
                 tier = tier_of(server, prefix, endpoint=endpoint, ca_bundle=str(authority))
                 (line,) = reach(tier, endpoint, 5.0)
@@ -447,63 +442,6 @@ class TestTls:
         (line,) = reach(tier_of(rclone, prefix, endpoint=endpoint), endpoint, 5.0)
         assert f"no TLS connection to 127.0.0.1:{rclone.port}" in line.words
         assert str(line.fix).startswith(f"endpoint: {rclone.endpoint}, if it speaks no TLS")
-
-
-class _TlsRclone(RcloneServer):
-    """Speaks TLS alone; to a request without it, it answers 400, so the start is noticed all the same."""
-
-    def __init__(self, certificate: Path, key: Path) -> None:
-        super().__init__()
-        self._files = (certificate, key)
-
-    def _command(self) -> list[str]:
-        certificate, key = self._files
-        return [*super()._command(), f"--cert={certificate}", f"--key={key}"]
-
-
-def _certificate(directory: Path, name: str, *, expired: bool = False) -> tuple[Path, Path, Path]:
-    """Make an authority and a certificate by it; return the certificate's file, its key's, the authority's."""
-    now = datetime.datetime.now(datetime.UTC)
-    day = datetime.timedelta(days=1)
-    until = now - day if expired else now + day
-    ours = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "our authority")])
-    theirs = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    signer, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    is_address = name.replace(".", "").isdigit()
-    alternative = x509.IPAddress(ipaddress.ip_address(name)) if is_address else x509.DNSName(name)
-
-    def sign(subject: x509.Name, public: Any, end: datetime.datetime, *extensions: tuple[Any, bool]) -> bytes:
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(ours).public_key(public)
-        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - 2 * day)
-        builder = builder.not_valid_after(end)
-        for extension, critical in extensions:
-            builder = builder.add_extension(extension, critical)
-        return builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-    files = (directory / f"{name}.pem", directory / f"{name}.key", directory / f"{name}-authority.pem")
-    key_identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    files[0].write_bytes(
-        sign(
-            theirs,
-            key.public_key(),
-            until,
-            (x509.SubjectAlternativeName([alternative]), False),
-            (key_identifier, False),
-        )
-    )
-    files[1].write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    files[2].write_bytes(
-        sign(
-            ours,
-            signer.public_key(),
-            now + day,
-            (x509.BasicConstraints(ca=True, path_length=0), True),
-            (x509.SubjectKeyIdentifier.from_public_key(signer.public_key()), False),
-        )
-    )
-    return files
 
 
 def _iam(server: MotoServer) -> Any:
