@@ -26,7 +26,7 @@ class FormatError(NixlOffloadError):
     """Stored bytes are not what the key promises: identity, length or checksum disagree.
 
     ``reason`` is one short machine-readable word: ``magic``, ``version``, ``header_checksum``,
-    ``namespace``, ``key``, ``length``, ``blocks``, ``checksum``.
+    ``namespace``, ``key``, ``length``, ``blocks``, ``checksum``, ``authentication``.
     """
 
     def __init__(self, message: str, *, reason: str) -> None:

@@ -115,7 +115,7 @@ def encode_header(
     _refuse_unfit(header)
     if out is None:
         out = np.zeros(HEADER_BYTES, dtype=np.uint8)
-    page = _bytes_of(out)
+    page = bytes_of(out)
     if page.nbytes != HEADER_BYTES:
         raise LayoutError(f"a header page has {HEADER_BYTES} bytes, the buffer for it {page.nbytes}")
     page[:] = _ZERO_PAGE
@@ -149,7 +149,7 @@ def decode_header(page: Buffer, *, may_lack_checksums: bool = False) -> ShardHea
     Raises FormatError with reason ``length`` (not 4096 bytes, or sizes that contradict each other), ``magic``,
     ``version`` (or an unknown algorithm or flag), ``header_checksum``, ``key`` or ``blocks``.
     """
-    view = _bytes_of(page)
+    view = bytes_of(page)
     if view.nbytes != HEADER_BYTES:
         raise FormatError(f"a header page has {HEADER_BYTES} bytes, this one {view.nbytes}", reason="length")
     (
@@ -295,7 +295,8 @@ def verify_payload(header: ShardHeader, payload: Buffer, first_block: int, last_
 _ZERO_PAGE = bytes(HEADER_BYTES)
 
 
-def _bytes_of(buffer: Buffer) -> memoryview:
+def bytes_of(buffer: Buffer) -> memoryview:
+    """Return the bytes of a buffer as a flat view."""
     return (buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)).cast("B")
 
 

@@ -42,8 +42,9 @@ _BLOCKS_AT, _BLOCKS = 52, struct.Struct("<H")
 _FIRST_AT, _FIRST = 54, struct.Struct("<H")
 _SIZES_AT = 56
 _CREATED_AT, _CREATED = 72, struct.Struct("<Q")
-_KEY_AT, _KEY = 80, struct.Struct(f"<H6x{MAX_KEY_BYTES}s40x")
-"""Length of the key, the key, and zeros up to the checksums."""
+_KEY_AT, _KEY = 80, struct.Struct(f"<H6x{MAX_KEY_BYTES}s")
+"""Length of the key, and the key. Behind it lies what ``authentication`` knows of, or zeros, up to the checksums."""
+_KEY_END = _KEY_AT + _KEY.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def encode_headers(
             raise LayoutError(f"first valid block {first} or key {key.hex()} does not fit")
     created = _CREATED.pack(created_s)
     fixed = [
-        before + _FIRST.pack(first) + sizes + created + _KEY.pack(len(key), key)
+        before + _FIRST.pack(first) + sizes + created + _KEY.pack(len(key), key) + bytes(CHECKSUMS_AT - _KEY_END)
         for key, first in zip(expect.keys, first_valid_block, strict=True)
     ]
     sums_end = CHECKSUMS_AT + 8 * expect.blocks
@@ -163,7 +164,7 @@ def check_headers(
         alike = (
             fixed[:_FIRST_AT] in befores
             and fixed[_SIZES_AT:_CREATED_AT] == sizes
-            and fixed[_KEY_AT:] == _KEY.pack(len(key), key)
+            and fixed[_KEY_AT:_KEY_END] == _KEY.pack(len(key), key)
             and first < blocks
             and own == block_checksum(view[:OWN_CHECKSUM_AT])
         )

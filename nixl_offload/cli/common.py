@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TextIO, TypeAlias, TypeVar
 
+from nixl_offload.chunk.authentication import ChunkKeys
+from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.config import Config, StoredConfig
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError
@@ -81,6 +83,17 @@ def selected(inspector: Inspector, arguments: argparse.Namespace) -> Iterator[Na
     for namespace in inspector.namespaces():
         if arguments.namespace in (None, namespace.name) and tenant in (None, namespace.tenant):
             yield namespace
+
+
+def keys_of(config: Config) -> ChunkKeys | None:
+    """Return the keys that the config names; None: it names none, or this user cannot read them, which is told."""
+    if config.authenticate is None:
+        return None
+    try:
+        return read_key_file(config.authenticate.key_file)
+    except ConfigError as error:
+        print(f"nixl-offload: {error}; going on without a key", file=sys.stderr)
+        return None
 
 
 def report_nothing_found(arguments: argparse.Namespace) -> None:

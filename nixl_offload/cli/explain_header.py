@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
+from nixl_offload.chunk.authentication import stated_key_id
 from nixl_offload.chunk.checksum import ALGORITHM_XXH3_64, block_checksum
 from nixl_offload.chunk.header import (
     FORMAT_VERSION,
@@ -49,7 +50,7 @@ def explain(
     )
     digest, key = bytes(page[16:48]), bytes(page[88 : 88 + min(key_bytes, MAX_KEY_BYTES)])
     (stated,) = struct.unpack_from("<Q", page, _OWN_CHECKSUM_AT)
-    found = block_checksum(page[:_OWN_CHECKSUM_AT])
+    found, mac_key = block_checksum(page[:_OWN_CHECKSUM_AT]), stated_key_id(page)
     return [
         HeaderField("magic", MAGIC.decode(), None),
         HeaderField("version", version, _unless(version == FORMAT_VERSION, f"this reader knows {FORMAT_VERSION}")),
@@ -71,6 +72,7 @@ def explain(
         _payload(payload_bytes, blocks, block_bytes, shard),
         HeaderField("created", created_s, None, moment(float(created_s))),
         _key(key, key_bytes, chunk),
+        *([HeaderField("MAC by key", mac_key.hex(), None)] if any(mac_key) else []),
         HeaderField(
             "header checksum",
             f"{stated:016x}",

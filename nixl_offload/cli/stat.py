@@ -10,11 +10,12 @@ import json
 import re
 from typing import Any, Final, NamedTuple, TextIO
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.cli.common import Commands, TierFailure, add_command, add_selection, opened, selected, visit
+from nixl_offload.cli.common import Commands, TierFailure, add_command, add_selection, keys_of, opened, selected, visit
 from nixl_offload.cli.explain_header import block_checksums_of, explain
 from nixl_offload.cli.terminal import about_size, moment
-from nixl_offload.cli.verify.shard import Buffer, check_shard
+from nixl_offload.cli.verify.shard import NO_KEY, Buffer, Macs, check_shard
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         keys = sorted({item.chunk.key.hex() for item in found})
         if len(keys) > 1:
             raise ConfigError(f"KEY: several begin so: {', '.join(keys[:4])}{', …' if len(keys) > 4 else ''}")
-        shards = [_decode(item, arguments) for item in found]
+        secret = keys_of(config) if arguments.verify else None
+        shards = [_decode(item, arguments, secret) for item in found]
     missing = _missing(found) if arguments.verify else []
     if arguments.json:
         print(json.dumps({"shards": shards, "missing": missing, "failures": failures}, indent=2), file=out)
@@ -119,7 +121,7 @@ def _missing(found: list[FoundShard]) -> list[dict[str, Any]]:
     ]
 
 
-def _decode(found: FoundShard, arguments: argparse.Namespace) -> dict[str, Any]:
+def _decode(found: FoundShard, arguments: argparse.Namespace, keys: ChunkKeys | None) -> dict[str, Any]:
     """Return what there is to tell of a shard, as plain data."""
     inspector, namespace, chunk, shard = found
     told: dict[str, Any] = {
@@ -154,9 +156,12 @@ def _decode(found: FoundShard, arguments: argparse.Namespace) -> dict[str, Any]:
     if (words := namespace.why_no_shard(chunk.key, shard.rank)) is not None:
         told["wrong"].append(f"rank: {words}")
     if arguments.verify:
-        fault = check_shard(inspector.read_into, namespace, chunk, shard, buffer)
+        macs = None if inspector.exclusive else Macs(keys)
+        fault = check_shard(inspector.read_into, namespace, chunk, shard, buffer, macs)
+        if fault is not None and fault.reason == NO_KEY:
+            told["no_key"], fault = fault.words, None
         told["verified"] = fault is None
-        if fault is not None and (fault.reason == "checksum" or not told["wrong"]):
+        if fault is not None and (fault.reason in ("checksum", "authentication") or not told["wrong"]):
             told["wrong"].append(f"payload: {fault.words}")
     return told
 
@@ -182,7 +187,8 @@ def _print(shard: dict[str, Any], out: TextIO) -> None:
     elif sums is not None:
         lines += [(f"block {number}", value) for number, value in enumerate(sums)]
     if shard["verified"] is not None:
-        lines.append(("payload", "every block verifies" if shard["verified"] else "does not verify"))
+        words = "every block verifies" if shard["verified"] else "does not verify"
+        lines.append(("payload", f"{words}; {shard['no_key']}" if "no_key" in shard else words))
     for name, text in lines:
         print(f"    {name:<18}{text}", file=out)
     for words in shard["wrong"]:

@@ -42,7 +42,8 @@ def _translate(details: ErrorDetails, raw: Mapping[str, Any], written: Mapping[s
     """Turn one of pydantic's findings about ``raw`` into our words; ``written`` is the same in the user's spelling."""
     path = _strip_tag(details["loc"])
     kind, context = details["type"], details.get("ctx", {})
-    value = _written(path, raw, details["input"])
+    # Somebody may have put a key where the name of its file belongs.
+    value = "***" if path[:1] == ("authenticate",) else _written(path, raw, details["input"])
     model = _model_at(path, raw)
     name = str(path[-1]) if path else ""
     if kind == "extra_forbidden":

@@ -20,6 +20,7 @@ from nixl_offload.config.schema import (
     FIELDS_IN_FRONT,
     MOVERS_WITH,
     OWNED_EXTRA_KEYS,
+    SHARED_KINDS,
     TIER_KINDS,
     VLLM_KEYS,
     DirectoryConfig,
@@ -105,6 +106,11 @@ def _directories_apart(raw: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _ignored(raw: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield options that nothing would look at, so that nobody relies on them. Saying null is saying nothing."""
+    if raw.get("authenticate") is not None and not any(tier.get("kind") in SHARED_KINDS for _, tier in _tiers(raw)):
+        yield Problem(
+            ("authenticate",),
+            f"has no meaning without a tier of kind {' or '.join(SHARED_KINDS)}, where others write, too; remove it",
+        )
     for position, tier in _tiers(raw):
         kind, said = tier.get("kind"), {field for field, value in tier.items() if value is not None}
         if kind == "memory":

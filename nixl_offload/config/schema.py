@@ -27,6 +27,9 @@ from nixl_offload.types import Verify
 TIER_KINDS: Final = ("memory", "slab", "shared_dir", "s3")
 """Nearest the GPU first. A config has any non-empty subset in this order, each at most once."""
 
+SHARED_KINDS: Final = ("shared_dir", "s3")
+"""Those that other servers store in, too."""
+
 FIELDS_IN_FRONT: Final = ("promote", "unsaved", "unsaved_limit")
 """What a memory tier says of its dealings with a tier behind it; without meaning, and refused, where there is none."""
 
@@ -243,6 +246,16 @@ StoredConfig = SlabConfig | SharedConfig
 TierConfig = Annotated[MemoryConfig | SlabConfig | SharedDirConfig | S3Config, Field(discriminator="kind")]
 
 
+class AuthenticateOptions(_Model):
+    """Chunks in ``shared_dir`` and ``s3`` get a MAC, and no other is loaded from there: who can write there and lacks
+    the key can cause misses, and nothing else. They go through host memory, and a core checks about 5 GB per second.
+    """
+
+    key_file: AbsoluteFile
+    """Secret keys, one a line, 64 hex digits each (``openssl rand -hex 32``); the first makes MACs, all verify. A file
+    of the server's user or root's, which others cannot read."""
+
+
 class Config(_Model):
     """The checked config. Make one with ``load_config``, ``parse_config`` or ``from_extra_config``."""
 
@@ -255,6 +268,9 @@ class Config(_Model):
     """``checksum``: every byte read from a drive, directory or bucket is verified, and of chunks in this process's own
     memory identity and length. ``always``: every byte of those, too; stores to and loads from memory are slower then.
     ``header``: only identity and length, everywhere; does not notice flipped bits or writes torn by a crash."""
+    authenticate: AuthenticateOptions | None = None
+    """Have chunks in storage that others can write to prove that a server of ours has made them. If omitted, whoever
+    can write there is trusted like whoever can write the model's weights."""
     on_load_failure: Literal["recompute", "fail"] = "recompute"
     """When a load fails: compute what is missing, or fail the request."""
     staging_bytes: SizeBytes = Field(default=256 << 20, alias="staging", ge=1 << 20)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine.device_packer import DevicePacker
@@ -68,6 +69,7 @@ class Engine(TierEngine):
         host: HostSlots | None = None,
         device: Device | None = None,
         staging: Staging = "host",
+        keys: ChunkKeys | None = None,
     ) -> None:
         """Register memory, connect the link, and start the pump.
 
@@ -79,7 +81,8 @@ class Engine(TierEngine):
         ``ChunkIO.host_offset`` names; the caller's, who closes it after the engine. ``device``: None takes that of the
         tensors. ``staging="device"``: what does not go direct is packed in device memory where the mover takes that,
         else in host memory; ``staging_bytes`` holds for either. ``direct_min_extent_bytes``: 0 lets every group go
-        direct whose pages are aligned, a huge number none.
+        direct whose pages are aligned, a huge number none. ``keys``: what is stored gets a MAC, and nothing is loaded
+        without; then chunks are packed in host memory and read whole, and ``verify`` does not matter.
         Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); link and mover
         are the caller's to close then.
         """
@@ -90,10 +93,17 @@ class Engine(TierEngine):
             slot_bytes=max(layout.slot_bytes(group) for group in range(len(layout.groups))),
             budget_bytes=staging_bytes,
             device=device,
-            packs_on_device=staging == "device" and device.is_accelerator,
+            packs_on_device=staging == "device" and device.is_accelerator and keys is None,
             host=host,
         )
-        self._link_memory = open_link(link, memory, layout, device, direct_min_extent_bytes=direct_min_extent_bytes)
+        self._link_memory = open_link(
+            link,
+            memory,
+            layout,
+            device,
+            direct_min_extent_bytes=direct_min_extent_bytes,
+            authenticated=keys is not None,
+        )
         for plan, shard in zip(self._link_memory.plans, shards, strict=bool(shards)):
             plan.shard = shard.number
         link.connect()
@@ -108,16 +118,17 @@ class Engine(TierEngine):
             memory=memory,
             link_memory=self._link_memory,
             namespaces=[shard.digest for shard in shards] or [rank_namespace] * len(layout.groups),
+            keys=keys,
             verify_checksum=verify != "header",
             clock=clock,
             rate_log=RateLog(logger, clock),
         )
         logger.info(
-            "Engine: %s by %s, %s, verify=%s",
+            "Engine: %s by %s, %s, %s",
             link.name,
             link.mover.name,
             " and ".join(_words(pool) for pool in memory.packed) or "no staging",
-            verify,
+            f"verify={verify}" if keys is None else f"authenticated by key {keys.first_id.hex()}",
         )
         paths = LinkPaths(context, self._link_memory.plans, tier, keep_alive=tuple(tensors))
         self._start(table, paths, load_timeout_s=load_timeout_s, name="nixl-offload-pump", pauses=PAUSES)

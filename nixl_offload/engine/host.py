@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.engine.host_pages import populate, threads_for
 from nixl_offload.engine.slot_headers import SlotHeaders
 from nixl_offload.engine.staging import Slot
@@ -73,13 +74,15 @@ class HostSlab:
         sharers: int = 1,
         progress: Progress | None = None,
         root: Path = memory_limits.ROOT,
+        keys: ChunkKeys | None = None,
     ) -> None:
         """Allocate and prefault, by several threads: 0.2 to 2 seconds per GiB on a busy virtual machine of two cores.
 
         ``pinned`` needs CUDA and makes copies asynchronous; ``device`` says whose NUMA node is preferred then.
         ``sharers``: ranks that a configured ``capacity`` is divided by, for the words of an error. ``progress``
-        replaces the bar (on a terminal) or the log lines (elsewhere). Raises TierError with cause ``full`` when the
-        machine or a control group cannot give that much, or cannot lock it; everything is given back then.
+        replaces the bar (on a terminal) or the log lines (elsewhere). ``keys``: as for ``SlotHeaders``. Raises
+        TierError with cause ``full`` when the machine or a control group cannot give that much, or cannot lock it;
+        everything is given back then.
         """
         self.memory_bytes = align_up(memory_bytes)
         slot_bytes = align_up(slot_bytes)
@@ -87,7 +90,7 @@ class HostSlab:
         if memory_bytes < 0 or relay_slots < 0 or not self.length_bytes:
             raise LayoutError(f"a host slab of {memory_bytes} bytes and {relay_slots} slots of {slot_bytes}")
         self.relay_offsets = tuple(self.memory_bytes + slot * slot_bytes for slot in range(relay_slots))
-        self.headers = SlotHeaders()
+        self.headers = SlotHeaders(keys)
         self.pinned = pinned
         self._sharers = sharers
         self._root = root

@@ -51,6 +51,8 @@ class GroupPlan:
     """The mover's limit of that name."""
     late_loads: set[object] = field(default_factory=set)
     """Chunks that keep ``path`` from being direct."""
+    reads_whole: bool = False
+    """What is loaded is read whole, for its MAC covers it whole."""
     shard: int | None = None
     """The number of the shard that the group's chunks are on this rank; None: it is the rank's own."""
     goes_singly: bool = False
@@ -79,6 +81,7 @@ def make_plan(
     packed: TransferPath = "host",
     whole_writes: bool = True,
     tells_short_reads: bool = True,
+    reads_whole: bool = False,
 ) -> GroupPlan:
     """Return the plan of a group; as it stands for a tier that holds whole images in memory.
 
@@ -94,6 +97,7 @@ def make_plan(
         packed=packed,
         whole_writes=whole_writes,
         tells_short_reads=tells_short_reads,
+        reads_whole=reads_whole,
     )
 
 
@@ -208,8 +212,9 @@ def cut(plan: GroupPlan, io: ChunkIO) -> Cut:
     begin, end = HEADER_BYTES + first * plan.block_bytes, HEADER_BYTES + (first + count) * plan.block_bytes
     page = HEADER_BYTES + first * plan.block_bytes // PAGE_BYTES * PAGE_BYTES
     last = align_up(end)
-    moved: Spans = ((0, last),) if page == HEADER_BYTES else ((0, HEADER_BYTES), (page, last - page))
-    stored = whole(plan) if plan.whole_writes else moved
+    parts: Spans = ((0, last),) if page == HEADER_BYTES else ((0, HEADER_BYTES), (page, last - page))
+    stored = whole(plan) if plan.whole_writes else parts
+    moved = whole(plan) if plan.reads_whole else parts
     written_from, written = stored[-1]
     around = (max(written_from, HEADER_BYTES), begin), (end, written_from + written)
     padding = tuple(slice(a, b) for a, b in around if a < b)

@@ -104,17 +104,24 @@ class LinkMemory:
 
 
 def open_link(
-    link: Link, memory: EngineMemory, layout: KVLayout, device: Device, *, direct_min_extent_bytes: int
+    link: Link,
+    memory: EngineMemory,
+    layout: KVLayout,
+    device: Device,
+    *,
+    direct_min_extent_bytes: int,
+    authenticated: bool = False,
 ) -> LinkMemory:
     """Register memory with the link's mover, each piece once, and choose for each group how it travels.
 
+    ``authenticated``: by host memory, where MACs are made, and whole.
     Raises MoverError when chunks must be packed in host memory and that cannot be registered. A KV tensor that cannot
     is packed, staging on the device that cannot is done without, and host memory that cannot is not used with this
     tier.
     """
     registration = Registration(link.mover, memory, layout, device)
     plans = [
-        _plan(link, group, registration, memory, layout, device, direct_min_extent_bytes)
+        _plan(link, group, registration, memory, layout, device, direct_min_extent_bytes, authenticated)
         for group in range(len(layout.groups))
     ]
     used = [plan for plan in plans if plan.block_bytes]
@@ -144,13 +151,15 @@ def _plan(
     layout: KVLayout,
     device: Device,
     direct_min_extent_bytes: int,
+    authenticated: bool,
 ) -> GroupPlan:
     """Choose the path of a group, and log it with the reason. One without layers here gets none."""
     if group in layout.empty_groups:
         return image.make_plan(layout, group)
     limits = link.mover.limits
     path: TransferPath = "direct"
-    why = why_not_direct(layout, group, device, link.mover, direct_min_extent_bytes)
+    why = "MACs are made there (authenticate)" if authenticated else ""
+    why = why or why_not_direct(layout, group, device, link.mover, direct_min_extent_bytes)
     why = why or registration.why_not_direct(group)
     if why and memory.packs_on_device:
         why_not_there = registration.why_not_device()
@@ -160,7 +169,12 @@ def _plan(
         path = "host"
     logger.info("%s, KV group %d: %s%s", link.name, group, _WORDS[path], f", because {why}" if why else "")
     return image.make_plan(
-        layout, group, path=path, whole_writes=limits.whole_writes, tells_short_reads=limits.tells_short_reads
+        layout,
+        group,
+        path=path,
+        whole_writes=limits.whole_writes,
+        tells_short_reads=limits.tells_short_reads,
+        reads_whole=authenticated,
     )
 
 

@@ -94,17 +94,17 @@ def shape_of(layout: KVLayout) -> Shape:
 
 
 def plan_tier(
-    tier: DirectoryConfig, device: Device, layout: KVLayout, *, sums_slowly: bool = False
+    tier: DirectoryConfig, device: Device, layout: KVLayout, *, host_because: str = ""
 ) -> TransferPlan | None:
     """Compare movers and transfer paths in the tier's directory, which must be there. None: nothing was compared.
 
-    ``sums_slowly``: the device has no quick kernels for checksums (``queued.DeviceGroups``); then the host sums, unless
-    the config names a mover. Raises MoverUnavailableError when nothing that the tier allows can run.
+    ``host_because``: why chunks had better go through host memory; then they do, unless the config
+    names a mover. Raises MoverUnavailableError when nothing that the tier allows can run.
     """
     if not device.is_accelerator:
         return None
-    if sums_slowly and tier.mover == "auto":
-        return TransferPlan("posix", "host", "the device has no quick kernels for checksums")
+    if host_because and tier.mover == "auto":
+        return TransferPlan("posix", "host", host_because)
     return plan_transfers(tier, tier.path, device, shape_of(layout))
 
 

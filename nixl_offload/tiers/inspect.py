@@ -162,6 +162,14 @@ class NamespaceInfo:
             return range(self.ranks or 0)
         return tuple(rank for rank, size in enumerate(sizes) if size)
 
+    @property
+    def is_authenticated(self) -> bool | None:
+        """Whether its chunks must have a MAC; None: without a manifest nobody knows."""
+        if self.manifest is None:
+            return None
+        settings = self.manifest["fields"].get("settings")
+        return isinstance(settings, Mapping) and "authenticate" in settings
+
     def why_no_shard(self, key: Key, rank: int) -> str | None:
         """Say why a chunk can have no shard of ``rank``; None where it has one, or where that is unknown."""
         if self.ranks is None or rank in self.holders(key_group(key)):

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_o
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
+from nixl_offload.chunk.authentication import SCHEME
 from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.excused import EXCUSED, EXCUSED_WITH_SHARDS
@@ -240,6 +241,9 @@ def known_fields(vllm_config: VllmConfig, config: Config, weights: Mapping[str, 
     model = models.pop("model_config")
     parallel = vllm_config.parallel_config
     algorithm, seed = str(vllm_config.cache_config.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")
+    settings = {**settings_of(vllm_config), **_drafts(models, weights), **_environment(), **_libraries()}
+    if config.authenticate is not None:
+        settings["authenticate"] = SCHEME  # what has no MAC is not looked for, and not said to be there
     return KnownFields(
         tenant=config.tenant,
         engine=f"vllm {vllm.__version__}",
@@ -248,7 +252,7 @@ def known_fields(vllm_config: VllmConfig, config: Config, weights: Mapping[str, 
         revision=model.revision,
         hash_algorithm=algorithm,
         hash_seed=None if seed is None else repr(seed),
-        settings={**settings_of(vllm_config), **_drafts(models, weights), **_environment(), **_libraries()},
+        settings=settings,
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
         pcp=parallel.prefill_context_parallel_size,

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.config import Config, TierConfig
@@ -28,11 +29,20 @@ from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.opened_mover import OpenedMover, engine_options, open_planned, plan_tier, spared_bytes
+from nixl_offload.engine.opened_mover import (
+    NEVER_DIRECT,
+    EngineOptions,
+    OpenedMover,
+    engine_options,
+    open_planned,
+    plan_tier,
+    spared_bytes,
+)
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.queued import DeviceGroups
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.hardware.cores import unbound
+from nixl_offload.movers.base import MemoryKind
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.kinds import AnyPlace, open_link
@@ -62,6 +72,8 @@ class RankMemory:
     """Of the device's memory: what vLLM keeps for itself (``gpu_memory_utilization``)."""
     shards: Sequence[int] = ()
     """By group of ``layout``: the number of its shard, where chunks are cut by their heads; none: it is the rank's."""
+    keys: ChunkKeys | None = None
+    """Of tiers that others write to; None: chunks are not authenticated."""
 
 
 @unbound()
@@ -84,7 +96,10 @@ def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout
     for position, tier in enumerate(config.tiers):
         if tier.kind in ("slab", "shared_dir") and tier.path in touched:
             try:
-                plans[position] = plan_tier(tier, device, layout, sums_slowly=slow)
+                why = "the device has no quick kernels for checksums" if slow else ""
+                if config.authenticate is not None and tier.is_shared:
+                    why = "MACs are made in host memory (authenticate)"
+                plans[position] = plan_tier(tier, device, layout, host_because=why)
             except Exception as error:  # noqa: BLE001 - the tier is opened without a plan, or says what is wrong
                 logger.debug("Nothing was compared in %s: %s", tier.path, error)
     return plans
@@ -131,11 +146,12 @@ def open_host(
     layout: KVLayout,
     tensors: Sequence[torch.Tensor],
     engines: int = 1,
+    keys: ChunkKeys | None = None,
 ) -> HostSlab | None:
     """Take this rank's share of the memory tier, and room for what travels between farther tiers; None: not needed.
 
-    ``engines``: data-parallel engines that divide the memory tier. Raises TierError when the machine does not have so
-    much.
+    ``engines``: data-parallel engines that divide the memory tier. ``keys``: as for ``HostSlab``. Raises TierError when
+    the machine does not have so much.
     """
     device = device_of(tensors[0])
     farther, memory_bytes = len(config.stored), 0
@@ -153,6 +169,7 @@ def open_host(
         pinned=device.page_locks,
         device=device.number,
         sharers=parallel.world_size * engines,
+        keys=keys,
     )
 
 
@@ -196,15 +213,17 @@ def open_tier_engine(
                 tier=position,
                 verify=config.verify,
             )
-        opened = _open_mover(tier, place, device, plan)
+        keys = memory.keys if tier.is_shared else None
+        opened = _open_mover(tier, place, device, plan, authenticated=keys is not None)
         undo.callback(opened.close)
         assert opened.mover is not None
         link = open_link(tier, place, rank, opened.mover)
         undo.callback(link.close)
         spared = spared_bytes(device, memory.claimed_share, len(config.tiers))
-        options = engine_options(opened, link.mover, device, memory.layout).share(
-            config.staging_bytes, spared, len(config.stored), memory.layout
-        )
+        options = engine_options(opened, link.mover, device, memory.layout)
+        if keys is not None:
+            options = EngineOptions(NEVER_DIRECT, "host")
+        options = options.share(config.staging_bytes, spared, len(config.stored), memory.layout)
         engine = Engine(
             tensors=memory.tensors,
             layout=memory.layout,
@@ -219,12 +238,15 @@ def open_tier_engine(
             host=memory.host,
             device=device,
             staging=options.staging,
+            keys=keys,
         )
         undo.pop_all()
     return engine
 
 
-def _open_mover(tier: TierConfig, place: AnyPlace, device: Device, plan: TransferPlan | None) -> OpenedMover:
+def _open_mover(
+    tier: TierConfig, place: AnyPlace, device: Device, plan: TransferPlan | None, *, authenticated: bool
+) -> OpenedMover:
     if tier.kind in ("slab", "shared_dir"):
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
         try:
@@ -233,4 +255,5 @@ def _open_mover(tier: TierConfig, place: AnyPlace, device: Device, plan: Transfe
             raise tier_error(error, f"cannot use {directory}") from error
         return open_planned(tier, directory, device, plan)
     assert tier.kind == "s3", "memory has no mover"
-    return OpenedMover(open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover)
+    kind = MemoryKind.DRAM if authenticated else device.kind
+    return OpenedMover(open_object_mover(tier, kind, functools.partial(open_store, tier)).mover)

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.data_parallel import sharing_engines
@@ -54,7 +55,10 @@ class NixlOffloadSpec(OffloadingSpec):
         vllm_config: VllmConfig | None = None,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
-        """Take vLLM's normalised config and ours. Raises NotSupportedError when built without our connector."""
+        """Take vLLM's normalised config and ours, and read the keys that ours names.
+
+        Raises NotSupportedError when built without our connector, and ConfigError for a file of keys that is not right.
+        """
         super().__init__(config)
         if config_file is None or vllm_config is None or kv_cache_config is None:
             raise NotSupportedError(
@@ -64,6 +68,8 @@ class NixlOffloadSpec(OffloadingSpec):
         self.config_file = config_file
         self.vllm_config = vllm_config
         self.kv_cache_config = kv_cache_config
+        authenticate = config_file.authenticate
+        self._keys = None if authenticate is None else read_key_file(authenticate.key_file)
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         """This rank's, by layer, as vLLM has made them."""
 
@@ -86,7 +92,14 @@ class NixlOffloadSpec(OffloadingSpec):
         shards = self._cut(kv_caches)
         self._kv_caches = {}  # they go away while the engine sleeps
         return NixlOffloadingWorker(
-            self.config, self.config_file, caches, claimed_share, engines=engines, shards=shards, off=off
+            self.config,
+            self.config_file,
+            caches,
+            claimed_share,
+            engines=engines,
+            shards=shards,
+            keys=self._keys,
+            off=off,
         )
 
     def _cut(self, kv_caches: CanonicalKVCaches) -> RankShards | None:

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import split_job
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, TierEngine, Work, WorkKind
@@ -76,13 +77,15 @@ class NixlOffloadingWorker(OffloadingWorker):
         *,
         engines: int = 1,
         shards: RankShards | None = None,
+        keys: ChunkKeys | None = None,
         off: bool = False,
     ) -> None:
         """Take the host memory that the config asks for, and compare transfer paths on a device.
 
         ``claimed_share``: of the device's memory, what vLLM keeps for itself. ``engines``: data-parallel engines that
         divide the memory tier. ``shards``: how chunks are cut by their KV heads; None: each rank stores what it has as
-        it lies there. ``off``: nothing will be stored or loaded, so take nothing.
+        it lies there. ``keys``: of the config's ``authenticate``. ``off``: nothing will be stored
+        or loaded, so take nothing.
 
         This may take seconds, and the start waits for it: CUDA graphs are captured next, and no other thread may
         allocate device memory during that. Raises TierError when there is not so much host memory: at start, and only
@@ -96,6 +99,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         blocks_per_chunk = offloading.cache.blocks_per_chunk
         self.layout = canonical_layout(kv_caches, blocks_per_chunk) if shards is None else shards.layout
         self._shards = shards
+        self._keys = keys
         self._block_bytes = [
             sum(self.layout.groups[at].block_bytes for at in self._layout_groups(group))
             for group in range(len(self._group_ids))
@@ -107,7 +111,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._host: HostSlab | None = None
         self._plans: list[TransferPlan | None] = []
         if self._has_layers and not off:
-            self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines)
+            self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines, keys)
             self._plans = plan_tiers(config, self._tensors, self.layout)
         self._engine = self._make_chain(empty)
         self._tiers = RankTiers(
@@ -354,7 +358,7 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def _open_tier(self, position: int, place: AnyPlace) -> TierEngine:
         numbers = () if self._shards is None else self._shards.plan.numbers(self._rank)
-        memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share, numbers)
+        memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share, numbers, self._keys)
         return open_tier_engine(self._config, position, place, memory, self._rank, self._plans[position])
 
     def _look_at_streams(self, position: int, engine: TierEngine) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -143,7 +144,24 @@ def _to_socket(path: Path) -> None:
         server.bind(path.name)
 
 
-DAMAGES = [_cut, _cut_to_nothing, _lengthen, Path.unlink, _to_symlink, _to_directory, _to_fifo, _to_socket]
+def _to_device(path: Path) -> None:
+    path.unlink()
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # as /dev/zero
+    except PermissionError:
+        pytest.skip("may not make devices")
+
+
+def _to_block_device(path: Path) -> None:
+    path.unlink()
+    try:
+        os.mknod(path, stat.S_IFBLK | 0o600, os.makedev(7, 0))
+    except PermissionError:
+        pytest.skip("may not make devices")
+
+
+SPECIAL = [_to_symlink, _to_directory, _to_fifo, _to_socket, _to_device, _to_block_device]
+DAMAGES = [_cut, _cut_to_nothing, _lengthen, Path.unlink, *SPECIAL]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -73,6 +73,7 @@ def test_defaults() -> None:
         "tenant": "default",
         "chunk_tokens": 256,
         "verify": "checksum",
+        "authenticate": None,
         "on_load_failure": "recompute",
         "staging": "256MiB",
         "load_timeout": "30s",

@@ -18,7 +18,7 @@ import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.header_rows import lacks_checksums
-from nixl_offload.engine import ChunkIO, Completion, brought, bus_packer
+from nixl_offload.engine import ChunkIO, Completion, brought, bus_packer, slot_headers
 from nixl_offload.engine.brought import DeviceRows
 from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.host import HostSlab
@@ -26,7 +26,7 @@ from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import READY
-from nixl_offload.engine.transfer_paths import host, host_slot
+from nixl_offload.engine.transfer_paths import host
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Location, Outcome
 from tests.unit.device_lab import Lab, open_lab
@@ -124,7 +124,7 @@ def no_sums_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError("the processor was to sum")
         return []
 
-    for module in (brought, host, host_slot):
+    for module in (brought, host, slot_headers):
         monkeypatch.setattr(module, "payload_checksums", refuse)
 
 

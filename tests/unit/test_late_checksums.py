@@ -17,9 +17,8 @@ import pytest
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.chunk.header_rows import lacks_checksums
-from nixl_offload.engine import brought
+from nixl_offload.engine import brought, slot_headers
 from nixl_offload.engine import image as image_module
-from nixl_offload.engine.transfer_paths import host_slot
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
@@ -55,7 +54,7 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             calls.append(len(payloads))
         return payload_checksums(payloads)
 
-    for module in (host_slot, brought):
+    for module in (slot_headers, brought):
         monkeypatch.setattr(module, "payload_checksums", counted)
     return calls
 
@@ -142,7 +141,7 @@ def test_two_tiers_that_take_a_chunk_at_once(make: Make, monkeypatch: pytest.Mon
         return payload_checksums(payloads)
 
     monkeypatch.setattr(rig.host.headers, "claim", told)
-    monkeypatch.setattr(host_slot, "payload_checksums", slow)
+    monkeypatch.setattr(slot_headers, "payload_checksums", slow)
     assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
     assert rig.moves(2, [rig.move(0, MEMORY, FILE), rig.move(0, MEMORY, BUCKET)]) == (OK, OK)
     assert len(calls) == 1
@@ -180,7 +179,7 @@ def test_a_sum_that_fails_costs_its_chunk_alone(make: Make, monkeypatch: pytest.
             raise RuntimeError("out of order")
         return payload_checksums(payloads)
 
-    monkeypatch.setattr(host_slot, "payload_checksums", broken)
+    monkeypatch.setattr(slot_headers, "payload_checksums", broken)
     moves = [rig.move(number, MEMORY, FILE) for number in range(3)]
     assert rig.moves(2, moves) == (OK, FAILED, OK)
     assert lacks(rig, 1)

@@ -88,6 +88,7 @@ def as_today(recorded: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             said[name] = now
     if not prefix:
         said.setdefault("shards", "per_rank")
+        said.setdefault("authenticate", None)
     if prefix and prefix != "memory.":
         said.setdefault("required", False)  # older configs cannot say it
     if prefix in ("memory.", "slab."):

@@ -72,11 +72,13 @@ def test_without_figures_a_mover_that_cannot_touch_the_device_packs_on_the_host(
 def test_a_device_without_quick_kernels_leaves_checksums_to_the_host(tmp_path: Path) -> None:
     """Torch's take many times as long as any drive. A mover that is named is used all the same, or nothing."""
     tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
-    plan = plan_tier(tier, VRAM, _layout(), sums_slowly=True)
+    plan = plan_tier(tier, VRAM, _layout(), host_because="checksums")
     assert plan is not None
     assert (plan.mover, plan.path) == ("posix", "host")
     with pytest.raises(MoverUnavailableError, match="mover 'kvikio' cannot move vram"):
-        plan_tier(tier.model_copy(update={"mover": "kvikio"}), VRAM, _layout(base=(1 << 30) + 64), sums_slowly=True)
+        plan_tier(
+            tier.model_copy(update={"mover": "kvikio"}), VRAM, _layout(base=(1 << 30) + 64), host_because="checksums"
+        )
 
 
 def test_staging_keeps_to_what_the_device_can_spare(caplog: pytest.LogCaptureFixture) -> None:

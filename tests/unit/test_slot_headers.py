@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import CHECKSUMS_AT, HEADER_BYTES, MAX_BLOCKS_PER_CHUNK
 from nixl_offload.chunk.header_rows import ExpectedRows, add_checksums, check_headers, encode_headers, lacks_checksums
 from nixl_offload.engine.slot_headers import SlotHeaders
 
 BLOCKS = MAX_BLOCKS_PER_CHUNK
-SUMS = np.random.default_rng(5).integers(1, 1 << 63, BLOCKS, dtype=np.uint64)
+ROWS = np.random.default_rng(5).integers(0, 256, (BLOCKS, 1000), dtype=np.uint8)
+SUMS = block_checksums(ROWS)
 
 
 def lacking(count: int) -> tuple[npt.NDArray[np.uint8], ExpectedRows]:
@@ -57,7 +59,7 @@ def test_a_half_written_page_is_looked_at_again(damaged: bool) -> None:
         pages[0, 100] ^= 1
 
     def write() -> None:
-        headers.complete(page, SUMS)  # type: ignore[arg-type]
+        headers.complete(page, ROWS)  # type: ignore[arg-type]
 
     def read() -> None:
         assert page.half.wait(30)
@@ -80,7 +82,7 @@ def test_pages_are_completed_under_the_eyes_of_readers() -> None:
     def write() -> None:
         try:
             for page in pages:
-                headers.complete(page, SUMS)
+                headers.complete(page, ROWS)
         finally:
             over.set()
 

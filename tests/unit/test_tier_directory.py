@@ -21,7 +21,7 @@ from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.directory import TierDirectory
-from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slab.file import SlabFile, warn_of_others
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -243,6 +243,19 @@ def test_what_is_not_recognised_is_counted_and_never_removed(tmp_path: Path) -> 
     with pytest.raises(TierError, match="not ours") as caught:
         open_tier(root)
     assert caught.value.cause == "full"
+
+
+@pytest.mark.parametrize(
+    ("mode", "warns"), [(0o700, False), (0o755, False), (0o770, True), (0o702, True), (0o1777, True)]
+)
+def test_a_directory_that_others_can_write_to_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
+) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(mode)
+    warn_of_others(str(tmp_path / "kv"))
+    assert [f"mode {mode:04o}" in record.getMessage() for record in caplog.records] == [True] * warns
+    warn_of_others(str(tmp_path / "away"))
 
 
 @pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])

@@ -41,9 +41,9 @@ def namespace(tenant: str = "default") -> Namespace:
     return make_namespace(replace(fields, groups=(group,), blocks_per_chunk=BLOCKS))
 
 
-def image(space: Namespace, number: int, rank: int, *, first_valid_block: int = 0) -> bytearray:
+def image(space: Namespace, number: int, rank: int, *, first_valid_block: int = 0, seed: int = 0) -> bytearray:
     """Return a shard as a server would have stored it; the padding holds noise."""
-    content = bytearray(random.Random(1000 * number + rank).randbytes(SLOT_BYTES))
+    content = bytearray(random.Random(1000 * number + rank + 10**6 * seed).randbytes(SLOT_BYTES))
     payload = np.frombuffer(content, dtype=np.uint8)[HEADER_BYTES:][: BLOCKS * BLOCK_BYTES]
     expected = Expected(space.rank_digest(rank), key(number), 0, BLOCKS, BLOCK_BYTES)
     sums = block_checksums(payload.reshape(BLOCKS, BLOCK_BYTES)[first_valid_block:])

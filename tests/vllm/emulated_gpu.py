@@ -17,11 +17,11 @@ from typing import Any, cast
 
 import torch
 
-from nixl_offload.engine import brought, engine, opened_mover, packer
+from nixl_offload.engine import brought, engine, opened_mover, packer, slot_headers
 from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.streams import Device
-from nixl_offload.engine.transfer_paths import host, host_slot
+from nixl_offload.engine.transfer_paths import host
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.vllm import rank_engine
 from tests.unit.device_rig import ThreadedStreams
@@ -53,7 +53,7 @@ if NO_SUMS in os.environ:
             raise AssertionError("the processor was to sum")
         return []
 
-    for _path in (brought, host, host_slot):
+    for _path in (brought, host, slot_headers):
         _path.payload_checksums = _refuse  # type: ignore[attr-defined]
 
 

@@ -28,6 +28,8 @@ from tests.vllm.zygote import Zygote
 SECRET_KEY = "sEcReTkEyThatNobodyMaySee0123456789abcdef"
 SESSION_TOKEN = "sEsSiOnToKenThatNobodyMaySee0123456789abcdef"
 """Rclone does not look at it, but it is sent, signed and checked as a part of each request."""
+MAC_KEY = "5ec2e70b0dd1ee5ee0123456789abcdef0123456789abcdef0123456789abcde"
+"""Of ``authenticate``."""
 PROMPTS = chunk_prompts(1, seed=221)
 FRESH = iter(chunk_prompts(40, seed=222))
 
@@ -79,7 +81,7 @@ def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talkative]:
 
 
 def _is_silent(text: str) -> None:
-    for secret in (SECRET_KEY, SESSION_TOKEN):
+    for secret in (SECRET_KEY, SESSION_TOKEN, MAC_KEY, repr(bytes.fromhex(MAC_KEY))[2:20]):
         at = text.find(secret)
         assert at < 0, f"a secret was told: ...{text[max(0, at - 300) : at + len(secret)]}"
 
@@ -93,7 +95,10 @@ def _engine_tells_no_secret(mover: str, talkative: Talkative, server: RcloneServ
     environment = {**server.environment, "AWS_SESSION_TOKEN": SESSION_TOKEN, **talkative.environment}
     with FaultProxy(server.port) as proxy:
         medium = bucket(server, mover, prefix=f"secret/{mover}", endpoint=proxy.endpoint, request_timeout="1s")
-        config = medium.config(lookup=LOOKING, load_timeout="2s")
+        keys = talkative.workshop.scratch / f"keys-{mover}"
+        keys.touch(0o600)
+        keys.write_text(MAC_KEY)
+        config = medium.config(lookup=LOOKING, load_timeout="2s", authenticate={"key_file": str(keys)})
         engine = talkative.workshop.start_engine(connector=config, environment=environment, **ENGINE_OPTIONS)
         expected = engine.generate(PROMPTS)
         assert engine.settle()

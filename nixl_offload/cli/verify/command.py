@@ -9,12 +9,14 @@ import argparse
 import json
 from typing import Any, TextIO
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.cli.common import (
     MEMORY_NOTE,
     Commands,
     TierFailure,
     add_command,
     add_selection,
+    keys_of,
     opened,
     report_nothing_found,
     visit,
@@ -28,7 +30,8 @@ _DESCRIPTION = """\
 Reads every chunk that the tiers of CONFIG hold and checks it as a server would before using it: header, namespace, key,
 lengths, the checksum of each block, and that the shards of all ranks are there. Reports each bad chunk, where it lies
 and what is wrong. A server that loads a bad chunk finds that out itself and computes it anew: nothing wrong is ever
-served. verify finds it earlier, and tells about the drive.
+served. verify finds it earlier, and tells about the drive. MACs are checked with the keys of CONFIG (authenticate);
+what is signed by another key counts as not authenticated.
 
     nixl-offload verify kv.yaml                        # everything
     nixl-offload verify kv.yaml --rate 200MiB/s        # beside a busy server
@@ -61,18 +64,21 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, KeyboardInterrupt; a tier that fails is told, and the others go on."""
     config = load_config(arguments.file)
+    keys = keys_of(config)
     with opened(arguments, config) as tiers:
         if config.memory is not None and not arguments.json:
             print(f"Left out: {MEMORY_NOTE}.", file=out)
-        return _verify(arguments, tiers, out)
+        return _verify(arguments, tiers, keys, out)
 
 
-def _verify(arguments: argparse.Namespace, tiers: list[Inspector | TierFailure], out: TextIO) -> int:
+def _verify(
+    arguments: argparse.Namespace, tiers: list[Inspector | TierFailure], keys: ChunkKeys | None, out: TextIO
+) -> int:
     results: list[dict[str, Any]] = []
     runs: list[TierRun] = []
 
     def verify(inspector: Inspector) -> dict[str, Any]:
-        runs.append(TierRun(arguments, inspector, out))
+        runs.append(TierRun(arguments, inspector, out, keys))
         return runs[-1].run()
 
     for tier in tiers:

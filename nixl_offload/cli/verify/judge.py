@@ -9,8 +9,9 @@ import threading
 import time
 from typing import Final, NamedTuple
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.cli.common import Throttle
-from nixl_offload.cli.verify.shard import Buffer, ShardFault, check_shard
+from nixl_offload.cli.verify.shard import NO_KEY, Buffer, Macs, ShardFault, check_shard
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo
 from nixl_offload.tiers.shared.sweep import GRACE_S
@@ -26,7 +27,9 @@ UNFINISHED: Final = "unfinished"
 """Shards of some ranks are missing, and the others are so young that those may still be on their way."""
 UNREADABLE: Final = "unreadable"
 """The storage failed: nothing is known of the chunk."""
-VERDICTS: Final = (GOOD, BAD, CHANGED, STALE, UNFINISHED, UNREADABLE)
+UNAUTHENTICATED: Final = "unauthenticated"
+"""Good but for its MAC, which is by a key that is not here."""
+VERDICTS: Final = (GOOD, BAD, CHANGED, STALE, UNFINISHED, UNREADABLE, UNAUTHENTICATED)
 
 _PAUSES_BESIDE_AN_ENGINE_S: Final = (0.3, 1.0)
 """Before a slot is read again: an engine records an eviction in its index within 0.1 s, and writes a slot in less."""
@@ -59,8 +62,11 @@ class ChunkVerdict(NamedTuple):
 class Judge:
     """Reads chunks of one tier and gives verdicts."""
 
-    def __init__(self, inspector: Inspector, throttle: Throttle, stop: threading.Event) -> None:
+    def __init__(
+        self, inspector: Inspector, throttle: Throttle, stop: threading.Event, keys: ChunkKeys | None = None
+    ) -> None:
         self._inspector = inspector
+        self._macs = None if inspector.exclusive else Macs(keys)
         self._throttle = throttle
         self._stop = stop
         self._own = threading.local()
@@ -71,21 +77,23 @@ class Judge:
     def judge(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkVerdict:
         """Return the verdict. Raises StoppedError, StoreError, TierError (the index cannot be read)."""
         faults = self._check(namespace, chunk)
-        beside_an_engine = bool(faults) and self._inspector.in_use(namespace) is not None
+        beside_an_engine = bool(_worse(faults)) and self._inspector.in_use(namespace) is not None
         for pause_s in _PAUSES_BESIDE_AN_ENGINE_S if beside_an_engine else _PAUSES_S:
-            if not faults:
+            if not _worse(faults):
                 break
             self._stop.wait(pause_s)
             now = self._inspector.look_again(namespace, chunk)
             if now is None or now.version != chunk.version or _places(chunk) - _places(now):
                 return ChunkVerdict(CHANGED, chunk)
             chunk, faults = now, self._check(namespace, now)
-        return ChunkVerdict(self._kind(chunk, faults), chunk, faults)
+        return ChunkVerdict(self._kind(chunk, faults), chunk, _worse(faults) or faults)
 
     def _kind(self, chunk: ChunkInfo, faults: tuple[ShardFault, ...]) -> str:
         if not faults:
             return GOOD
-        reasons = {fault.reason for fault in faults}
+        reasons = {fault.reason for fault in _worse(faults)}
+        if not reasons:
+            return UNAUTHENTICATED
         if "unreadable" in reasons:
             return UNREADABLE
         if reasons == {"other"} and len(faults) == len(chunk.shards) and self._inspector.exclusive:
@@ -101,7 +109,7 @@ class Judge:
             if words is not None:
                 faults.append(ShardFault(shard.rank, shard.place, "rank", words))
                 continue
-            fault = check_shard(self._read, namespace, chunk, shard, self._buffer())
+            fault = check_shard(self._read, namespace, chunk, shard, self._buffer(), self._macs)
             if fault is not None:
                 faults.append(fault)
         there = {shard.rank for shard in chunk.shards}
@@ -123,6 +131,11 @@ class Judge:
         if buffer is None:
             buffer = self._own.buffer = Buffer()
         return buffer
+
+
+def _worse(faults: tuple[ShardFault, ...]) -> tuple[ShardFault, ...]:
+    """Leave out where only a key is not here."""
+    return tuple(fault for fault in faults if fault.reason != NO_KEY)
 
 
 def _places(chunk: ChunkInfo) -> set[str]:

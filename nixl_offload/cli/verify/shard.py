@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
+from nixl_offload.chunk.authentication import ChunkKeys, MacCheck, stated_key_id
 from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header, slot_bytes
 from nixl_offload.errors import FormatError, StoreError
 from nixl_offload.tiers.inspect import ChunkInfo, NamespaceInfo, ShardInfo
@@ -29,10 +30,36 @@ class ShardFault(NamedTuple):
     place: str
     reason: str
     """As ``FormatError.reason``; or ``missing``, ``rank`` (there is no such rank), ``other`` (a whole shard of another
-    chunk) or ``unreadable`` (the storage failed; nothing is known of the shard)."""
+    chunk), ``unreadable`` (the storage failed; nothing is known of the shard) or ``no_key``."""
     words: str
     created_s: int | None = None
     """By the header, where it can be read."""
+
+
+NO_KEY: Final = "no_key"
+"""As ``ShardFault.reason``: all else is right, and nobody knows of the MAC."""
+
+
+class Macs(NamedTuple):
+    """How MACs are judged, in tiers whose chunks have some."""
+
+    keys: ChunkKeys | None
+
+    def begin(self, page: memoryview, namespace: NamespaceInfo) -> MacCheck | None:
+        """Return what checks the MAC of a shard; None: it has none, and needs none.
+
+        Raises FormatError: ``authentication``, or ``no_key``.
+        """
+        stated = stated_key_id(page)
+        if not any(stated):
+            if namespace.is_authenticated:
+                raise FormatError("there is no MAC, and servers of this namespace want one", reason="authentication")
+            if namespace.is_authenticated is None and self.keys is not None:
+                raise FormatError("not authenticated: no MAC, and no manifest that tells of it", reason=NO_KEY)
+            return None
+        if self.keys is None or not self.keys.knows(page):
+            raise FormatError(f"not authenticated: no key {stated.hex()}", reason=NO_KEY)
+        return self.keys.begin(page)
 
 
 class Buffer:
@@ -43,10 +70,17 @@ class Buffer:
 
 
 def check_shard(
-    read: Read, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo, buffer: Buffer
+    read: Read,
+    namespace: NamespaceInfo,
+    chunk: ChunkInfo,
+    shard: ShardInfo,
+    buffer: Buffer,
+    macs: Macs | None = None,
 ) -> ShardFault | None:
-    """Read a shard whole and check it. None: it is right."""
+    """Read a shard whole and check it. None: it is right. ``macs``: None where nobody looks at them."""
     header: ShardHeader | None = None
+    mac: MacCheck | None = None
+    no_key: FormatError | None = None
     try:
         first = min(PIECE_BYTES, max(shard.size_bytes, HEADER_BYTES))
         try:
@@ -58,7 +92,17 @@ def check_shard(
             read(shard, 0, buffer.memory[:first])
         header = decode_header(buffer.memory[:HEADER_BYTES])
         _check_identity(header, namespace, chunk, shard)
-        _check_blocks(header, _checksums(read, shard, header, buffer, first))
+        try:
+            mac = None if macs is None else macs.begin(buffer.memory[:HEADER_BYTES], namespace)
+        except FormatError as error:
+            if error.reason != NO_KEY:
+                raise
+            no_key = error
+        _check_blocks(header, _checksums(read, shard, header, buffer, first, mac))
+        if mac is not None:
+            mac.finish()
+        if no_key is not None:
+            raise no_key
     except (FormatError, StoreError) as error:
         if isinstance(error, FormatError):
             reason = error.reason
@@ -101,8 +145,11 @@ def _check_identity(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkI
         )
 
 
-def _checksums(read: Read, shard: ShardInfo, header: ShardHeader, buffer: Buffer, there_bytes: int) -> list[int]:
-    """Return the checksums of all valid blocks, reading what is not in the buffer yet. Raises StoreError.
+def _checksums(
+    read: Read, shard: ShardInfo, header: ShardHeader, buffer: Buffer, there_bytes: int, mac: MacCheck | None
+) -> list[int]:
+    """Return the checksums of all valid blocks, reading what is not in the buffer yet; ``mac`` gets them, too. Raises
+    StoreError.
 
     ``there_bytes``: how much of the shard's beginning lies in ``buffer``.
     """
@@ -119,6 +166,8 @@ def _checksums(read: Read, shard: ShardInfo, header: ShardHeader, buffer: Buffer
             piece = buffer.memory[position : min(there_bytes, end)]
         position += piece.nbytes
         piece = piece[max(0, piece.nbytes - max(0, position - begin)) :]
+        if mac is not None:
+            mac.update(piece)
         while piece.nbytes:  # a block may span pieces, and a piece may hold many blocks
             part, piece = piece[:left_bytes], piece[left_bytes:]
             digest.update(part)

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TextIO
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.cli.common import Throttle, selected
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
 from nixl_offload.cli.verify.judge import (
@@ -23,6 +24,7 @@ from nixl_offload.cli.verify.judge import (
     CHANGED,
     GOOD,
     STALE,
+    UNAUTHENTICATED,
     UNFINISHED,
     UNREADABLE,
     VERDICTS,
@@ -44,6 +46,7 @@ _VERDICT_WORDS: Final = {
     STALE: "forgotten (the slot holds another chunk by now; harmless)",
     UNFINISHED: "not finished (still being written)",
     UNREADABLE: "not readable (the storage failed)",
+    UNAUTHENTICATED: "not authenticated: no key (all else of them is right)",
 }
 
 
@@ -74,7 +77,10 @@ class VerifyTotals:
 class TierRun:
     """One run over one tier; usable once."""
 
-    def __init__(self, arguments: argparse.Namespace, inspector: Inspector, out: TextIO) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, inspector: Inspector, out: TextIO, keys: ChunkKeys | None = None
+    ) -> None:
+        """``keys``: None: MACs are not looked at."""
         self.totals = VerifyTotals()
         self.found = 0
         """Namespaces that were selected."""
@@ -83,7 +89,7 @@ class TierRun:
         self._out = out
         self._bar = Progress(sys.stderr)
         self._stop = threading.Event()
-        self._judge = Judge(inspector, Throttle(arguments.rate), self._stop)
+        self._judge = Judge(inspector, Throttle(arguments.rate), self._stop, keys)
         self._bad: list[ChunkVerdict] = []
         self._failed_in_a_row = 0
         self._total_bytes = 0
@@ -137,14 +143,14 @@ class TierRun:
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
                 raise StoreError(f"{verdict.faults[0].words}; gave up after several in a row", cause="io")
-        elif verdict.kind == GOOD:
+        elif verdict.kind in (GOOD, UNAUTHENTICATED):
             self._failed_in_a_row = 0
         self.totals.add(verdict.kind, verdict.chunk.size_bytes)
         if self._arguments.delete_bad and verdict.kind in (BAD, STALE):
             self._bad.append(verdict)
             if len(self._bad) >= self._inspector.delete_batch:
                 self._delete_bad(namespace)
-        elif verdict.kind != GOOD:
+        elif verdict.kind not in (GOOD, UNAUTHENTICATED):
             self._report(namespace, verdict)
         elapsed_s = time.monotonic() - self._began_s
         self._bar(bar_text(self.totals, self._judge.bytes_read, self._total_bytes, elapsed_s))

@@ -13,6 +13,8 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TextIO
 
+from nixl_offload.chunk.authentication import ChunkKeys
+from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.cli.common import Commands, add_command, check_namespace
 from nixl_offload.cli.terminal import Progress, about_size, plural, rate_argument, size_argument
 from nixl_offload.cli.warm.copying import Warming, WarmReport
@@ -20,6 +22,7 @@ from nixl_offload.cli.warm.source import choose_namespace, newest_first
 from nixl_offload.cli.warm.target import held_namespaces, open_target
 from nixl_offload.config import Config, SharedConfig, SharedDirConfig, SlabConfig, load_config
 from nixl_offload.errors import ConfigError
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.inspect import NamespaceInfo, printable
 from nixl_offload.tiers.kinds import open_inspector
 
@@ -61,11 +64,13 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError and TierError (nothing was copied yet), KeyboardInterrupt."""
     check_namespace(arguments.namespace)
-    source_tier, target_tier = _tiers(load_config(arguments.file), arguments)
+    config = load_config(arguments.file)
+    source_tier, target_tier = _tiers(config, arguments)
     progress = Progress(sys.stderr)
     with closing(open_inspector(source_tier)) as source:
         assert source.store is not None, "only shared tiers are sources"
         info, namespace = choose_namespace(source, arguments.namespace, held_namespaces(target_tier.path))
+        keys = _keys(config, namespace, arguments.file)
         replace = arguments.namespace is not None
         with closing(open_target(target_tier, namespace, arguments.max_size, replace=replace)) as target:
             capacity = target_tier.capacity_bytes
@@ -74,7 +79,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
                 chunks, left_out = newest_first(source, info, namespace, max_bytes, source_tier.ttl_s, progress)
             finally:
                 progress.clear()
-            warming = Warming(source.store, target, namespace, arguments.rate, progress)
+            warming = Warming(source.store, target, namespace, arguments.rate, progress, keys)
             warming.report.left_out = left_out
             try:
                 warming.run(chunks)
@@ -103,6 +108,17 @@ def _tiers(config: Config, arguments: argparse.Namespace) -> tuple[SharedConfig,
         why = "no shared tier behind the directory; say --from with the path of a shared directory"
         raise ConfigError(f"{file}: tiers: {why}")
     return source, target
+
+
+def _keys(config: Config, namespace: Namespace, file: str) -> ChunkKeys | None:
+    """Return what MACs are checked with; None: the namespace has none. Raises ConfigError where there are no keys: a
+    slab's chunks are believed without a MAC, so what comes there must have had one.
+    """
+    if "authenticate" not in namespace.fields.settings:
+        return None
+    if config.authenticate is None:
+        raise ConfigError(f"{file}: authenticate: chunks of {namespace.name} have MACs; say whose key_file checks them")
+    return read_key_file(config.authenticate.key_file)
 
 
 def _print_report(

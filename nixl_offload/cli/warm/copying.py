@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header, decode_header, slot_bytes, verify_payload
 from nixl_offload.cli.common import Throttle
 from nixl_offload.cli.terminal import Progress, about_size, plural
@@ -76,12 +77,20 @@ class Warming:
     """One run."""
 
     def __init__(
-        self, source: Store, target: WarmTarget, namespace: Namespace, bytes_per_s: float | None, progress: Progress
+        self,
+        source: Store,
+        target: WarmTarget,
+        namespace: Namespace,
+        bytes_per_s: float | None,
+        progress: Progress,
+        keys: ChunkKeys | None = None,
     ) -> None:
+        """``keys``: what is copied must have a MAC by one of them; None: it needs none."""
         self.report = WarmReport()
         self._source = source
         self._target = target
         self._namespace = namespace
+        self._keys = keys
         self._throttle = Throttle(bytes_per_s)
         self._progress = progress
         self._stop = threading.Event()
@@ -175,7 +184,7 @@ class Warming:
                 name = shard_name(self._namespace.name, chunk.key, rank)
                 image = self._own.buffer[: chunk.sizes[rank]]
                 self._source.read_into(name, 0, image)
-                verify_image(image, self._namespace, chunk.key, rank)
+                verify_image(image, self._namespace, chunk.key, rank, self._keys)
                 self._target.write(chunk, rank, image)
                 moved_bytes += chunk.sizes[rank]
         except FormatError as error:
@@ -189,8 +198,11 @@ class Warming:
         return CopyResult("copied", moved_bytes)
 
 
-def verify_image(image: memoryview, namespace: Namespace, key: Key, rank: int) -> None:
-    """Raise FormatError unless ``image`` is, whole and in every checksum, the shard of ``key`` that ``rank`` holds."""
+def verify_image(image: memoryview, namespace: Namespace, key: Key, rank: int, keys: ChunkKeys | None = None) -> None:
+    """Raise FormatError unless ``image`` is, whole and in every checksum, the shard of ``key`` that ``rank`` holds.
+
+    ``keys``: it must have a MAC by one of them; None: it needs none.
+    """
     page, blocks = image[:HEADER_BYTES], namespace.fields.blocks_per_chunk
     header = decode_header(page)
     check_header(page, Expected(namespace.rank_digest(rank), key, key_group(key), blocks, header.block_bytes))
@@ -198,3 +210,8 @@ def verify_image(image: memoryview, namespace: Namespace, key: Key, rank: int) -
         words = f"blocks of {header.block_bytes} bytes do not make a shard of {image.nbytes} bytes"
         raise FormatError(words, reason="length")
     verify_payload(header, image[HEADER_BYTES:], header.first_valid_block, header.blocks_per_chunk)
+    if keys is not None:
+        mac = keys.begin(page)
+        begin = HEADER_BYTES + header.first_valid_block * header.block_bytes
+        mac.update(image[begin : HEADER_BYTES + header.payload_bytes])
+        mac.finish()

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header_rows import HeaderRows, verify_rows
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import BatchChunk
 from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.errors import FormatError
 from nixl_offload.types import Outcome
 
 
@@ -34,6 +36,16 @@ class CheckedChunks:
     def first_valid_block(self, chunk: BatchChunk) -> int:
         """Return the first block that a chunk holds."""
         return self.headers.first_valid_block[chunk.row]
+
+    def authenticate(
+        self, chunk: BatchChunk, keys: ChunkKeys, page: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8]
+    ) -> None:
+        """Compare a chunk's MAC; ``rows``: the blocks that it holds. Without a right one it is CORRUPT."""
+        try:
+            keys.verify(page, rows)
+        except FormatError as error:
+            self.headers.errors[chunk.row] = error
+            self.end_corrupt()
 
     def verify(
         self,

@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, check_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
@@ -41,6 +42,8 @@ from nixl_offload.types import Outcome
 LATE_S = 0.1
 """Chunks with transfers of their own wait so long for the last of their batch, or as long as the first of them took if
 that is longer. Then those that have arrived go on without the others."""
+MAC_STEP_BYTES = 4 << 20
+"""About a millisecond on one core. Then the pump looks at its other batches."""
 QUARANTINE_S = 30.0
 """A transfer that failed with late I/O still possible keeps what it writes to this long before others may have it: a
 direct load its KV blocks, a store its location. Siblings of a failed transfer were seen to go on for two seconds;
@@ -101,6 +104,8 @@ class Context:
     link_memory: LinkMemory
     namespaces: Sequence[bytes]
     """By group, what headers carry."""
+    keys: ChunkKeys | None
+    """None: chunks are not authenticated."""
     verify_checksum: bool
     clock: Callable[[], float]
     rate_log: RateLog
@@ -438,6 +443,23 @@ class Context:
         """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks."""
         ios = [chunk.io for chunk in batch.alive]
         return image.encode(self.namespaces[ios[0].group], plan, ios, sums)
+
+    def authenticate(
+        self, batch: Batch, checked: CheckedChunks, plan: GroupPlan, slot_of: Callable[[BatchChunk], Slot]
+    ) -> Steps:
+        """Compare the MACs of images that were read whole, before anything else believes in them; a chunk without a
+        right one is CORRUPT.
+        """
+        assert self.keys is not None, "asked for where chunks are authenticated"
+        read_bytes = 0
+        for chunk in batch.alive:
+            slot = slot_of(chunk)
+            rows = image.valid_rows(slot, plan, checked.first_valid_block(chunk))
+            checked.authenticate(chunk, self.keys, image.header_page(slot), rows)
+            read_bytes += rows.nbytes
+            if read_bytes >= MAC_STEP_BYTES:
+                read_bytes = 0
+                yield
 
     def verify(
         self,

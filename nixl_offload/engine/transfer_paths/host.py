@@ -12,7 +12,7 @@ from nixl_offload.engine.brought import BlockIds, Payload
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import Context, rows_to_scatter
+from nixl_offload.engine.transfer_paths.common import MAC_STEP_BYTES, Context, rows_to_scatter
 from nixl_offload.types import Outcome
 
 
@@ -49,6 +49,15 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         context.turn.pause()
         image.header_page(slot)[:] = page
         image.clear_padding(slot, plan, chunk.io)
+    if context.keys is not None:
+        signed_bytes = 0
+        for chunk in chunks:
+            header, blocks = image.header_page(_slot(chunk)), image.rows(_slot(chunk), plan, chunk.io)
+            header[:] = context.keys.signed(header, blocks)
+            signed_bytes += blocks.nbytes
+            if signed_bytes >= MAC_STEP_BYTES:
+                signed_bytes = 0
+                yield
     yield from context.run(batch, plan, _write)
 
 
@@ -78,6 +87,10 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         pages = [image.header_page(_slot(chunk)) for chunk in arrived]
         checked = context.check(arrived, plan, pages)
         checked.refuse_absent()
+        if context.keys is not None:
+            yield from context.authenticate(batch, checked, plan, _slot)
+            yield from context.run(batch, plan, scatter)
+            return
         suspects = [
             chunk
             for chunk in batch.alive

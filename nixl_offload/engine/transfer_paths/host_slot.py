@@ -5,8 +5,6 @@ Threading and ownership: see ``common``. The host slots are the catalog's; compl
 
 from __future__ import annotations
 
-from nixl_offload.chunk.checksum import payload_checksums
-from nixl_offload.chunk.header_rows import lacks_checksums
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, BatchChunk, Steps
 from nixl_offload.engine.image import GroupPlan
@@ -29,7 +27,9 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _complete(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Check headers, and add the checksums of images that were stored into memory and went nowhere yet."""
+    """Check headers, and add the checksums of images that were stored into memory and went nowhere yet; where chunks
+    of some tier are authenticated, the MAC as well.
+    """
     host, chunks, summed_bytes = context.memory.host, batch.alive, 0
     assert host is not None, "the slots lie there"
     pages = [image.header_page(_slot(chunk)) for chunk in chunks]
@@ -39,9 +39,9 @@ def _complete(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         while not host.headers.claim(slot.offset_bytes):
             yield  # the engine of another tier is at it
         try:
-            if lacks_checksums(pages[chunk.row]):
+            if host.headers.lacks_something(pages[chunk.row]):
                 rows = image.valid_rows(slot, plan, checked.first_valid_block(chunk))
-                host.headers.complete(pages[chunk.row], *payload_checksums([rows]))
+                host.headers.complete(pages[chunk.row], rows)
                 summed_bytes += rows.nbytes
         finally:
             host.headers.release(slot.offset_bytes)
@@ -77,8 +77,12 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     def use(batch: Batch, arrived: list[BatchChunk]) -> Steps:
         # Loads that were given up meanwhile have a host slot all the same: what has come is kept.
         checked = context.check(arrived, plan, [image.header_page(_slot(chunk)) for chunk in arrived])
+        if context.keys is not None:
+            yield from context.authenticate(batch, checked, plan, _slot)
         suspects = [
-            chunk for chunk in batch.alive if context.verify_checksum or canary.may_be_short(_slot(chunk), spans)
+            chunk
+            for chunk in batch.alive
+            if context.keys is None and (context.verify_checksum or canary.may_be_short(_slot(chunk), spans))
         ]
         firsts = [checked.first_valid_block(chunk) for chunk in suspects]
         rows = [image.valid_rows(_slot(chunk), plan, first) for chunk, first in zip(suspects, firsts, strict=True)]

@@ -21,6 +21,7 @@ from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
 from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.tiers.slab.file import warn_of_others
 from nixl_offload.units import format_size
 
 
@@ -37,6 +38,7 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
             f"{context.slot_classes[-1]} bytes on {context.world_size} ranks need at least {format_size(least_bytes)}"
         )
     store = TreeStore(config.path)
+    warn_of_others(config.path)
     name = f"Shared directory tier {store.where}"
     return SharedTier.open(
         context,

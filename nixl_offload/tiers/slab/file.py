@@ -52,6 +52,19 @@ def make_private_directory(directory: Path) -> None:
         child.chmod(0o700)
 
 
+def warn_of_others(directory: str) -> None:
+    """Log a warning where others than this user may make, rename and remove files. Says nothing of one that is away."""
+    with contextlib.suppress(OSError):
+        mode = stat.S_IMODE(os.stat(directory).st_mode)
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            logger.warning(
+                "%s: others than this server's user can write there (mode %04o), and change what models say: make it "
+                "0700",
+                directory,
+                mode,
+            )
+
+
 def nearest_filesystem(directory: Path) -> int:
     """Return the device number of the filesystem that ``directory`` is on, or would be made on."""
     while not directory.is_dir():

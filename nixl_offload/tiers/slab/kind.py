@@ -10,7 +10,7 @@ import time
 from nixl_offload.config import SlabConfig
 from nixl_offload.movers.base import Mover
 from nixl_offload.tiers.base import TierContext
-from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
+from nixl_offload.tiers.slab.file import SlabFile, rank_file_name, warn_of_others
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
@@ -18,6 +18,7 @@ from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
 
 def open_tier(config: SlabConfig, context: TierContext) -> SlabTier:
     """Lock the directory and find what it holds. Raises TierError (locked, no permission, too little capacity)."""
+    warn_of_others(config.path)
     return SlabTier.open(
         config,
         position=context.position,

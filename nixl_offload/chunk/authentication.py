@@ -1,0 +1,127 @@
+"""The keyed MAC of a stored shard: who lacks the key can make no shard that is accepted, only misses.
+
+It lies in the header page, and covers that page and all blocks that the shard holds, so nothing of one shard can stand
+in another's place. docs/format.md has the bytes, docs/decisions/0034-authentication.md the reasons.
+Threading: immutable; safe anywhere. BLAKE3 leaves the interpreter to others while it reads blocks.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from nixl_offload.chunk.checksum import block_checksum
+from nixl_offload.chunk.header import HEADER_BYTES, OWN_CHECKSUM, OWN_CHECKSUM_AT, Buffer, bytes_of
+from nixl_offload.errors import FormatError
+
+KEY_BYTES: Final = 32
+MAC_AT: Final = 152
+KEY_ID_AT: Final = 184
+KEY_ID_BYTES: Final = 8
+SCHEME: Final = "blake3 1"
+"""What the namespace says of chunks that have a MAC."""
+_ID_CONTEXT: Final = "nixl-offload 2026-11 key id 1"
+_ZERO_MAC: Final = bytes(KEY_ID_AT - MAC_AT)
+_ZERO_END: Final = bytes(HEADER_BYTES - OWN_CHECKSUM_AT)
+
+
+class ChunkKeys:
+    """Secret keys: the first makes MACs, all verify. Shown by their ids, which tell nothing of the keys."""
+
+    __slots__ = ("_first_id", "_keys")
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        """``keys``: of 32 bytes, one at least. Raises ValueError, which repeats none of them."""
+        if not keys or any(len(key) != KEY_BYTES for key in keys):
+            raise ValueError(f"one key or more, of {KEY_BYTES} bytes each, are needed")
+        self._keys = {key_id(key): bytes(key) for key in keys}
+        self._first_id = key_id(keys[0])
+
+    def __repr__(self) -> str:
+        return f"ChunkKeys({', '.join(known.hex() for known in self._keys)})"
+
+    def __reduce__(self) -> str:
+        raise TypeError("keys are read from their file by each process, and sent nowhere")
+
+    @property
+    def first_id(self) -> bytes:
+        """The id of the key that makes MACs."""
+        return self._first_id
+
+    def knows(self, page: Buffer) -> bool:
+        """Whether a header page names one of the keys. Says nothing of its MAC."""
+        return stated_key_id(page) in self._keys
+
+    def signed(self, page: Buffer, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Return a header page with a MAC by the first key instead of that of ``page``, if it has one.
+
+        ``blocks``: uint8 of shape (n, block_bytes), contiguous: those from the first valid one to the last.
+        """
+        made = bytearray(bytes_of(page))
+        made[KEY_ID_AT : KEY_ID_AT + KEY_ID_BYTES] = self._first_id
+        mac = _begin(made, self._keys[self._first_id])
+        mac.update(blocks.reshape(-1).data)
+        made[MAC_AT:KEY_ID_AT] = mac.digest()
+        OWN_CHECKSUM.pack_into(made, OWN_CHECKSUM_AT, block_checksum(memoryview(made)[:OWN_CHECKSUM_AT]))
+        return np.frombuffer(made, dtype=np.uint8)
+
+    def verify(self, page: Buffer, blocks: npt.NDArray[np.uint8]) -> None:
+        """Raise FormatError, with reason ``authentication``, unless the page has the MAC of itself and ``blocks``.
+
+        ``page`` was checked as ``check_header`` does; ``blocks`` as for ``signed``.
+        """
+        check = self.begin(page)
+        check.update(blocks.reshape(-1).data)
+        check.finish()
+
+    def begin(self, page: Buffer) -> MacCheck:
+        """As ``verify``, for blocks that come in pieces."""
+        view = bytes_of(page)
+        stated = stated_key_id(view)
+        key = self._keys.get(stated)
+        if key is None:
+            words = f"the MAC is by key {stated.hex()}, which is not in key_file" if any(stated) else "there is no MAC"
+            raise FormatError(words, reason="authentication")
+        return MacCheck(_begin(view, key), bytes(view[MAC_AT:KEY_ID_AT]))
+
+
+class MacCheck:
+    """A MAC on its way: give it the blocks in order, then ask."""
+
+    def __init__(self, mac: blake3, stated: bytes) -> None:
+        self._mac = mac
+        self._stated = stated
+
+    def update(self, piece: memoryview) -> None:
+        """Take the next bytes of the blocks."""
+        self._mac.update(piece)
+
+    def finish(self) -> None:
+        """Raise FormatError, with reason ``authentication``, unless the MAC is right."""
+        if not hmac.compare_digest(self._mac.digest(), self._stated):
+            raise FormatError(
+                "the MAC is not that of header and blocks: they were changed by somebody without the key",
+                reason="authentication",
+            )
+
+
+def key_id(key: bytes) -> bytes:
+    """Return by what name headers call a key."""
+    return blake3(key, derive_key_context=_ID_CONTEXT).digest(length=KEY_ID_BYTES)
+
+
+def stated_key_id(page: Buffer) -> bytes:
+    """Return which key a header page says its MAC is by; zeros: there is none."""
+    return bytes(bytes_of(page)[KEY_ID_AT : KEY_ID_AT + KEY_ID_BYTES])
+
+
+def _begin(page: memoryview | bytearray, key: bytes) -> blake3:
+    """Begin with the page, zeros in place of the MAC and of the page's own checksum."""
+    mac = blake3(key=key)
+    mac.update(bytes(page[:MAC_AT]) + _ZERO_MAC + bytes(page[KEY_ID_AT:OWN_CHECKSUM_AT]) + _ZERO_END)
+    return mac

@@ -1,0 +1,204 @@
+"""Engines whose chunks have MACs: every way into storage signs, every way out checks, in every layout; beside a tier
+without MACs too. What only a device could do is done in host memory then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nixl_offload.chunk.authentication import ChunkKeys, stated_key_id
+from nixl_offload.chunk.header import HEADER_BYTES, decode_header
+from nixl_offload.engine import Engine
+from nixl_offload.engine.chain import ChainEngine
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.errors import FormatError
+from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.types import Outcome
+from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
+from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, SHAPES, Rig, assert_every_part_loads
+from tests.unit.link_rig import ObjectFiles, objects, shards, tree
+from tests.unit.test_engine import real_mover
+
+OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
+KEYS = ChunkKeys([os.urandom(32), os.urandom(32)])
+Make = Callable[..., Rig]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def build(*arguments: Any, **options: Any) -> Rig:
+            rig = Rig.make(tmp_path, *arguments, **{"keys": KEYS, **options})
+            stack.enter_context(closing(rig))
+            return rig
+
+        yield build
+
+
+def is_signed(image: bytes, block_bytes: int) -> bool:
+    page = np.frombuffer(image, dtype=np.uint8)[:HEADER_BYTES]
+    header = decode_header(page)
+    rows = np.frombuffer(image, dtype=np.uint8)[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+    try:
+        KEYS.verify(page, rows.reshape(-1, block_bytes)[header.first_valid_block :])
+    except FormatError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("mover", ["copy", "posix_aio", "posix_uring"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_layout_is_signed_and_loads(make: Make, tmp_path: Path, shape: str, mover: str) -> None:
+    """Also those that would go direct; any part of a chunk; chunks whose first blocks were not there."""
+    root = tmp_path / "shared"
+    rig = make(shape, real_mover(mover), link=tree(root))
+    assert all(plan.path == "host" for plan in rig.engine._link_memory.plans if plan.block_bytes)
+    assert_every_part_loads(rig)
+    assert rig.store(900, [rig.chunk(6, [1, 2], first=2)]) == (OK,)
+    wanted = rig.bytes_of([2])
+    rig.wipe()
+    assert rig.load(901, [rig.chunk(6, [9], first=3)]) == (OK,)
+    assert rig.bytes_of([9]) == wanted
+    assert rig.load(902, [rig.chunk(6, [9, 10, 11], first=1)]) == (CORRUPT,), "the second was never stored"
+    for path in shards(root):
+        assert is_signed(path.read_bytes(), rig.layout.groups[0].block_bytes)
+
+
+def test_batches_of_many_chunks(make: Make, tmp_path: Path) -> None:
+    """One of them is forged, and fails alone."""
+    rig = make("per_layer", link=tree(tmp_path / "shared"), staging_slots=32)
+    chunks = [rig.chunk(number, range(4 * number, 4 * number + 4)) for number in range(8)]
+    assert rig.store(1, chunks) == (OK,) * 8
+    wanted = [rig.bytes_of(range(4 * number, 4 * number + 4)) for number in range(8)]
+    victim = next(path for path in shards(tmp_path / "shared") if path.name.startswith(chunks[3].key.hex()))
+    signature = bytearray(victim.read_bytes())
+    plain = make("per_layer", link=tree(tmp_path / "plain"), keys=None, seed=9)
+    plain.store(1, [plain.chunk(3, range(12, 16))])
+    victim.write_bytes(shards(tmp_path / "plain")[0].read_bytes())
+    rig.wipe(0xEE)
+    assert rig.load(2, chunks) == (OK, OK, OK, CORRUPT, OK, OK, OK, OK)
+    for number in range(8):
+        found = rig.bytes_of(range(4 * number, 4 * number + 4))
+        assert found == (wanted[number] if number != 3 else b"\xee" * len(found))
+    victim.write_bytes(signature)
+    assert rig.load(3, chunks) == (OK,) * 8
+
+
+def test_verify_header_does_not_weaken_it(make: Make, tmp_path: Path) -> None:
+    rig = make("direct_blocks", link=tree(tmp_path / "shared"), verify="header")
+    assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
+    (path,) = shards(tmp_path / "shared")
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 77] ^= 1
+    path.write_bytes(data)
+    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
+
+
+# -- with memory in front, and a slab without MACs beside -----------------------------------------------------------
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Iterator[ChainRig]:
+    """Memory, a slab without MACs, and objects with some."""
+    rig = ChainRig.make(tmp_path, present=(True, False))
+    rig.host.close()
+    slot_bytes = rig.slot_bytes
+    host = HostSlab(memory_bytes=16 * slot_bytes, relay_slots=2, slot_bytes=slot_bytes, keys=KEYS)
+    rig.chain.close()
+    common: dict[str, Any] = {"tensors": rig.tensors, "layout": rig.layout, "rank_namespace": NAMESPACE, "host": host}
+    slab = rig.slabs[0]
+    slab.open()
+    movers = [CopyMover(), ObjectFiles(tmp_path / "bucket")]
+    engines = [
+        MemoryEngine(**common),
+        Engine(**common, tier=FILE, link=SlabLink(slab, movers[0], rig.clock), staging_bytes=8 * slot_bytes),
+        Engine(**common, tier=BUCKET, link=objects()(movers[1], rig.clock), staging_bytes=8 * slot_bytes, keys=KEYS),
+    ]
+    rig.movers += movers
+    rig.host, rig.engines = host, list(engines)
+    rig.chain = ChainEngine(rig.engines, host, memory=MEMORY, empty_groups=rig.layout.empty_groups, clock=rig.clock)
+    yield rig
+    rig.close()
+
+
+def stored_objects(tmp_path: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((tmp_path / "bucket").iterdir())]
+
+
+def test_both_tiers_take_chunks_from_memory_at_once(chain: ChainRig, tmp_path: Path) -> None:
+    """The page is whole before either sends it: nothing that the slab gets is torn, and all that the bucket gets is
+    signed. Loads from memory go on meanwhile.
+    """
+    rig = chain
+    block_bytes = rig.layout.groups[0].block_bytes
+    ids = {number: list(range(4 * number, 4 * number + CHUNK_BLOCKS)) for number in range(8)}
+    wanted = {number: rig.blocks(ids[number]).copy() for number in ids}
+    job = 1
+    for turn in range(10):
+        chunks = [rig.chunk(number, MEMORY, ids[number]) for number in ids]
+        assert rig.store(job, chunks) == (OK,) * 8
+        moves = [rig.move(number, MEMORY, tier) for tier in (FILE, BUCKET) for number in ids]
+        rig.chain.submit_moves(turn + 1, moves)
+        for _ in range(5):
+            job += 1
+            assert rig.load(job, chunks) == (OK,) * 8
+        assert rig.settle(turn + 1).outcomes == (OK,) * 16
+        for tier in (FILE, BUCKET):
+            for rows in rig.kv:
+                rows[:] = 0
+            job += 1
+            assert rig.load(job, [rig.chunk(number, tier, ids[number]) for number in ids]) == (OK,) * 8
+            assert all(np.array_equal(rig.blocks(ids[number]), wanted[number]) for number in ids)
+        job += 1
+    images = stored_objects(tmp_path)
+    assert len(images) == 8
+    assert all(is_signed(image, block_bytes) for image in images)
+
+
+def test_what_a_slab_without_macs_holds_is_signed_on_its_way(chain: ChainRig, tmp_path: Path) -> None:
+    """Through a relay slot, and promoted into memory before."""
+    rig = chain
+    for number in (1, 2):
+        rig.put(FILE, number)
+    assert rig.moves(1, [rig.move(1, FILE, BUCKET)]) == (OK,)
+    rig.chain.submit_load(2, [rig.chunk(2, FILE, [0, 1, 2, 3], host=2)], promotion_ticket=7)
+    assert rig.collect(2).outcomes == (OK,)
+    assert rig.settle(7).outcomes == (OK,)
+    assert rig.moves(3, [rig.move(2, MEMORY, BUCKET)]) == (OK,)
+    images = stored_objects(tmp_path)
+    assert len(images) == 2
+    assert all(is_signed(image, rig.layout.groups[0].block_bytes) for image in images)
+
+
+def test_what_was_signed_by_the_old_key_is_passed_on_as_it_is(chain: ChainRig, tmp_path: Path) -> None:
+    rig = chain
+    image, rows = rig.image(3), rig.payload(3)
+    second = ChunkKeys([KEYS._keys[known] for known in list(KEYS._keys)[1:]])
+    image[:HEADER_BYTES] = second.signed(image[:HEADER_BYTES], rows)
+    rig.host_bytes(3)[:] = image
+    assert rig.moves(1, [rig.move(3, MEMORY, BUCKET)]) == (OK,)
+    (stored,) = stored_objects(tmp_path)
+    assert stated_key_id(stored[:HEADER_BYTES]) == second.first_id
+    assert rig.load(2, [rig.chunk(3, BUCKET, [0, 1, 2, 3])]) == (OK,)
+
+
+def test_a_forged_object_is_not_promoted(chain: ChainRig, tmp_path: Path) -> None:
+    rig = chain
+    rig.fill_host(4)
+    assert rig.moves(1, [rig.move(4, MEMORY, BUCKET)]) == (OK,)
+    (path,) = (tmp_path / "bucket").iterdir()
+    path.write_bytes(rig.image(4).tobytes())  # as it would be without a MAC
+    rig.chain.submit_load(2, [rig.chunk(4, BUCKET, [0, 1, 2, 3], host=5)], promotion_ticket=7)
+    assert rig.collect(2).outcomes == (CORRUPT,)
+    assert rig.settle(7).outcomes != (OK,)
+    assert not rig.host_bytes(5)[:8].any()

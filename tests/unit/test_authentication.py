@@ -1,0 +1,205 @@
+"""MACs: bytes as docs/format.md has them, nothing passes that was not made with a known key, keys are shown nowhere,
+and a file of keys that others can touch is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from blake3 import blake3
+
+from nixl_offload.chunk.authentication import ChunkKeys, key_id, stated_key_id
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import Expected, check_header, encode_header, make_header
+from nixl_offload.chunk.header_rows import ExpectedRows, check_headers
+from nixl_offload.chunk.key_file import read_key_file
+from nixl_offload.errors import ConfigError, FormatError
+
+OLD, NEW, OTHER = (bytes(range(start, start + 32)) for start in (1, 101, 201))
+EXPECT = Expected(bytes(32), b"k" * 36, 3, 4, 1000)
+BLOCKS = np.random.default_rng(1).integers(0, 256, (4, 1000), dtype=np.uint8)
+
+
+def page_of(blocks: npt.NDArray[np.uint8] = BLOCKS, first: int = 0) -> npt.NDArray[np.uint8]:
+    """Return an ordinary header page."""
+    header = make_header(EXPECT, block_checksums(blocks[first:]), first_valid_block=first, created_s=7)
+    return np.asarray(encode_header(header))
+
+
+def refusal(keys: ChunkKeys, page: npt.NDArray[np.uint8], blocks: npt.NDArray[np.uint8] = BLOCKS) -> str:
+    with pytest.raises(FormatError) as caught:
+        keys.verify(page, blocks)
+    assert caught.value.reason == "authentication"
+    return str(caught.value)
+
+
+def test_the_bytes_are_those_of_the_format() -> None:
+    """Made here by BLAKE3 alone, as another program would."""
+    page = ChunkKeys([OLD]).signed(page_of(), BLOCKS)
+    covered = bytearray(page.tobytes())
+    covered[152:184] = bytes(32)
+    covered[4088:] = bytes(8)
+    assert page[152:184].tobytes() == blake3(bytes(covered) + BLOCKS.tobytes(), key=OLD).digest()
+    assert page[184:192].tobytes() == blake3(OLD, derive_key_context="nixl-offload 2026-11 key id 1").digest()[:8]
+    unlike = np.flatnonzero(page != page_of())
+    assert set(unlike) <= {*range(152, 192), *range(4088, 4096)}, "old readers find what they know where it was"
+
+
+def test_it_passes_readers_that_know_no_macs() -> None:
+    page = ChunkKeys([OLD]).signed(page_of(), BLOCKS)
+    check_header(page, EXPECT)
+    rows = ExpectedRows(EXPECT.namespace, [EXPECT.key], EXPECT.group, EXPECT.blocks, EXPECT.block_bytes)
+    assert not check_headers([page], rows).errors
+
+
+def test_every_byte_counts() -> None:
+    keys = ChunkKeys([OLD])
+    page = keys.signed(page_of(), BLOCKS)
+    keys.verify(page, BLOCKS)
+    for at in range(4088):  # the last eight are the page's own checksum, which anybody can compute
+        changed = page.copy()
+        changed[at] ^= 1
+        refusal(keys, changed)
+    for at in range(0, BLOCKS.size, 7):
+        changed = BLOCKS.copy()
+        changed.reshape(-1)[at] ^= 0x80
+        refusal(keys, page, changed)
+    refusal(keys, page, BLOCKS[:3])
+    refusal(keys, page, np.concatenate([BLOCKS, BLOCKS[:1]]))
+
+
+def test_blocks_that_were_not_stored_do_not_count() -> None:
+    keys = ChunkKeys([OLD])
+    page = keys.signed(page_of(first=2), BLOCKS[2:])
+    keys.verify(page, BLOCKS[2:])
+    refusal(keys, page, BLOCKS)
+
+
+def test_keys_are_rotated() -> None:
+    """The first makes MACs, all verify; with the old one gone its chunks are refused."""
+    before, during, after = ChunkKeys([OLD]), ChunkKeys([NEW, OLD]), ChunkKeys([NEW])
+    old, new = before.signed(page_of(), BLOCKS), during.signed(page_of(), BLOCKS)
+    during.verify(old, BLOCKS)
+    during.verify(new, BLOCKS)
+    after.verify(new, BLOCKS)
+    assert stated_key_id(new) == key_id(NEW) == during.first_id
+    assert key_id(OLD).hex() in refusal(after, old)
+    assert during.signed(old, BLOCKS).tobytes() == new.tobytes(), "signed anew"
+    assert not after.knows(old)
+    assert "there is no MAC" in refusal(after, page_of())
+
+
+def test_another_key_s_id_does_not_help() -> None:
+    page = ChunkKeys([OTHER]).signed(page_of(), BLOCKS)
+    page = page.copy()
+    page[184:192] = np.frombuffer(key_id(OLD), dtype=np.uint8)
+    refusal(ChunkKeys([OLD]), page)
+
+
+def test_keys_are_not_shown_and_not_sent() -> None:
+    keys = ChunkKeys([OLD, NEW])
+    shown = f"{keys!r} {keys} {keys.first_id.hex()}"
+    assert key_id(OLD).hex() in shown
+    for key in (OLD, NEW):
+        assert key.hex() not in shown
+        assert repr(key)[2:20] not in shown
+    for send in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="sent nowhere"):
+            send(keys)
+    with pytest.raises(ValueError, match="32 bytes") as caught:
+        ChunkKeys([b"secret!"])
+    assert "secret!" not in str(caught.value)
+
+
+# -- the file --------------------------------------------------------------------------------
+
+
+def key_file(directory: Path, content: str = f"{NEW.hex()}\n\n  {OLD.hex().upper()}  \r\n", mode: int = 0o600) -> Path:
+    path = directory / "keys"
+    path.write_text(content)
+    path.chmod(mode)
+    return path
+
+
+def file_refusal(path: Path | str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_key_file(str(path))
+    assert caught.value.__cause__ is None or isinstance(caught.value.__cause__, OSError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_a_file_of_keys(tmp_path: Path, mode: int) -> None:
+    keys = read_key_file(str(key_file(tmp_path, mode=mode)))
+    assert keys.first_id == key_id(NEW)
+    keys.verify(ChunkKeys([OLD]).signed(page_of(), BLOCKS), BLOCKS)
+
+
+def test_a_secret_of_kubernetes_lies_behind_links(tmp_path: Path) -> None:
+    (tmp_path / "..2026").mkdir()
+    key_file(tmp_path / "..2026", mode=0o400)
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "keys").symlink_to("..data/keys")
+    assert read_key_file(str(tmp_path / "keys")).first_id == key_id(NEW)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o660, 0o620, 0o644, 0o610, 0o601, 0o666])
+def test_others_must_not_reach_the_file(tmp_path: Path, mode: int) -> None:
+    words = file_refusal(key_file(tmp_path, mode=mode))
+    assert f"mode {mode:04o}" in words
+    assert NEW.hex() not in words
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to others")
+def test_whose_the_file_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours or root's. A group may read root's file: so Kubernetes gives secrets to users."""
+    path = key_file(tmp_path, mode=0o440)
+    read_key_file(str(path))
+    os.chown(path, 4711, -1)
+    path.chmod(0o600)
+    assert "belongs to user 4711" in file_refusal(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    read_key_file(str(path))
+    path.chmod(0o640)
+    assert "mode 0640" in file_refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is empty"),
+        ("\n \n", "is empty"),
+        (f"{OLD.hex()}\n{OLD.hex()[:-2]}\n", "line 2 is no key"),
+        (f"{OLD.hex()}00\n", "line 1 is no key"),
+        (OLD.hex().replace("0", "x", 1), "line 1 is no key"),
+        (f"{OLD.hex()[:32]} {OLD.hex()[32:]}", "line 1 is no key"),
+        ("00" * 32, "line 1 is no key"),
+        ("\xe9" * 64, "line 1 is no key"),
+        ("a" * 70_000, "larger than"),
+    ],
+)
+def test_what_is_no_key_is_refused_and_not_repeated(tmp_path: Path, content: str, words: str) -> None:
+    said = file_refusal(key_file(tmp_path, content))
+    assert words in said
+    assert OLD.hex()[:16] not in said
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    assert "not a regular file" in file_refusal(tmp_path / "fifo")
+    assert "not a regular file" in file_refusal("/dev/zero")
+    assert "not a regular file" in file_refusal(tmp_path)
+    assert "No such file" in file_refusal(tmp_path / "nothing")
+
+
+def test_reading_logs_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    read_key_file(str(key_file(tmp_path)))
+    assert NEW.hex() not in caplog.text
