@@ -96,7 +96,7 @@ cd "$repository" || give_up "no repository at $repository"
   echo "libraries: ${libraries:-none found}"
   "$PYTHON" - <<'EOF'
 import importlib
-for name in ("torch", "triton", "numpy", "cupy", "pydantic", "xxhash", "nixl._api", "kvikio"):
+for name in ("torch", "triton", "numpy", "cupy", "pydantic", "blake3", "xxhash", "nixl._api", "kvikio"):
     try:
         module = importlib.import_module(name)
         print(f"{name}: {getattr(module, '__version__', 'ok')} {getattr(module, '__file__', '')}")

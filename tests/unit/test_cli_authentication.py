@@ -5,6 +5,7 @@ copies nothing that has no MAC; ls and gc need no key; nothing that is printed o
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ import yaml
 from nixl_offload.chunk.authentication import ChunkKeys, key_id
 from nixl_offload.chunk.checksum import block_checksum
 from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.cli.check.machine import keys_finding
+from nixl_offload.config import load_config
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import shard_name
@@ -220,6 +223,21 @@ def test_a_key_in_the_config_is_not_repeated(directory: Directory, cli: Cli, sai
     for command in ("verify", "show", "ls"):
         assert cli(command, directory.file) == 2
         assert "authenticate" in cli.err
+
+
+def test_check_says_whether_the_keys_can_be_read(directory: Directory, cli: Cli) -> None:
+    config = load_config(directory.file)
+    found = keys_finding(config)
+    assert found is not None
+    assert (found.state, key_id(KEY).hex() in found.words) == ("ok", True)
+    directory.keys.chmod(0o640 if os.geteuid() else 0o604)
+    found = keys_finding(config)
+    assert found is not None
+    assert found.state == "wrong"
+    assert keys_finding(load_config(directory.write({"authenticate": None}))) is None
+    assert cli("check", directory.file, "--no-io", "--json") in (0, 1)
+    assert cli("check", directory.write({}), "--no-io", "--json") == 1
+    assert "authenticate.key_file" in cli.out
 
 
 def test_the_rendered_config_names_the_file_alone(directory: Directory, cli: Cli) -> None:

@@ -146,6 +146,7 @@ def _look(
     progress("looking at libraries and plugins", why_long="NIXL imports torch")
     environment = machine.EnvironmentContext(config, gpu, machine.cuda_of_torch())
     sections = [machine.environment_section(environment, child)]
+    sections[0].add("keys", machine.keys_finding(config))
     for tier in config.tiers:
         if tier.kind == "memory":
             progress("adding up the memory", why_long="the engine imports torch")

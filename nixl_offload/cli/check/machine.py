@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Final
 
 from nixl_offload import __version__
+from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.cli.check.child import Answer, ChildProcess
 from nixl_offload.cli.check.report import Finding, Probe, Section, ok, unknown, warning, wrong
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import Config
-from nixl_offload.errors import MoverError
+from nixl_offload.errors import ConfigError, MoverError
 from nixl_offload.hardware.gds_routes import Fact
 from nixl_offload.movers import select, select_object
 from nixl_offload.movers.base import MemoryKind, MemoryRegion
@@ -98,6 +99,19 @@ def environment_section(context: EnvironmentContext, child: ChildProcess) -> Sec
             answer = child.run("plugin", name=name, tier=bucket if name == "obj" else None)
             section.add(title, plugin_finding(name, answer, context))
     return section
+
+
+def keys_finding(config: Config) -> Finding | None:
+    """Return whether the keys of ``authenticate`` can be read by this user; None: the config does not ask for them."""
+    if config.authenticate is None:
+        return None
+    try:
+        keys = read_key_file(config.authenticate.key_file)
+    except ConfigError as error:
+        return wrong(
+            f"{error}; a server does not start", "run this as the server's user, and see Keys in operations.md"
+        )
+    return ok(f"chunks in shared tiers are signed by key {keys.first_id.hex()}")
 
 
 def _gpu(context: EnvironmentContext) -> Finding:
