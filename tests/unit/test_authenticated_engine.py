@@ -4,7 +4,9 @@ without MACs too. What only a device could do is done in host memory then.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -24,7 +26,9 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
+from tests.unit.device_lab import open_lab
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, SHAPES, Rig, assert_every_part_loads
+from tests.unit.kv_shapes import Way, assert_round_trip
 from tests.unit.link_rig import ObjectFiles, objects, shards, tree
 from tests.unit.test_engine import real_mover
 
@@ -102,6 +106,20 @@ def test_verify_header_does_not_weaken_it(make: Make, tmp_path: Path) -> None:
     data[HEADER_BYTES + 77] ^= 1
     path.write_bytes(data)
     assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
+
+
+@pytest.mark.parametrize("way", ["direct", "device", "host"])
+@pytest.mark.parametrize("shape", ["blhnc", "lbhnc"])
+def test_on_a_device_chunks_go_through_host_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shape: str, way: Way
+) -> None:
+    """Whatever else was chosen, with a line that says why. The device sums as ever; the processor makes MACs."""
+    with open_lab(tmp_path) as lab:
+        with caplog.at_level(logging.INFO, logger="nixl_offload.engine"):
+            rig = lab.make(None, shape, way, keys=KEYS)
+        assert caplog.text.count("packed through host memory, because MACs are made there (authenticate)") == 1
+        assert_round_trip(rig, lambda: time.sleep(0.005))
+        assert KEYS.first_id in Path(rig.slab.path).read_bytes()
 
 
 # -- with memory in front, and a slab without MACs beside -----------------------------------------------------------
