@@ -19,6 +19,7 @@ from nixl_offload.engine.moves import MoveIO, RelayHost
 from nixl_offload.engine.records import ChunkIO, Completion
 from nixl_offload.engine.streams import Fence
 from nixl_offload.engine.tier_engine import TierEngine
+from nixl_offload.tiers.slot_places import SlotPlaces
 from nixl_offload.types import Key, Location, Outcome, worst
 
 _Counts = Sequence[int]
@@ -52,8 +53,16 @@ class ShardChain(ChainEngine):
         self._shared = frozenset(shared)
         self._parts = [[(at, slot_bytes[at]) for at in plan.layout_groups(group)] for group in range(len(plan.groups))]
         """By group of the plan: the groups of the engines, and the bytes of a shard."""
+        self._places: dict[int, SlotPlaces] = {}
+        """By tier, where this rank reads slots of others."""
         self._of_jobs: dict[int, _Counts] = {}
         self._of_tickets: dict[int, _Counts] = {}
+
+    def take_places(self, tier: int, places: SlotPlaces | None) -> None:
+        """From now on read the locations of a tier by ``places``; None: as they are."""
+        self._places.pop(tier, None)
+        if places is not None and places.together > 1:
+            self._places[tier] = places
 
     def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
         if job_id in self._of_jobs:
@@ -92,16 +101,30 @@ class ShardChain(ChainEngine):
         return [_folded(done, self._of_tickets) for done in super().settled()]
 
     def _writes(self, key: Key, group: int, target: Location) -> bool:
-        """Whether this rank writes a chunk to ``target``: in a shared tier one of those that hold the same does."""
+        """Whether this rank writes a chunk to ``target``: in a shared tier one of those that hold the same does, and in
+        slots that have one copy for several ranks the one in whose slab it lies.
+        """
+        places = self._places.get(target.tier)
+        if places is not None:
+            return places.seen_from(self._rank, target.offset, target.slot_bytes) < places.rank_bytes
         if target.tier not in self._shared or not 0 <= group < len(self._parts):
             return True
         return self._plan.groups[group].writes(self._rank, key)
 
+    def _here(self, location: Location) -> Location:
+        """Return where this rank finds a slot."""
+        places = self._places.get(location.tier)
+        if places is None:
+            return location
+        offset = places.seen_from(self._rank, location.offset, location.slot_bytes)
+        return Location(location.tier, offset, location.slot_bytes)
+
     def _chunk(self, chunk: ChunkIO) -> list[ChunkIO]:
+        location = self._here(chunk.location)
         return [
             ChunkIO(
                 chunk.key,
-                _part(chunk.location, number, slot_bytes),
+                _part(location, number, slot_bytes),
                 group,
                 chunk.block_ids,
                 chunk.first_block,
@@ -111,8 +134,9 @@ class ShardChain(ChainEngine):
         ]
 
     def _move(self, move: MoveIO) -> list[MoveIO]:
+        source, target = self._here(move.source), self._here(move.target)
         return [
-            MoveIO(move.key, group, _part(move.source, number, slot_bytes), _part(move.target, number, slot_bytes))
+            MoveIO(move.key, group, _part(source, number, slot_bytes), _part(target, number, slot_bytes))
             for number, group, slot_bytes in self._cut(move.group)
         ]
 

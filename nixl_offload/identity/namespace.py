@@ -125,6 +125,10 @@ class Namespace:
     """SHA-256 of the canonical fields, 32 bytes. The same on every rank."""
     per_rank: Mapping[int, int] = field(default_factory=dict, compare=False)
     """By group: how many shards each rank of this engine holds; none: one. Not part of the fingerprint."""
+    slot_replicas: Mapping[int, int] = field(default_factory=dict, compare=False)
+    """By slot size: how many ranks in a row of this engine have one copy of a chunk in a slab; none: each has its own.
+    Not part of the fingerprint.
+    """
     _slot_bytes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _holders: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 

@@ -44,6 +44,11 @@ class TierContext:
         return sorted({self.namespace.slot_bytes(group.group_id) for group in self.namespace.fields.groups})
 
     @property
+    def replicas(self) -> dict[int, int]:
+        """By slot size: how many ranks in a row have one copy of a chunk, as ``SlotPlaces.replicas``."""
+        return dict(self.namespace.slot_replicas)
+
+    @property
     def chunk_bytes(self) -> int:
         """What the largest chunk takes in a shared tier, at most."""
         if isinstance(self.namespace.fields, ShardedFields):

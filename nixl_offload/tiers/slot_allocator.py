@@ -9,13 +9,14 @@ Memory: one byte per slot of the extents in use, nothing per slot elsewhere; ten
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.errors import IndexStateError, LayoutError
+from nixl_offload.tiers.slot_places import SlotPlaces
 from nixl_offload.types import PAGE_BYTES, align_up
 
 EXTENTS_WANTED = 256
@@ -50,11 +51,18 @@ class SlabAllocator:
     lowest free slot of the lowest extent goes first, so what is in use stays together at the front of the file.
     """
 
-    def __init__(self, rank_bytes: int, slot_classes: Sequence[int], extent_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        rank_bytes: int,
+        slot_classes: Sequence[int],
+        extent_bytes: int | None = None,
+        replicas: Mapping[int, int] | None = None,
+    ) -> None:
         """Start empty. ``rank_bytes`` is rounded down to whole extents (attribute ``rank_bytes``).
 
         ``slot_classes`` are slot sizes in bytes, each a positive multiple of ``PAGE_BYTES``; duplicates count once.
-        ``extent_bytes`` None: chosen by ``choose_extent_bytes``. Raises LayoutError.
+        ``extent_bytes`` None: chosen by ``choose_extent_bytes``. ``replicas``: as ``SlotPlaces.replicas``; offsets are
+        those of ``SlotPlaces`` (attribute ``places``). Raises LayoutError.
         """
         classes = sorted(set(slot_classes))
         if not classes or any(size <= 0 or size % PAGE_BYTES for size in classes):
@@ -69,7 +77,9 @@ class SlabAllocator:
         self.rank_bytes = self.extent_count * extent
         self.slot_classes = tuple(classes)
         self._number = {size: number for number, size in enumerate(classes)}
-        self._slots = [extent // size for size in classes]
+        self.places = SlotPlaces(self.rank_bytes, extent, dict(replicas or {}))
+        self._stride = self.places.stride_bytes
+        self._slots = [self.places.slots_per_extent(size) for size in classes]
         self._may_grow = True
         self._retired: dict[int, int] = {}
         """Offset -> size of what is never given away again."""
@@ -95,12 +105,15 @@ class SlabAllocator:
     @property
     def used_bytes(self) -> int:
         """Bytes of all slots taken, per rank."""
-        return sum(taken * size for taken, size in zip(self._taken_slots, self.slot_classes, strict=True))
+        return sum(
+            -(-taken * size // self.places.replicas.get(size, 1))
+            for taken, size in zip(self._taken_slots, self.slot_classes, strict=True)
+        )
 
     @property
     def retired_bytes(self) -> int:
         """Bytes of the slots that were retired, per rank; ``used_bytes`` counts them too."""
-        return sum(self._retired.values())
+        return sum(-(-size // self.places.replicas.get(size, 1)) for size in self._retired.values())
 
     @property
     def extents_in_use(self) -> int:
@@ -130,7 +143,7 @@ class SlabAllocator:
         self._lowest_free[extent] = slot + 1
         self._used[extent] += 1
         self._taken_slots[number] += 1
-        return extent * self.extent_bytes + slot * slot_bytes
+        return extent * self._stride + slot * slot_bytes
 
     def free(self, offset: int, slot_bytes: int) -> None:
         """Give a slot back. Raises IndexStateError, changing nothing, when it is not a taken slot of this class."""
@@ -164,7 +177,7 @@ class SlabAllocator:
         self._start_empty()
         for offset, slot_bytes in self._retired.items():
             self.adopt(offset, slot_bytes)
-            self._map(offset // self.extent_bytes)[offset % self.extent_bytes // slot_bytes] = _RETIRED
+            self._map(offset // self._stride)[offset % self._stride // slot_bytes] = _RETIRED
         for offset, slot_bytes in held:
             if not self.adopt(offset, slot_bytes):
                 raise IndexStateError(f"slot of {slot_bytes} bytes at {offset} cannot be kept")
@@ -196,20 +209,21 @@ class SlabAllocator:
     def fits(self, offsets: _Numbers, slot_bytes: _Numbers) -> npt.NDArray[np.bool_]:
         """Say of each whether it is a slot of this geometry, whoever has it."""
         sizes = np.where(np.isin(slot_bytes, self.slot_classes), slot_bytes, 1)
-        inside = offsets % self.extent_bytes
+        inside = offsets % self._stride
+        slots = np.array(self._slots)[np.searchsorted(self.slot_classes, sizes).clip(0, len(self._slots) - 1)]
         fits: npt.NDArray[np.bool_] = (
             (sizes > 1)
             & (offsets >= 0)
-            & (offsets < self.rank_bytes)
+            & (offsets < self.extent_count * self._stride)
             & (inside % sizes == 0)
-            & (inside + sizes <= self.extent_bytes)
+            & (inside // sizes < slots)
         )
         return fits
 
     def adopt_many(self, offsets: _Numbers, slot_bytes: _Numbers) -> bool:
         """``adopt`` all of these, each of which ``fits``. False, changing nothing, when that is refused for any."""
         numbers = np.searchsorted(self.slot_classes, slot_bytes)
-        extents, inside = np.divmod(offsets, self.extent_bytes)
+        extents, inside = np.divmod(offsets, self._stride)
         pairs, slots_each = np.unique(extents * len(self.slot_classes) + numbers, return_counts=True)
         wanted = (column.tolist() for column in (*np.divmod(pairs, len(self.slot_classes)), slots_each))
         lent = list(zip(*wanted, strict=True))
@@ -259,7 +273,7 @@ class SlabAllocator:
         richest = max(others, key=self._held.__getitem__, default=None)
         if richest is None or self._held[richest] < 2 or self._held[richest] <= self._held[number]:
             return None
-        never_empty = {offset // self.extent_bytes for offset in self._retired}
+        never_empty = {offset // self._stride for offset in self._retired}
         extent = min(
             (extent for extent, owner in enumerate(self._owner) if owner == richest and extent not in never_empty),
             key=self._used.__getitem__,
@@ -290,12 +304,12 @@ class SlabAllocator:
         """Return (extent, slot); slot is -1 when ``offset`` is not where a slot begins."""
         if slot_bytes <= 0:
             return -1, -1
-        extent, inside = divmod(offset, self.extent_bytes)
+        extent, inside = divmod(offset, self._stride)
         slot, rest = divmod(inside, slot_bytes)
         return extent, -1 if rest else slot
 
     def _range(self, extent: int) -> tuple[int, int]:
-        return extent * self.extent_bytes, (extent + 1) * self.extent_bytes
+        return extent * self._stride, (extent + 1) * self._stride
 
     def _map(self, extent: int) -> bytearray:
         taken = self._taken[extent]

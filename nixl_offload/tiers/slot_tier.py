@@ -24,8 +24,10 @@ class Journal(Protocol):
 
 
 def share_bytes_of(allocator: SlabAllocator, share_per_salt_percent: int | None) -> int | None:
-    """Return what one salt may hold on each rank; None: salts are ignored."""
-    return None if share_per_salt_percent is None else allocator.rank_bytes * share_per_salt_percent // 100
+    """Return what one salt may hold on the ranks that read each other's slots; None: salts are ignored."""
+    if share_per_salt_percent is None:
+        return None
+    return allocator.rank_bytes * allocator.places.together * share_per_salt_percent // 100
 
 
 class NoJournal:
@@ -76,14 +78,15 @@ class SlotTier:
 
     def statistics(self) -> TierStatistics:
         """Return how full the slots are."""
-        used_bytes = sum(taken.bytes_total for taken in self.occupancy().values())
+        places, share_bytes = self._allocator.places, self._index.share_bytes
+        used_bytes = sum(taken.bytes_total // places.replicas.get(size, 1) for size, taken in self.occupancy().items())
         return TierStatistics(
             slots=SlotStatistics(
                 used_bytes,
                 self.capacity_bytes,
                 self.retired_bytes,
                 self.evictions,
-                self._index.share_bytes,
+                None if share_bytes is None else share_bytes // places.together,
                 self._index.share_evictions,
             )
         )

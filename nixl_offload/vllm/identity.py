@@ -37,6 +37,7 @@ from nixl_offload.identity.namespace import (
 )
 from nixl_offload.identity.settings import collect, plain_text, text_setting
 from nixl_offload.identity.weights import WeightsDigest, is_local
+from nixl_offload.tiers.slot_places import ranks_together, replicas_of_slots
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -221,7 +222,13 @@ def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts
         common["settings"]["tp"] = by_rank.tp
     # Where ranks differ, as by scales of their own, engines of other sizes share nothing.
     digests = by_rank.ranks[:1] if len(set(by_rank.ranks)) == 1 else by_rank.ranks
-    return make_namespace(ShardedFields(**common, ranks=digests, shards=most), held)
+    namespace = make_namespace(ShardedFields(**common, ranks=digests, shards=most), held)
+    machines = [rank.machine for rank in ranks]
+    together = [
+        (namespace.slot_bytes(group.group_id), ranks_together(machines, cut.replicas))
+        for group, cut in zip(by_rank.groups, plan.groups, strict=True)
+    ]
+    return replace(namespace, slot_replicas=replicas_of_slots(together))
 
 
 def with_loaded_weights(first: Namespace, loaded_weights: str | None) -> Namespace:
@@ -232,7 +239,8 @@ def with_loaded_weights(first: Namespace, loaded_weights: str | None) -> Namespa
     if loaded_weights is None:
         return first
     settings = {**first.fields.settings, "loaded_weights": loaded_weights}
-    return make_namespace(replace(first.fields, settings=settings), first.per_rank)
+    changed = make_namespace(replace(first.fields, settings=settings), first.per_rank)
+    return replace(changed, slot_replicas=first.slot_replicas)
 
 
 def known_fields(vllm_config: VllmConfig, config: Config, weights: Mapping[str, str]) -> KnownFields:

@@ -34,6 +34,8 @@ class RankGeometry(KVConnectorHandshakeMetadata):
     """Of what lies where in its KV caches (``rank_identity``)."""
     attention_backends: tuple[str, ...] = ()
     """Names of the backends that its layers really use, sorted: they decide what lies where inside a block."""
+    machine: str = ""
+    """Equal for ranks that open the same files by the same paths (``hardware.same_machine``); "": not known."""
     weights: str | None = None
     """Digest of the weights that it has loaded; None: not known."""
     shards: ShardPlan | None = None

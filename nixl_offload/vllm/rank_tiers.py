@@ -30,7 +30,7 @@ class RankTiers:
         engine: ChainEngine,
         *,
         open_tier: Callable[[int, AnyPlace], TierEngine],
-        joined: Callable[[int, TierEngine], None],
+        joined: Callable[[int, AnyPlace, TierEngine], None],
         name_of: Callable[[int], str],
     ) -> None:
         """``open_tier`` opens one, on any thread, and raises what keeps it from that. ``joined`` is told of each that
@@ -89,7 +89,7 @@ class RankTiers:
             if engine is not None:
                 self._engine.join(position, engine)
                 del self._openings[position]
-                self._joined(position, engine)
+                self._joined(position, self._places[position], engine)
 
     def sleep(self, drain_timeout_s: float) -> None:
         """Finish what ``drain_timeout_s`` allows, and let go of every registration. Idempotent.

@@ -35,7 +35,9 @@ from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.shard_chain import ShardChain
 from nixl_offload.engine.streams import Fence, model_on_default_stream
 from nixl_offload.errors import LayoutError
+from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Outcome, key_group
 from nixl_offload.vllm.adapters import AdapterUse, LoadedAdapters
 from nixl_offload.vllm.kv_caches import canonical_layout
@@ -117,7 +119,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._tiers = RankTiers(
             self._engine,
             open_tier=self._open_tier,
-            joined=self._look_at_streams,
+            joined=self._joined,
             name_of=lambda position: f"{name_of(config.tiers[position])} on rank {self._rank}",
         )
         self._claimed_share = claimed_share
@@ -165,7 +167,9 @@ class NixlOffloadingWorker(OffloadingWorker):
         backends, shards = tuple(sorted(attention_backends)), self._shards
         if shards is None:
             return RankGeometry(self._rank, slot_bytes, digest, backends)
-        return RankGeometry(self._rank, slot_bytes, shards.digest, backends, shards=shards.plan)
+        return RankGeometry(
+            self._rank, slot_bytes, shards.digest, backends, machine=machine_token(), shards=shards.plan
+        )
 
     def open(self, places: Mapping[int, AnyPlace], opening: int = 0) -> None:
         """Begin to open tiers in the background; those that fail are tried again. ``take_status`` tells which are open.
@@ -360,6 +364,11 @@ class NixlOffloadingWorker(OffloadingWorker):
         numbers = () if self._shards is None else self._shards.plan.numbers(self._rank)
         memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share, numbers, self._keys)
         return open_tier_engine(self._config, position, place, memory, self._rank, self._plans[position])
+
+    def _joined(self, position: int, place: AnyPlace, engine: TierEngine) -> None:
+        if isinstance(self._engine, ShardChain):
+            self._engine.take_places(position, place.slots if isinstance(place, SlabPlace) else None)
+        self._look_at_streams(position, engine)
 
     def _look_at_streams(self, position: int, engine: TierEngine) -> None:
         """Say so where a mover and the model are in each other's way. Asked when steps run, for vLLM chooses the

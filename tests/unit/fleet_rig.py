@@ -24,6 +24,7 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Key, Location, Outcome, align_up
 from tests.unit.engine_rig import DEADLINE_S
 from tests.unit.link_rig import NAMESPACE_NAME, shards
@@ -59,8 +60,11 @@ class RankRig:
         *,
         namespace: Namespace | None = None,
         slab: SlabFile | None = None,
+        together: int = 1,
     ) -> None:
-        """``namespace``: whose names and headers shards have; None: made up ones. ``slab``: None: one for the test."""
+        """``namespace``: whose names and headers shards have; None: made up ones. ``slab``: None: one for the test.
+        ``together``: how many ranks have one copy in their slabs.
+        """
         (group,) = plan.groups
         self.offsets: dict[int, int] = {}
         """Of chunks in the slab, where they do not lie one after the other."""
@@ -90,9 +94,22 @@ class RankRig:
         extent = align_up(4 * self.slot_bytes, 65536)
         self.slab = slab or SlabFile(root / f"tp{len(plan.numbers(0))}-{rank}.slab", SLOTS // 4 * extent, extent)
         self.slab.open()
+        allocator = SlabAllocator(
+            self.slab.rank_bytes, [self.slot_bytes], extent, {self.slot_bytes: together} if together > 1 else None
+        )
+        self.places = allocator.places
+        if together > 1:
+            self.offsets = {number: allocator.allocate(self.slot_bytes) or 0 for number in range(SLOTS)}
+        self.neighbours = [
+            SlabFile(root / f"tp{len(plan.numbers(0))}-{each}.slab", self.slab.rank_bytes, extent)
+            for each in self.places.neighbours(rank)
+        ]
+        for neighbour in self.neighbours:
+            neighbour.open()
         self.movers = [CopyMover(), CopyMover()]
         name = NAMESPACE_NAME if namespace is None else namespace.name
         tree = TreeLink(str(root), name, 77, self.movers[1], direct_io=False, clock=time.monotonic)
+        slab_link = SlabLink(self.slab, self.movers[0], time.monotonic, neighbours=self.neighbours)
         farther = [
             Engine(
                 tensors=tensors,
@@ -104,7 +121,7 @@ class RankRig:
                 staging_bytes=8 * self.slot_bytes,
                 host=self.host,
             )
-            for tier, link in ((SLAB, SlabLink(self.slab, self.movers[0], time.monotonic)), (TREE, tree))
+            for tier, link in ((SLAB, slab_link), (TREE, tree))
         ]
         memory = MemoryEngine(tensors=tensors, layout=self.layout, host=self.host, rank_namespace=b"", shards=named)
         self.chain = ShardChain(
@@ -116,6 +133,7 @@ class RankRig:
             shared=[TREE],
             memory=MEMORY,
         )
+        self.chain.take_places(SLAB, self.places)
         self.results: dict[int, Completion] = {}
         self.settled: dict[int, Completion] = {}
         self._numbers = iter(range(1, 1 << 20))
@@ -185,19 +203,20 @@ class RankRig:
         self.chain.close()
         for mover in self.movers:
             mover.close()
-        self.slab.close()
+        for slab in (self.slab, *self.neighbours):
+            slab.close()
         self.host.close()
 
 
 class EngineRig:
     """All ranks of an engine, which are told the same."""
 
-    def __init__(self, root: Path, tp: int, *, heads: int = 4, wanted: Shards = 4) -> None:
+    def __init__(self, root: Path, tp: int, *, heads: int = 4, wanted: Shards = 4, together: int = 1) -> None:
         root.mkdir(exist_ok=True)
         plan = make_plan(wanted, [[heads]], [1 << 30], tp)
         assert isinstance(plan, ShardPlan), plan
         self.plan = plan
-        self.ranks = [RankRig(root, plan, heads, rank) for rank in range(tp)]
+        self.ranks = [RankRig(root, plan, heads, rank, together=together) for rank in range(tp)]
 
     def write(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -159,3 +159,48 @@ def test_damage_to_a_shard_is_found_by_the_rank_that_holds_it(make: Make, tmp_pa
         wanted = [bad[n][1] if n in bad and bad[n][0] in held else Outcome.OK for n in CHUNKS]
         assert list(rank.load(CHUNKS, TREE)) == wanted
         assert all(rank.holds(n) for n in CHUNKS if wanted[n] is Outcome.OK)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_replicas_have_one_copy_in_their_slabs(make: Make, tmp_path: Path, tp: int) -> None:
+    """Each chunk is in one slab, dealt out in turn; what is read from another rank's is verified as ever."""
+    engine = make(tp, heads=1, wanted=1, together=tp)
+    engine.write(CHUNKS)
+    assert ok([rank.store(CHUNKS, SLAB) for rank in engine.ranks[1:]]), "done with what others write"
+    engine.wipe()
+    assert engine.ranks[1].load([0], SLAB) == (Outcome.FAILED,), "the first rank has not written it"
+    engine.write(CHUNKS)
+    assert ok([engine.ranks[0].store(CHUNKS, SLAB)])
+    slot_bytes, payload_bytes = engine.ranks[0].slot_bytes, CHUNK_BLOCKS * engine.ranks[0].layout.groups[0].block_bytes
+    written = [len([n for n in CHUNKS if n % tp == rank]) for rank in range(tp)]
+    assert [max(done.bytes_moved for done in rank.results.values()) for rank in engine.ranks] == [
+        count * payload_bytes for count in written
+    ]
+    contents = [rank.slab.path.read_bytes() for rank in engine.ranks]
+    assert [content.count(b"NIXLOFF1") for content in contents] == written
+    engine.wipe()
+    assert ok([rank.load(CHUNKS, SLAB) for rank in engine.ranks])
+    assert engine.holds(CHUNKS)
+    with engine.ranks[1].slab.path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 100)
+        file.write(bytes([contents[1][HEADER_BYTES + 100] ^ 1]))
+    for rank in engine.ranks:
+        assert rank.load(CHUNKS, SLAB) == tuple(Outcome.CORRUPT if n == 1 else Outcome.OK for n in CHUNKS)
+    assert slot_bytes * len(CHUNKS) > payload_bytes
+
+
+@pytest.mark.parametrize("way", [(SLAB, TREE), (MEMORY, SLAB), (TREE, SLAB)])
+def test_replicas_move_what_they_have_one_copy_of(make: Make, tmp_path: Path, way: tuple[int, int]) -> None:
+    """On to the directory from whosever slab it lies in, and into slabs from where each has it or all find it."""
+    source, target = way
+    engine = stored(make(4, heads=1, wanted=1, together=4), source)
+    assert ok([rank.move(CHUNKS, source, target) for rank in engine.ranks])
+    moved = [sum(done.bytes_moved for done in rank.settled.values()) for rank in engine.ranks]
+    assert sum(moved) == len(CHUNKS) * engine.ranks[0].slot_bytes
+    assert ok([rank.load(CHUNKS, target) for rank in engine.ranks])
+    assert engine.holds(CHUNKS)
+    engine.wipe()
+    if source != MEMORY:
+        assert ok([rank.load(CHUNKS, SLAB, promote=True) for rank in engine.ranks])
+        assert ok([rank.load(CHUNKS, MEMORY) for rank in engine.ranks])
+        assert engine.holds(CHUNKS)

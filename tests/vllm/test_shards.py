@@ -184,6 +184,42 @@ def test_mla_that_is_stored_once_is_served(medium: Medium, workshop: Workshop, s
     assert not loads_refused(one)
 
 
+@pytest.mark.parametrize("shape", [pytest.param(ONE_HEAD, id="one-head")])
+def test_a_slab_has_one_copy_of_what_two_ranks_have_alike(workshop: Workshop, start: Start, shape: ModelShape) -> None:
+    """Each chunk lies in one of the two slabs, both ranks are served from it, also after a restart, and damage to it is
+    found.
+    """
+    medium = tree(workshop.scratch / "shards-unused")
+    path = workshop.scratch / "slab-one-copy"
+    fields: dict[str, Any] = {
+        "nearer": [{"kind": "slab", "path": str(path), "capacity": "64MiB"}],
+        "is_shared": False,
+        "shards": "auto",
+    }
+    first = start(medium, 2, shape, **fields)
+    right = stored_whole(first, PROMPTS)
+    first.stop()
+    slabs = sorted(path.glob("*/rank-*.slab"))
+    stored = [slab.read_bytes().count(b"NIXLOFF1") for slab in slabs]
+    chunks = PROMPT_CHUNKS * len(PROMPTS)
+    assert len(stored) == 2
+    assert sum(stored) == chunks
+    assert max(stored) - min(stored) <= 1
+    second = start(medium, 2, shape, **fields)
+    all_from_the_tier(second, PROMPTS, right)
+    second.stop()
+    content = slabs[1].read_bytes()
+    with slabs[1].open("r+b") as file:
+        at = content.index(b"NIXLOFF1") + 4096 + 100
+        file.seek(at)
+        file.write(bytes([content[at] ^ 1]))
+    third = start(medium, 2, shape, **fields)
+    answers = third.generate(PROMPTS)
+    assert third.settle()
+    assert loads_refused(third)
+    assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
+
+
 @pytest.mark.parametrize("medium", ["obstore"], indirect=True)
 def test_chains_of_tiers_move_shards(medium: Medium, workshop: Workshop, start: Start) -> None:
     """From memory to a slab and on to what is shared, by two ranks; from there into the memory of one, and served."""

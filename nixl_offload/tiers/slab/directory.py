@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -80,13 +80,15 @@ class TierDirectory:
         dp_index: int = 0,
         dp_engines: range = range(1),
         index_bytes: Callable[[int], int] = max_bytes,
+        replicas: Mapping[int, int] | None = None,
     ) -> TierDirectory:
         """Lock ``path``, make room in it, and work out the slabs' size.
 
         ``capacity_bytes`` holds for all that lies under ``path``: slabs of all ranks and data-parallel engines,
         indexes, other namespaces. The latter are removed whole, least recently used first, while this namespace
         cannot have half, or the least it needs. ``dp_engines``: the engines that share ``path``, this one,
-        ``dp_index``, among them. ``index_bytes`` bounds the durable index by its number of keys.
+        ``dp_index``, among them. ``index_bytes`` bounds the durable index by its number of keys. ``replicas``: as
+        ``SlotPlaces.replicas``.
         Raises TierError (``locked`` by another engine; ``full`` when others' files take the capacity; causes of the
         operating system) and ConfigError (capacity too small for this model; names the least that would do).
         """
@@ -104,7 +106,7 @@ class TierDirectory:
                     undo.callback(locks[-1].release)
                     locks[-1].acquire()
                 directory = cls(namespace, root, tuple(locks), dp_engines)
-                directory._settle(base, capacity_bytes, tuple(slot_classes), world_size, index_bytes)
+                directory._settle(base, capacity_bytes, tuple(slot_classes), world_size, index_bytes, replicas or {})
             except OSError as error:
                 raise tier_error(error, f"cannot use the directory {root}") from error
             undo.pop_all()
@@ -159,9 +161,10 @@ class TierDirectory:
         slot_classes: tuple[int, ...],
         world_size: int,
         index_bytes: Callable[[int], int],
+        replicas: Mapping[int, int],
     ) -> None:
         """Do all that follows the lock. Raises OSError, TierError, ConfigError."""
-        budget = _Budget(slot_classes, world_size, index_bytes)
+        budget = _Budget(slot_classes, world_size, index_bytes, max(replicas.values(), default=1))
         engines = len(self._dp_engines)
         share_bytes = capacity_bytes // engines
         self._remove_leftovers()
@@ -187,11 +190,13 @@ class TierDirectory:
         self._filesystem = self.namespace_path.stat().st_dev
         self._trim(world_size)
         self._warn_if_disk_is_smaller(world_size)
-        slab = {
+        slab: dict[str, object] = {
             "extent_bytes": self.extent_bytes,
             "slot_classes": sorted(set(slot_classes)),
             "world_size": world_size,
         }
+        if replicas:
+            slab["replicas"] = sorted(map(list, replicas.items()))
         self._manifest = json.dumps({**self.namespace.manifest(), "slab": slab}, indent=2, sort_keys=True) + "\n"
         self._write_manifest()
 
@@ -309,16 +314,19 @@ class TierDirectory:
 class _Budget:
     """How many bytes each rank's slab gets out of what this namespace may use."""
 
-    def __init__(self, slot_classes: Sequence[int], world_size: int, index_bytes: Callable[[int], int]) -> None:
+    def __init__(
+        self, slot_classes: Sequence[int], world_size: int, index_bytes: Callable[[int], int], together: int = 1
+    ) -> None:
         self._smallest = min(slot_classes)
         self._least_rank_bytes = len(set(slot_classes)) * SLOTS_PER_EXTENT_MIN * max(slot_classes)
         self._world_size = world_size
+        self._together = together
         self._index_bytes = index_bytes
         self._small_files_bytes = _SMALL_FILES_BYTES + world_size * _SMALL_FILES_PER_RANK_BYTES
 
     def rank_bytes(self, available_bytes: int) -> int:
         """Return the share of one rank: what index, small files and the filesystem's bookkeeping leave."""
-        keys = max(0, available_bytes) // self._world_size // self._smallest
+        keys = max(0, available_bytes) * self._together // self._world_size // self._smallest
         slabs_bytes = available_bytes - self._index_bytes(keys) - self._small_files_bytes
         return max(0, slabs_bytes * METADATA_SHARE // (METADATA_SHARE + 1) // self._world_size)
 

@@ -33,6 +33,7 @@ from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.index_reader import IndexReader, IndexRow, drop_rows
+from nixl_offload.tiers.slot_places import SlotPlaces
 from nixl_offload.types import PAGE_BYTES, Key, key_group
 
 _INDEX_NAME: Final = "index.sqlite"
@@ -100,10 +101,13 @@ class SlabInspector(Inspector):
         index = self.index(namespace)
         chunks, size_bytes = index.count()
         if namespace.is_cut:
-            counts = [(len(self._pieces_of(namespace, group)), *index.count(group)) for group in namespace.groups]
-            shards = sum(pieces * rows for pieces, rows, _ in counts)
-            ages = self._ages(namespace, index)
-            return NamespaceSize(chunks, shards, size_bytes * self._slabs(namespace), *ages)
+            places, shards, size_bytes = self._places(namespace), 0, 0
+            for group in namespace.groups:
+                rows, slots_bytes = index.count(group)
+                copies = places.replicas.get(slots_bytes // rows, 1) if rows else 1
+                shards += len(self._pieces_of(namespace, group)) * rows // copies
+                size_bytes += self._slabs(namespace) * slots_bytes // copies
+            return NamespaceSize(chunks, shards, size_bytes, *self._ages(namespace, index))
         holders = {len(namespace.holders(group)) for group in namespace.groups} or {
             len(self._ranks_of(namespace, None))
         }
@@ -135,7 +139,9 @@ class SlabInspector(Inspector):
         path = os.path.abspath(match[1])
         for namespace in self.namespaces():
             if Path(path).parent == self.base / namespace.path and not namespace.trouble:
-                found = [self._chunk(namespace, row) for row in self._rows_around(namespace, int(match[2]))]
+                named = _SLAB_NAME.fullmatch(Path(path).name)
+                rows = self._rows_around(namespace, int(named[1]) if named else 0, int(match[2]))
+                found = [self._chunk(namespace, row) for row in rows]
                 place = f"{path}@{match[2]}"
                 return [(namespace, chunk, shard) for chunk in found for shard in chunk.shards if shard.place == place]
         return []
@@ -188,11 +194,10 @@ class SlabInspector(Inspector):
         """Drop index rows, then zero the headers, so that no scan of slots takes them for chunks."""
         try:
             with self._locked([namespace.part]):
-                rows = [
-                    IndexRow(chunk.version, chunk.key, chunk.shards[0].offset, chunk.shards[0].size_bytes)
-                    for chunk, _ in chunks
-                ]
-                dropped = {row.key for row in drop_rows(self.index(namespace).path, rows)}
+                index = self.index(namespace)
+                found = [(chunk.version, index.get(chunk.key)) for chunk, _ in chunks]
+                rows = [row for version, row in found if row is not None and row.seq == version]
+                dropped = {row.key for row in drop_rows(index.path, rows)}
                 for chunk, shards in chunks:
                     if chunk.key in dropped:
                         _clear_headers(shards)
@@ -280,6 +285,22 @@ class SlabInspector(Inspector):
         ranks = slab.get("world_size") if isinstance(slab, dict) else None
         return ranks if type(ranks) is int and 0 < ranks < 1 << 16 else 0
 
+    def _places(self, namespace: NamespaceInfo) -> SlotPlaces:
+        """Return where slots lie, by the manifest; one that cannot be means a copy on every rank."""
+        slab = namespace.manifest.get("slab") if namespace.manifest else None
+        found = slab if isinstance(slab, dict) else {}
+        extent_bytes, pairs = found.get("extent_bytes"), found.get("replicas", [])
+        ranks = self._slabs(namespace)
+        try:
+            replicas = {int(size): int(number) for size, number in pairs}
+        except (TypeError, ValueError):
+            replicas = {}
+        most = max(replicas.values(), default=1)
+        sound = all(size > 0 and number > 0 and most % number == 0 for size, number in replicas.items())
+        if type(extent_bytes) is not int or extent_bytes <= 0 or not sound or not ranks or ranks % most:
+            return SlotPlaces(1, 1)
+        return SlotPlaces(extent_bytes, extent_bytes, replicas)
+
     def _pieces_of(self, namespace: NamespaceInfo, group: int) -> list[_Piece]:
         """Return where the shards of a chunk lie that is cut by its heads, rank by rank."""
         shards, ranks = len(namespace.holders(group)), self._slabs(namespace)
@@ -292,10 +313,13 @@ class SlabInspector(Inspector):
             for number, shard in enumerate(held.held_by(rank))
         ]
 
-    def _rows_around(self, namespace: NamespaceInfo, offset: int) -> list[IndexRow]:
-        """Return the rows of slots that a shard at ``offset`` may lie in: it begins the slot, or follows another."""
+    def _rows_around(self, namespace: NamespaceInfo, rank: int, offset: int) -> list[IndexRow]:
+        """Return the rows of slots that a shard at ``offset`` of a rank's slab may lie in, which it begins or where it
+        follows another.
+        """
         index = self.index(namespace)
-        begins = {offset}
+        places = self._places(namespace)
+        begins = {offset, *(places.name(rank, offset, size) for size in places.replicas)}
         for group in namespace.groups if namespace.is_cut else ():
             for piece in self._pieces_of(namespace, group):
                 begins.add(offset - piece.number * (namespace.shard_bytes(_a_key(group), piece.shard) or 0))
@@ -304,13 +328,16 @@ class SlabInspector(Inspector):
     def _chunk(self, namespace: NamespaceInfo, row: IndexRow) -> ChunkInfo:
         directory = f"{self.where}/{namespace.path}"
         if namespace.is_cut and (pieces := self._pieces_of(namespace, key_group(row.key))):
-            cut = []
+            places, cut = self._places(namespace), {}
             for piece in pieces:
                 size_bytes = row.slot_bytes // piece.in_slot
-                offset = row.offset + piece.number * size_bytes
-                place = f"{directory}/{rank_file_name(piece.rank)}@{offset}"
-                cut.append(ShardInfo(piece.shard, place, size_bytes, offset, None))
-            return ChunkInfo(row.key, tuple(cut), row.seq)
+                rank, begin = piece.rank, row.offset
+                if places.replicas:
+                    rank, begin = places.find(piece.rank, row.offset, row.slot_bytes)
+                offset = begin + piece.number * size_bytes
+                place = f"{directory}/{rank_file_name(rank)}@{offset}"
+                cut[place] = ShardInfo(piece.shard, place, size_bytes, offset, None)
+            return ChunkInfo(row.key, tuple(cut.values()), row.seq)
         shards = tuple(
             ShardInfo(rank, f"{directory}/{rank_file_name(rank)}@{row.offset}", row.slot_bytes, row.offset, None)
             for rank in self._ranks_of(namespace, key_group(row.key))

@@ -4,6 +4,7 @@ commands, which look into it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -27,20 +28,28 @@ def open_tier(config: SlabConfig, context: TierContext) -> SlabTier:
         world_size=context.world_size,
         dp_index=context.dp_index,
         dp_engines=context.dp_engines,
+        replicas=context.replicas,
     )
 
 
 def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> SlabLink:
-    """Open a rank's slab, which the link closes. Raises TierError."""
-    slab = SlabFile(
-        os.path.join(place.directory, rank_file_name(rank)),
-        rank_bytes=place.rank_bytes,
-        extent_bytes=place.extent_bytes,
-        direct_io=config.direct_io,
-        owner=place.owner,
-    )
-    slab.open()
-    return SlabLink(slab, mover, time.monotonic)
+    """Open a rank's slab, and those of the ranks that have copies for it; the link closes them. Raises TierError."""
+    with contextlib.ExitStack() as undo:
+        slabs = []
+        for each in [rank, *place.slots.neighbours(rank)]:
+            slabs.append(
+                SlabFile(
+                    os.path.join(place.directory, rank_file_name(each)),
+                    rank_bytes=place.rank_bytes,
+                    extent_bytes=place.extent_bytes,
+                    direct_io=config.direct_io,
+                    owner=place.owner,
+                )
+            )
+            slabs[-1].open()  # whoever comes first makes it
+            undo.callback(slabs[-1].close)
+        undo.pop_all()
+    return SlabLink(slabs[0], mover, time.monotonic, neighbours=slabs[1:])
 
 
 def open_inspector(config: SlabConfig) -> SlabInspector:

@@ -6,7 +6,7 @@ Ownership: the slab belongs to the link, which closes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from os import PathLike
 from typing import Protocol
 
@@ -58,16 +58,21 @@ class SlabLink(Link):
 
     shares_file = True
 
-    def __init__(self, slab: Slab, mover: Mover, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, slab: Slab, mover: Mover, clock: Callable[[], float], *, neighbours: Sequence[Slab] = ()
+    ) -> None:
+        """``neighbours``: slabs of other ranks, which are only read: see ``SlotPlaces.seen_from``."""
         self.name = f"slab tier {slab.path}"
         self.mover = mover
         self._slab = slab
+        self._slabs = [slab, *neighbours]
         self._clock = clock
         self._stores = Breaker(
             f"Slab tier {slab.path}", threshold=1, longest_pause_s=PAUSE_S, flap_window_s=PAUSE_S, effect=NOTHING_STORED
         )
-        self._file: FileId | None = None
-        self._current = False
+        self._files: list[FileId | None] = [None] * len(self._slabs)
+        """In the mover, of each slab."""
+        self._current = [False] * len(self._slabs)
         self._stale: list[FileId] = []
         self._check_s = clock()
 
@@ -98,7 +103,7 @@ class SlabLink(Link):
         """Puts real space under the slot."""
         try:
             self._slab.ensure(location.offset, length_bytes)
-            file = self._opened()
+            file = self._opened(0)
         except TierError as error:
             self._stores.failed(error.cause, str(error), self._clock())
             raise
@@ -126,7 +131,8 @@ class SlabLink(Link):
         self, key: Key, location: Location, length_bytes: int, shard: int | None = None
     ) -> Generator[None, None, Target]:
         yield from ()
-        return Target(self._opened(), location.offset)
+        which, offset = divmod(location.offset, self._slab.rank_bytes)
+        return Target(self._opened(which), offset)
 
     def end_read(self, target: Target) -> None:
         """Nothing is to be done: the file stays open for the next read."""
@@ -135,24 +141,26 @@ class SlabLink(Link):
         """A slab that cannot be read in one place may be sound in all others."""
 
     def close(self) -> None:
-        if self._file is not None:
-            self._stale.append(self._file)
-            self._file = None
+        self._stale += [file for file in self._files if file is not None]
+        self._files = [None] * len(self._slabs)
         self._close_stale()
-        self._slab.close()
+        for slab in self._slabs:
+            slab.close()
 
-    def _opened(self) -> FileId:
-        if self._file is None:
-            raise TierError(f"{self._slab.path} is not open", cause="missing")
-        return self._file
+    def _opened(self, which: int) -> FileId:
+        file = self._files[which] if which < len(self._files) else None
+        if file is None:
+            raise TierError(f"{self._slabs[min(which, len(self._slabs) - 1)].path} is not open", cause="missing")
+        return file
 
     def _probe(self, now_s: float) -> bool:
         self._check_s = now_s + CHECK_EVERY_S
         try:
-            if self._slab.reopen():
-                self._current = False
-            if not self._current:
-                self._open()
+            for which, slab in enumerate(self._slabs):
+                if slab.reopen():
+                    self._current[which] = False
+                if not self._current[which]:
+                    self._open(which)
         except TierError as error:
             self._stores.failed(error.cause, str(error), now_s)
             return False
@@ -162,11 +170,12 @@ class SlabLink(Link):
         self._stores.succeeded(now_s)
         return True
 
-    def _open(self) -> None:
-        file = self.mover.open_file(str(self._slab.path), self._slab.rank_bytes, direct_io=self._slab.direct_io)
-        if self._file is not None:
-            self._stale.append(self._file)
-        self._file, self._current = file, True
+    def _open(self, which: int) -> None:
+        slab, before = self._slabs[which], self._files[which]
+        file = self.mover.open_file(str(slab.path), slab.rank_bytes, direct_io=slab.direct_io)
+        if before is not None:
+            self._stale.append(before)
+        self._files[which], self._current[which] = file, True
         self._close_stale()
 
     def _close_stale(self) -> None:

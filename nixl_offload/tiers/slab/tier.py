@@ -7,10 +7,11 @@ Ownership: the tier's directory (and its lock) and the journal, besides what a `
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import TierError
@@ -20,6 +21,7 @@ from nixl_offload.index.durable import DurableIndex
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.reopen import adopt_rows
 from nixl_offload.tiers.slot_allocator import SlabAllocator
+from nixl_offload.tiers.slot_places import SlotPlaces
 from nixl_offload.tiers.slot_tier import SlotTier, share_bytes_of
 from nixl_offload.types import NO_SALT, Key, Location, Outcome, Salt
 
@@ -41,8 +43,15 @@ class SlabPlace:
     """By rank or by shard, the 32 bytes that shard headers carry."""
     rank_bytes: int
     extent_bytes: int
+    replicas: Mapping[int, int] = field(default_factory=dict)
+    """As ``SlotPlaces.replicas``."""
     owner: str = ""
     """Who holds the directory's lock: a rank stores nothing while somebody else does. "": it does not look."""
+
+    @property
+    def slots(self) -> SlotPlaces:
+        """Where slots lie."""
+        return SlotPlaces(self.rank_bytes, self.extent_bytes, self.replicas)
 
 
 class SlabTier(SlotTier):
@@ -78,10 +87,12 @@ class SlabTier(SlotTier):
         world_size: int,
         dp_index: int = 0,
         dp_engines: range = range(1),
+        replicas: Mapping[int, int] | None = None,
     ) -> SlabTier:
         """Lock the directory, reopen what an earlier engine left there, and return the tier.
 
         ``slot_classes`` are the sizes in bytes of the slots that the groups of the model need on each rank.
+        ``replicas``: as ``SlotPlaces.replicas``.
         Raises TierError (locked by another engine, no permission, too little capacity).
         """
         directory = TierDirectory.open(
@@ -92,10 +103,13 @@ class SlabTier(SlotTier):
             world_size=world_size,
             dp_index=dp_index,
             dp_engines=dp_engines,
+            replicas=replicas,
         )
         try:
-            allocator = SlabAllocator(directory.rank_bytes, slot_classes, directory.extent_bytes)
+            allocator = SlabAllocator(directory.rank_bytes, slot_classes, directory.extent_bytes, replicas)
             geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(world_size)}
+            if replicas:  # else the index of an older release is good
+                geometry["replicas"] = json.dumps(sorted(replicas.items()))
             durable, rows = DurableIndex.open(str(directory.index_path), geometry)
         except BaseException:
             directory.close()
@@ -107,12 +121,13 @@ class SlabTier(SlotTier):
             if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
                 durable.flush(STALE_FLUSH_S)
         logger.info(
-            "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks of each of %d engines)%s",
+            "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks of each of %d engines)%s%s",
             config.path,
             len(index),
             allocator.rank_bytes / 2**30,
             world_size,
             len(dp_engines),
+            f", up to {allocator.places.together} of them with one copy of what they have alike" if replicas else "",
             f", {len(stale)} index rows dropped" if stale else "",
         )
         if len(dp_engines) > 1 and dp_index == dp_engines[0]:
@@ -127,6 +142,7 @@ class SlabTier(SlotTier):
             rank_namespaces=namespace.rank_digests,
             rank_bytes=allocator.rank_bytes,
             extent_bytes=allocator.extent_bytes,
+            replicas=dict(replicas or {}),
             owner=directory.owner,
         )
         return cls(position, place, index, allocator, durable, directory)
