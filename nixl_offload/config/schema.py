@@ -98,8 +98,8 @@ class MemoryConfig(_Tier):
     ttl_s: ClassVar[None] = None
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """Host memory for chunks on this machine, over all ranks and data-parallel engines of the server. Allocated whole
-    at start."""
+    """Host memory for chunks, over all ranks and data-parallel engines of the server: of one on several machines, each
+    gives its ranks' part. Allocated whole at start."""
     policy: PolicyName = "lru"
     """What to evict: ``lru``, the least recently used; ``s3fifo``, likewise, and one-time prompts first."""
     share_per_salt_percent: Percent | None = Field(default=None, alias="share_per_salt")

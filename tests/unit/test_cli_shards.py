@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
@@ -127,6 +127,58 @@ def test_stat_takes_the_place_of_any_shard(stored: Stored, cli: Cli) -> None:
         (told,) = json.loads(cli.out)["shards"]
         assert (told["rank"], told["verified"], told["wrong"]) == (shard, True, [])
     assert cli("stat", stored.file, key(0).hex()) == 0
+
+
+def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli) -> None:
+    """Of four ranks in two pairs, each chunk once in a slab of each pair: listed, verified, found by place, deleted."""
+    config, file = (
+        parse_config({"tiers": [{"kind": "slab", "path": str(tmp_path / "slab"), "capacity": "64MiB"}]}),
+        tmp_path / "kv.yaml",
+    )
+    file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": str(tmp_path / "slab"), "capacity": "64MiB"}]}))
+    fields_of_two = replace(SPACE.fields, groups=(GroupFields(0, 16, (SHARD_BYTES,) * 2),), shards=2)
+    space = replace(make_namespace(fields_of_two, {0: 1}), slot_replicas={SHARD_BYTES: 2})
+    assert isinstance(config.tiers[0], SlabConfig)
+    size = space.slot_bytes(0)
+    tier = SlabTier.open(
+        config.tiers[0], position=0, namespace=space, slot_classes=[size], world_size=4, replicas=space.slot_replicas
+    )
+    plan = make_plan(2, [[2]], [1 << 20], 4)
+    assert isinstance(plan, ShardPlan)
+    offsets = {}
+    for number in CHUNKS:
+        place = tier.reserve(key(number), size, [])
+        assert place is not None
+        offsets[number] = place.offset
+        tier.commit(key(number))
+    (tmp_path / "tree").mkdir()
+    for rank in range(4):
+        slab = SlabFile(
+            Path(tier.place.directory) / rank_file_name(rank), tier.place.rank_bytes, tier.place.extent_bytes
+        )
+        rig = RankRig(tmp_path / "tree", plan, 2, rank, namespace=space, slab=slab)
+        rig.chain.take_places(SLAB, tier.place.slots)
+        rig.offsets = offsets
+        for number in CHUNKS:
+            rig.write(number)
+        assert ok([rig.store(CHUNKS, SLAB)])
+        rig.close()
+    assert tier.statistics().slots is not None
+    tier.close()
+    assert cli("ls", file) == 0
+    assert "5 chunks in 10 shards" in cli.out
+    assert cli("verify", file) == 0
+    places = [tier.place.slots.find(rank, offsets[1], size) for rank in (0, 2)]
+    assert [rank for rank, _ in places] == [1, 3]
+    for shard, (rank, offset) in enumerate(places):
+        place = f"{Path(tier.place.directory) / rank_file_name(rank)}@{offset}"
+        assert cli("stat", file, place, "--json", "--verify") == 0
+        (told,) = json.loads(cli.out)["shards"]
+        assert (told["rank"], told["verified"], told["wrong"]) == (shard, True, [])
+    flip(Path(tier.place.directory) / rank_file_name(3), places[1][1] + 5000)
+    assert cli("verify", file, "--delete") == 1
+    assert cli("ls", file) == 0
+    assert "4 chunks in 8 shards" in cli.out
 
 
 def test_warm_copies_them_to_a_directory_and_to_no_slab(stored: Stored, cli: Cli, tmp_path: Path) -> None:

@@ -465,6 +465,20 @@ def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> N
     assert other.digest != cut[2].digest
 
 
+@pytest.mark.parametrize(("machines", "together"), [("aaaa", 2), ("aabb", 2), ("abab", 1), ("", 1)])
+def test_replicas_of_a_machine_have_one_copy(build: Build, machines: str, together: int) -> None:
+    """That is no part of the namespace, and holds with other weights, too."""
+    made = build(tensor_parallel_size=4, distributed_executor_backend="mp")
+    plan = make_plan(2, [[2]], [1 << 20], 4)
+    assert isinstance(plan, ShardPlan)
+    unknown = [replace(rank, shards=plan) for rank in cut_ranks(4)]
+    ranks = [replace(rank, machine=machines[rank.rank] if machines else "") for rank in unknown]
+    found = namespace(made, ranks=ranks)
+    assert dict(found.slot_replicas) == ({8192: together} if together > 1 else {})
+    assert found.digest == namespace(made, ranks=unknown).digest
+    assert with_loaded_weights(found, "others").slot_replicas == found.slot_replicas
+
+
 def test_the_size_of_a_draft_model_is_no_part_of_it_either(build: Build, models: Path) -> None:
     """It has the model's, or chunks are not cut: ``rank_shards`` sees to that."""
     write_model(models / "draft", TINY)
