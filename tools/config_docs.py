@@ -56,6 +56,7 @@ def render_tables() -> str:
     sections = [_section("The file itself", schema)]
     for kind, like in ((kind, _LIKE.get(kind, "")) for kind in TIER_KINDS):
         sections += [_section(_HEADINGS[kind], models[kind], models.get(like), like)]
+    sections.append(_section("`shards`: in full", models["ShardCut"]))
     sections.append(_section("`lookup`: of a bucket or a shared directory", models["LookupOptions"]))
     return "\n".join(sections)
 

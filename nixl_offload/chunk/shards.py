@@ -1,16 +1,17 @@
-"""How a chunk is cut into shards by its KV heads, and which rank of a tensor-parallel engine holds which of them.
+"""How a chunk is cut into shards, each a range of KV heads in a range of layers, and which rank holds which of them.
 
-The cut depends on the model and the chunk alone, so engines of different sizes store the same shards. A rank holds
-whole shards, and only consecutive ones; where there are more ranks than KV heads, or where KV is not divided (MLA),
-several ranks hold the same: they are replicas, and one of them writes for all.
+The cut depends on the model, the chunk and the config alone, so engines of different sizes store the same shards. A
+rank holds whole shards: those of its own heads in its own pipeline stage. Where there are more ranks than KV heads, or
+where KV is not divided (MLA), several ranks of a stage hold the same: they are replicas, and one writes for all.
 
 Threading: immutable values and pure functions.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Final, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ LEAST_SHARD_BYTES: Final = 1 << 20
 """The least that ``auto`` makes of a shard: below it a file or an object costs more than its bytes."""
 
 Shards = Literal["auto"] | int
-"""What the config says, where chunks are to be cut: ``Config.shards``."""
+"""What the config says of heads, where chunks are to be cut: ``Config.shards``."""
 
 
 class Shard(NamedTuple):
@@ -36,51 +37,104 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupShards:
-    """How the chunks of one KV-cache group are cut, and held by ``tp`` ranks. Make one with ``hold``."""
+    """How the chunks of one KV-cache group are cut, and held by the ranks of each stage. ``hold`` makes those of one
+    range of layers.
+    """
 
     shards: int
-    """Of each chunk."""
+    """Ranges of KV heads, in each range of layers."""
     per_rank: int
-    """How many each rank holds."""
+    """How many of them each rank holds, in each range of layers of its stage."""
     replicas: int
-    """How many ranks hold the same shards; above 1 each holds one."""
+    """How many ranks of a stage hold the same shards; above 1 each holds one in a range of layers."""
+    ranges: tuple[int, ...] = (0,)
+    """The ranges of layers in which the group has layers."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a stage."""
+        return self.shards // self.per_rank * self.replicas
 
     def held_by(self, rank: int) -> range:
-        """Return the shards that a rank holds."""
+        """Return the ranges of heads that a rank holds. ``rank``: within its stage."""
         first = rank // self.replicas * self.per_rank
         return range(first, first + self.per_rank)
 
     def writes(self, rank: int, key: Key) -> bool:
         """Whether a rank writes its shards of a key where its replicas would write the same: every key has one writer
-        among them, evenly spread.
+        among them, evenly spread. ``rank``: of the engine, or within its stage.
         """
         return int.from_bytes(key[:4], "big") % self.replicas == rank % self.replicas
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCut:
+    """How the layers of a model are cut into ranges, and held by the pipeline stages of an engine. The default: one
+    range, one stage.
+    """
+
+    begins: tuple[int, ...] = (0,)
+    """The number of the first layer of each range."""
+    stages: tuple[range, ...] = (range(1),)
+    """By stage: the ranges that it holds."""
+
+
+ONE_RANGE: Final = LayerCut()
+
+
+@dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """What all ranks of an engine hold, group by group, in the order of the groups that are offloaded."""
+    """What all ranks of an engine hold, group by group, in the order of the groups that are offloaded.
+
+    Shards are numbered range of layers by range of layers, with room in each for as many as any group has there.
+    """
 
     groups: tuple[GroupShards, ...]
+    layers: LayerCut = ONE_RANGE
 
-    def layout_groups(self, group: int) -> range:
+    @property
+    def ranks(self) -> int:
+        """Of the engine."""
+        return len(self.layers.stages) * self.groups[0].ranks
+
+    @property
+    def shards(self) -> int:
+        """How many numbers there are."""
+        return len(self.layers.begins) * self.per_range
+
+    def ranges(self, rank: int, group: int) -> tuple[int, ...]:
+        """Return the ranges of layers in which a rank holds shards of a group."""
+        stage = self.layers.stages[rank // self.groups[group].ranks]
+        return tuple(number for number in self.groups[group].ranges if number in stage)
+
+    def held(self, rank: int, group: int) -> tuple[int, ...]:
+        """Return the numbers of the shards of a group that a rank holds."""
+        heads = self.groups[group].held_by(rank % self.groups[group].ranks)
+        return tuple(number * self.per_range + each for number in self.ranges(rank, group) for each in heads)
+
+    def layout_groups(self, rank: int, group: int) -> range:
         """Return the positions in a rank's ``KVLayout.groups`` of its shards of a group: those of the groups before it
         come first.
         """
-        first = sum(each.per_rank for each in self.groups[:group])
-        return range(first, first + self.groups[group].per_rank)
+        first = sum(len(self.held(rank, each)) for each in range(group))
+        return range(first, first + len(self.held(rank, group)))
 
     def numbers(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of the shards that a rank holds, by position in ``KVLayout.groups``."""
-        return tuple(number for group in self.groups for number in group.held_by(rank))
+        return tuple(number for group in range(len(self.groups)) for number in self.held(rank, group))
+
+    @property
+    def per_range(self) -> int:
+        """How many numbers a range of layers has."""
+        return max(group.shards for group in self.groups)
 
 
 def cut(wanted: Shards, heads: Collection[int], chunk_bytes: int) -> int:
-    """Return into how many shards the chunks of a group are cut.
+    """Return into how many ranges of heads the chunks of a group are cut.
 
     ``heads``: the KV heads that its layers have on all ranks together; 1 where KV is not divided (MLA).
-    ``chunk_bytes``: of a whole chunk, over all ranks, replicas once. A number that does not divide the heads is reduced
-    to what it has in common with them.
+    ``chunk_bytes``: of what a chunk has in a range of layers, over all ranks, replicas once. A number
+    that does not divide the heads is reduced to what it has in common with them.
     """
     common = gcd(*heads)
     if isinstance(wanted, int):
@@ -92,7 +146,7 @@ def cut(wanted: Shards, heads: Collection[int], chunk_bytes: int) -> int:
 
 
 def hold(shards: int, heads: Collection[int], tp: int) -> GroupShards | None:
-    """Return how ``tp`` ranks hold the chunks of a group; None: some rank would hold a part of a shard."""
+    """Return how ``tp`` ranks hold a range of layers of a group; None: some rank would hold a part of a shard."""
     if tp <= shards and shards % tp == 0:
         return GroupShards(shards, shards // tp, 1)
     if set(heads) == {shards} and tp % shards == 0:
@@ -100,13 +154,35 @@ def hold(shards: int, heads: Collection[int], tp: int) -> GroupShards | None:
     return None
 
 
-def make_plan(wanted: Shards, heads: Sequence[Collection[int]], chunk_bytes: Sequence[int], tp: int) -> ShardPlan | str:
-    """Return the plan of an engine, or why there is none, as a clause. ``heads``, ``chunk_bytes``: as for ``cut``, by
-    group.
+def cut_layers(wanted: Sequence[tuple[int, int]], stages: Sequence[tuple[int, int]]) -> LayerCut | None:
+    """Return how layers are cut as for the stages ``wanted``, and held by ``stages``; None: a stage of these would hold
+    a part of a range. Both: the first layer of each stage and the one behind its last; all layers, in order.
+    """
+    begins = sorted({begin for begin, end in wanted if begin < end})
+    held = []
+    for begin, end in stages:
+        if begin < end and begin not in begins:
+            return None
+        held.append(range(bisect_left(begins, begin), bisect_left(begins, end)))
+    return LayerCut(tuple(begins), tuple(held))
+
+
+def make_plan(
+    wanted: Shards,
+    heads: Sequence[Collection[int]],
+    chunk_bytes: Sequence[Sequence[int]],
+    tp: int,
+    layers: LayerCut = ONE_RANGE,
+) -> ShardPlan | str:
+    """Return the plan of an engine with ``tp`` ranks in each stage, or why there is none, as a clause.
+
+    ``heads``: by group, as for ``cut``. ``chunk_bytes``: by group and range of layers, as for ``cut``; 0: the group has
+    no layer there. No range has fewer heads in a shard than another, so the smallest one says how many ``auto`` makes.
     """
     groups = []
-    for number, (of_layers, size_bytes) in enumerate(zip(heads, chunk_bytes, strict=True)):
-        shards = cut(wanted, of_layers, size_bytes)
+    for number, (of_layers, sizes) in enumerate(zip(heads, chunk_bytes, strict=True)):
+        ranges = tuple(at for at, size_bytes in enumerate(sizes) if size_bytes)
+        shards = cut(wanted, of_layers, min(sizes[at] for at in ranges))
         held = hold(shards, of_layers, tp)
         if held is None:
             total = gcd(*of_layers)
@@ -115,5 +191,5 @@ def make_plan(wanted: Shards, heads: Sequence[Collection[int]], chunk_bytes: Seq
                 f"`shards: {wanted}` cuts the {max(of_layers)} KV heads of group {number} into {shards}, which tensor "
                 f"parallelism {tp} cannot share out; {f'`shards: {total}` would do' if works else 'no number would do'}"
             )
-        groups.append(held)
-    return ShardPlan(tuple(groups))
+        groups.append(replace(held, ranges=ranges))
+    return ShardPlan(tuple(groups), layers)

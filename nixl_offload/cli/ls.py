@@ -244,6 +244,8 @@ def _details(namespace: NamespaceInfo) -> str:
         words.append(f"{namespace.chunk_tokens} tokens a chunk")
     if namespace.ranks:
         cut = ", any tensor parallelism that divides them" if namespace.is_cut else ""
+        if namespace.layer_ranges > 1:
+            cut = f" in {namespace.layer_ranges} ranges of layers, any tensor parallelism that divides them"
         words.append(plural(namespace.ranks, "shard" if cut else "rank") + cut)
     return ", ".join(words)
 

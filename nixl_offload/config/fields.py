@@ -12,7 +12,7 @@ import re
 from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from nixl_offload.units import format_duration, format_size, parse_duration, parse_size
 
@@ -103,10 +103,33 @@ def _tenant(tenant: str) -> str:
     return tenant
 
 
-def _shards(shards: object) -> object:
-    if shards in ("per_rank", "auto") or (type(shards) is int and 1 <= shards <= _MOST_SHARDS):
+def _head_ranges(count: object) -> object:
+    if count == "auto" or _is_count(count):
+        return count
+    raise ValueError(f"is no number of shards; allowed: auto, or a number from 1 to {_MOST_SHARDS}")
+
+
+def _layer_ranges(count: object) -> object:
+    if _is_count(count):
+        return count
+    raise ValueError(f"is no number of pipeline stages; allowed: a number from 1 to {_MOST_SHARDS}")
+
+
+def _is_count(count: object) -> bool:
+    return type(count) is int and 1 <= count <= _MOST_SHARDS
+
+
+def shard_cut(shards: object) -> object:
+    """Return how chunks are cut, in full; None: not at all."""
+    if shards == "per_rank":
+        return None
+    if shards == "auto" or _is_count(shards):
+        return {"heads": shards}
+    if isinstance(shards, dict | BaseModel):
         return shards
-    raise ValueError(f"is no way to cut a chunk; allowed: per_rank, auto, or a number from 1 to {_MOST_SHARDS}")
+    raise ValueError(
+        f"is no way to cut a chunk; allowed: per_rank, auto, a number from 1 to {_MOST_SHARDS}, or heads and layers"
+    )
 
 
 def _text(pattern: str) -> WithJsonSchema:
@@ -115,9 +138,13 @@ def _text(pattern: str) -> WithJsonSchema:
 
 _NAMES: Final = rf"{_PREFIX_PART.pattern}(/{_PREFIX_PART.pattern})*"
 
-ShardCount = Annotated[
-    Literal["per_rank", "auto"] | Annotated[int, Field(ge=1, le=_MOST_SHARDS)], BeforeValidator(_shards)
+_COUNT: Final = {"type": "integer", "minimum": 1, "maximum": _MOST_SHARDS}
+HeadRanges = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(_head_ranges),
+    WithJsonSchema({"anyOf": [{"type": "string", "enum": ["auto"]}, _COUNT]}),
 ]
+LayerRanges = Annotated[int, BeforeValidator(_layer_ranges), WithJsonSchema(_COUNT)]
 SizeBytes = Annotated[
     int,
     BeforeValidator(parse_size),

@@ -44,6 +44,7 @@ def json_schema() -> _Schema:
         "items": {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in (*TIER_KINDS, "file")]},
         **_order_of_tiers(kinds["memory"]),
     }
+    schema["properties"]["shards"] |= {"anyOf": _ways_to_cut(models["ShardCut"]), "default": "per_rank"}
     schema["properties"]["vllm"] |= {"properties": dict.fromkeys(VLLM_KEYS, True), "additionalProperties": False}
     named = {f"of_{kind}": _is_of_kind(kind) for kind in TIER_KINDS}
     schema["$defs"] = {**kinds, "file": _old_spelling(kinds), **named, **models}
@@ -76,6 +77,12 @@ def _as_written(node: Any) -> Any:
         if "default" in node:
             node["default"] = (format_size if unit == "size" else format_duration)(node["default"])
     return {name: item for name, item in node.items() if name != "default" or item is not None}
+
+
+def _ways_to_cut(cut: _Schema) -> list[_Schema]:
+    """Return what ``shards`` may be: what ``heads`` may be, ``per_rank``, or both in full."""
+    names, numbers = cut["properties"]["heads"]["anyOf"]
+    return [names | {"enum": ["per_rank", *names["enum"]]}, numbers, {"$ref": "#/$defs/ShardCut"}]
 
 
 def _order_of_tiers(memory_tier: _Schema) -> _Schema:

@@ -121,10 +121,11 @@ def _written(path: Path, raw: object, otherwise: object) -> object:
 def _model_at(path: Path, raw: Mapping[str, Any]) -> type[BaseModel]:
     """Return the model whose field ``path`` names."""
     model: type[BaseModel] = Config
+    inside = path[:-1]
     if len(path) > 2 and path[0] == "tiers" and isinstance(path[1], int):
-        model = TIER_MODELS[raw["tiers"][path[1]]["kind"]]
-        for name in path[2:-1]:
-            model = nested_model(model, str(name)) or model
+        model, inside = TIER_MODELS[raw["tiers"][path[1]]["kind"]], path[2:-1]
+    for name in inside:
+        model = nested_model(model, str(name)) or model
     return model
 
 

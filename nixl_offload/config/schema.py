@@ -5,9 +5,9 @@ Threading: frozen models, safe anywhere. Nothing here reads a file: see ``load``
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from nixl_offload.config.fields import (
     AbsoluteFile,
@@ -15,12 +15,14 @@ from nixl_offload.config.fields import (
     BucketName,
     DurationSeconds,
     EndpointUrl,
+    HeadRanges,
+    LayerRanges,
     ObjectPrefix,
     Percent,
     RegionName,
-    ShardCount,
     SizeBytes,
     TenantName,
+    shard_cut,
 )
 from nixl_offload.types import Verify
 
@@ -56,6 +58,23 @@ class _Model(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """Return it as the YAML would say it, defaults filled in."""
         return self.model_dump(mode="json", by_alias=True)
+
+
+class ShardCut(_Model):
+    """A range of KV heads in a range of layers is one shard."""
+
+    heads: HeadRanges = "auto"
+    """Into how many ranges of KV heads; ``auto``: up to 8, of 1 MiB or more."""
+    layers: LayerRanges | None = None
+    """Into the ranges of layers that a server with so many pipeline stages has; without it, those of the server's own
+    stages. Servers whose own stages begin within such a range store rank by rank."""
+
+
+def _plain_cut(cut: ShardCut | None) -> str | int | dict[str, Any]:
+    """Return what the YAML says of a cut."""
+    if cut is None:
+        return "per_rank"
+    return cut.heads if cut.layers is None else cut.to_dict()
 
 
 class LookupOptions(_Model):
@@ -285,11 +304,13 @@ class Config(_Model):
     block_outermost: bool = True
     """On CUDA, ask vLLM for a KV cache with all layers of a block side by side (BLHNC), if the attention backend takes
     it. A block is then one piece, which a drive can read and write without a copy."""
-    shards: ShardCount = "per_rank"
+    shards: Annotated[ShardCut | None, BeforeValidator(shard_cut), PlainSerializer(_plain_cut, when_used="json")] = None
     """How a chunk is cut. ``per_rank``: each rank stores what it has as it lies there; only servers of the same size
     find it. A number: into so many ranges of KV heads, which servers of every ``--tensor-parallel-size`` that divides
     it find; KV that ranks have alike (MLA) is stored once in shared tiers. ``auto``: up to 8 ranges, of 1 MiB or more.
-    Where a model or a server does not allow it, the log says why, and it is ``per_rank``."""
+    With pipeline stages, those of each apart, so that servers of the same stages share; ``heads`` and ``layers``: so
+    that servers of other numbers of stages share, too. Where a model or a server does not allow it, the log says why,
+    and it is ``per_rank``."""
     slow_hits: Literal["skip", "take"] = "skip"
     """A hit that would take longer to load than to compute, as measured by this server: ``skip`` computes it, ``take``
     loads it anyway."""
@@ -353,5 +374,6 @@ def literals(model: type[BaseModel], name: str) -> tuple[str, ...]:
 def nested_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     """Return the model of a field that is a mapping of its own, such as ``lookup``; None for another field."""
     field = model.model_fields.get(name)
-    annotation = field.annotation if field else None
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    of_field = field.annotation if field else None
+    arms = [of_field, *get_args(of_field)]
+    return next((each for each in arms if isinstance(each, type) and issubclass(each, BaseModel)), None)

@@ -1,4 +1,4 @@
-"""A rank's tiers where chunks are cut by their KV heads: callers speak of chunks, the tiers' engines move shards.
+"""A rank's tiers where chunks are cut into shards: callers speak of chunks, the tiers' engines move shards.
 
 To an engine each shard that this rank holds is a group of its own, with a header, an outcome and a transfer. In a slot
 of a slab or of memory they lie one after the other; elsewhere each is a thing of its own, and where several ranks hold
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from nixl_offload.chunk.shards import ShardPlan
 from nixl_offload.engine.chain import ChainEngine
@@ -51,8 +52,8 @@ class ShardChain(ChainEngine):
         self._plan = plan
         self._rank = rank
         self._shared = frozenset(shared)
-        self._parts = [[(at, slot_bytes[at]) for at in plan.layout_groups(group)] for group in range(len(plan.groups))]
-        """By group of the plan: the groups of the engines, and the bytes of a shard."""
+        self._parts = [_parts(plan.layout_groups(rank, group), slot_bytes) for group in range(len(plan.groups))]
+        """By group of the plan: what this rank holds of a chunk. A stage may hold nothing."""
         self._places: dict[int, SlotPlaces] = {}
         """By tier, where this rank reads slots of others."""
         self._of_jobs: dict[int, _Counts] = {}
@@ -124,33 +125,43 @@ class ShardChain(ChainEngine):
         return [
             ChunkIO(
                 chunk.key,
-                _part(location, number, slot_bytes),
-                group,
+                part.of(location),
+                part.group,
                 chunk.block_ids,
                 chunk.first_block,
-                None if chunk.host_offset is None else chunk.host_offset + number * slot_bytes,
+                None if chunk.host_offset is None else chunk.host_offset + part.offset,
             )
-            for number, group, slot_bytes in self._cut(chunk.group)
+            for part in self._cut(chunk.group)
         ]
 
     def _move(self, move: MoveIO) -> list[MoveIO]:
         source, target = self._here(move.source), self._here(move.target)
-        return [
-            MoveIO(move.key, group, _part(source, number, slot_bytes), _part(target, number, slot_bytes))
-            for number, group, slot_bytes in self._cut(move.group)
-        ]
+        return [MoveIO(move.key, part.group, part.of(source), part.of(target)) for part in self._cut(move.group)]
 
-    def _cut(self, group: int) -> Iterable[tuple[int, int, int]]:
-        """Yield of each shard its number on this rank, its group in the engines, and its bytes. A group that there is
-        not stays as it is: the engines refuse it.
-        """
-        if not 0 <= group < len(self._parts):
-            return [(0, -1, 0)]
-        return [(number, at, slot_bytes) for number, (at, slot_bytes) in enumerate(self._parts[group])]
+    def _cut(self, group: int) -> Sequence[_Part]:
+        """Return what this rank holds of a chunk. A group that there is not stays as it is: the engines refuse it."""
+        return self._parts[group] if 0 <= group < len(self._parts) else [_Part(-1, 0, 0)]
 
 
-def _part(location: Location, number: int, slot_bytes: int) -> Location:
-    return Location(location.tier, location.offset + number * slot_bytes, slot_bytes)
+class _Part(NamedTuple):
+    """A shard that this rank holds."""
+
+    group: int
+    """Of the engines."""
+    offset: int
+    """Bytes from the begin of the chunk's slot."""
+    slot_bytes: int
+
+    def of(self, location: Location) -> Location:
+        return Location(location.tier, location.offset + self.offset, self.slot_bytes)
+
+
+def _parts(groups: Iterable[int], slot_bytes: Sequence[int]) -> list[_Part]:
+    parts, offset = [], 0
+    for group in groups:
+        parts.append(_Part(group, offset, slot_bytes[group]))
+        offset += slot_bytes[group]
+    return parts
 
 
 def _flat(parts: Iterable[Sequence[ChunkIO]]) -> list[ChunkIO]:

@@ -265,9 +265,10 @@ EXCUSED: Final[Mapping[str, Mapping[str, str]]] = {
 EXCUSED_WITH_SHARDS: Final[Mapping[str, str]] = {
     "cache_config.effective_attention_block_size": "how a kernel cuts blocks: the layers' digest has it",
     "cache_config.kv_cache_layout": "how blocks lie in memory: shards have one order",
+    "environment.VLLM_PP_LAYER_PARTITION": "where pipeline stages begin: the ranges of layers have it",
     "speculative_config.draft_model_config.hf_config.draft_vocab_size": (
         "which tokens a draft may propose; vLLM fills it in where it loads the model, which is another process with TP"
     ),
     "speculative_config.draft_tensor_parallel_size": "that of the model: with another one chunks are not cut",
 }
-"""Settings, by path, that cannot change a byte of a chunk that is cut by its heads."""
+"""Settings, by path, that cannot change a byte of a chunk that is cut into shards."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from nixl_offload.chunk.shards import ONE_RANGE, ShardPlan
 from nixl_offload.errors import NamespaceError
 
 FORMAT_VERSION: Final = 1
@@ -40,7 +41,7 @@ class GroupFields:
     tokens_per_block: int
     slot_bytes: tuple[int, ...]
     """By rank: bytes of its shard of a chunk, header page and padding included; 0: it has no layer of the group. Of
-    ``ShardedFields`` by shard; 0: the chunks of the group have fewer.
+    ``ShardedFields`` by shard; 0: the chunks of the group have none of that number.
     """
 
 
@@ -100,14 +101,16 @@ class NamespaceFields(CommonFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedFields(CommonFields):
-    """The fingerprint of chunks that are cut by their KV heads (``chunk.shards``), which look alike whatever the
-    parallel sizes. Where something is said of a rank, read: of the shard with that number.
+    """The fingerprint of chunks that are cut into shards (``chunk.shards``), which look alike whatever the parallel
+    sizes. Where something is said of a rank, read: of the shard with that number.
     """
 
     ranks: tuple[str, ...]
     """Digests of the layers of the whole model, as each rank knows them; one for all where they agree."""
     shards: int
-    """How many a chunk has, at most."""
+    """How many numbers of shards there are."""
+    layers: tuple[int, ...] = ONE_RANGE.begins
+    """The first layer of each range of layers; left out of the plain data where there is one range."""
     shard_order: str = SHARD_ORDER
 
     @property
@@ -123,19 +126,27 @@ class Namespace:
     fields: NamespaceFields | ShardedFields
     digest: bytes
     """SHA-256 of the canonical fields, 32 bytes. The same on every rank."""
-    per_rank: Mapping[int, int] = field(default_factory=dict, compare=False)
-    """By group: how many shards each rank of this engine holds; none: one. Not part of the fingerprint."""
+    plan: ShardPlan | None = field(default=None, compare=False)
+    """How the ranks of this engine hold shards, where chunks are cut; None: nobody asks. Not part of the fingerprint.
+    """
     slot_replicas: Mapping[int, int] = field(default_factory=dict, compare=False)
     """By slot size: how many ranks in a row of this engine have one copy of a chunk in a slab; none: each has its own.
     Not part of the fingerprint.
     """
     _slot_bytes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _slots: dict[int, int] = field(init=False, repr=False, compare=False)
     _holders: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         slot_bytes = {group.group_id: group.slot_bytes for group in self.fields.groups}
         holders = {number: tuple(rank for rank, size in enumerate(of) if size) for number, of in slot_bytes.items()}
+        slots = {number: max(of) for number, of in slot_bytes.items()}
+        if (plan := self.plan) is not None:
+            for at, (number, of) in enumerate(slot_bytes.items()):
+                held = [sum(of[shard] for shard in plan.held(rank, at)) for rank in range(plan.ranks)]
+                slots[number] = max(held)
         object.__setattr__(self, "_slot_bytes", slot_bytes)
+        object.__setattr__(self, "_slots", slots)
         object.__setattr__(self, "_holders", holders)
 
     @property
@@ -165,7 +176,7 @@ class Namespace:
         """Return the slot that a chunk of the group takes in a slab or in memory, where slots are equal on all ranks:
         the largest shard, or all that a rank holds. Raises LookupError (no such group).
         """
-        return max(self._slot_bytes[group_id]) * self.per_rank.get(group_id, 1)
+        return self._slots[group_id]
 
     def chunk_bytes(self, group_id: int) -> int:
         """Return what a chunk of the group takes, each shard stored once. Raises LookupError (no such group)."""
@@ -175,15 +186,21 @@ class Namespace:
         """Return the ranks that hold a shard of the group's chunks, in order. Raises LookupError (no such group)."""
         return self._holders[group_id]
 
+    @property
+    def stages(self) -> list[int]:
+        """How many ranges of layers each pipeline stage of this engine holds; empty where chunks are not cut, or where
+        there is one stage.
+        """
+        held = [] if self.plan is None else [len(ranges) for ranges in self.plan.layers.stages]
+        return held if len(held) > 1 else []
+
     def manifest(self) -> dict[str, Any]:
         """Return digest and fields as plain data for a human to read next to the chunks; never read back as truth."""
         return {"namespace": self.digest.hex(), "fields": _plain(self.fields)}
 
 
-def make_namespace(
-    namespace_fields: NamespaceFields | ShardedFields, per_rank: Mapping[int, int] | None = None
-) -> Namespace:
-    """Fingerprint ``namespace_fields``. ``per_rank``: as ``Namespace.per_rank``.
+def make_namespace(namespace_fields: NamespaceFields | ShardedFields, plan: ShardPlan | None = None) -> Namespace:
+    """Fingerprint ``namespace_fields``. ``plan``: as ``Namespace.plan``, its groups in the order of the fields'.
 
     Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a field that is
     quietly wrong would let foreign bytes in.
@@ -202,6 +219,7 @@ def make_namespace(
     if isinstance(namespace_fields, ShardedFields):
         if not namespace_fields.ranks:
             raise NamespaceError("namespace.ranks has no digest of the model's layers")
+        _check_layers(namespace_fields)
     elif len(namespace_fields.ranks) != namespace_fields.world_size:
         raise NamespaceError(
             f"namespace.ranks has {len(namespace_fields.ranks)} digests for {namespace_fields.world_size} ranks"
@@ -211,14 +229,15 @@ def make_namespace(
             raise NamespaceError(f"namespace.ranks[{position}] must be a digest, not {rank!r}")
     for path, value in namespace_fields.settings.items():
         _check_setting(path, value)
-    return Namespace(namespace_fields, _fingerprint(_plain(namespace_fields)), per_rank or {})
+    return Namespace(namespace_fields, _fingerprint(_plain(namespace_fields)), plan)
 
 
 def fields_of(plain: Mapping[str, Any]) -> NamespaceFields | ShardedFields:
     """Return the fields that plain data describes. Raises TypeError and KeyError where it has others."""
     kind = ShardedFields if "shards" in plain else NamespaceFields
     groups = tuple(GroupFields(**{**group, "slot_bytes": tuple(group["slot_bytes"])}) for group in plain["groups"])
-    return kind(**{**plain, "groups": groups, "ranks": tuple(plain["ranks"])})
+    layers = {"layers": tuple(plain["layers"])} if "layers" in plain else {}
+    return kind(**{**plain, "groups": groups, "ranks": tuple(plain["ranks"]), **layers})
 
 
 def manifest_fits(manifest: object, name: str) -> bool:
@@ -260,6 +279,10 @@ def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:
     ]
     plain["ranks"] = list(value.ranks)
     plain["settings"] = dict(value.settings)
+    if isinstance(value, ShardedFields):
+        del plain["layers"]
+        if value.layers != ONE_RANGE.begins:
+            plain["layers"] = list(value.layers)
     return plain
 
 
@@ -296,6 +319,14 @@ def _check_sizes(slot_bytes: tuple[int, ...], world_size: int, where: str) -> No
         raise NamespaceError(f"{where} must be numbers of bytes, not {slot_bytes!r}")
     if not any(slot_bytes):
         raise NamespaceError(f"{where} is 0 on every rank: nobody has a layer of this group")
+
+
+def _check_layers(cut: ShardedFields) -> None:
+    begins = cut.layers
+    if any(type(begin) is not int for begin in begins) or begins != tuple(sorted({0, *begins})):
+        raise NamespaceError(f"namespace.layers must be the first layers of ranges, from 0 on, not {begins!r}")
+    if cut.shards % len(begins):
+        raise NamespaceError(f"namespace.shards is {cut.shards}, no multiple of {len(begins)} ranges of layers")
 
 
 def _check_setting(path: object, value: object) -> None:

@@ -127,10 +127,16 @@ class NamespaceInfo:
 
     @property
     def is_cut(self) -> bool:
-        """Whether chunks are cut by their KV heads: then servers of other parallel sizes share them, and "rank" stands
-        for the number of a shard.
+        """Whether chunks are cut into shards: then servers of other parallel sizes share them, and "rank" stands for
+        the number of a shard.
         """
         return "shards" in self._fields
+
+    @property
+    def layer_ranges(self) -> int:
+        """Into how many ranges of layers chunks are cut."""
+        layers = self._fields.get("layers")
+        return max(1, len(layers)) if isinstance(layers, list) else 1
 
     @property
     def blocks_per_chunk(self) -> int | None:
@@ -190,6 +196,8 @@ class NamespaceInfo:
         numbers = ("tp", "pp", "pcp", "dcp", "world_size", "shards", "blocks_per_chunk", "tokens_per_block")
         found: dict[str, str | int | None] = {name: printable(self._fields.get(name)) for name in texts}
         found |= {name: self._number(name) for name in numbers}
+        if self.layer_ranges > 1:
+            found["layers"] = printable(" ".join(map(str, self._fields["layers"])))
         return {name: value for name, value in found.items() if value}
 
     @property

@@ -24,6 +24,7 @@ from vllm.entrypoints.cli import serve
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from nixl_offload.chunk.shards import LayerCut
 from nixl_offload.config import CONNECTOR_NAME, Config, from_extra_config
 from nixl_offload.errors import ConfigError, NotSupportedError
 from nixl_offload.identity.compare import Argument, Server, differing
@@ -32,6 +33,7 @@ from nixl_offload.identity.namespace import Setting
 from nixl_offload.identity.settings import collect, plain_text
 from nixl_offload.vllm.identity import known_by_name_alone, known_fields, models_of, reason_to_stay_off
 from nixl_offload.vllm.plugin import register
+from nixl_offload.vllm.rank_shards import cut_by_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,11 +116,14 @@ def _describe(arguments: argparse.Namespace, transfer: Mapping[str, Any]) -> Ser
         config = _our_config(vllm_config, transfer)
         known: dict[str, Any] = dict(known_fields(vllm_config, config, {}))
         settings = known.pop("settings")
-        if config.shards != "per_rank":
-            # As far as the ranks can cut chunks, which only they know.
-            known = {name: value for name, value in known.items() if name not in {"tp", "world_size"}}
-            known["shards"] = str(config.shards)
-            settings = {name: value for name, value in settings.items() if name not in EXCUSED_WITH_SHARDS}
+        if config.shards is not None:
+            cut = cut_by_config(vllm_config, config.shards)
+            known["shards"] = f"per_rank, for {cut}" if isinstance(cut, str) else str(config.shards.heads)
+            if isinstance(cut, LayerCut):
+                # As far as the ranks understand what lies in their KV caches.
+                known = {name: value for name, value in known.items() if name not in {"tp", "pp", "world_size"}}
+                known["shards.layers"] = " ".join(map(str, cut.begins))
+                settings = {name: value for name, value in settings.items() if name not in EXCUSED_WITH_SHARDS}
         models = models_of(vllm_config)
         return Server(
             model=models["model_config"].name,

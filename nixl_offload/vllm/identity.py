@@ -168,6 +168,7 @@ def build_namespace(
     ``ranks``: what each has told, in order. ``weights``: digests of the files that ``models_of`` names, by its keys.
     """
     backends = sorted({name for rank in ranks for name in rank.attention_backends})
+    is_cut = any(rank.shards is not None for rank in ranks)
     by_rank = NamespaceFields(
         **known_fields(vllm_config, config, weights),
         attention_backend="+".join(backends) or None,
@@ -178,17 +179,21 @@ def build_namespace(
         blocks_per_chunk=offloading.cache.blocks_per_chunk,
         tokens_per_hash=offloading.cache.tokens_per_hash,
         groups=tuple(
-            GroupFields(group.group_id, group.tokens_per_block, tuple(rank.slot_bytes[at] for rank in ranks))
+            GroupFields(
+                group.group_id,
+                group.tokens_per_block,
+                () if is_cut else tuple(rank.slot_bytes[at] for rank in ranks),
+            )
             for at, group in enumerate(offloading.groups)
         ),
         ranks=tuple(rank.digest for rank in ranks),
     )
-    if all(rank.shards is None for rank in ranks):
-        return make_namespace(by_rank)
-    return _by_shard(by_rank, ranks, counts_tp=_weights_depend_on_tp(vllm_config))
+    if is_cut:
+        return _by_shard(by_rank, ranks, counts_sizes=_weights_depend_on_sizes(vllm_config))
+    return make_namespace(by_rank)
 
 
-def _weights_depend_on_tp(vllm_config: VllmConfig) -> bool:
+def _weights_depend_on_sizes(vllm_config: VllmConfig) -> bool:
     """Whether engines of other sizes compute with other weights: random ones are drawn, and what is quantized only when
     it is loaded is scaled, for each rank's part.
     """
@@ -202,27 +207,35 @@ def _weights_depend_on_tp(vllm_config: VllmConfig) -> bool:
     )
 
 
-def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts_tp: bool) -> Namespace:
-    """Return the namespace of chunks that are cut by their heads: what differs between parallel sizes is left out.
+def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts_sizes: bool) -> Namespace:
+    """Return the namespace of chunks that are cut into shards: what differs between parallel sizes is left out.
 
     Raises NamespaceError where ranks do not agree on the cut: no rank would find what another has stored.
     """
     plan = ranks[0].shards
-    if plan is None or any((rank.shards, rank.slot_bytes) != (plan, ranks[0].slot_bytes) for rank in ranks):
+    if plan is None or any(rank.shards != plan for rank in ranks):
         raise NamespaceError("the ranks of this engine do not agree on how chunks are cut into shards")
-    most = max(group.shards for group in plan.groups)
-    groups, held = [], {}
-    for group, cut, size in zip(by_rank.groups, plan.groups, ranks[0].slot_bytes, strict=True):
-        groups.append(replace(group, slot_bytes=(size,) * cut.shards + (0,) * (most - cut.shards)))
-        held[group.group_id] = cut.per_rank
+    groups = []
+    for at, (group, cut) in enumerate(zip(by_rank.groups, plan.groups, strict=True)):
+        sizes: dict[int, int] = {}
+        for rank in ranks:
+            for position, number in zip(plan.layout_groups(rank.rank, at), plan.held(rank.rank, at), strict=True):
+                size_bytes = rank.slot_bytes[position]
+                if sizes.setdefault(number // plan.per_range, size_bytes) != size_bytes:
+                    raise NamespaceError("the ranks of this engine do not agree on how large shards are")
+        of_heads = range(plan.per_range)
+        by_number = [sizes.get(n, 0) if h < cut.shards else 0 for n in range(len(plan.layers.begins)) for h in of_heads]
+        groups.append(replace(group, slot_bytes=tuple(by_number)))
     common: dict[str, Any] = {item.name: getattr(by_rank, item.name) for item in fields(CommonFields)}
     common["groups"] = tuple(groups)
     common["settings"] = {name: value for name, value in by_rank.settings.items() if name not in EXCUSED_WITH_SHARDS}
-    if counts_tp:
-        common["settings"]["tp"] = by_rank.tp
+    if counts_sizes:
+        common["settings"] |= {"tp": by_rank.tp} | ({"pp": by_rank.pp} if by_rank.pp > 1 else {})
     # Where ranks differ, as by scales of their own, engines of other sizes share nothing.
     digests = by_rank.ranks[:1] if len(set(by_rank.ranks)) == 1 else by_rank.ranks
-    namespace = make_namespace(ShardedFields(**common, ranks=digests, shards=most), held)
+    namespace = make_namespace(
+        ShardedFields(**common, ranks=digests, shards=plan.shards, layers=plan.layers.begins), plan
+    )
     machines = [rank.machine for rank in ranks]
     together = [
         (namespace.slot_bytes(group.group_id), ranks_together(machines, cut.replicas))
@@ -239,7 +252,7 @@ def with_loaded_weights(first: Namespace, loaded_weights: str | None) -> Namespa
     if loaded_weights is None:
         return first
     settings = {**first.fields.settings, "loaded_weights": loaded_weights}
-    changed = make_namespace(replace(first.fields, settings=settings), first.per_rank)
+    changed = make_namespace(replace(first.fields, settings=settings), first.plan)
     return replace(changed, slot_replicas=first.slot_replicas)
 
 

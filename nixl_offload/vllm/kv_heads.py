@@ -3,8 +3,9 @@
 A page is understood where heads lie one after the other, each whole, and where it is certain which of the model's heads
 a rank has. Whatever is not known to be so is not understood: its chunks are stored rank by rank.
 
-Over pipeline stages vLLM makes the groups of the whole model and takes from each what a stage has: a group's layers are
-in the model's order, by names with the model's own layer numbers, and a stage's are consecutive among them.
+With pipeline stages vLLM makes the groups of the whole model, and a stage has of each the layers that it runs, or
+none: in the model's order, by names with the model's own layer numbers. So a range of layers is the same wherever it is
+whole.
 Threading: pure functions.
 """
 
@@ -27,8 +28,8 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from nixl_offload.chunk.heads import HeadPages, shard_groups
-from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.chunk.heads import HeadPages
+from nixl_offload.chunk.layout import RegionSpec
 from nixl_offload.errors import LayoutError
 from nixl_offload.vllm.kv_caches import regions_of
 
@@ -48,15 +49,12 @@ def understood_pages(
 ) -> str | None:
     """Say, as a clause, why the pages of this rank cannot be divided by KV heads; None: they can.
 
-    ``kv_caches``: by layer, as vLLM registers them.
+    ``kv_caches``: by layer, as vLLM registers them. Context parallelism divides blocks otherwise: nobody asks with it.
     """
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism divides the tokens of a block"
-    tp, total = parallel.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
+    tp, total = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
     is_divided = False
-    for group in _offloaded(kv_cache_config):
-        for name, spec in _layers(group):
+    for group in offloaded_groups(kv_cache_config):
+        for name, spec in layers_of(group):
             why = _why_not(spec, kv_caches.get(name), kv_cache_config.num_blocks, max(1, total // tp))
             if why is not None:
                 return f"{name}: {why}"
@@ -67,32 +65,27 @@ def understood_pages(
     return None
 
 
-def shard_layouts(
-    kv_cache_config: KVCacheConfig,
-    kv_caches: Mapping[str, torch.Tensor],
-    canonical: CanonicalKVCaches,
-    shards: Sequence[int],
-    blocks_per_chunk: int,
-) -> KVLayout:
-    """Describe the shards that this rank holds: of the first offloaded group one after the other, then of the next.
+def layer_pages(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], canonical: CanonicalKVCaches
+) -> list[dict[str, HeadPages]]:
+    """Return where the heads of this rank's layers lie, by offloaded group and by name, in the model's order.
 
     ``kv_caches``: by layer, for which ``understood_pages`` has no reason; ``canonical``: vLLM's view of the same
-    memory, whose tensors the layout has; ``shards``: how many this rank holds of each offloaded group. A group of which
-    it has no layer has empty layouts. Raises LayoutError when they do not fit each other.
+    memory, to whose tensors the pages refer. Raises LayoutError when they do not fit each other.
     """
     regions = regions_of(canonical)
-    groups: list[GroupLayout] = []
-    for group, count in zip(_offloaded(kv_cache_config), shards, strict=True):
-        layers = [_head_pages(spec, kv_caches[name], regions) for name, spec in _layers(group)]
-        groups += shard_groups(layers, count)
-    return KVLayout(regions, tuple(groups), blocks_per_chunk)
+    return [
+        {name: _head_pages(spec, kv_caches[name], regions) for name, spec in layers_of(group)}
+        for group in offloaded_groups(kv_cache_config)
+    ]
 
 
-def _offloaded(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
+def offloaded_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
+    """Return the groups of which chunks are stored."""
     return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
 
 
-def _layers(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
+def layers_of(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
     """Return the names and specs of a group's layers on this rank, in the model's order."""
     specs = group.kv_cache_spec
     for name in group.layer_names:

@@ -29,7 +29,9 @@ class RankGeometry(KVConnectorHandshakeMetadata):
 
     rank: int
     slot_bytes: tuple[int, ...]
-    """Bytes of its shard of a chunk (header page, payload, padding) per KV cache group; 0: it has no layer of it."""
+    """Bytes of its shard of a chunk (header page, payload, padding) per KV cache group; 0: it has no layer of it. Where
+    chunks are cut: of each shard that it holds, in the order of ``ShardPlan.numbers``.
+    """
     digest: str
     """Of what lies where in its KV caches (``rank_identity``)."""
     attention_backends: tuple[str, ...] = ()
@@ -39,8 +41,8 @@ class RankGeometry(KVConnectorHandshakeMetadata):
     weights: str | None = None
     """Digest of the weights that it has loaded; None: not known."""
     shards: ShardPlan | None = None
-    """How chunks are cut by their KV heads. ``slot_bytes`` are those of one shard then, and ``digest`` is of the layers
-    of the whole model. None: each rank stores what it has."""
+    """How chunks are cut into shards; ``digest`` is of the layers of the whole model then. None: each rank stores what
+    it has."""
 
 
 @dataclass

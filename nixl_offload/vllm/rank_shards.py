@@ -1,9 +1,11 @@
-"""Whether a rank's chunks can be cut into shards by their KV heads, and how; else why not.
+"""Whether an engine's chunks can be cut into shards, how, and where those of this rank lie; else why not.
 
-All ranks of an engine come to the same: it follows from vLLM's configuration and from KV caches that differ in their
-heads alone. The scheduler's half makes sure of it (``identity.build_namespace``).
+All ranks of an engine come to the same. Those of a stage do so by themselves: it follows from vLLM's configuration and
+from KV caches that differ in their heads alone. Stages, which have other layers, tell each other what they have. The
+scheduler's half makes sure of it (``identity.build_namespace``).
 
-Threading: pure functions, called by the worker's main thread when vLLM registers the KV caches.
+Threading: called by the worker's main thread when vLLM registers the KV caches, on all ranks; with pipeline stages it
+waits for the others.
 """
 
 from __future__ import annotations
@@ -12,21 +14,30 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+import torch.distributed
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
-from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MLAAttentionSpec
 
-from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.chunk.shards import ShardPlan, Shards, make_plan
+from nixl_offload.chunk.heads import HeadPages, shard_groups
+from nixl_offload.chunk.layout import GroupLayout, KVLayout
+from nixl_offload.chunk.shards import LayerCut, ShardPlan, make_plan
+from nixl_offload.config import ShardCut
+from nixl_offload.errors import LayoutError
 from nixl_offload.identity.settings import collect
-from nixl_offload.vllm.kv_heads import understood_pages
+from nixl_offload.vllm.kv_caches import regions_of
+from nixl_offload.vllm.kv_heads import layer_pages, layers_of, understood_pages
+from nixl_offload.vllm.layer_ranges import layer_cut, range_of
 from nixl_offload.vllm.rank_identity import layer_facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 _OF_THE_RANK: Final = {
     "num_kv_heads": "the heads of all ranks count",
@@ -39,86 +50,168 @@ _OF_THE_RANK: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class CutChunks:
-    """How the chunks of an engine are cut."""
+class RankShards:
+    """How the chunks of an engine are cut, and where the shards of this rank lie."""
 
     plan: ShardPlan
     digest: str
     """Of the layers of the whole model, in hex: engines with other ones share nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankShards(CutChunks):
-    """The same, with where the shards of this rank lie."""
-
     layout: KVLayout
     """With a group for each shard, in the order of ``ShardPlan.numbers``."""
+
+
+class _Stage(NamedTuple):
+    """What a pipeline stage tells the others; its ranks all tell the same."""
+
+    heads: tuple[tuple[int, ...], ...]
+    """By group, of each layer: the KV heads that all ranks have together; 1 where KV is not divided (MLA)."""
+    chunk_bytes: tuple[tuple[int, ...], ...]
+    """By group and range of layers, as ``make_plan`` takes them."""
+    digests: tuple[str, ...]
+    """By range of layers: of its layers."""
+
+
+_Layers = list[dict[str, tuple[KVCacheSpec, HeadPages]]]
+"""By group: the layers of a range, in the model's order."""
 
 
 def cut_chunks(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
-    wanted: Shards,
+    canonical: CanonicalKVCaches,
+    wanted: ShardCut,
     blocks_per_chunk: int,
-) -> CutChunks | str:
-    """Return how chunks are cut, or why they are not, as a clause."""
-    why = _why_not(vllm_config) or understood_pages(vllm_config, kv_cache_config, kv_caches)
-    if why:
-        return why
-    numbers = get_offloading_group_ids(kv_cache_config)
-    heads: list[list[int]] = []
-    sizes: list[int] = []
-    for number in numbers:
-        heads.append([])
-        sizes.append(0)
-        for spec in specs_of(kv_cache_config.kv_cache_groups[number]).values():
-            assert isinstance(spec, AttentionSpec)
-            page_bytes, is_divided = spec.unpadded_page_size_bytes, not isinstance(spec, MLAAttentionSpec)
-            total = vllm_config.model_config.get_total_num_kv_heads() if is_divided else 1
-            heads[-1].append(total)
-            sizes[-1] += blocks_per_chunk * (page_bytes // spec.num_kv_heads * total if is_divided else page_bytes)
-    plan = make_plan(wanted, heads, sizes, vllm_config.parallel_config.tensor_parallel_size)
+) -> RankShards | str:
+    """Return how chunks are cut, or why they are not, as a clause; on all ranks the same.
+
+    ``kv_caches``: by layer, as vLLM registers them; ``canonical``: its view of the same memory. Raises whatever is
+    wrong with what vLLM has made on this rank: the others return a clause then.
+    """
+    cut = cut_by_config(vllm_config, wanted)
+    if isinstance(cut, str):
+        return cut
+    parallel = vllm_config.parallel_config
+    ranges: dict[int, _Layers] = {}
+    failure: Exception | None = None
+    own: _Stage | str
+    try:
+        why = understood_pages(vllm_config, kv_cache_config, kv_caches)
+        if why is None:
+            ranges = _ranges(vllm_config, kv_cache_config, kv_caches, canonical, cut)
+            own = _stage(vllm_config, kv_cache_config, kv_caches, ranges, blocks_per_chunk)
+        else:
+            own = why
+    except Exception as error:  # noqa: BLE001 - the other stages wait for this one's word
+        own, failure = "what lies where in the KV caches of a pipeline stage is not understood", error
+    stages = [own] if parallel.pipeline_parallel_size == 1 else of_all_stages(own)
+    if failure is not None:
+        raise failure
+    told = [stage for stage in stages if not isinstance(stage, str)]
+    if len(told) < len(stages):
+        return next(stage for stage in stages if isinstance(stage, str))
+    heads = [tuple(chain.from_iterable(of_stages)) for of_stages in zip(*(stage.heads for stage in told), strict=True)]
+    sizes = [tuple(chain.from_iterable(each)) for each in zip(*(stage.chunk_bytes for stage in told), strict=True)]
+    plan = make_plan(wanted.heads, heads, sizes, parallel.tensor_parallel_size, cut)
     if isinstance(plan, str):
         return plan
-    return CutChunks(plan, _digest(vllm_config, kv_cache_config, dict(zip(numbers, heads, strict=True)), kv_caches))
+    digests = [digest for stage in told for digest in stage.digests]
+    digest = digests[0] if len(digests) == 1 else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+    groups: list[GroupLayout] = []
+    for position, group in enumerate(plan.groups):
+        for number in plan.ranges(parallel.rank, position):
+            pages = [pages for _, pages in ranges[number][position].values()]
+            groups += shard_groups(pages, group.per_rank)
+    return RankShards(plan, digest, KVLayout(regions_of(canonical), tuple(groups), blocks_per_chunk))
 
 
-def specs_of(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
-    """Return the spec of each layer of a group, by its name."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return {name: spec.kv_cache_specs[name] for name in group.layer_names}
-    return dict.fromkeys(group.layer_names, spec)
-
-
-def _why_not(vllm_config: VllmConfig) -> str | None:
+def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:
+    """Return how layers are cut; or why chunks are not, as a clause, as far as vLLM's configuration tells."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    if parallel.pipeline_parallel_size > 1:
-        return "layers are divided among pipeline stages"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism divides the tokens of a block"
     draft = getattr(speculative, "draft_parallel_config", None)
     if draft is not None and draft.tensor_parallel_size != parallel.tensor_parallel_size:
         return "the draft model has a tensor parallelism of its own"
-    return None
+    # Whatever ``auto`` makes of smaller chunks is held by no more sizes.
+    heads, plenty = vllm_config.model_config.get_total_num_kv_heads(), 1 << 62
+    plan = make_plan(wanted.heads, [[heads]], [[plenty]], parallel.tensor_parallel_size)
+    return plan if isinstance(plan, str) else layer_cut(vllm_config, wanted.layers)
+
+
+def of_all_stages(own: _Stage | str) -> Sequence[_Stage | str]:
+    """Return what the pipeline stages say, in their order. Each must ask, and waits for the others."""
+    group = get_pp_group()
+    told: list[_Stage | str] = [own] * group.world_size
+    torch.distributed.all_gather_object(told, own, group=group.cpu_group)
+    return told
+
+
+def _ranges(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    canonical: CanonicalKVCaches,
+    cut: LayerCut,
+) -> dict[int, _Layers]:
+    """Return the layers of this rank by range of layers. Raises LayoutError where one is not of its stage."""
+    parallel = vllm_config.parallel_config
+    held = cut.stages[parallel.rank // parallel.tensor_parallel_size]
+    pages = layer_pages(kv_cache_config, kv_caches, canonical)
+    found: dict[int, _Layers] = {number: [{} for _ in pages] for number in held}
+    layers = vllm_config.model_config.get_total_num_hidden_layers() if len(cut.begins) > 1 else 0
+    for position, group in enumerate(get_offloading_group_ids(kv_cache_config)):
+        for name, spec in layers_of(kv_cache_config.kv_cache_groups[group]):
+            number = range_of(name, cut, layers)
+            if number not in held:
+                raise LayoutError(f"{name} runs on another pipeline stage than the model's layer of that number")
+            found[number][position][name] = spec, pages[position][name]
+    return found
+
+
+def _stage(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    ranges: Mapping[int, _Layers],
+    blocks_per_chunk: int,
+) -> _Stage:
+    model = vllm_config.model_config
+    heads: list[list[int]] = []
+    sizes: list[list[int]] = []
+    for position in range(len(get_offloading_group_ids(kv_cache_config))):
+        heads.append([])
+        sizes.append([])
+        for number in ranges:
+            sizes[-1].append(0)
+            for spec, _ in ranges[number][position].values():
+                assert isinstance(spec, AttentionSpec)
+                page_bytes, is_divided = spec.unpadded_page_size_bytes, not isinstance(spec, MLAAttentionSpec)
+                total = model.get_total_num_kv_heads() if is_divided else 1
+                heads[-1].append(total)
+                size_bytes = page_bytes // spec.num_kv_heads * total if is_divided else page_bytes
+                sizes[-1][-1] += blocks_per_chunk * size_bytes
+    digests = tuple(_digest(vllm_config, kv_cache_config, kv_caches, groups) for groups in ranges.values())
+    return _Stage(tuple(map(tuple, heads)), tuple(map(tuple, sizes)), digests)
 
 
 def _digest(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    heads: Mapping[int, Sequence[int]],
-    kv_caches: Mapping[str, torch.Tensor],
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], groups: _Layers
 ) -> str:
-    """Digest what makes the bytes of shards interchangeable, layer by layer. ``heads``: by group, of its layers."""
-    layers = vllm_config.compilation_config.static_forward_context
+    """Digest what makes the bytes of shards interchangeable, layer by layer of a range."""
+    modules = vllm_config.compilation_config.static_forward_context
+    model = vllm_config.model_config
     facts: list[object] = []
-    for number, of_layers in heads.items():
+    for number, layers in zip(get_offloading_group_ids(kv_cache_config), groups, strict=True):
         group = kv_cache_config.kv_cache_groups[number]
-        facts.append([number, str(group.role), group.is_eagle_group])
-        for (name, spec), count in zip(specs_of(group).items(), of_layers, strict=True):
+        # Of a group without layers here vLLM tells a stage less than it tells an engine of one stage.
+        facts.append([number, str(group.role), group.is_eagle_group] if layers else [number])
+        for name, (spec, _) in layers.items():
             told = {path: value for path, value in collect(spec, {}).values.items() if path not in _OF_THE_RANK}
+            heads = 1 if isinstance(spec, MLAAttentionSpec) else model.get_total_num_kv_heads()
             pages = kv_caches[name]
             # Of MLA a kernel may divide a block, and an indexer's keeps its scales behind the tokens of each part.
             parts = pages.shape[0] // kv_cache_config.num_blocks
-            of_layer = layer_facts(layers.get(name))
-            facts.append([name, type(spec).__qualname__, told, count, str(pages.dtype), parts, of_layer])
+            of_layer: list[Any] = layer_facts(modules.get(name))
+            facts.append([name, type(spec).__qualname__, told, heads, str(pages.dtype), parts, of_layer])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -26,7 +26,6 @@ from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.data_parallel import sharing_engines
 from nixl_offload.vllm.identity import reason_to_stay_off
 from nixl_offload.vllm.kv_caches import without_padding
-from nixl_offload.vllm.kv_heads import shard_layouts
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.metrics import DEFINITIONS
 from nixl_offload.vllm.rank_shards import RankShards, cut_chunks
@@ -103,20 +102,18 @@ class NixlOffloadSpec(OffloadingSpec):
         )
 
     def _cut(self, kv_caches: CanonicalKVCaches) -> RankShards | None:
-        """Cut chunks by their heads, if the config asks for it; None, with a line in the log, where that cannot be."""
+        """Cut chunks into shards, if the config asks for it; None, with a line in the log, where that cannot be."""
         wanted, blocks = self.config_file.shards, self.config.cache.blocks_per_chunk
-        if wanted == "per_rank":
+        if wanted is None:
             return None
         trace: Exception | None = None
         try:
-            found = cut_chunks(self.vllm_config, self.kv_cache_config, self._kv_caches, wanted, blocks)
+            found = cut_chunks(self.vllm_config, self.kv_cache_config, self._kv_caches, kv_caches, wanted, blocks)
             if not isinstance(found, str):
-                held = [group.per_rank for group in found.plan.groups]
-                layout = shard_layouts(self.kv_cache_config, self._kv_caches, kv_caches, held, blocks)
                 if self.config.parallel.rank == 0:
-                    numbers = ", ".join(str(group.shards) for group in found.plan.groups)
-                    logger.info("Chunks are cut by KV heads; shards of a chunk, by KV group: %s", numbers)
-                return RankShards(found.plan, found.digest, layout)
+                    numbers = ", ".join(str(group.shards * len(group.ranges)) for group in found.plan.groups)
+                    logger.info("Chunks are cut by KV heads and layers; shards of a chunk, by KV group: %s", numbers)
+                return found
         except Exception as error:  # noqa: BLE001 - whatever vLLM has that nobody has thought of is stored as ever
             found, trace = "what lies where in the KV caches is not understood", error
         if self.config.parallel.rank == 0 or trace is not None:

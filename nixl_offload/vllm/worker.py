@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,9 +85,9 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Take the host memory that the config asks for, and compare transfer paths on a device.
 
         ``claimed_share``: of the device's memory, what vLLM keeps for itself. ``engines``: data-parallel engines that
-        divide the memory tier. ``shards``: how chunks are cut by their KV heads; None: each rank stores what it has as
-        it lies there. ``keys``: of the config's ``authenticate``. ``off``: nothing will be stored
-        or loaded, so take nothing.
+        divide the memory tier. ``shards``: how chunks are cut into shards; None: each rank stores what it has as it
+        lies there. ``keys``: of the config's ``authenticate``. ``off``: nothing will be stored or loaded, so take
+        nothing.
 
         This may take seconds, and the start waits for it: CUDA graphs are captured next, and no other thread may
         allocate device memory during that. Raises TierError when there is not so much host memory: at start, and only
@@ -107,15 +107,14 @@ class NixlOffloadingWorker(OffloadingWorker):
             for group in range(len(self._group_ids))
         ]
         """By vLLM's group: what this rank has of a block."""
-        empty = self.layout.empty_groups
-        self._has_layers = len(empty) < len(self.layout.groups)
+        self._has_layers = len(self.layout.empty_groups) < len(self.layout.groups)
         """Whether any; else this rank needs no memory, reaches no storage, and is done with its part at once."""
         self._host: HostSlab | None = None
         self._plans: list[TransferPlan | None] = []
         if self._has_layers and not off:
             self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines, keys)
             self._plans = plan_tiers(config, self._tensors, self.layout)
-        self._engine = self._make_chain(empty)
+        self._engine = self._make_chain()
         self._tiers = RankTiers(
             self._engine,
             open_tier=self._open_tier,
@@ -140,11 +139,11 @@ class NixlOffloadingWorker(OffloadingWorker):
         self.adapters = LoadedAdapters()
         """Whoever loads LoRA adapters on this rank tells it here."""
 
-    def _make_chain(self, empty: Collection[int]) -> ChainEngine:
+    def _make_chain(self) -> ChainEngine:
         engines = [None] * len(self._config.tiers) if self._has_layers else []
         memory = None if self._config.memory is None else 0
         if self._shards is None:
-            return ChainEngine(engines, self._host, memory=memory, empty_groups=empty)
+            return ChainEngine(engines, self._host, memory=memory, empty_groups=self.layout.empty_groups)
         return ShardChain(
             engines,
             self._host,
@@ -157,13 +156,11 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def _layout_groups(self, group: int) -> Sequence[int]:
         """Return what ``layout`` has of one of vLLM's groups: itself, or the shards that this rank holds."""
-        return (group,) if self._shards is None else self._shards.plan.layout_groups(group)
+        return (group,) if self._shards is None else self._shards.plan.layout_groups(self._rank, group)
 
     def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
         """Return what this rank tells the scheduler's half. ``digest``: from ``rank_identity``."""
-        slot_bytes = tuple(
-            self.layout.slot_bytes(self._layout_groups(group)[0]) for group in range(len(self._group_ids))
-        )
+        slot_bytes = tuple(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
         backends, shards = tuple(sorted(attention_backends)), self._shards
         if shards is None:
             return RankGeometry(self._rank, slot_bytes, digest, backends)

@@ -1,5 +1,5 @@
-"""Engines of several parallel sizes over one directory: each rank with KV tensors of its own heads, and a chain of
-tiers that moves shards. What a block holds is decided by layer and head alone, so that all sizes agree on it.
+"""Engines of several parallel sizes over one directory: each rank with KV tensors of its own heads and layers, and a
+chain of tiers that moves shards. What a block holds is decided by layer and head alone, so that all sizes agree on it.
 """
 
 from __future__ import annotations
@@ -7,13 +7,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.chunk.shards import Shard, ShardPlan, Shards, make_plan
+from nixl_offload.chunk.shards import LayerCut, Shard, ShardPlan, Shards, cut_layers, make_plan
 from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.chain import MoveIO
 from nixl_offload.engine.host import HostSlab
@@ -30,7 +31,7 @@ from tests.unit.engine_rig import DEADLINE_S
 from tests.unit.link_rig import NAMESPACE_NAME, shards
 
 MEMORY, SLAB, TREE = 0, 1, 2
-LAYERS, CHUNK_BLOCKS, NUM_BLOCKS, HEAD_BYTES = 2, 4, 32, 640
+LAYERS, CHUNK_BLOCKS, NUM_BLOCKS, HEAD_BYTES = 3, 4, 32, 640
 SLOTS = 16
 
 
@@ -42,6 +43,11 @@ def content(number: int, head: int) -> np.ndarray:
     """What chunk ``number`` holds of a head: shape (CHUNK_BLOCKS, LAYERS, HEAD_BYTES)."""
     rng = np.random.default_rng((number, head))
     return rng.integers(0, 256, (CHUNK_BLOCKS, LAYERS, HEAD_BYTES), dtype=np.uint8)
+
+
+def layers_in(cut: LayerCut, number: int) -> range:
+    """The layers of a range."""
+    return range(cut.begins[number], (*cut.begins, LAYERS)[number + 1])
 
 
 def digest(shard: int) -> bytes:
@@ -69,30 +75,36 @@ class RankRig:
         self.offsets: dict[int, int] = {}
         """Of chunks in the slab, where they do not lie one after the other."""
         each = heads // group.shards
-        self.heads = [number * each + head for number in group.held_by(rank) for head in range(each)]
-        self.kv = torch.zeros((LAYERS, len(self.heads), NUM_BLOCKS, HEAD_BYTES), dtype=torch.uint8)
+        self.heads = [number * each + head for number in group.held_by(rank % group.ranks) for head in range(each)]
+        ranges = [layers_in(plan.layers, number) for number in plan.ranges(rank, 0)]
+        self.layers = [layer for each_range in ranges for layer in each_range]
+        self.kv = torch.zeros((len(self.layers), len(self.heads), NUM_BLOCKS, HEAD_BYTES), dtype=torch.uint8)
         tensors = [page.view(torch.int8) for layer in self.kv for page in layer]
         specs = [RegionSpec(n, kv.data_ptr(), NUM_BLOCKS, HEAD_BYTES, HEAD_BYTES) for n, kv in enumerate(tensors)]
         groups = tuple(
             GroupLayout.of_pages(
-                (layer * len(self.heads) + number * each + head, HEAD_BYTES)
-                for layer in range(LAYERS)
+                (self.layers.index(layer) * len(self.heads) + number * each + head, HEAD_BYTES)
+                for layer in each_range
                 for head in range(each)
             )
+            for each_range in ranges
             for number in range(group.per_rank)
         )
         self.layout = KVLayout(tuple(specs), groups, CHUNK_BLOCKS)
-        self.slot_bytes = self.layout.slot_bytes(0) * group.per_rank
+        sizes = [self.layout.slot_bytes(at) for at in range(len(groups))]
+        self.slot_bytes = sum(sizes)
         self.host = HostSlab(
             memory_bytes=SLOTS * self.slot_bytes,
             relay_slots=2,
-            slot_bytes=self.layout.slot_bytes(0),
+            slot_bytes=max(sizes),
             progress=lambda done, total: None,
         )
-        digests = [digest(number) for number in range(group.shards)] if namespace is None else namespace.rank_digests
+        digests = [digest(number) for number in range(plan.shards)] if namespace is None else namespace.rank_digests
         named = [Shard(number, digests[number]) for number in plan.numbers(rank)]
         extent = align_up(4 * self.slot_bytes, 65536)
-        self.slab = slab or SlabFile(root / f"tp{len(plan.numbers(0))}-{rank}.slab", SLOTS // 4 * extent, extent)
+        self.slab = slab or SlabFile(
+            root / f"{plan.ranks}-{len(plan.numbers(0))}-{rank}.slab", SLOTS // 4 * extent, extent
+        )
         self.slab.open()
         allocator = SlabAllocator(
             self.slab.rank_bytes, [self.slot_bytes], extent, {self.slot_bytes: together} if together > 1 else None
@@ -101,7 +113,7 @@ class RankRig:
         if together > 1:
             self.offsets = {number: allocator.allocate(self.slot_bytes) or 0 for number in range(SLOTS)}
         self.neighbours = [
-            SlabFile(root / f"tp{len(plan.numbers(0))}-{each}.slab", self.slab.rank_bytes, extent)
+            SlabFile(root / f"{plan.ranks}-{len(plan.numbers(0))}-{each}.slab", self.slab.rank_bytes, extent)
             for each in self.places.neighbours(rank)
         ]
         for neighbour in self.neighbours:
@@ -129,7 +141,7 @@ class RankRig:
             self.host,
             plan=plan,
             rank=rank,
-            slot_bytes=[self.layout.slot_bytes(at) for at in range(group.per_rank)],
+            slot_bytes=sizes,
             shared=[TREE],
             memory=MEMORY,
         )
@@ -142,15 +154,19 @@ class RankRig:
         """Have the model compute chunk ``number``: blocks from ``4 * number`` on."""
         blocks = slice(number * CHUNK_BLOCKS, (number + 1) * CHUNK_BLOCKS)
         for local, head in enumerate(self.heads):
-            self.kv[:, local, blocks] = torch.from_numpy(content(number, head).transpose(1, 0, 2).copy())
+            self.kv[:, local, blocks] = torch.from_numpy(self._content(number, head))
 
     def holds(self, number: int, first: int = 0) -> bool:
         """Whether the blocks of chunk ``number`` from ``first`` on are as computed."""
         blocks = slice(number * CHUNK_BLOCKS + first, (number + 1) * CHUNK_BLOCKS)
         return all(
-            np.array_equal(self.kv[:, local, blocks].numpy(), content(number, head).transpose(1, 0, 2)[:, first:])
+            np.array_equal(self.kv[:, local, blocks].numpy(), self._content(number, head)[:, first:])
             for local, head in enumerate(self.heads)
         )
+
+    def _content(self, number: int, head: int) -> np.ndarray:
+        """Of this rank's layers, the first axis."""
+        return content(number, head).transpose(1, 0, 2)[self.layers]
 
     def wipe(self) -> None:
         self.kv.fill_(0xEE)
@@ -208,15 +224,34 @@ class RankRig:
         self.host.close()
 
 
+def bounds(stages: Sequence[int]) -> list[tuple[int, int]]:
+    """Where stages of so many layers begin and end."""
+    ends = list(accumulate(stages))
+    return list(zip([0, *ends], ends, strict=False))
+
+
 class EngineRig:
     """All ranks of an engine, which are told the same."""
 
-    def __init__(self, root: Path, tp: int, *, heads: int = 4, wanted: Shards = 4, together: int = 1) -> None:
+    def __init__(
+        self,
+        root: Path,
+        tp: int,
+        *,
+        heads: int = 4,
+        wanted: Shards = 4,
+        stages: Sequence[int] = (LAYERS,),
+        cut_for: Sequence[int] | None = None,
+        together: int = 1,
+    ) -> None:
+        """``stages``: how many layers each pipeline stage has; ``cut_for``: those for which layers are cut."""
         root.mkdir(exist_ok=True)
-        plan = make_plan(wanted, [[heads]], [1 << 30], tp)
+        cut = cut_layers(bounds(cut_for or stages), bounds(stages))
+        assert cut is not None
+        plan = make_plan(wanted, [[heads]], [[1 << 30] * len(cut.begins)], tp, cut)
         assert isinstance(plan, ShardPlan), plan
         self.plan = plan
-        self.ranks = [RankRig(root, plan, heads, rank, together=together) for rank in range(tp)]
+        self.ranks = [RankRig(root, plan, heads, rank, together=together) for rank in range(tp * len(stages))]
 
     def write(self, numbers: Iterable[int]) -> None:
         for number in numbers:

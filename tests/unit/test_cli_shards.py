@@ -5,7 +5,7 @@ directory: what is there is told shard by shard, and damage is found where it is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
@@ -14,14 +14,14 @@ import pytest
 import yaml
 
 from nixl_offload.chunk.header import slot_bytes
-from nixl_offload.chunk.shards import ShardPlan, make_plan
+from nixl_offload.chunk.shards import ShardPlan, cut_layers, make_plan
 from nixl_offload.config import SlabConfig, parse_config
-from nixl_offload.identity.namespace import CommonFields, GroupFields, ShardedFields, make_namespace
+from nixl_offload.identity.namespace import CommonFields, GroupFields, Namespace, ShardedFields, make_namespace
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
-from tests.unit.fleet_rig import CHUNK_BLOCKS, HEAD_BYTES, LAYERS, SLAB, TREE, RankRig, key, ok
+from tests.unit.fleet_rig import CHUNK_BLOCKS, HEAD_BYTES, LAYERS, SLAB, TREE, RankRig, bounds, key, layers_in, ok
 from tests.unit.gc_rig import namespace_of, put_manifest
 from tests.unit.stored_rig import Cli, flip
 
@@ -29,20 +29,29 @@ CHUNKS: Final = range(5)
 HEADS: Final = 4
 SHARD_BYTES: Final = slot_bytes(CHUNK_BLOCKS, LAYERS * HEAD_BYTES)
 _COMMON: Final = {item.name: getattr(namespace_of("blue").fields, item.name) for item in fields(CommonFields)}
-SPACE: Final = make_namespace(
-    ShardedFields(
-        **{**_COMMON, "groups": (GroupFields(0, 16, (SHARD_BYTES,) * HEADS),), "blocks_per_chunk": CHUNK_BLOCKS},
-        ranks=("ab",),
-        shards=HEADS,
-    ),
-    {0: 2},
-)
+
+
+def space_of(stages: Sequence[int] = (LAYERS,)) -> Namespace:
+    """Of an engine with two ranks in each stage of so many layers."""
+    cut = cut_layers([(0, LAYERS)] if len(stages) == 1 else bounds((1, LAYERS - 1)), bounds(stages))
+    assert cut is not None
+    plan = make_plan(HEADS, [[HEADS]], [[1 << 20] * len(cut.begins)], 2, cut)
+    assert isinstance(plan, ShardPlan)
+    sizes = [slot_bytes(CHUNK_BLOCKS, len(layers_in(cut, n)) * HEAD_BYTES) for n in range(len(cut.begins))]
+    group = GroupFields(0, 16, tuple(size for size in sizes for _ in range(HEADS)))
+    common = {**_COMMON, "groups": (group,), "blocks_per_chunk": CHUNK_BLOCKS}
+    return make_namespace(ShardedFields(**common, ranks=("ab",), shards=plan.shards, layers=cut.begins), plan)
+
+
+SPACE: Final = space_of()
 
 
 class Stored:
     """A slab and a directory with the same chunks, and a config of both."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, space: Namespace = SPACE) -> None:
+        plan = space.plan
+        assert plan is not None
         slab = {"kind": "slab", "path": str(root / "slab"), "capacity": "64MiB"}
         tree = {"kind": "shared_dir", "path": str(root / "tree"), "capacity": "64MiB"}
         self.tree = root / "tree"
@@ -51,17 +60,15 @@ class Stored:
         self.file.write_text(yaml.safe_dump({"tiers": [slab, tree]}))
         config = parse_config({"tiers": [slab, tree]}).tiers[0]
         assert isinstance(config, SlabConfig)
-        plan = make_plan(HEADS, [[HEADS]], [1 << 20], 2)
-        assert isinstance(plan, ShardPlan)
         tier = SlabTier.open(
-            config, position=0, namespace=SPACE, slot_classes=[SPACE.slot_bytes(0)], world_size=len(SPACE.per_rank) * 2
+            config, position=0, namespace=space, slot_classes=[space.slot_bytes(0)], world_size=plan.ranks
         )
-        places = {number: tier.reserve(key(number), SPACE.slot_bytes(0), []) for number in CHUNKS}
+        places = {number: tier.reserve(key(number), space.slot_bytes(0), []) for number in CHUNKS}
         self.offsets = {number: place.offset for number, place in places.items() if place is not None}
-        for rank in range(2):
+        for rank in range(plan.ranks):
             path = Path(tier.place.directory) / rank_file_name(rank)
             file = SlabFile(path, tier.place.rank_bytes, tier.place.extent_bytes)
-            rig = RankRig(self.tree, plan, HEADS, rank, namespace=SPACE, slab=file)
+            rig = RankRig(self.tree, plan, HEADS, rank, namespace=space, slab=file)
             rig.offsets = self.offsets
             for number in CHUNKS:
                 rig.write(number)
@@ -72,7 +79,7 @@ class Stored:
         tier.close()
         self.slabs = Path(tier.place.directory)
         store = TreeStore(str(self.tree))
-        put_manifest(store, SPACE)
+        put_manifest(store, space)
         store.close()
 
 
@@ -193,3 +200,52 @@ def test_warm_copies_them_to_a_directory_and_to_no_slab(stored: Stored, cli: Cli
     target_root = tmp_path / "shared_dir"
     assert {path.relative_to(target_root): path.read_bytes() for path in target_root.glob("*/??/*")} == names
     assert len(names) == HEADS * len(CHUNKS)
+
+
+def test_pipeline_stages_hold_shards_of_their_own_sizes(tmp_path: Path, cli: Cli) -> None:
+    """Four ranks, two in each stage, of one layer and of two: eight shards a chunk, each where its rank has it."""
+    space = space_of((1, LAYERS - 1))
+    stored, sizes = Stored(tmp_path, space), space.fields.groups[0].slot_bytes
+    assert len({*sizes}) == 2
+    assert cli("ls", stored.file) == 0
+    assert cli.out.count("8 shards in 2 ranges of layers, any tensor parallelism that divides them") == 2
+    assert cli.out.count("5 chunks in 40 shards") == 2
+    assert cli("verify", stored.file) == 0
+    for shard, rank in enumerate((0, 0, 1, 1, 2, 2, 3, 3)):
+        place = f"{stored.slabs / rank_file_name(rank)}@{stored.offsets[1] + shard % 2 * sizes[shard]}"
+        assert cli("stat", stored.file, place, "--json", "--verify") == 0
+        (told,) = json.loads(cli.out)["shards"]
+        assert (told["rank"], told["verified"], told["wrong"]) == (shard, True, [])
+    flip(stored.slabs / rank_file_name(2), stored.offsets[2] + sizes[-1] + 5000)
+    flip(stored.tree / shard_name(space.name, key(3), 6), 5000)
+    assert cli("verify", stored.file) == 1
+    assert "rank 5: " in cli.out
+    assert "rank 6: " in cli.out
+    manifest = json.loads((stored.slabs / "manifest.json").read_text())
+    for stages in ([2, 1], [1], [], [1, -1, 2], [True, True], "12", 2):
+        manifest["slab"]["stages"] = stages
+        (stored.slabs / "manifest.json").write_text(json.dumps(manifest))
+        assert cli("ls", stored.file) == 0, "whatever anybody writes there"
+
+
+@pytest.mark.parametrize("stages", [(LAYERS,), (1, LAYERS - 1)])
+def test_a_slab_of_other_stages_is_not_taken_for_ones_own(tmp_path: Path, stages: tuple[int, ...]) -> None:
+    """Of the same namespace, and the same number of ranks: their slots hold other shards."""
+    cut, config = bounds((1, LAYERS - 1)), {"kind": "slab", "path": str(tmp_path), "capacity": "64MiB"}
+    (tier_config,) = parse_config({"tiers": [config]}).tiers
+    assert isinstance(tier_config, SlabConfig)
+    found = []
+    for of_stages, tp in (((LAYERS,), 4), ((1, LAYERS - 1), 2), (stages, 4 // len(stages))):
+        layers = cut_layers(cut, bounds(of_stages))
+        assert layers is not None
+        plan = make_plan(HEADS, [[HEADS]], [[1 << 20] * 2], tp, layers)
+        assert isinstance(plan, ShardPlan)
+        space = replace(space_of((1, LAYERS - 1)), plan=plan)
+        size_bytes = 1 << 20
+        tier = SlabTier.open(tier_config, position=0, namespace=space, slot_classes=[size_bytes], world_size=4)
+        found.append(len(tier))
+        if not len(tier):
+            assert tier.reserve(key(1), size_bytes, []) is not None
+            tier.commit(key(1))
+        tier.close()
+    assert found == [0, 0, 1 if len(stages) == 2 else 0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, starmap
 
 import numpy as np
 import numpy.typing as npt
@@ -39,17 +40,23 @@ class Group:
     words: int
     """Of eight bytes: what is kept of a head for a token."""
     shards: int
+    ranges: tuple[int, ...] = ()
+    """By layer: its range of layers; none: there is one."""
+
+    def layers_in(self, stage: range) -> list[int]:
+        return [layer for layer in range(self.layers) if (self.ranges[layer] if self.ranges else 0) in stage]
 
 
 @dataclass(frozen=True)
 class Engine:
     """``packed``: layers side by side in each block (BLHNC), else each by itself (LBHNC); ``padding``: words behind
-    each page.
+    each page; ``stages``: the ranges of layers of each pipeline stage.
     """
 
     tp: int
     packed: bool
     padding: int = 0
+    stages: tuple[range, ...] = (range(1),)
 
 
 def world(groups: Sequence[Group], blocks: int) -> list[Words]:
@@ -71,19 +78,21 @@ class Rank:
         self, engine: Engine, rank: int, groups: Sequence[Group], blocks_per_chunk: int, change: Change
     ) -> None:
         self._groups = groups
+        stage, rank = engine.stages[rank // engine.tp], rank % engine.tp
+        self.layers = [group.layers_in(stage) for group in groups]
         self.heads = [heads_of(group, engine.tp, rank) for group in groups]
         pages = [len(heads) * group.tokens * group.words for heads, group in zip(self.heads, groups, strict=True)]
         self.views: list[list[Words]] = []
         """By group and layer, of shape (blocks, heads, tokens, words)."""
-        self.shards: list[tuple[int, int]] = []
-        """Group and number of each shard of this rank, in the layout's order."""
-        row = max(group.layers * (page + engine.padding) for group, page in zip(groups, pages, strict=True))
+        self.shards: list[tuple[int, int, int]] = []
+        """Group, range of layers and range of heads of each shard of this rank, in the layout's order."""
+        row = max(len(own) * (page + engine.padding) for own, page in zip(self.layers, pages, strict=True)) or 1
         memory = [np.zeros((NUM_BLOCKS, row), np.uint64)] if engine.packed else []
         found: list[GroupLayout] = []
         for number, (group, page) in enumerate(zip(groups, pages, strict=True)):
             views, layers = [], []
-            for layer in range(group.layers):
-                at = layer * (page + engine.padding) if engine.packed else 0
+            for place in range(len(self.layers[number])):
+                at = place * (page + engine.padding) if engine.packed else 0
                 if not engine.packed:
                     memory.append(np.zeros((NUM_BLOCKS, page + engine.padding), np.uint64))
                 rows = memory[-1][:, at : at + page]
@@ -92,8 +101,12 @@ class Rank:
                 layers.append(HeadPages(len(memory) - 1, 8 * at, local, 8 * page // local))
             self.views.append(views)
             held = shards_of(group, engine.tp, rank)
-            self.shards += [(number, shard) for shard in held]
-            found += map(change, shard_groups(layers, len(held)))
+            for part in stage:
+                of_part = set(group.layers_in(range(part, part + 1)))
+                its = [each for layer, each in zip(self.layers[number], layers, strict=True) if layer in of_part]
+                if its:
+                    self.shards += [(number, part, shard) for shard in held]
+                    found += map(change, shard_groups(its, len(held)))
         regions = [
             RegionSpec(n, each.ctypes.data, NUM_BLOCKS, each.strides[0], each.strides[0])
             for n, each in enumerate(memory)
@@ -105,10 +118,10 @@ class Rank:
     def write(self, model: Sequence[Words], first: int, ids: Sequence[int]) -> None:
         """The model computes its blocks from ``first`` on into blocks ``ids`` of each group."""
         for number, (views, heads, words) in enumerate(zip(self.views, self.heads, model, strict=True)):
-            for layer, view in enumerate(views):
+            for layer, view in zip(self.layers[number], views, strict=True):
                 view[self._ids(number, ids)] = words[first : first + len(ids), layer, heads]
 
-    def store(self, first: int, ids: Sequence[int]) -> dict[tuple[int, int], Bytes]:
+    def store(self, first: int, ids: Sequence[int]) -> dict[tuple[int, int, int], Bytes]:
         """The payload of each shard; both by the packer and by extents, which must agree."""
         payloads = {}
         for position, shard in enumerate(self.shards):
@@ -122,7 +135,9 @@ class Rank:
             payloads[shard] = payload
         return payloads
 
-    def load(self, payloads: dict[tuple[int, int], Bytes], first: int, ids: Sequence[int], *, by_extents: bool) -> None:
+    def load(
+        self, payloads: dict[tuple[int, int, int], Bytes], first: int, ids: Sequence[int], *, by_extents: bool
+    ) -> None:
         """Blocks of a chunk from ``first`` on go to blocks ``ids`` of each group."""
         for position, shard in enumerate(self.shards):
             payload, block_ids = payloads[shard], self._ids(shard[0], ids)
@@ -177,14 +192,14 @@ def differs(
     """
     blocks = first + len(ids)
     model = world(groups, blocks)
-    payloads: dict[tuple[int, int], Bytes] = {}
-    for rank in range(storing.tp):
+    payloads: dict[tuple[int, int, int], Bytes] = {}
+    for rank in range(storing.tp * len(storing.stages)):
         one = Rank(storing, rank, groups, blocks, lambda group: group)
         one.write(model, first, ids)
         for shard, payload in one.store(first, ids).items():
             replica = payloads.setdefault(shard, payload)
             assert (replica == payload).all(), "replicas store different bytes"
-    for rank in range(loading.tp):
+    for rank in range(loading.tp * len(loading.stages)):
         found, wanted = (Rank(loading, rank, groups, blocks, each) for each in (change, lambda group: group))
         found.load(payloads, load_from, targets, by_extents=by_extents)
         wanted.write(model, load_from, targets)
@@ -203,8 +218,17 @@ def _groups(draw: st.DrawFn) -> tuple[list[Group], list[int]]:
         shards = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
         # A rank holds whole shards; or one head, which is a shard then.
         sizes = [tp for tp in sizes if shards % tp == 0 or (shards == heads and tp % heads == 0)]
-        made.append(Group(draw(st.integers(1, 4)), heads, draw(st.integers(1, 5)), draw(st.integers(1, 3)), shards))
+        ranges = sorted(draw(st.lists(st.integers(0, RANGES - 1), min_size=1, max_size=5)))
+        content = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+        made.append(Group(len(ranges), heads, *content, shards, tuple(ranges)))
     return made, sizes
+
+
+RANGES = 3
+_STAGES = st.lists(st.integers(1, RANGES - 1), unique=True).map(
+    lambda begins: tuple(starmap(range, pairwise([0, *sorted(begins), RANGES])))
+)
+"""Each stage holds some ranges of layers, one after the other."""
 
 
 _LAYOUTS = st.tuples(st.booleans(), st.sampled_from([0, 0, 1]))
@@ -219,9 +243,12 @@ def test_every_byte_comes_back_in_an_engine_of_another_size(
     by_extents: bool,
     data: st.DataObject,
 ) -> None:
-    """Hybrids, replicas, unaligned heads of chunks and loads of a part of one, blocks in runs and scattered."""
+    """Hybrids, replicas, pipeline stages with layers of some groups only, unaligned heads of chunks and loads of a part
+    of one, blocks in runs and scattered.
+    """
     groups, sizes = made
     tps = [data.draw(st.sampled_from(sizes)) for _ in range(2)]
+    stages = [data.draw(_STAGES) for _ in range(2)]
     first, count = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 4))
     load_from = data.draw(st.integers(first, first + count - 1))
     left = data.draw(st.integers(1, first + count - load_from))
@@ -232,8 +259,8 @@ def test_every_byte_comes_back_in_an_engine_of_another_size(
 
     assert not differs(
         groups,
-        Engine(tps[0], *of_storing),
-        Engine(tps[1], *of_loading),
+        Engine(tps[0], *of_storing, stages[0]),
+        Engine(tps[1], *of_loading, stages[1]),
         first=first,
         ids=blocks(count),
         load_from=load_from,

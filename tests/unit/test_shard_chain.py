@@ -9,14 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.chunk.shards import cut, hold
+from nixl_offload.chunk.shards import LayerCut, ShardPlan, cut, hold
+from nixl_offload.engine import ChunkIO
+from nixl_offload.engine.chain import MoveIO
+from nixl_offload.engine.shard_chain import ShardChain
 from nixl_offload.tiers.shared.naming import shard_name
-from nixl_offload.types import Outcome
+from nixl_offload.types import Location, Outcome
 from tests.unit.fleet_rig import CHUNK_BLOCKS, MEMORY, SLAB, TREE, EngineRig, key, ok, shards
 from tests.unit.link_rig import NAMESPACE_NAME
 
@@ -125,6 +129,83 @@ def test_replicas_write_a_chunk_once_and_each_reads_it(make: Make, tmp_path: Pat
     engine.wipe()
     assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
     assert engine.holds(CHUNKS)
+
+
+STAGES = [(1, 2), (2, 1), (1, 1, 1), (3,)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    heads=st.sampled_from([1, 2, 4]),
+    wanted=st.integers(1, 4),
+    tps=st.tuples(*[st.sampled_from([1, 2, 4])] * 2),
+    stages=st.tuples(*[st.sampled_from(STAGES)] * 2),
+    source=st.sampled_from([None, MEMORY, SLAB]),
+)
+def test_stages_and_sizes_read_what_others_have_stored(
+    heads: int, wanted: int, tps: tuple[int, int], stages: tuple[tuple[int, ...], ...], source: int | None
+) -> None:
+    """Layers are cut for three stages: so engines of every number of stages find the same shards, one for each range of
+    heads in each range of layers, whoever wrote them, directly or by write-through.
+    """
+    assume(all(hold(cut(wanted, [heads], 1 << 30), [heads], tp) for tp in tps))
+    with tempfile.TemporaryDirectory() as directory:
+        for number, (tp, of_stages) in enumerate(zip(tps, stages, strict=True)):
+            engine = EngineRig(Path(directory), tp, heads=heads, wanted=wanted, stages=of_stages, cut_for=(1, 1, 1))
+            try:
+                if number == 0:
+                    stored(engine, TREE if source is None else source)
+                    if source is not None:
+                        assert ok([rank.move(CHUNKS, source, TREE) for rank in engine.ranks])
+                    assert len(shards(Path(directory))) == 3 * engine.plan.groups[0].shards * len(CHUNKS)
+                else:
+                    engine.wipe()
+                    assert ok([rank.load(CHUNKS, TREE, promote=True) for rank in engine.ranks])
+                    assert engine.holds(CHUNKS)
+                    engine.wipe()
+                    assert ok([rank.load(CHUNKS, MEMORY) for rank in engine.ranks])
+                    assert engine.holds(CHUNKS)
+            finally:
+                engine.close()
+
+
+def test_replicas_of_each_stage_write_it_once(make: Make, tmp_path: Path) -> None:
+    """Two stages of four ranks with one head: two files a chunk, of a layer and of two."""
+    engine = stored(make(4, heads=1, wanted=1, stages=(1, 2)))
+    files = shards(tmp_path / "kv")
+    assert len(files) == 2 * len(CHUNKS)
+    assert len({(tmp_path / "kv" / name).stat().st_size for name in files}) == 2
+    assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
+    assert engine.holds(CHUNKS)
+
+
+@pytest.mark.parametrize("tier", [MEMORY, SLAB])
+def test_shards_of_other_sizes_lie_in_a_slot_one_after_the_other(make: Make, tier: int) -> None:
+    """A rank with ranges of one and of two layers."""
+    engine = stored(make(2, cut_for=(1, 2)), tier)
+    assert len({rank.layout.slot_bytes(at) for rank in engine.ranks for at in range(4)}) == 2
+    assert ok([rank.load(CHUNKS, tier) for rank in engine.ranks])
+    assert engine.holds(CHUNKS)
+
+
+def test_a_rank_without_shards_is_done_with_its_part_at_once(make: Make) -> None:
+    """As a stage without layers: stores, loads with what they promote, and moves."""
+    (group,) = make(2).plan.groups
+    plan = ShardPlan((group,), LayerCut((0,), (range(1), range(1, 1))))
+    chain = ShardChain([], plan=plan, rank=3, slot_bytes=[], shared=[TREE], memory=MEMORY)
+    ids = np.arange(CHUNK_BLOCKS, dtype=np.int32)
+    chunks = [ChunkIO(key(n), Location(TREE, 0, 4096), 0, ids, 0, 0) for n in CHUNKS]
+    chain.submit_store(1, chunks)
+    chain.submit_load(2, chunks, promotion_ticket=3)
+    chain.submit_moves(4, [MoveIO(key(n), 0, Location(MEMORY, 0, 4096), Location(TREE, 0, 4096)) for n in CHUNKS])
+    ended = {done.job_id: done.outcomes for done in [*chain.finished(), *chain.settled()]}
+    chain.close()
+    assert {number: (len(each), {*each}) for number, each in ended.items()} == {
+        1: (5, {Outcome.OK}),
+        2: (5, {Outcome.OK}),
+        3: (5, {Outcome.OK}),
+        4: (5, {Outcome.OK}),
+    }
 
 
 def test_a_job_that_comes_twice_is_told_once(make: Make) -> None:

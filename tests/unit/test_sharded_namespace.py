@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nixl_offload.chunk.shards import ONE_RANGE, GroupShards, LayerCut, ShardPlan
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.namespace import (
     CommonFields,
@@ -26,7 +27,25 @@ FULL = GroupFields(group_id=0, tokens_per_block=16, slot_bytes=(1 << 20,) * 4)
 LATENT = GroupFields(group_id=1, tokens_per_block=16, slot_bytes=(1 << 21, 0, 0, 0))
 _COMMON: dict[str, Any] = {item.name: getattr(BASE, item.name) for item in fields(CommonFields)}
 CUT = ShardedFields(**{**_COMMON, "groups": (FULL, LATENT)}, ranks=("ab",), shards=4)
-SEPARATE = [field.name for field in fields(ShardedFields) if field.name not in ("groups", "shards")]
+SEPARATE = [field.name for field in fields(ShardedFields) if field.name not in ("groups", "shards", "layers")]
+
+
+STAGED = replace(
+    CUT,
+    groups=(
+        replace(FULL, slot_bytes=(1 << 20,) * 4 + (2 << 20,) * 4),
+        replace(LATENT, slot_bytes=(0,) * 4 + LATENT.slot_bytes),
+    ),
+    shards=8,
+    layers=(0, 16),
+)
+"""In the first of two ranges of layers there is none of the second group; the second has twice as many layers."""
+
+
+def plan_of(tp: int, layers: LayerCut = ONE_RANGE) -> ShardPlan:
+    """How an engine holds the shards of ``CUT``, or of ``STAGED``."""
+    latent = GroupShards(1, 1, tp, (len(layers.begins) - 1,))
+    return ShardPlan((GroupShards(4, 4 // tp, 1, tuple(range(len(layers.begins)))), latent), layers)
 
 
 @pytest.mark.parametrize("name", SEPARATE)
@@ -37,20 +56,42 @@ def test_every_field_changes_the_digest(name: str) -> None:
 def test_the_digest_is_the_same_in_every_release_and_for_every_size() -> None:
     """A pinned value, as that of namespaces of ranks; what a rank holds of a chunk is no part of it."""
     pinned = "1532f25223ac2287a7ac2c964354b98c32a4feafecea4019e8eb20e51dbea138"
-    for per_rank in ({}, {0: 4}, {0: 2, 1: 1}):
-        assert make_namespace(CUT, per_rank).digest.hex() == pinned
-        assert make_namespace(CUT, per_rank) == make_namespace(CUT)
+    for plan in (None, plan_of(1), plan_of(2)):
+        assert make_namespace(CUT, plan).digest.hex() == pinned
+        assert make_namespace(CUT, plan) == make_namespace(CUT)
     assert make_namespace(BASE).digest.hex() != pinned
 
 
 def test_a_slot_has_room_for_all_that_a_rank_holds() -> None:
-    namespace = make_namespace(CUT, {0: 2, 1: 1})
+    namespace = make_namespace(CUT, plan_of(2))
     assert (namespace.slot_bytes(0), namespace.slot_bytes(1)) == (2 << 20, 1 << 21)
     assert (namespace.chunk_bytes(0), namespace.chunk_bytes(1)) == (4 << 20, 1 << 21)
     assert (namespace.holders(0), namespace.holders(1)) == ((0, 1, 2, 3), (0,))
     assert len(set(namespace.rank_digests)) == 4
     with pytest.raises(NamespaceError):
         namespace.rank_digest(4)
+
+
+@pytest.mark.parametrize(
+    ("stages", "slots"),
+    [
+        ((range(2),), (3 << 21, 1 << 21)),
+        ((range(1), range(1, 2)), (1 << 22, 1 << 21)),
+        ((range(2), range(2, 2)), (3 << 21, 1 << 21)),
+    ],
+)
+def test_ranges_of_layers_have_shards_of_their_own(stages: tuple[range, ...], slots: tuple[int, int]) -> None:
+    """Whoever holds how many of them; and a slot has room for what the fullest stage holds."""
+    namespace = make_namespace(STAGED, plan_of(2, LayerCut((0, 16), stages)))
+    assert namespace.digest == make_namespace(STAGED).digest
+    assert (namespace.slot_bytes(0), namespace.slot_bytes(1)) == slots
+    assert (namespace.holders(0), namespace.holders(1)) == (tuple(range(8)), (4,))
+    assert (namespace.chunk_bytes(0), namespace.chunk_bytes(1)) == (12 << 20, 1 << 21)
+    manifest = json.loads(json.dumps(namespace.manifest()))
+    assert fields_of(manifest["fields"]) == STAGED
+    info = NamespaceInfo(namespace.name, manifest)
+    assert (info.ranks, info.layer_ranges, info.details()["layers"]) == (8, 2, "0 16")
+    assert make_namespace(replace(STAGED, layers=(0, 15))).digest != namespace.digest
 
 
 def test_shards_have_the_names_of_ranks() -> None:
@@ -76,7 +117,22 @@ def test_the_manifest_says_what_the_namespace_is() -> None:
     assert fields_of(json.loads(json.dumps(by_rank.manifest()))["fields"]) == BASE
 
 
-@pytest.mark.parametrize("change", [{"ranks": ()}, {"shards": 3}, {"shards": 0}, {"shards": True}, {"shard_order": ""}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": ()},
+        {"shards": 3},
+        {"shards": 0},
+        {"shards": True},
+        {"shard_order": ""},
+        {"layers": ()},
+        {"layers": (1,)},
+        {"layers": (0, 0)},
+        {"layers": (0, 2, 1)},
+        {"layers": (0, True)},
+        {"layers": (0, 1, 2)},
+    ],
+)
 def test_what_cannot_be_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(NamespaceError):
         make_namespace(replace(CUT, **change))

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.chunk.shards import LEAST_SHARD_BYTES, MOST_SHARDS, GroupShards, ShardPlan, cut, hold, make_plan
+from nixl_offload.chunk.shards import (
+    LEAST_SHARD_BYTES,
+    MOST_SHARDS,
+    ONE_RANGE,
+    GroupShards,
+    LayerCut,
+    ShardPlan,
+    cut,
+    cut_layers,
+    hold,
+    make_plan,
+)
 from nixl_offload.types import Key
 
 _HEADS = st.integers(1, 64)
@@ -71,13 +83,64 @@ def test_auto_looks_at_the_model_and_the_chunk(heads: int, chunk_bytes: int) -> 
     assert cut("auto", [heads], chunk_bytes) == max(fits) <= MOST_SHARDS
 
 
+@given(
+    data=st.data(), tp=st.sampled_from([1, 2, 4]), heads=st.lists(st.sampled_from([1, 4, 8]), min_size=1, max_size=3)
+)
+def test_every_shard_of_every_range_of_layers_is_held(data: st.DataObject, tp: int, heads: list[int]) -> None:
+    """By the stage that has its layers, by as many ranks as there are replicas, and nowhere else."""
+    layers = data.draw(st.integers(1, 12))
+    begins = sorted(data.draw(st.sets(st.integers(1, max(1, layers - 1)), max_size=4)) - {layers})
+    wanted = list(pairwise([0, *begins, layers]))
+    own = list(pairwise([0, *(begin for begin in begins if data.draw(st.booleans())), layers]))
+    cut_at = cut_layers(wanted, own)
+    assert cut_at is not None
+    assert cut_at.begins == (0, *begins)
+    there = [[data.draw(st.booleans()) for _ in wanted] for _ in heads]
+    for each in there:
+        each[data.draw(st.integers(0, len(wanted) - 1))] = True
+    sizes = [[1 << 30 if is_there else 0 for is_there in of_group] for of_group in there]
+    plan = make_plan(8, [[each] for each in heads], sizes, tp, cut_at)
+    assert isinstance(plan, ShardPlan)
+    assert plan.ranks == tp * len(own)
+    for group, of_group in enumerate(there):
+        holders = Counter(number for rank in range(plan.ranks) for number in plan.held(rank, group))
+        shards, replicas = plan.groups[group].shards, plan.groups[group].replicas
+        there_are = {
+            at * plan.per_range + head for at, is_there in enumerate(of_group) if is_there for head in range(shards)
+        }
+        assert holders == Counter(dict.fromkeys(there_are, replicas))
+        assert max(holders) < plan.shards
+        for rank in range(plan.ranks):
+            begin, end = own[rank // tp]
+            assert all(begin <= cut_at.begins[number // plan.per_range] < end for number in plan.held(rank, group))
+    for rank in range(plan.ranks):
+        positions = [at for group in range(len(heads)) for at in plan.layout_groups(rank, group)]
+        assert positions == list(range(len(plan.numbers(rank))))
+
+
+def test_a_stage_holds_whole_ranges() -> None:
+    """Or the layers are not cut so; a stage without layers holds none."""
+    two, four = [(0, 4), (4, 8)], [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert cut_layers(four, two) == LayerCut((0, 2, 4, 6), (range(2), range(2, 4)))
+    assert cut_layers(two, four) is None
+    assert cut_layers(two, [(0, 4), (4, 4), (4, 8)]) == LayerCut((0, 4), (range(1), range(1, 1), range(1, 2)))
+    assert cut_layers([(0, 0), (0, 8)], [(0, 8)]) == ONE_RANGE
+
+
+def test_auto_looks_at_the_smallest_range_of_layers() -> None:
+    """Of one with 2 MiB it makes two shards, so of all; one without layers of the group does not count."""
+    plan = make_plan("auto", [[8]], [[1 << 24, 0, 1 << 21]], 1, LayerCut((0, 4, 8), (range(3),)))
+    assert isinstance(plan, ShardPlan)
+    assert plan.groups == (GroupShards(2, 2, 1, (0, 2)),)
+
+
 def test_groups_are_held_side_by_side() -> None:
     """A model with full attention of 8 heads and an MLA group, on two ranks: four shards and one."""
-    plan = make_plan(8, [[8], [1]], [1 << 24, 1 << 24], 2)
+    plan = make_plan(8, [[8], [1]], [[1 << 24], [1 << 24]], 2)
     assert isinstance(plan, ShardPlan)
     assert plan.numbers(0) == (0, 1, 2, 3, 0)
     assert plan.numbers(1) == (4, 5, 6, 7, 0)
-    assert [plan.layout_groups(group) for group in (0, 1)] == [range(0, 4), range(4, 5)]
+    assert [plan.layout_groups(0, group) for group in (0, 1)] == [range(0, 4), range(4, 5)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +149,7 @@ def test_groups_are_held_side_by_side() -> None:
 )
 def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, would_do: str) -> None:
     """A rank that would hold half a shard has none, and the reason is told, with what would be right."""
-    plan = make_plan(wanted, [[heads]], [1 << 30], tp)
+    plan = make_plan(wanted, [[heads]], [[1 << 30]], tp)
     assert isinstance(plan, str)
     assert f"tensor parallelism {tp}" in plan
     assert would_do in plan

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,6 +48,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import WorkerBase
 
+from nixl_offload.vllm import rank_shards
 from nixl_offload.vllm.messages import WorkerReport
 
 BLOCK_TOKENS = 32
@@ -72,6 +76,7 @@ def vllm_config_of(model: Path, stages: Sequence[str], connector: Mapping[str, A
         max_num_batched_tokens=256,
         max_num_seqs=4,
         pipeline_parallel_size=len(stages),
+        hf_overrides={"num_hidden_layers": sum(map(len, stages))},
         kv_transfer_config=KVTransferConfig(
             kv_connector="NixlOffloadConnector",
             kv_role="kv_both",
@@ -251,6 +256,8 @@ class PlayedExecutor(Executor):
     ) -> Any:
         if method == "get_supported_kv_cache_layouts":
             return [[self.layout]] * len(self.ranks)
+        if method == "initialize_from_config":
+            return _side_by_side([partial(rank.initialize_from_config, *args) for rank in self.ranks])
         return [getattr(rank, method)(*args) if hasattr(rank, method) else None for rank in self.ranks]
 
     def compile_or_warm_up_model(self) -> None:
@@ -288,6 +295,30 @@ class PlayedExecutor(Executor):
             sampled_token_ids=[[1] if done else [] for done in through],
             kv_connector_output=combined.kv_connector_output,
         )
+
+
+_MEETING: ContextVar[tuple[int, list[Any], threading.Barrier]] = ContextVar("meeting")
+"""Which stage a thread plays, and where it meets the others."""
+
+
+def _side_by_side(calls: Sequence[Callable[[], None]]) -> list[None]:
+    """Make calls at the same time, as ranks do, which may wait for each other."""
+    told, barrier = [None] * len(calls), threading.Barrier(len(calls), timeout=60.0)
+
+    def run(rank: int) -> None:
+        _MEETING.set((rank, told, barrier))
+        calls[rank]()
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(run, range(len(calls))))
+
+
+def _of_all_stages(own: Any) -> list[Any]:
+    """As vLLM's group of pipeline stages would pass it on."""
+    rank, told, barrier = _MEETING.get()
+    told[rank] = pickle.dumps(own)
+    barrier.wait()
+    return [pickle.loads(each) for each in told]
 
 
 def _done(output: Any) -> Future[Any]:
@@ -366,6 +397,7 @@ def played() -> Iterator[None]:
         patch.setattr(engine_core, "freeze_gc_heap", lambda: None)
         patch.setattr(engine_core, "enable_envs_cache", lambda: None)
         patch.setattr(engine_core, "get_kv_cache_configs", _configs_with_empty_ranks)
+        patch.setattr(rank_shards, "of_all_stages", _of_all_stages)
         yield
 
 

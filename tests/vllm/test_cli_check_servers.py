@@ -124,6 +124,29 @@ def test_tensor_parallelism_does_not_count_where_chunks_are_cut(asked: Asked) ->
     assert ("shards", ("2", "auto")) in differences
 
 
+def test_pipeline_stages_do_not_count_where_layers_are_cut_for_them(asked: Asked) -> None:
+    staged = Asked(asked.model, asked.environment, shards={"heads": 2, "layers": 2})
+    staged.child = asked.child
+    assert staged.compare("", "-pp 2").share
+    own = Asked(asked.model, asked.environment, shards=2)
+    own.child = asked.child
+    assert own.compare("-pp 2", "-pp 2 -tp 2").share
+    differences = compare(own.server(""), own.server("-pp 2"), {}, {}).differences
+    assert [name for name, _ in differences] == ["shards.layers"]
+
+
+def test_a_server_that_stores_rank_by_rank_shares_with_its_like_alone(asked: Asked) -> None:
+    """Although it has the same ``shards``: its size cannot hold them."""
+    cut = Asked(asked.model, asked.environment, shards={"heads": 1, "layers": 1})
+    cut.child = asked.child
+    for arguments, words in (("-tp 2", "tensor parallelism 2 cannot share out"), ("-pp 2", "`layers: 1` cuts at none")):
+        found = cut.compare("", arguments)
+        assert not found.share
+        (told,) = [values for name, values in found.differences if name == "shards"]
+        assert words in told[1]
+        assert cut.compare(arguments, arguments).share
+
+
 def test_what_does_not_count_is_named_with_its_reason(asked: Asked) -> None:
     second = "--max-num-seqs 512 --enforce-eager --port 9000 --api-key secret --hf-token secret --dtype bfloat16"
     found = asked.compare("--gpu-memory-utilization 0.5", second)

@@ -447,10 +447,11 @@ def test_how_many_blocks_there_are_is_not_in_the_digest() -> None:
 
 def cut_ranks(tp: int, *, digests: Sequence[str] = (), shards: int = 4) -> list[RankGeometry]:
     """Return what the ranks of an engine tell whose chunks are cut into four shards."""
-    plan = make_plan(shards, [[4]], [1 << 20], tp)
+    plan = make_plan(shards, [[4]], [[1 << 20]], tp)
     assert isinstance(plan, ShardPlan)
     told = digests or ["ab"] * tp
-    return [RankGeometry(rank, (8192,), told[rank], ("CPU_ATTN",), shards=plan) for rank in range(tp)]
+    sizes = [(8192,) * len(plan.numbers(rank)) for rank in range(tp)]
+    return [RankGeometry(rank, sizes[rank], told[rank], ("CPU_ATTN",), shards=plan) for rank in range(tp)]
 
 
 def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> None:
@@ -510,7 +511,7 @@ def test_ranks_that_know_other_layers_share_with_their_like_alone(build: Build) 
     assert unlike.fields.ranks == ("ab", "cd")
     assert unlike.digest != namespace(made, ranks=cut_ranks(2)).digest
     ranks = cut_ranks(2)
-    for odd in (replace(ranks[1], shards=None), replace(ranks[1], slot_bytes=(4096,)), cut_ranks(2, shards=2)[1]):
+    for odd in (replace(ranks[1], shards=None), replace(ranks[1], slot_bytes=(4096,) * 2), cut_ranks(2, shards=2)[1]):
         with pytest.raises(NamespaceError, match="do not agree"):
             namespace(made, ranks=[ranks[0], odd])
 

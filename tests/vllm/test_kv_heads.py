@@ -33,10 +33,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from nixl_offload.chunk.heads import shard_groups
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.streams import READY
-from nixl_offload.vllm.kv_heads import shard_layouts, understood_pages
+from nixl_offload.vllm.kv_caches import regions_of
+from nixl_offload.vllm.kv_heads import layer_pages, understood_pages
 
 Bytes = npt.NDArray[np.uint8]
 BLOCKS, TOKENS, HEAD = 6, 4, 8
@@ -114,7 +116,13 @@ class Memory:
     def shards(self, counts: Sequence[int]) -> tuple[KVLayout, HostPacker]:
         assert self.reason() is None
         canonical = self.canonical()
-        layout = shard_layouts(self.config, self.caches, canonical, counts, blocks_per_chunk=BLOCKS)
+        pages = layer_pages(self.config, self.caches, canonical)
+        groups = [
+            cut
+            for of_group, count in zip(pages, counts, strict=True)
+            for cut in shard_groups(list(of_group.values()), count)
+        ]
+        layout = KVLayout(regions_of(canonical), tuple(groups), BLOCKS)
         tensors = [item.tensor.view(torch.uint8).numpy() for item in canonical.tensors]
         return layout, HostPacker(tensors, pages_of(layout))
 
@@ -233,10 +241,7 @@ def test_layers_side_by_side_are_found_where_they_are_not_by_their_names() -> No
 
 
 def test_pipeline_stages_have_consecutive_layers_of_each_group() -> None:
-    """So what stages store of a block, one behind the other, is what one engine stores: ranges of layers can be shards.
-
-    A stage without layers of a group has empty layouts.
-    """
+    """So what stages store of a block, one behind the other, is what one engine stores."""
     names = [f"model.layers.{number}.self_attn.attn" for number in range(5)]
     groups = [group(full(2), *names[:1], *names[2:4]), group(window(2), names[1], names[4])]
     model = computed(names, 2)
@@ -273,8 +278,6 @@ UNKNOWN: dict[str, tuple[Any, KVCacheSpec, str]] = {
     "tokens before heads": (vllm_config(4, layout="LBNHC"), full(4), "heads do not lie one after the other"),
     "layers between heads": (vllm_config(4, layout="BHLNC"), full(4), "heads do not lie one after the other"),
     "blocks between heads": (vllm_config(4, layout="LHBNC"), full(4), "heads do not lie one after the other"),
-    "context parallel, decode": (vllm_config(4, dcp=2), full(4), "context parallelism"),
-    "context parallel, prefill": (vllm_config(4, pcp=2), full(4), "context parallelism"),
     "a state": (vllm_config(4), MAMBA, "MambaSpec"),
     "a kind of attention nobody has looked at": (
         vllm_config(4),
@@ -301,7 +304,7 @@ def test_what_is_not_understood(case: str) -> None:
     found = memory.reason()
     assert found is not None
     assert words in found
-    assert config.parallel_config.decode_context_parallel_size > 1 or found.startswith(("layer.7: ", "context"))
+    assert found.startswith("layer.7: ")
 
 
 def test_kernel_blocks_within_a_block_are_not_understood() -> None:
@@ -350,5 +353,4 @@ def test_a_rank_without_layers_has_nothing_to_understand() -> None:
     config = vllm_config(4)
     empty = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([], full(4))])
     assert understood_pages(config, empty, {}) is None
-    layout = shard_layouts(empty, {}, CanonicalKVCaches([], [[]]), [2], blocks_per_chunk=1)
-    assert layout.empty_groups == {0, 1}
+    assert layer_pages(empty, {}, CanonicalKVCaches([], [[]])) == [{}]

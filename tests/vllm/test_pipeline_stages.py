@@ -29,6 +29,7 @@ from nixl_offload.cli.main import main
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, Outcome, key_group
+from nixl_offload.vllm import rank_shards
 from tests.s3.servers import RcloneServer
 from tests.vllm.harness import tree_tier
 from tests.vllm.pipeline_rig import BLOCK_TOKENS, CHUNK_TOKENS, PAGE_BYTES, PlayedEngine, played, vllm_config_of
@@ -42,8 +43,12 @@ DEADLINE_S = 60.0
 
 def by_vllm(layers: int, stages: int) -> tuple[str, ...]:
     """Layers of full attention, as vLLM deals them out to pipeline stages."""
-    bounds = [get_pp_indices(layers, rank, stages) for rank in range(stages)]
-    return tuple("F" * (end - begin) for begin, end in bounds)
+    return staged("F" * layers, stages)
+
+
+def staged(kinds: str, stages: int) -> tuple[str, ...]:
+    """Layers of these kinds, likewise."""
+    return tuple(kinds[slice(*get_pp_indices(len(kinds), rank, stages))] for rank in range(stages))
 
 
 STAGES = {
@@ -129,17 +134,20 @@ Start = Callable[..., Any]
 
 
 @pytest.fixture
-def start(model: Path) -> Start:
+def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     @contextmanager
     def started(
         stages: Sequence[str], *tiers: Mapping[str, Any], layout: str = "LBHNC", **fields: Any
     ) -> Iterator[PlayedEngine]:
+        if tuple(stages) != staged("".join(stages), len(stages)):
+            monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", ",".join(str(len(kinds)) for kinds in stages))
         connector = {"staging": "8MiB", "tiers": [dict(tier) for tier in tiers], **fields}
         engine = PlayedEngine(vllm_config_of(model, stages, connector), stages, layout)
         try:
             yield engine
         finally:
             engine.close()
+            monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
 
     return started
 
@@ -328,3 +336,106 @@ def test_other_stages_share_nothing(start: Start, tmp_path: Path) -> None:
     for stages in (("FFFF", "FFF"), ("FFF", "FFFF"), ("FFFFFFF",)):
         with start(stages, tree) as engine:
             assert engine.generate(PROMPTS[:1]) == [0]
+
+
+KINDS = {
+    "full": "FFFFFFFF",
+    "windows in the first": "SSFFFFFF",
+    "windows in the last": "FFFFFFSS",
+    "hybrid": "SFSFSFSF",
+}
+
+
+@pytest.mark.parametrize("medium", ["tree", "bucket"], indirect=True)
+@pytest.mark.parametrize("sizes", [(1, 2), (4, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=list(KINDS))
+def test_servers_of_other_stages_share_what_is_cut_for_four(
+    start: Start, medium: Medium, kinds: str, sizes: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a group has layers in some ranges only: what one stored the other loads, byte by byte."""
+    cut, (writer, reader) = {"heads": 1, "layers": 4}, (staged(kinds, stages) for stages in sizes)
+    with start(writer, medium.tier, shards=cut) as first:
+        assert first.generate(PROMPTS) == [0] * len(PROMPTS)
+    medium.forget()
+    before = medium.shards()
+    of_chunks = {frozenset(of_ranks) for of_ranks in keys_in(medium).values()}
+    quarters = [kinds[at : at + 2] for at in range(0, 8, 2)]
+    with_windows = frozenset(at for at, each in enumerate(quarters) if "S" in each)
+    assert len(of_chunks) <= 2
+    assert set().union(*of_chunks) == set(range(4))
+    assert not with_windows or with_windows in of_chunks
+    with start(reader, medium.tier, shards=cut) as second:
+        assert second.generate(PROMPTS) == FULL_TOKENS
+        assert second.wrong() == []
+        assert [size > 0 for size in second.moved("load")] == [True] * sizes[1]
+        second.reset_prefix_cache()
+        assert second.generate(PROMPTS) == FULL_TOKENS
+        assert (second.moved("store"), second.wrong()) == ([0] * sizes[1], [])
+        counts = shared_tier(second).counts()
+        assert (counts.damaged, counts.discarded, counts.failed_loads) == (0, 0, 0)
+    assert medium.shards() == before
+    assert "as each rank has them" not in caplog.text
+
+
+@pytest.mark.parametrize("medium", MEDIA, indirect=True)
+@pytest.mark.parametrize(
+    "stages",
+    [STAGES[name] for name in ("two, uneven", "windows in the first alone", "one without layers")],
+    ids=["uneven", "windows", "empty"],
+)
+def test_stages_cut_at_their_own_begins(
+    start: Start, medium: Medium, stages: Sequence[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever they are, without a word in the config; and commands understand what lies there."""
+    memory = {"kind": "memory", "capacity": "16MiB"}
+    with start(stages, memory, medium.tier, shards="auto") as first:
+        assert first.generate(PROMPTS) == [0] * len(PROMPTS)
+        first.reset_prefix_cache()
+        assert first.generate(PROMPTS) == FULL_TOKENS
+        assert first.wrong() == []
+    medium.forget()
+    with start(stages, medium.tier, shards="auto") as second:
+        assert second.generate(PROMPTS) == FULL_TOKENS
+        assert second.wrong() == []
+        assert [size > 0 for size in second.moved("load")] == [bool(kinds) for kinds in stages]
+    assert "as each rank has them" not in caplog.text
+    file = tmp_path / "kv.yaml"
+    file.write_text(yaml.safe_dump({"tiers": [dict(medium.tier)]}))
+    (verified,) = json.loads(command("verify", file, "--json").splitlines()[-1])["tiers"]
+    assert set(verified["chunks"].values()) == {0, verified["chunks"]["good"]}
+    assert verified["chunks"]["good"] > 0
+
+
+def test_a_cut_that_is_not_at_a_servers_stages_is_refused_once(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three stages begin within what is cut for two: they store rank by rank, and the log says so."""
+    for shards, words in (({"layers": 2}, "`layers: 2` cuts at 3"), ({"layers": 1}, "`layers: 1` cuts at none")):
+        caplog.clear()
+        with start(staged("FFFFFF", 3), tree_tier(tmp_path / "tree"), shards=shards) as engine:
+            engine.generate(PROMPTS[:1])
+            assert [rank.worker._shards for rank in engine.ranks] == [None] * 3
+        (line,) = [each.getMessage() for each in caplog.records if "as each rank has them" in each.getMessage()]
+        assert words in line
+
+
+@pytest.mark.parametrize("is_error", [False, True])
+def test_a_stage_that_is_not_understood_has_all_store_rank_by_rank(
+    start: Start, tmp_path: Path, is_error: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They tell each other: whether it says why, or meets what nobody has thought of."""
+    look = rank_shards.understood_pages
+
+    def broken(config: Any, *arguments: Any) -> str | None:
+        if config.parallel_config.rank == 1:
+            if is_error:
+                raise ValueError("not a page")
+            return "a reason"
+        return look(config, *arguments)
+
+    monkeypatch.setattr(rank_shards, "understood_pages", broken)
+    with start(("FF", "FF"), tree_tier(tmp_path / "tree"), shards="auto") as engine:
+        engine.generate(PROMPTS)
+        assert [rank.worker._shards for rank in engine.ranks] == [None, None]
+        engine.reset_prefix_cache()
+        assert engine.generate(PROMPTS) == FULL_TOKENS

@@ -12,7 +12,10 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec
 
-from nixl_offload.vllm.rank_shards import CutChunks, cut_chunks
+from nixl_offload.config import ShardCut
+from nixl_offload.errors import LayoutError
+from nixl_offload.vllm import rank_shards
+from nixl_offload.vllm.rank_shards import RankShards, cut_by_config, cut_chunks
 from tests.vllm.test_kv_heads import BLOCKS, Memory, full, group, vllm_config, window
 
 
@@ -23,10 +26,13 @@ def engine(total: int, tp: int = 1, layout: str = "LBHNC", layers: Mapping[str, 
     return config
 
 
-def cut(config: Any, groups: Sequence[KVCacheGroupSpec], kernel_block: int | None = None) -> CutChunks:
+def cut(
+    config: Any, groups: Sequence[KVCacheGroupSpec], kernel_block: int | None = None, layers: int | None = None
+) -> RankShards:
     memory = Memory(config, groups, kernel_block)
-    found = cut_chunks(config, memory.config, memory.caches, 1 if len(groups) == 1 else 4, BLOCKS)
-    assert isinstance(found, CutChunks), found
+    wanted = ShardCut(heads=1 if len(groups) == 1 else 4, layers=layers)
+    found = cut_chunks(config, memory.config, memory.caches, memory.canonical(), wanted, BLOCKS)
+    assert isinstance(found, RankShards), found
     return found
 
 
@@ -65,3 +71,77 @@ def test_what_a_kernel_makes_of_a_block_of_mla_counts(tp: int) -> None:
     spec = MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=132, dtype=torch.uint8, max_tp_shards=1)
     whole, halves = (cut(engine(1, tp), [group(spec, "a.k_cache")], part).digest for part in (None, 2))
     assert whole != halves
+
+
+def staged(stages: int, rank: int) -> Any:
+    """The configuration of a rank of an engine with so many pipeline stages and six layers."""
+    config = engine(4)
+    config.parallel_config.pipeline_parallel_size = stages
+    config.parallel_config.rank, config.parallel_config.world_size = rank, stages
+    config.model_config.get_total_num_hidden_layers = lambda: 6
+    return config
+
+
+NAMES = [f"model.layers.{number}.attn" for number in range(6)]
+DRAFTS = ["model.layers.6.attn", "draft_model.layers.0.attn"]
+
+
+def test_stages_come_to_what_one_of_one_stage_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same plan but for who holds what, and the same digest; drafts are with the last layers."""
+    groups = [group(full(4), *NAMES[::2], *DRAFTS), group(window(4), *NAMES[1::2])]
+    one = cut(staged(1, 0), groups, layers=3)
+    assert [len(each.refs) for each in one.layout.groups] == [1] * 8 + [3] * 4 + [1] * 12
+    memories = []
+    for rank in range(3):
+        names = NAMES[2 * rank : 2 * rank + 2] + (DRAFTS if rank == 2 else [])
+        own = [group(each.kv_cache_spec, *(name for name in each.layer_names if name in names)) for each in groups]
+        memories.append((staged(3, rank), Memory(staged(3, rank), own)))
+    told: list[Any] = []
+    wanted = ShardCut(heads=4)
+
+    def ask() -> list[RankShards | str]:
+        return [
+            cut_chunks(config, memory.config, memory.caches, memory.canonical(), wanted, BLOCKS)
+            for config, memory in memories
+        ]
+
+    monkeypatch.setattr(rank_shards, "of_all_stages", lambda own: told.append(own) or ["not all have told"])
+    ask()
+    monkeypatch.setattr(rank_shards, "of_all_stages", lambda own: told)
+    for rank, found in enumerate(ask()):
+        assert isinstance(found, RankShards), found
+        assert found.digest == one.digest
+        assert (found.plan.groups, found.plan.layers.begins) == (one.plan.groups, (0, 2, 4))
+        assert found.plan.numbers(rank) == tuple(range(4 * rank, 4 * rank + 4)) * 2
+        assert found.plan.shards == 12
+        ours = [one.layout.groups[one.plan.numbers(0).index(number)] for number in found.plan.numbers(rank)]
+        assert [each.block_bytes for each in found.layout.groups][:4] == [each.block_bytes for each in ours][:4]
+
+
+def test_other_layers_of_a_range_have_another_digest() -> None:
+    groups = [group(full(4), *NAMES)]
+    digests = [
+        cut(staged(1, 0), groups, layers=2).digest,
+        cut(staged(1, 0), groups, layers=3).digest,
+        cut(staged(1, 0), groups).digest,
+        cut(staged(1, 0), [group(full(4), *NAMES[:5])], layers=2).digest,
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_a_layer_of_another_stage_is_not_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a draft model whose number vLLM counts on from its stage's."""
+    config = staged(2, 1)
+    memory = Memory(config, [group(full(4), *NAMES[3:], "model.layers.2.draft")])
+    told: list[Any] = []
+    monkeypatch.setattr(rank_shards, "of_all_stages", lambda own: told.append(own) or [own, own])
+    with pytest.raises(LayoutError, match="runs on another pipeline stage"):
+        cut_chunks(config, memory.config, memory.caches, memory.canonical(), ShardCut(heads=4), BLOCKS)
+    assert told == ["what lies where in the KV caches of a pipeline stage is not understood"]
+
+
+def test_context_parallelism_is_told_first() -> None:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        config = engine(4)
+        setattr(config.parallel_config, name, 2)
+        assert "context parallelism" in str(cut_by_config(config, ShardCut()))

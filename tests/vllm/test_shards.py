@@ -20,6 +20,7 @@ from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_
 from tests.vllm.families import CPU_MLA, write_mla
 from tests.vllm.harness import TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop, close
 from tests.vllm.shared_rig import Medium, bucket, said, tree, until_stored
+from tests.vllm.staged_cpu import EXTENSION
 from tests.vllm.test_adapters import write_adapter
 
 PROMPTS: Final = chunk_prompts(2, seed=301)
@@ -53,13 +54,15 @@ def start(workshop: Workshop) -> Iterator[Start]:
     """Starts an engine of a size; the test's engines end with it."""
     started: list[Engine] = []
 
-    def begin(medium: Medium, tp: int, shape: ModelShape = TINY, **fields: Any) -> Engine:
+    def begin(medium: Medium, tp: int, shape: ModelShape = TINY, *, pp: int = 1, **fields: Any) -> Engine:
         own = {name: fields.pop(name) for name in ("model", "block_size") if name in fields} | fields.pop("options", {})
         nearer, shared = fields.pop("nearer", []), fields.pop("is_shared", True)
         config = medium.config(**{"shards": 2, **fields})
         config["tiers"] = [*nearer, *(config["tiers"] if shared else [])]
         environment = {**medium.environment, **ENVIRONMENT}
-        options = {**ENGINE_OPTIONS, **SIZES[tp], **own}
+        options = {**ENGINE_OPTIONS, **SIZES[max(tp, pp)], **own, "tensor_parallel_size": tp}
+        # The extension counts in the namespace.
+        options |= {"pipeline_parallel_size": pp, "worker_extension_cls": EXTENSION}
         started.append(workshop.start_engine(shape, config, environment=environment, **options))
         return started[-1]
 
@@ -107,6 +110,33 @@ def test_sizes_share_what_they_store(medium: Medium, workshop: Workshop, start: 
     two = start(medium, 2, shape)
     all_from_the_tier(two, PROMPTS, right)
     later = stored_whole(two, LATER)
+    assert len(medium.namespaces()) == 1
+    all_from_the_tier(one, LATER, later)
+    assert all(close(answer, other) for answer, other in zip([*right, *later], without, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("medium", "shape"),
+    [pytest.param("tree", TINY, id="tree-full"), pytest.param("obstore", TINY_HYBRID, id="bucket-hybrid")],
+    indirect=["medium"],
+)
+def test_pipeline_stages_share_what_they_store(
+    medium: Medium, workshop: Workshop, start: Start, shape: ModelShape
+) -> None:
+    """Stored with one rank, served with two stages, and what those store served with one, and with two ranks, again."""
+    alone = workshop.start_engine(shape, **ENGINE_OPTIONS)
+    without = alone.generate([*PROMPTS, *LATER])
+    alone.stop()
+    cut = {"heads": 2, "layers": 2}
+    one = start(medium, 1, shape, shards=cut)
+    right = stored_whole(one, PROMPTS)
+    assert len(medium.shards()) >= 4 * PROMPT_CHUNKS * len(PROMPTS)
+    staged = start(medium, 1, shape, pp=2, shards=cut)
+    all_from_the_tier(staged, PROMPTS, right)
+    later = stored_whole(staged, LATER)
+    staged.stop()
+    two = start(medium, 2, shape, shards=cut)
+    all_from_the_tier(two, [*PROMPTS, *LATER], [*right, *later])
     assert len(medium.namespaces()) == 1
     all_from_the_tier(one, LATER, later)
     assert all(close(answer, other) for answer, other in zip([*right, *later], without, strict=True))

@@ -197,6 +197,8 @@ class TierDirectory:
         }
         if replicas:
             slab["replicas"] = sorted(map(list, replicas.items()))
+        if stages := self.namespace.stages:
+            slab["stages"] = stages
         self._manifest = json.dumps({**self.namespace.manifest(), "slab": slab}, indent=2, sort_keys=True) + "\n"
         self._write_manifest()
 

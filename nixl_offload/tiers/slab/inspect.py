@@ -12,6 +12,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 
@@ -48,11 +49,10 @@ class _Piece(NamedTuple):
     """A shard in a slot of a rank's slab."""
 
     rank: int
-    number: int
-    """Within the slot."""
+    offset: int
+    """From the begin of the slot."""
     shard: int
-    in_slot: int
-    """How many lie in the slot."""
+    size_bytes: int
 
 
 class SlabInspector(Inspector):
@@ -106,7 +106,7 @@ class SlabInspector(Inspector):
                 rows, slots_bytes = index.count(group)
                 copies = places.replicas.get(slots_bytes // rows, 1) if rows else 1
                 shards += len(self._pieces_of(namespace, group)) * rows // copies
-                size_bytes += self._slabs(namespace) * slots_bytes // copies
+                size_bytes += self._slabs(namespace)[0] * slots_bytes // copies
             return NamespaceSize(chunks, shards, size_bytes, *self._ages(namespace, index))
         holders = {len(namespace.holders(group)) for group in namespace.groups} or {
             len(self._ranks_of(namespace, None))
@@ -279,18 +279,26 @@ class SlabInspector(Inspector):
             self._ranks[namespace.path] = max((int(number[1]) + 1 for number in numbers if number), default=1)
         return range(self._ranks[namespace.path])
 
-    def _slabs(self, namespace: NamespaceInfo) -> int:
-        """Return how many ranks the engine has that stored here last."""
+    def _slabs(self, namespace: NamespaceInfo) -> tuple[int, tuple[int, ...]]:
+        """Return how many ranks the engine has that stored here last, and how many ranges of layers each of its stages
+        holds; no rank where the manifest does not tell.
+        """
         slab = namespace.manifest.get("slab") if namespace.manifest else None
-        ranks = slab.get("world_size") if isinstance(slab, dict) else None
-        return ranks if type(ranks) is int and 0 < ranks < 1 << 16 else 0
+        if not isinstance(slab, dict):
+            return 0, ()
+        ranks, stages = slab.get("world_size"), slab.get("stages", [namespace.layer_ranges])
+        if type(ranks) is not int or not 0 < ranks < 1 << 16 or not isinstance(stages, list):
+            return 0, ()
+        if any(type(ranges) is not int or ranges < 0 for ranges in stages):
+            return 0, ()
+        return ranks, tuple(stages)
 
     def _places(self, namespace: NamespaceInfo) -> SlotPlaces:
         """Return where slots lie, by the manifest; one that cannot be means a copy on every rank."""
         slab = namespace.manifest.get("slab") if namespace.manifest else None
         found = slab if isinstance(slab, dict) else {}
         extent_bytes, pairs = found.get("extent_bytes"), found.get("replicas", [])
-        ranks = self._slabs(namespace)
+        ranks, _ = self._slabs(namespace)
         try:
             replicas = {int(size): int(number) for size, number in pairs}
         except (TypeError, ValueError):
@@ -302,16 +310,16 @@ class SlabInspector(Inspector):
         return SlotPlaces(extent_bytes, extent_bytes, replicas)
 
     def _pieces_of(self, namespace: NamespaceInfo, group: int) -> list[_Piece]:
-        """Return where the shards of a chunk lie that is cut by its heads, rank by rank."""
-        shards, ranks = len(namespace.holders(group)), self._slabs(namespace)
-        held = hold(shards, [shards], ranks) if shards and ranks else None
-        if held is None:
-            return []
-        return [
-            _Piece(rank, number, shard, held.per_rank)
-            for rank in range(ranks)
-            for number, shard in enumerate(held.held_by(rank))
-        ]
+        """Return where the shards of a chunk lie that is cut, rank by rank."""
+        pieces = []
+        held = _held(namespace.holders(group), namespace.ranks or 0, namespace.layer_ranges, *self._slabs(namespace))
+        for rank, numbers in enumerate(held):
+            offset = 0
+            for shard in numbers:
+                size_bytes = namespace.shard_bytes(_a_key(group), shard) or 0
+                pieces.append(_Piece(rank, offset, shard, size_bytes))
+                offset += size_bytes
+        return pieces
 
     def _rows_around(self, namespace: NamespaceInfo, rank: int, offset: int) -> list[IndexRow]:
         """Return the rows of slots that a shard at ``offset`` of a rank's slab may lie in, which it begins or where it
@@ -321,8 +329,7 @@ class SlabInspector(Inspector):
         places = self._places(namespace)
         begins = {offset, *(places.name(rank, offset, size) for size in places.replicas)}
         for group in namespace.groups if namespace.is_cut else ():
-            for piece in self._pieces_of(namespace, group):
-                begins.add(offset - piece.number * (namespace.shard_bytes(_a_key(group), piece.shard) or 0))
+            begins.update(offset - piece.offset for piece in self._pieces_of(namespace, group))
         return [row for begin in sorted(begins) if (row := index.at(begin)) is not None]
 
     def _chunk(self, namespace: NamespaceInfo, row: IndexRow) -> ChunkInfo:
@@ -330,13 +337,12 @@ class SlabInspector(Inspector):
         if namespace.is_cut and (pieces := self._pieces_of(namespace, key_group(row.key))):
             places, cut = self._places(namespace), {}
             for piece in pieces:
-                size_bytes = row.slot_bytes // piece.in_slot
                 rank, begin = piece.rank, row.offset
                 if places.replicas:
                     rank, begin = places.find(piece.rank, row.offset, row.slot_bytes)
-                offset = begin + piece.number * size_bytes
+                offset = begin + piece.offset
                 place = f"{directory}/{rank_file_name(rank)}@{offset}"
-                cut[place] = ShardInfo(piece.shard, place, size_bytes, offset, None)
+                cut[place] = ShardInfo(piece.shard, place, piece.size_bytes, offset, None)
             return ChunkInfo(row.key, tuple(cut.values()), row.seq)
         shards = tuple(
             ShardInfo(rank, f"{directory}/{rank_file_name(rank)}@{row.offset}", row.slot_bytes, row.offset, None)
@@ -352,6 +358,29 @@ class SlabInspector(Inspector):
     def _first_age(self, namespace: NamespaceInfo, rows: Sequence[IndexRow]) -> float | None:
         ages = (self.created_s(self._chunk(namespace, row)) for row in rows)
         return next((age for age in ages if age is not None), None)
+
+
+def _held(holders: Sequence[int], shards: int, ranges: int, ranks: int, stages: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return by rank the numbers of the shards of a group that it holds. ``holders``: those that there are; ``shards``,
+    ``ranges``: numbers, and ranges of layers, of all groups. Empty where that cannot be true.
+    """
+    if not holders or not stages or not ranks or shards % ranges or sum(stages) != ranges or ranks % len(stages):
+        return []
+    per_range = shards // ranges
+    tp, heads = ranks // len(stages), len({number % per_range for number in holders})
+    held = hold(heads, [heads], tp)
+    if held is None:
+        return []
+    ends = [0, *accumulate(stages)]
+    return [
+        tuple(
+            number
+            for number in holders
+            if ends[rank // tp] <= number // per_range < ends[rank // tp + 1]
+            and number % per_range in held.held_by(rank % tp)
+        )
+        for rank in range(ranks)
+    ]
 
 
 def _a_key(group: int) -> Key:

@@ -110,6 +110,8 @@ class SlabTier(SlotTier):
             geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(world_size)}
             if replicas:  # else the index of an older release is good
                 geometry["replicas"] = json.dumps(sorted(replicas.items()))
+            if stages := namespace.stages:  # others hold other shards
+                geometry["stages"] = " ".join(map(str, stages))
             durable, rows = DurableIndex.open(str(directory.index_path), geometry)
         except BaseException:
             directory.close()
