@@ -144,14 +144,14 @@ def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli) -> N
     )
     file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": str(tmp_path / "slab"), "capacity": "64MiB"}]}))
     fields_of_two = replace(SPACE.fields, groups=(GroupFields(0, 16, (SHARD_BYTES,) * 2),), shards=2)
-    space = replace(make_namespace(fields_of_two, {0: 1}), slot_replicas={SHARD_BYTES: 2})
+    plan = make_plan(2, [[2]], [[1 << 20]], 4)
+    assert isinstance(plan, ShardPlan)
+    space = replace(make_namespace(fields_of_two, plan), slot_replicas={SHARD_BYTES: 2})
     assert isinstance(config.tiers[0], SlabConfig)
     size = space.slot_bytes(0)
     tier = SlabTier.open(
         config.tiers[0], position=0, namespace=space, slot_classes=[size], world_size=4, replicas=space.slot_replicas
     )
-    plan = make_plan(2, [[2]], [1 << 20], 4)
-    assert isinstance(plan, ShardPlan)
     offsets = {}
     for number in CHUNKS:
         place = tier.reserve(key(number), size, [])
