@@ -38,20 +38,20 @@ class Story:
     names: tuple[Naming, ...] = ("journal", "any")
     """Ways in which names may be lost that make a difference."""
 
-    def config(self, root: Path) -> Config:
-        """Return the config of a server below ``root``."""
+    def config(self, root: Path, *, judging: bool = False) -> Config:
+        """Return the config of a server below ``root``; of one that judges it evicts nothing from a tree."""
         aio = {} if self.mover == "copy" else {"mover": "posix", "posix_api": self.mover}
         made: dict[str, dict[str, Any]] = {
             "m": memory("512KiB"),
             "s": {**slab(root / "slab"), **aio},
-            "t": {**tree(root / "tree", "300KiB" if self.small_tree else "64MiB"), **aio},
+            "t": {**tree(root / "tree", "300KiB" if self.small_tree and not judging else "64MiB"), **aio},
         }
         return config_of(*(made[kind] for kind in self.tiers))
 
-    def open(self, root: Path, tenant: str = "default") -> Server:
+    def open(self, root: Path, *, judging: bool = False) -> Server:
         """Begin to serve."""
         mover = "copy" if self.mover == "copy" else ""
-        return Server(self.config(root), ranks=self.ranks, mover=mover, tenant=tenant)
+        return Server(self.config(root, judging=judging), ranks=self.ranks, mover=mover)
 
 
 class Told:

@@ -333,13 +333,18 @@ int truncate(const char *name, off_t length)
 
 /* Names */
 
+/* One call on names at a time, so that the log has them in the order in which they were done. */
+static pthread_mutex_t one_by_one = PTHREAD_MUTEX_INITIALIZER;
+
 static int opened(const char *symbol, int at, const char *name, int flags, mode_t mode)
 {
     char path[PATH_MAX];
     struct record record = {.kind = CREATE};
     uint64_t before = 0;
     int is_ours = flags & (O_CREAT | O_TRUNC) && (flags & O_TMPFILE) != O_TMPFILE && absolute(at, name, path);
+    int is_locked = is_ours;
     if (is_ours) {
+        pthread_mutex_lock(&one_by_one);
         before = inode_at(path);
         if (before)
             record = (struct record){.kind = RESIZE, .inode = before};
@@ -351,6 +356,8 @@ static int opened(const char *symbol, int at, const char *name, int flags, mode_
                     : NEXT(int (*)(int, const char *, int, ...), "openat64")(at, name, flags, mode);
     if (is_ours)
         end(record.id, fd, before || fd < 0 ? 0 : inode_of(fd, path));
+    if (is_locked)
+        pthread_mutex_unlock(&one_by_one);
     return fd;
 }
 
@@ -392,11 +399,15 @@ static int on_names(uint32_t kind, int at, const char *name, int other_at, const
     int is_ours = !!absolute(at, name, path);
     if (other)
         is_ours |= !!absolute(other_at, other, target);
-    if (is_ours)
+    if (is_ours) {
+        pthread_mutex_lock(&one_by_one);
         append(&record, path, other ? target : NULL, NULL, 0);
+    }
     int result = call(arguments);
-    if (is_ours)
+    if (is_ours) {
         end(record.id, result, kind == MKDIR && !result ? inode_at(path) : 0);
+        pthread_mutex_unlock(&one_by_one);
+    }
     return result;
 }
 
