@@ -61,7 +61,8 @@ class Told:
         self.server = story.open(root)
         self._numbers = {key_of(number): number for number in range(NUMBERS)}
         self._stored = [at for at, kind in enumerate(story.tiers) if kind != "m"]
-        self._ready: set[int] = set()
+        self._ready = set(range(NUMBERS))  # whatever the server before has said
+        self._tell()
 
     def store(self, numbers: Sequence[int]) -> None:
         """Store chunks, and wait until they are wherever they go."""
