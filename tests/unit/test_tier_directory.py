@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
-from nixl_offload.tiers.slab import other_namespaces
+from nixl_offload.tiers.slab import directory, other_namespaces
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile, warn_of_others
 from nixl_offload.tiers.slot_allocator import SlabAllocator
@@ -80,6 +81,23 @@ def test_a_second_opening_is_refused_until_the_first_closes(tmp_path: Path) -> N
     assert caught.value.cause == "locked"
     first.close()
     open_tier(tmp_path, model="other").close()
+
+
+def test_what_is_taken_back_while_it_is_closed_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filesystem that hangs may have the healing thread end after ``close``: the next opening must not be refused."""
+    path = tmp_path / "tier"
+    first = open_tier(path)
+    shutil.rmtree(path)
+    find = directory.nearest_filesystem
+
+    def close_and_find(where: Path) -> int:
+        first.close()
+        return find(where)
+
+    monkeypatch.setattr(directory, "nearest_filesystem", close_and_find)
+    first.restore()
+    monkeypatch.undo()
+    open_tier(path).close()
 
 
 def test_an_engine_that_starts_waits_for_a_command_that_mends(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,6 +65,8 @@ class TierDirectory:
         self.extent_bytes = 0
         """Size of the slab's extents; stays the same over restarts as long as it suits the capacity."""
         self._locks = locks
+        self._closed = threading.Event()
+        """``restore``, on another thread, lets go of what it takes after that."""
         self._dp_engines = dp_engines
         self._filesystem = 0
         self._manifest = ""
@@ -130,9 +133,10 @@ class TierDirectory:
         """Take a directory that vanished into possession again: make it anew, on its filesystem only, and lock it.
 
         No-op while ``check`` is content. Raises TierError: ``missing`` (its filesystem is gone), ``locked`` (another
-        engine was quicker: this one must not store any more), or a cause of the operating system.
+        engine was quicker: this one must not store any more), or a cause of the operating system. May run on another
+        thread than ``close``, and end after it.
         """
-        if self.check() is None:
+        if self._closed.is_set() or self.check() is None:
             return
         if nearest_filesystem(self.root) != self._filesystem:
             raise TierError(f"the filesystem of {self.root} is not mounted", cause="missing")
@@ -140,10 +144,14 @@ class TierDirectory:
             make_private_directory(self.root)
             for lock in self._locks:
                 lock.acquire(shared=len(self._dp_engines) > 1 and lock is self._locks[0])
-            make_private_directory(self.namespace_path)
-            self._write_manifest()
+            if not self._closed.is_set():
+                make_private_directory(self.namespace_path)
+                self._write_manifest()
         except OSError as error:
             raise tier_error(error, f"cannot make {self.namespace_path} again") from error
+        finally:
+            if self._closed.is_set():
+                self.close()
 
     def measure_bytes(self) -> int:
         """Return the real bytes under this engine's root now, the promise that ``capacity_bytes`` bounds."""
@@ -151,6 +159,7 @@ class TierDirectory:
 
     def close(self) -> None:
         """Release the locks. Idempotent. The bytes stay for the next engine."""
+        self._closed.set()
         for lock in reversed(self._locks):
             lock.release()
 
