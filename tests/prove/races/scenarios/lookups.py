@@ -12,6 +12,7 @@ from nixl_offload.tiers.shared.chain_search import AskAll, ChainSearch
 from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.prober_events import ProbeAnswer, ProbeResult, SearchEnd, TaskEnd, TrialEnd
+from nixl_offload.tiers.shared.tier import RESET_MARGIN_S
 from nixl_offload.types import Key, Lookup
 from tests.prove.races.exploring import Run, Scenario
 from tests.unit.shared_rig import SLOT, MemoryStore, Rig, key_of, keys_of
@@ -115,10 +116,7 @@ def lookups(run: Run) -> None:
     store = _Slow(chance)
     rig = Rig(store, threads=2, timeout="20ms", absent_for="10s", max_keys=1000)
     keys = [key_of(number) for number in range(6)]
-    there = set(keys[:3])
-    for key in there:
-        for name in rig.names(key):
-            store.put(name)
+    there = _put(store, rig, keys)
     live: dict[str, list[Key]] = {}
     for step in range(chance.randint(6, 14)):
         act = chance.randrange(9)
@@ -132,10 +130,13 @@ def lookups(run: Run) -> None:
             store.is_down = not store.is_down
         elif act == 5:
             rig.tier.clear()
+            there = set()
         elif act == 6:
             time.sleep(chance.choice((0.0005, 0.003, 0.03)))
         elif act == 7:
             _load(rig, keys)
+        elif act == 8:
+            there = _put(store, rig, keys)
         for request, wanted in live.items():
             for key, answer in zip(wanted, rig.ask(request, wanted), strict=False):
                 assert answer is not Lookup.HIT or key in there, "a HIT for what is not there"
@@ -143,6 +144,8 @@ def lookups(run: Run) -> None:
         rig.tier._presence.check()
         time.sleep(0.0005)
     store.is_down = False
+    time.sleep(RESET_MARGIN_S)
+    _put(store, rig, keys)
     for request in live:
         rig.tier.forget_request(request)
     end_s = time.monotonic() + 2000.0
@@ -152,6 +155,14 @@ def lookups(run: Run) -> None:
     assert rig.tier._presence.held == 0
     rig.tier.close()
     assert store.closed
+
+
+def _put(store: MemoryStore, rig: Rig, keys: list[Key]) -> set[Key]:
+    """Have the first of the keys there, anew."""
+    for key in keys[:3]:
+        for name in rig.names(key):
+            store.put(name)
+    return set(keys[:3])
 
 
 def _load(rig: Rig, keys: list[Key]) -> None:
