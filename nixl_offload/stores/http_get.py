@@ -87,8 +87,7 @@ class DirectGets:
             with suppress(OSError):
                 # Not SSLSocket's, which takes TLS off first: a read in another thread would get what is encrypted.
                 socket.socket.shutdown(opened, socket.SHUT_RDWR)
-        while self._idle:
-            self._drop(self._idle.pop()[1])
+        self._drop_idle()
 
     def _kept(self) -> socket.socket | None:
         """A connection that rests, and on which nothing has come since the last answer."""
@@ -144,6 +143,8 @@ class DirectGets:
         finally:
             if keeps:
                 self._idle.append((time.monotonic(), connection))
+                if self._refusing:  # closed meanwhile
+                    self._drop_idle()
             else:
                 self._drop(connection)
 
@@ -164,6 +165,11 @@ class DirectGets:
                 raise OSError("no whole answer")
             got += count
         return view, end + len(_END), got
+
+    def _drop_idle(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._drop(self._idle.pop()[1])
 
     def _drop(self, connection: socket.socket) -> None:
         self._open.discard(connection)

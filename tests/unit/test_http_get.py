@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -206,6 +207,22 @@ def test_a_server_that_falls_silent_over_tls_is_not_waited_for(tmp_path: Path, s
     server.join()
     listener.close()
     gets.close()
+
+
+def test_a_connection_that_is_kept_while_it_is_closed_is_let_go(gets: DirectGets) -> None:
+    """The thread that keeps it has looked before, and ``close`` has dropped what rested."""
+
+    class ClosedFirst(deque[tuple[float, socket.socket]]):
+        def append(self, kept: tuple[float, socket.socket]) -> None:
+            gets.close()
+            super().append(kept)
+
+    gets._idle = ClosedFirst()
+    server = Keeping(3)
+    assert get(gets, server.endpoint) == (None, BODY)
+    assert not gets._idle
+    assert not gets._open
+    server.close()
 
 
 def test_bytes_behind_an_answer_are_no_answer_to_the_next_request(gets: DirectGets) -> None:
