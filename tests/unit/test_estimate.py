@@ -424,3 +424,14 @@ def test_faster_storage_never_means_that_less_is_taken(
     slow = judge(*bytes_per_s).choose(parts, computed_tokens, 0.0).tokens
     fast = judge(*(times * speed for speed in bytes_per_s)).choose(parts, computed_tokens, 0.0).tokens
     assert fast >= slow
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "context"), [(0, 1.0, 0), (-1, 1.0, 0), (5, 0.0, 0), (5, 1.0, -1), (5, math.inf, 0)]
+)
+def test_void_steps_say_nothing_of_prefill(tokens: int, seconds: float, context: int) -> None:
+    """Not even by a division by zero."""
+    prefill = PrefillSpeed()
+    for _ in range(50):
+        prefill.observe(tokens, seconds, context)
+    assert not prefill.is_known

@@ -240,3 +240,14 @@ def test_a_manifest_fits_the_namespace_that_its_own_fields_make_and_no_other() -
 def test_what_is_no_manifest_fits_nothing(nonsense: object) -> None:
     assert manifest_digest(nonsense) is None
     assert manifest_fits(nonsense, make_namespace(BASE).name) is False
+
+
+def test_a_release_finds_what_an_earlier_one_has_stored() -> None:
+    """The digests of a namespace and of a rank are in names and headers that outlive any server."""
+    namespace = make_namespace(BASE)
+    assert namespace.digest.hex() == "df1ecfe84b2b8f12b1426548ce181ee79efd58c035f4c985ae7fd83beffd3f52"
+    assert namespace.rank_digest(1).hex() == "0f124d5996520a3f6efc5211dd9f50afa4ce803c73cd0d44ebbd07ca698905c2"
+
+
+def test_a_manifest_with_what_json_has_no_number_for_is_none() -> None:
+    assert manifest_digest(json.loads('{"fields": {"tp": NaN, "ranks": []}}')) is None
