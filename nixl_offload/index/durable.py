@@ -139,7 +139,7 @@ class DurableIndex:
             self._hurry.set()
             self._work.set()
         self._writer.join(timeout_s)
-        return not self._writer.is_alive() and not self._queue and not self._batch
+        return not (self._writer.is_alive() or self._queue or self._batch or self._delete_first)
 
     def _enqueue(self, op: Put | Delete) -> None:
         if self._stopping:
@@ -221,9 +221,10 @@ class DurableIndex:
                     made_anew = True
                 self._database.write(self._batch)
             except _STORAGE_ERRORS as error:
+                undeletable = self._delete_first
                 self._database.disconnect()
                 self._note_failure(error)
-                if made_anew or not self._delete_first:
+                if made_anew or undeletable or not self._delete_first:
                     return False
                 continue  # damaged: make it anew at once, for the process may be about to end
             self._batch.clear()
