@@ -13,6 +13,7 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -625,8 +626,12 @@ class Cell:
         while (left := self._threads()) and real_s() < until_s and not pump.LEAKED:
             time.sleep(0.002)
         if left and not pump.LEAKED:
-            names = ", ".join(thread.name for thread in left)
-            self._outcome.leaks.append(f"{self._where}: threads that go on after the end: {names}")
+            frames = sys._current_frames()
+            at = {
+                thread.name: "".join(traceback.format_stack(frames.get(thread.ident or 0), limit=6)) for thread in left
+            }
+            told = "\n".join(f"{name}\n{stack}" for name, stack in at.items())
+            self._outcome.leaks.append(f"{self._where}: threads that go on after the end: {told}")
         self._excused.update(left)
 
     def _threads(self) -> list[threading.Thread]:

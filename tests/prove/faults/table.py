@@ -81,8 +81,10 @@ def why_not(tier: str, point: str, fault: str) -> str | None:
         if fault in {"hang", "late write"} and point not in {"write-through", "promotion", "shutdown", "sleep"}:
             return "nothing but a farther tier's transfer touches a slot of memory from outside"
         if fault == "OOM of staging" and point not in {"start", "sleep"}:
-            return "memory is taken at the start, and what goes to and from its slots needs no staging"
+            return "memory is taken at the start"
         return None
+    if fault == "OOM of staging" and point in {"write-through", "promotion"}:
+        return "what goes to and from slots of memory needs no staging"
     is_bucket = tier.startswith("s3")
     if fault in _ANSWERS and not is_bucket:
         return "no server answers for a directory"
