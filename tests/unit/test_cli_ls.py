@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -244,6 +245,22 @@ def test_a_hundred_thousand_chunks_take_seconds(tmp_path: Path, cli: Cli) -> Non
     (namespace,) = SlabInspector(slab.config.path, capacity_bytes=None).namespaces()
     assert sum(1 for _ in SlabInspector(slab.config.path, capacity_bytes=None).chunks(namespace)) == 100_000
     assert time.monotonic() - began_s < 15
+
+
+def test_a_namespace_that_cannot_be_looked_at_is_no_trace(
+    slab: StoredSlab, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier fails in words."""
+    real = Path.stat
+
+    def broken(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.name == slab.namespace.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", broken)
+    assert cli("ls", slab.file) == 1
+    assert "cannot be measured: Input/output error" in cli.out + cli.err
 
 
 def test_a_directory_that_cannot_be_looked_at_is_a_failure_in_words(tmp_path: Path, cli: Cli) -> None:

@@ -74,7 +74,9 @@ class SlabInspector(Inspector):
     def namespaces(self) -> Iterator[NamespaceInfo]:
         """Yield what is there. Raises TierError where the directory cannot be read."""
         self.other_objects = 0
-        parts = [path.name for path in _children(self.base) if _DP_NAME.fullmatch(path.name) and not path.is_symlink()]
+        parts = [
+            path.name for path in _children(self.base) if _DP_NAME.fullmatch(path.name) and not os.path.islink(path)
+        ]
         for part in ["", *parts]:
             root = self.base / part
             holder = self._holder(part)

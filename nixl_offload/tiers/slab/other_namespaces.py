@@ -86,8 +86,11 @@ def read_manifest(namespace_path: Path) -> dict[str, Any] | None:
 
 
 def last_use_s(path: Path) -> float | None:
-    """Return when the namespace in ``path`` was last opened; None when ``path`` is not a namespace that we wrote."""
-    if not _NAMESPACE_NAME.fullmatch(path.name) or not _is_directory(path):
+    """Return when the namespace in ``path`` was last opened; None when it is none that we wrote, or cannot be seen."""
+    try:
+        if not _NAMESPACE_NAME.fullmatch(path.name) or not _is_directory(path):
+            return None
+    except OSError:
         return None
     manifest = read_manifest(path)
     if manifest is None or not str(manifest.get("namespace", "")).startswith(path.name):
