@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 Reply = dict[str, Any]
@@ -250,8 +251,11 @@ def _answer(output: Any, total_s: float) -> Reply:
     }
 
 
-def main() -> int:
-    """Serve requests from stdin until ``shutdown`` or end of input. Exit code 0 after a clean shutdown."""
+def main(make: Callable[..., EngineHost] = EngineHost) -> int:
+    """Serve requests from stdin until ``shutdown`` or end of input. Exit code 0 after a clean shutdown.
+
+    ``make`` makes the host from what ``start`` is called with.
+    """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     host: EngineHost | None = None
@@ -261,7 +265,7 @@ def main() -> int:
         reply: Reply
         try:
             if operation == "start":
-                host = EngineHost(**request)
+                host = make(**request)
                 reply = {"ok": True, **host.about()}
             elif host is None or operation.startswith("_"):
                 raise ValueError(f"cannot do {operation!r} now")

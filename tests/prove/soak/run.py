@@ -1,0 +1,267 @@
+"""Runs the soak: memory, slab, shared directory and bucket; a first window, faults, recovery, a last window.
+
+Threading: the cell's main thread asks the engine; ``Troubles`` and ``Samples`` have a thread each, the proxy its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from examples.demo.engine import Engine, EngineError, quick_environment
+from examples.demo.model import TINY
+from nixl_offload.cli.main import main as nixl_offload
+from tests.prove.cells import Outcome
+from tests.prove.soak import laps
+from tests.prove.soak.samples import MIB, Samples, busy_s, grown, grown_tables, processor_s, taken_bytes
+from tests.prove.soak.troubles import Troubles, make_disk
+from tests.s3.proxy import FaultProxy
+from tests.s3.servers import RcloneServer
+from tests.vllm.harness import CHUNK_TOKENS, ONE_CORE, Workshop
+from tests.vllm.zygote import MAIN_MODULE, Zygote
+
+MEMORY, SLAB, TREE, BUCKET = 16 * MIB, 48 * MIB, 64 * MIB, 192 * MIB
+"""A lap stores some 20 MiB."""
+STAGING: Final = 16 * MIB
+"""Little, so that all of its pages are in use soon."""
+BURST: Final = 24 * MIB
+"""The directory's servers keep it to its capacity to within what they write in a few seconds."""
+WARM_UP, WINDOW, TROUBLED = 0.07, 0.13, 0.6
+"""Shares of the whole."""
+BACK_S: Final = 90.0
+"""Within so long all tiers are in use again."""
+SLOWER: Final = 0.05
+GC_LAPS: Final = 8
+RESET_LAPS: Final = 5
+YOUNG_S: Final = 600.0
+LAP_S: Final = 120.0
+"""A lap that takes longer hangs."""
+SOURCES: Final = "vllm:prompt_tokens_cached_by_source"
+
+
+@dataclass
+class _Run:
+    """The engine, and what was asked of it so far."""
+
+    engine: Engine
+    variants: list[laps.Variant]
+    outcome: Outcome
+    pids: Callable[[], dict[str, int]]
+    tidy: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.salts: list[str] = []
+        self.lap_s: list[float] = []
+        self.own_s: list[float] = []
+
+    def lap(self, what: str = "") -> None:
+        """Ask a lap, and judge it."""
+        number = len(self.salts)
+        self.salts.append(f"{number}")
+        lap = laps.lap(self.variants, number, self.salts)
+        began_s, ours_s, all_s = time.monotonic(), processor_s(self.pids()), busy_s()
+        reply = self.engine.call(
+            "lap", requests=lap.requests, at_a_time=laps.AT_A_TIME, salt=lap.salt, resets=lap.resets, timeout_s=LAP_S
+        )
+        took_s = time.monotonic() - began_s
+        others_s = max(0.0, busy_s() - all_s - (processor_s(self.pids()) - ours_s))
+        self.lap_s.append(took_s)
+        self.own_s.append(took_s - others_s)
+        self.outcome.wrong += [f"{sentence}{what and f' ({what})'}" for sentence in lap.judge(reply["outputs"])]
+        counts = self.outcome.counts
+        for name, count in (
+            ("laps", 1),
+            ("answers", lap.compared),
+            ("aborts", sum("abort" in asked for asked in lap.requests)),
+            ("resets", len(lap.resets)),
+        ):
+            counts[name] = counts.get(name, 0) + count
+        if number % GC_LAPS == GC_LAPS - 1:
+            self.tidy()
+
+    def laps_until(self, until_s: float) -> tuple[float, float]:
+        """Ask laps, each variant as often as the others. Returns begin and end."""
+        begin_s = time.monotonic()
+        while time.monotonic() < until_s or len(self.salts) % laps.VARIANTS:
+            self.lap()
+        return begin_s, time.monotonic()
+
+
+def soak(seed: int, seconds: float, only: str = "") -> Outcome:
+    """Try it for so long, with faults that have ``only`` in their names. Which lap meets which one differs."""
+    outcome = Outcome()
+    with contextlib.ExitStack() as stack:
+        scratch = Path.cwd()
+        environment = {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE}
+        zygote = Zygote(scratch / "zygote.log", environment)
+        stack.callback(zygote.close)
+        workshop = Workshop(zygote)
+        stack.callback(workshop.close)
+        server = stack.enter_context(RcloneServer())
+        stack.enter_context(mock.patch.dict(os.environ, server.environment))
+        proxy = stack.enter_context(FaultProxy(server.port))
+        disk = make_disk(scratch, 192 * MIB)
+        if disk is not None:
+            stack.callback(disk.destroy)
+        base = scratch / "kv" if disk is None else disk.path
+        config = _config(base, server.tier("soak", endpoint=proxy.endpoint, request_timeout="1s"))
+        with _engine(workshop, None) as reference:
+            variants = laps.make(seed, TINY.vocab, reference)
+            reference.stop()
+        troubles = Troubles(seed, server, proxy, disk, base / "tree", base / "slab", only)
+        engine = stack.enter_context(_engine(workshop, config, server.environment))
+        samples = Samples(engine.pid, {"slab": base / "slab", "tree": base / "tree", "bucket": server.directory})
+        stack.callback(samples.stop)
+        tidy = _collector(scratch, server, proxy)
+        run = _Run(engine, variants, outcome, lambda: _pids(engine, server), tidy)
+        try:
+            _go(run, seconds, troubles, samples)
+        except EngineError as error:
+            print(error)
+            faults = " after ".join(name for _, name in troubles.log[:-4:-1]) or "no fault"
+            outcome.dead.append(f"seed {seed}, lap {len(run.salts)}, {faults}: {str(error).splitlines()[0]}")
+        else:
+            _look_at_disk(outcome, samples, base)
+    return outcome
+
+
+def _go(run: _Run, seconds: float, troubles: Troubles, samples: Samples) -> None:
+    engine, outcome = run.engine, run.outcome
+    run.laps_until(time.monotonic() + WARM_UP * seconds)
+    while len(run.salts) <= max(laps.BACK):
+        run.lap()
+    first_lap = len(run.salts)
+    first = run.laps_until(time.monotonic() + WINDOW * seconds)
+    first_laps = slice(first_lap, len(run.salts))
+    tables = _tables(engine, outcome)
+
+    until_s = time.monotonic() + TROUBLED * seconds
+    troubles.start()
+    try:
+        while time.monotonic() < until_s:
+            run.lap(troubles.now)
+            if len(run.salts) % RESET_LAPS == 0:
+                engine.reset_prefix_cache(connector=True)
+    finally:
+        troubles.stop()
+    outcome.counts["faults"] = len(troubles.log)
+    took_s = _until_back(run)
+    run.laps_until(time.monotonic() + WARM_UP * seconds)
+    while len(run.salts) % laps.VARIANTS != first_lap % laps.VARIANTS:
+        run.lap()
+    last_lap = len(run.salts)
+    last = run.laps_until(time.monotonic() + WINDOW * seconds)
+    last_laps = slice(last_lap, len(run.salts))
+
+    after = _tables(engine, outcome)
+    before_median, after_median = samples.window(*first), samples.window(*last)
+    outcome.leaks += grown(before_median, after_median)
+    outcome.leaks += grown_tables(tables["sizes"], after["sizes"])
+    outcome.leaks += [f"{count} {what} with nothing under way" for what, count in after["open"].items() if count]
+    ratio = statistics.median(run.own_s[first_laps]) / statistics.median(run.own_s[last_laps])
+    wall = statistics.median(run.lap_s[first_laps]) / statistics.median(run.lap_s[last_laps])
+    if ratio < 1 - SLOWER:
+        outcome.missed.append(
+            f"the last laps had {ratio:.1%} of the first ones' throughput, a part of it others' doing"
+        )
+    outcome.note = (
+        f"throughput {ratio:.1%} of the first laps ({wall:.1%} by the clock); all tiers back after {took_s:.0f} s; "
+        f"{len(run.salts)} laps of {statistics.median(run.own_s[first_laps]):.2f} s; first and last: "
+        + ", ".join(f"{name} {before_median[name]:.0f} {after_median[name]:.0f}" for name in before_median)
+        + f", Python's blocks {tables['blocks']} {after['blocks']}; "
+        + json.dumps(engine.labelled(SOURCES, "source"))
+        + json.dumps(engine.labelled("vllm:nixl_offload_chunks", "outcome"))
+    )
+    engine.stop()
+
+
+def _tables(engine: Engine, outcome: Outcome) -> dict[str, Any]:
+    if not engine.settle():
+        outcome.leaks.append("the engine does not come to rest")
+    return engine.call("tables")
+
+
+def _until_back(run: _Run) -> float:
+    """Ask laps until every tier is in use again; return how long that took."""
+    began_s = time.monotonic()
+    while True:
+        run.lap()
+        run.engine.settle()
+        out = [
+            f"{name}: {run.engine.labelled(name, 'tier')}"
+            for name in ("vllm:nixl_offload_breaker_state", "vllm:nixl_offload_disabled_ranks")
+            if any(run.engine.labelled(name, "tier").values())
+        ]
+        took_s = time.monotonic() - began_s
+        if not out or took_s > BACK_S:
+            run.outcome.missed += [f"{BACK_S:.0f} s after the last fault: {sentence}" for sentence in out]
+            return took_s
+
+
+def _look_at_disk(outcome: Outcome, samples: Samples, base: Path) -> None:
+    most = samples.most()
+    for name, limit in (("slab", SLAB), ("tree", TREE + BURST)):
+        if most.get(f"{name} on disk, MiB", 0.0) * MIB > limit + MIB:
+            outcome.leaks.append(f"{name}: {most[f'{name} on disk, MiB']:.0f} MiB on disk of {limit / MIB:.0f}")
+    if (left := taken_bytes(base / "slab")) > SLAB + MIB:
+        outcome.leaks.append(f"{left} bytes in the slab's directory")
+
+
+def _config(base: Path, bucket: dict[str, Any]) -> dict[str, Any]:
+    lookup = {"timeout": "500ms", "present_for": "5s", "absent_for": "1s", "max_keys": 1000}
+    tiers = [
+        {"kind": "memory", "capacity": MEMORY},
+        {"kind": "slab", "path": str(base / "slab"), "capacity": SLAB},
+        {"kind": "shared_dir", "path": str(base / "tree"), "capacity": TREE, "evict": True, "lookup": lookup},
+        {**bucket, "capacity": BUCKET, "lookup": lookup},
+    ]
+    return {
+        "chunk_tokens": CHUNK_TOKENS,
+        "slow_hits": "take",
+        "load_timeout": "2s",
+        "staging": STAGING,
+        "tiers": tiers,
+    }
+
+
+def _engine(workshop: Workshop, config: dict[str, Any] | None, environment: dict[str, str] | None = None) -> Engine:
+    return workshop.start_engine(
+        connector=config,
+        environment={**(environment or {}), MAIN_MODULE: "tests.prove.soak.host"},
+        kv_cache_memory_bytes=24 * MIB,
+        max_num_seqs=2 * laps.AT_A_TIME,
+    )
+
+
+def _pids(engine: Engine, server: RcloneServer) -> dict[str, int]:
+    process = server._process
+    return {"engine": engine.pid, "cell": os.getpid(), **({} if process is None else {"server": process.pid})}
+
+
+def _collector(scratch: Path, server: RcloneServer, proxy: FaultProxy) -> Callable[[], None]:
+    """Return what an operator's timer does: shrink the bucket. What it cannot do now it does the next time.
+
+    gc spares what was written within ten minutes, so objects are made older than they are.
+    """
+    file = scratch / "gc.yaml"
+    file.write_text(json.dumps({"tiers": [server.tier("soak", endpoint=server.endpoint, capacity=BUCKET)]}))
+
+    def collect() -> None:
+        proxy.forget()
+        young_s = time.time() - 2 * YOUNG_S
+        for path in server.directory.rglob("*"):
+            with contextlib.suppress(OSError):
+                if path.is_file() and path.stat().st_mtime > young_s:
+                    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 4 * YOUNG_S))
+        with contextlib.suppress(Exception):
+            nixl_offload(["gc", str(file), "--delete"])
+
+    return collect

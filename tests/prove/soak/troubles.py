@@ -1,0 +1,204 @@
+"""Faults that come and go by a seeded timetable: of the bucket's server, of the filesystem, of what rests on both.
+
+Threading: one thread of its own begins and ends them. ``stop`` ends the last one and joins it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from tests.faults.conftest import SmallFilesystem
+from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Stall
+from tests.s3.servers import RcloneServer
+
+LASTS_S: Final = (1.0, 4.0)
+PAUSE_S: Final = (0.5, 2.0)
+DAMAGED: Final = 6
+"""So many files, objects or places of the slab at a time."""
+
+REQUESTS: Final[dict[str, tuple[str, Fault]]] = {
+    "500": ("GET|PUT|HEAD", Answer(500, "InternalError")),
+    "503": ("GET|PUT|HEAD", Answer(503, "SlowDown")),
+    "403": ("GET|PUT|HEAD", Answer(403, "AccessDenied")),
+    "hangs": ("GET|PUT|HEAD", Hold()),
+    "GET stalls": ("GET", Stall(0.5)),
+    "late": ("GET|PUT|HEAD", Delay(1.5)),
+    "resets": ("GET|PUT|HEAD", Reset()),
+    "resets within": ("GET", Reset("body")),
+    "cut, unnoticed": ("GET", Cut(0.5, lying=True)),
+    "GET flipped": ("GET", Flip(0.5)),
+    "PUT flipped": ("PUT", Flip(0.5, side="request")),
+}
+Happening = Callable[[], AbstractContextManager[object]]
+
+
+class Troubles:
+    """Begins with the next fault when the last one is over and some time has passed."""
+
+    def __init__(
+        self,
+        seed: int,
+        server: RcloneServer,
+        proxy: FaultProxy,
+        disk: SmallFilesystem | None,
+        tree: Path,
+        slab: Path,
+        only: str = "",
+    ) -> None:
+        """``disk`` holds ``tree`` and ``slab``; None: it is no filesystem of its own and cannot be filled. ``only``:
+        faults with this in their names.
+        """
+        self._source = random.Random(f"troubles {seed}")
+        self._server, self._proxy = server, proxy
+        self._tree, self._slab = tree, slab
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="troubles")
+        self._failed: Exception | None = None
+        self.log: list[tuple[float, str]] = []
+        """When each began, in ``time.monotonic`` seconds, and its name."""
+        self.now = ""
+        """Which one there is; none: a pause."""
+        self._kinds: dict[str, Happening] = {
+            **{f"S3 {name}": partial(proxy.inject, fault, operation=o) for name, (o, fault) in REQUESTS.items()},
+            "S3 refused": self._refused,
+            "S3 killed": self._killed,
+            "tree flipped": partial(self._damaged, tree, _flip),
+            "tree cut": partial(self._damaged, tree, _cut),
+            "tree deleted": partial(self._damaged, tree, Path.unlink),
+            "bucket flipped": partial(self._damaged, server.directory, _flip),
+            "bucket cut": partial(self._damaged, server.directory, _cut),
+            "bucket emptied": partial(self._damaged, server.directory, _empty),
+            "bucket deleted": partial(self._damaged, server.directory, Path.unlink),
+            "tree swapped": partial(self._swapped, tree),
+            "bucket swapped": partial(self._swapped, server.directory),
+            "slab flipped": self._slab_flipped,
+        }
+        if disk is not None:
+            self._kinds["disk full"] = partial(_lasting, disk.fill, disk.drain)
+            self._kinds["disk read-only"] = partial(_lasting, disk.make_read_only, disk.make_writable)
+        self._kinds = {name: kind for name, kind in self._kinds.items() if only in name}
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End what lasts. Raises what went wrong in the thread: then less was tried than it seems."""
+        self._stopping.set()
+        self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+
+    def _run(self) -> None:
+        try:
+            while True:
+                for name in self._source.sample(sorted(self._kinds), len(self._kinds)):
+                    if self._stopping.wait(self._source.uniform(*PAUSE_S)):
+                        return
+                    with self._kinds[name]():
+                        self.now = name
+                        self.log.append((time.monotonic(), name))
+                        over = self._stopping.wait(self._source.uniform(*LASTS_S))
+                    self.now = ""
+                    if over:
+                        return
+        except Exception as error:  # noqa: BLE001 - raised by ``stop``
+            self._failed = error
+
+    @contextlib.contextmanager
+    def _refused(self) -> Iterator[None]:
+        self._proxy.go_down()
+        try:
+            yield
+        finally:
+            self._proxy.come_back()
+
+    @contextlib.contextmanager
+    def _killed(self) -> Iterator[None]:
+        self._server.stop()
+        try:
+            yield
+        finally:
+            self._server.start()
+
+    @contextlib.contextmanager
+    def _damaged(self, base: Path, how: Callable[[Path], None]) -> Iterator[None]:
+        for path in self._some(base, DAMAGED):
+            with contextlib.suppress(FileNotFoundError):
+                how(path)
+        yield
+
+    @contextlib.contextmanager
+    def _swapped(self, base: Path) -> Iterator[None]:
+        chosen = self._some(base, DAMAGED)
+        for one, other in zip(chosen[::2], chosen[1::2], strict=False):
+            with contextlib.suppress(FileNotFoundError):
+                first, second = one.read_bytes(), other.read_bytes()
+                one.write_bytes(second)
+                other.write_bytes(first)
+        yield
+
+    @contextlib.contextmanager
+    def _slab_flipped(self) -> Iterator[None]:
+        for path in self._slab.glob("*/rank-*.slab"):
+            with path.open("r+b", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                for _ in range(DAMAGED):
+                    _flip_at(file.fileno(), self._source.randrange(size))
+                os.fsync(file.fileno())
+        yield
+
+    def _some(self, base: Path, count: int) -> list[Path]:
+        """Choose shards, by name and so by what the timetable's seed says where the same ones are there."""
+        found = sorted(path for path in base.rglob("*") if not path.name.startswith(".") and _is_large(path))
+        return self._source.sample(found, min(count, len(found)))
+
+
+def make_disk(scratch: Path, size_bytes: int) -> SmallFilesystem | None:
+    """Make a filesystem of its own; None where that is not permitted."""
+    try:
+        return SmallFilesystem(scratch / "disk.img", scratch / "disk", size_bytes)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@contextlib.contextmanager
+def _lasting(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+    begin()
+    try:
+        yield
+    finally:
+        end()
+
+
+def _is_large(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.is_file() and path.stat().st_size > 1 << 16
+    return False
+
+
+def _flip(path: Path) -> None:
+    with path.open("r+b", buffering=0) as file:
+        _flip_at(file.fileno(), os.fstat(file.fileno()).st_size // 2)
+
+
+def _flip_at(descriptor: int, offset: int) -> None:
+    if byte := os.pread(descriptor, 1, offset):
+        os.pwrite(descriptor, bytes([byte[0] ^ 0x10]), offset)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
