@@ -1,0 +1,217 @@
+"""The sides of the yardstick: ours by kind of tier, vLLM's own tiers, LMCache; and where each keeps its chunks.
+
+Peers are set up as their documentation says, with ``kv_load_failure_policy: recompute``, which is not vLLM's default
+and in their favour. vLLM's tiers need memory before them: it holds less than two prompts, so that what is asked for
+comes from storage. Of LMCache there are two: plain, and with the only check of bytes that it offers, encryption.
+
+Threading: plain functions and records. Ownership: directories and buckets are the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import secrets
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from examples.s3_server import REGION, free_port
+from nixl_offload.chunk.header import HEADER_BYTES
+from tests.s3.servers import RcloneServer
+from tests.vllm.damage import CHUNK_BYTES, PROMPT_CHUNKS, TierFiles
+from tests.vllm.harness import CHUNK_TOKENS, chain_config
+
+OURS: Final = ("slab", "shared_dir", "s3")
+PEERS: Final = ("vLLM fs", "vLLM obj", "LMCache fs", "LMCache fs aesgcm")
+SIDES: Final = (*OURS, *PEERS)
+MEMORY_CHUNKS: Final = PROMPT_CHUNKS + 2
+"""Of the memory before a peer's tier."""
+_LOOKUP: Final = {"timeout": "2s", "present_for": "200ms", "absent_for": "300ms"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A chunk as it rests: a whole file, or a part of one."""
+
+    path: Path
+    offset: int = 0
+    size: int | None = None
+    """None: to the end of the file."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it has a file of its own."""
+        return self.size is None
+
+    def read(self) -> bytes:
+        """Return its bytes."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return file.read() if self.size is None else file.read(self.size)
+
+    def write(self, data: bytes) -> None:
+        """Put ``data`` in its place, on the medium; a file gets that length."""
+        with self.path.open("r+b") as file:
+            file.seek(self.offset)
+            file.write(data)
+            if self.is_file:
+                file.truncate()
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a side is, and where its chunks are."""
+
+    name: str
+    options: dict[str, Any]
+    """Of vLLM's engine."""
+    pieces: Callable[[], list[Piece]]
+    """All chunks that are stored now."""
+    environment: dict[str, str] = field(default_factory=dict)
+    is_ours: bool = False
+    is_bucket: bool = False
+    forget: Callable[[], None] = lambda: None
+    """Makes the server look at the files again."""
+    clean: Callable[[], None] = lambda: None
+    """Removes what a killed engine leaves outside its directories."""
+
+
+def version(name: str) -> str:
+    """Return the version of what a side is made of, or nothing where it cannot run."""
+    if name in OURS:
+        return "this commit"
+    package = "lmcache" if name.startswith("LMCache") else "vllm"
+    for distribution in (package, f"{package}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{package} {importlib.metadata.version(distribution)}"
+    return ""
+
+
+def make(name: str, directory: Path, server: RcloneServer | None, endpoint: str) -> Side:
+    """Return a side over a ``directory`` or, if it has one, the bucket of ``server``, reached by ``endpoint``."""
+    if name in OURS:
+        return _ours(name, directory, server, endpoint)
+    if name.startswith("vLLM"):
+        return _vllm(name, directory, server, endpoint)
+    return _lmcache(name, directory)
+
+
+def _ours(name: str, directory: Path, server: RcloneServer | None, endpoint: str) -> Side:
+    if name == "s3":
+        assert server is not None
+        tier = server.tier("ours", endpoint=endpoint, request_timeout="1s", lookup=_LOOKUP)
+        base, environment, forget = server.directory / "ours", server.environment, server.forget
+    else:
+        tier = {"kind": name, "path": str(directory), "capacity": "96MiB"}
+        if name == "shared_dir":
+            tier["lookup"] = _LOOKUP
+        base, environment, forget = directory, {}, lambda: None
+    config = chain_config(tier, load_timeout="2s")
+    options = _transfer("NixlOffloadConnector", {"config": config})
+    pieces = (lambda: _slots(base)) if name == "slab" else (lambda: _files(base))
+    return Side(name, options, pieces, environment, is_ours=True, is_bucket=name == "s3", forget=forget)
+
+
+def _vllm(name: str, directory: Path, server: RcloneServer | None, endpoint: str) -> Side:
+    region = f"yardstick-{secrets.token_hex(6)}"
+    tier: dict[str, Any]
+    if name == "vLLM obj":
+        assert server is not None
+        base, forget = server.directory / "vllm", server.forget
+        environment = {**server.environment, "NIXL_TELEMETRY_ENABLE": "y"}  # without it vLLM 0.32 dies of NIXL 1.5's
+        tier = {
+            "type": "obj",
+            "prefix": "vllm",
+            "store_config": {
+                "bucket": server.bucket,
+                "endpoint_override": endpoint,
+                "scheme": "http",
+                "region": REGION,
+                "access_key": server.access_key_id,
+                "secret_key": server.secret_access_key,
+            },
+        }
+    else:
+        base, environment, forget = directory, {}, lambda: None
+        tier = {"type": "fs", "root_dir": str(directory)}
+    options = _transfer(
+        "OffloadingConnector",
+        {
+            "spec_name": "PlayedTieringOffloadingSpec",
+            "spec_module_path": "benchmarks.serving.peers",
+            "block_size": CHUNK_TOKENS,
+            "cpu_bytes_to_use": MEMORY_CHUNKS * CHUNK_BYTES,
+            "secondary_tiers": [tier],
+        },
+        engine_id=region,
+    )
+
+    def clean() -> None:
+        for left in Path("/dev/shm").glob(f"*{region}*"):
+            left.unlink(missing_ok=True)
+
+    return Side(
+        name, options, lambda: _files(base), environment, is_bucket=name == "vLLM obj", forget=forget, clean=clean
+    )
+
+
+def _lmcache(name: str, directory: Path) -> Side:
+    adapter: dict[str, Any] = {"type": "fs", "base_path": str(directory)}
+    if name.endswith("aesgcm"):
+        key = directory.parent / "lmcache.key"
+        key.write_bytes(secrets.token_bytes(32))
+        adapter["serde"] = {"type": "aesgcm", "master_key_path": str(key)}
+    memory_gb = MEMORY_CHUNKS * CHUNK_BYTES / (1 << 30)
+    arguments = [
+        f"--l1-size-gb {memory_gb:.4f} --chunk-size {CHUNK_TOKENS} --eviction-policy LRU",
+        "--supported-transfer-mode engine_driven",
+        f"--l2-adapter {shlex.quote(json.dumps(adapter))}",
+        f"--http-port {free_port()}",
+    ]
+    options = _transfer(
+        "LMCacheMPConnector",
+        {
+            "lmcache.mp.port": free_port(),
+            "lmcache.mp.autostart": True,
+            "lmcache.mp.autostart.server_args": " ".join(arguments),
+        },
+        kv_connector_module_path="lmcache.integration.vllm.lmcache_mp_connector",
+    )
+    return Side(name, options, lambda: _files(directory))
+
+
+def _transfer(connector: str, extra: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    transfer = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+        **fields,
+    }
+    return {"kv_transfer_config": transfer}
+
+
+def _files(base: Path) -> list[Piece]:
+    """Files that are large enough to be chunks, and finished."""
+    return [
+        Piece(path)
+        for path in sorted(base.rglob("*"))
+        if path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith(".tmp")
+        and ".rclone_temp_put_" not in path.name
+        and path.stat().st_size >= CHUNK_BYTES
+    ]
+
+
+def _slots(base: Path) -> list[Piece]:
+    """Slots of the slab whose headers agree with the index."""
+    if not any(base.glob("*/manifest.json")):
+        return []
+    files = TierFiles(base)
+    return [Piece(files.slab, chunk.offset, HEADER_BYTES + CHUNK_BYTES) for chunk in files.chunks(0)]

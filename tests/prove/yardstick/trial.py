@@ -1,0 +1,290 @@
+"""Tries one side: every damage and outage, one after the other, each on prompts of its own, and says what came of it.
+
+Threading: the cell's main thread; a request that something shall befall while it runs has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Final
+
+from examples.demo.engine import Answer, Engine, EngineError
+from tests.prove.yardstick.happenings import DAMAGES, World
+from tests.prove.yardstick.sides import Piece, Side
+from tests.s3.proxy import Delay, Stall
+from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts
+from tests.vllm.harness import Workshop, close
+
+EXACT, WRONG, DIED, HUNG, REFUSED = "exact", "WRONG ANSWER", "engine died", "hung", "refused to start"
+YES, RESTARTED, NO = "recovered", "recovered by a restart", "not recovered"
+HUNG_S: Final = 10.0
+"""A request that takes longer hangs; alone it takes half a second."""
+LATE_S: Final = 20.0
+"""So long after the fault what hung may still be answered; then the engine is started anew."""
+AGAIN_S: Final = 35.0
+"""Within so long after the fault a side that recovers serves right answers from its storage."""
+START_S: Final = 60.0
+STORED_S: Final = 8.0
+STORE_ATTEMPTS: Final = 5
+GONE_IN_FLIGHT, GONE_AT_START, KILLED = "server gone in flight", "server gone at start", "kill -9 mid-write"
+_WORST: Final = (EXACT, REFUSED, HUNG, DIED, WRONG)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a fault."""
+
+    fault: str
+    what: str
+    """One of the five above."""
+    recovered: str
+    """Whether right answers came from storage afterwards: ``YES``, ``RESTARTED`` or ``NO``."""
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.fault}: {self.what}{'' if self.recovered == YES else f', {self.recovered}'}"
+
+
+class NoHitsError(Exception):
+    """A side that serves nothing from its storage with nothing wrong: it cannot be tried."""
+
+
+class Trial:
+    """Tries a side. ``close`` ends its engine."""
+
+    def __init__(self, workshop: Workshop, side: Side, world: World, answers: Answers, faults: str = "") -> None:
+        """``faults``: only those with this in their names."""
+        self._workshop, self._side, self._world, self._answers = workshop, side, world, answers
+        self._wanted = faults
+        self._engine: Engine | None = None
+        self._prompts = iter(answers.prompts)
+        self._restarts = 0
+        """Because it died or hung."""
+        self._waits_for: Prompt | None = None
+        """What the engine was asked and has not answered."""
+
+    def verdicts(self) -> Iterator[Verdict]:
+        """Try everything. Raises NoHitsError."""
+        self._started()
+        mine, _ = self._stored()
+        if not self._comes_back(mine):
+            raise NoHitsError("nothing comes from storage with nothing wrong")
+        tries: dict[str, Callable[[], Verdict]] = {
+            **{name: partial(self._damaged, name, damage) for name, damage in DAMAGES.items()},
+            **{name: partial(self._outage, name, outage) for name, outage in self._world.outages().items()},
+        }
+        if self._side.is_bucket:
+            tries |= {GONE_IN_FLIGHT: self._gone_in_flight, GONE_AT_START: self._gone_at_start}
+        for name, attempt in {**tries, KILLED: self._killed}.items():
+            if self._wanted in name:
+                yield attempt()
+
+    def close(self) -> None:
+        """End the engine."""
+        self._waits_for = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        self._side.clean()
+
+    # The cells
+
+    def _damaged(self, name: str, damage: Callable[[list[Piece], list[Piece]], None]) -> Verdict:
+        mine, pieces = self._stored()
+        _, others = self._stored()
+        damage(pieces, others)
+        self._side.forget()
+        what, why = self._ask([mine])
+        return Verdict(name, what, self._comes_back(mine), why)
+
+    def _outage(self, name: str, outage: Callable[[], AbstractContextManager[object]]) -> Verdict:
+        mine, _ = self._stored()
+        fresh = next(self._prompts)
+        with outage():
+            what, why = self._ask([mine, fresh, mine])
+        return Verdict(name, what, self._comes_back(mine), why)
+
+    def _gone_in_flight(self) -> Verdict:
+        mine, _ = self._stored()
+        rule = self._world.proxy.inject(Stall(0.5), operation="GET")
+        told: list[tuple[str, str]] = []
+        asking = threading.Thread(target=lambda: told.append(self._ask([mine])))
+        asking.start()
+        with contextlib.suppress(TimeoutError):
+            rule.wait(timeout_s=5.0)
+        with self._world.refused():
+            rule.release()
+            asking.join()
+        [(what, why)] = told
+        return Verdict(GONE_IN_FLIGHT, what, self._comes_back(mine), why)
+
+    def _gone_at_start(self) -> Verdict:
+        mine, _ = self._stored()
+        self.close()
+        with self._world.refused():
+            what, why = self._ask([mine])
+        return Verdict(GONE_AT_START, what, self._comes_back(mine), why)
+
+    def _killed(self) -> Verdict:
+        """While the last prompt of several is being stored: by ``kill -9``, of all processes."""
+        self._started()
+        asked = [next(self._prompts) for _ in range(3)]
+        slow = (
+            self._world.proxy.inject(Delay(0.3), operation="PUT") if self._side.is_bucket else contextlib.nullcontext()
+        )
+        with slow:
+            what, why = self._ask(asked, settle=False)
+            self.close()
+        again, why_again = self._ask([*asked, *asked])
+        worst = max((what, why), (again, why_again), key=lambda pair: _WORST.index(pair[0]))
+        return Verdict(KILLED, worst[0], self._comes_back(asked[0]), worst[1])
+
+    # Its parts
+
+    def _started(self) -> Engine:
+        if self._engine is None:
+            self._engine = self._workshop.start_engine(
+                environment=self._side.environment, start_timeout_s=START_S, **self._side.options, **ENGINE_OPTIONS
+            )
+        return self._engine
+
+    def _ask(self, prompts: list[Prompt], *, settle: bool = True) -> tuple[str, str]:
+        """Ask one prompt after the other, without what the GPU remembers. Returns the worst that came of it, and why.
+
+        An engine that has died is gone afterwards; one that hangs is not asked anything more.
+        """
+        began_s = time.monotonic()
+        try:
+            engine = self._started()
+        except EngineError as error:
+            self.close()
+            return HUNG if time.monotonic() - began_s >= START_S else REFUSED, _last(error)
+        for prompt in prompts:
+            began_s = time.monotonic()
+            try:
+                engine.reset_prefix_cache()
+                [answer] = engine.generate([prompt], timeout_s=HUNG_S)
+                if not close(answer, self._answers.right(prompt)):
+                    return WRONG, f"{answer.tokens}, not {self._answers.right(prompt).tokens}"
+                if settle:
+                    self._settle(engine)
+            except EngineError as error:
+                if "no answer within" in str(error):
+                    self._waits_for = prompt
+                    return HUNG, f"{time.monotonic() - began_s:.0f} s"
+                self._restart()
+                return DIED, _last(error)
+        return EXACT, ""
+
+    def _settle(self, engine: Engine) -> None:
+        """Let it store what it has, for a moment: what never ends is not waited for."""
+        engine.call("settle", deadline_s=3.0, timeout_s=HUNG_S)
+
+    def _stored(self) -> tuple[Prompt, list[Piece]]:
+        """Have a new prompt stored, and pushed out of memory before the storage. Returns it, and its chunks where they
+        rest. Raises NoHitsError when that does not succeed with nothing wrong.
+        """
+        for _ in range(STORE_ATTEMPTS):
+            before = self._at_rest(0)
+            mine = next(self._prompts)
+            self._ask([mine])
+            pieces = self._at_rest(len(before) + PROMPT_CHUNKS)
+            if not self._side.is_ours:
+                self._ask([next(self._prompts) for _ in range(2)])
+            new = [piece for key, piece in pieces.items() if key not in before]
+            if len(new) == PROMPT_CHUNKS:
+                return mine, new
+        raise NoHitsError(f"{STORE_ATTEMPTS} prompts were not stored, with nothing wrong")
+
+    def _at_rest(self, least: int) -> dict[tuple[str, int], Piece]:
+        """Return all chunks once there are so many and no more come; or what there is after ``STORED_S``."""
+        until_s = time.monotonic() + STORED_S
+        last: dict[tuple[str, int], Piece] = {}
+        while True:
+            now = {(str(piece.path), piece.offset): piece for piece in self._pieces()}
+            if (len(now) >= least and now == last) or time.monotonic() > until_s:
+                return now
+            last = now
+            time.sleep(0.3)
+
+    def _pieces(self) -> list[Piece]:
+        with contextlib.suppress(AssertionError, OSError):
+            return self._side.pieces()
+        return []
+
+    def _comes_back(self, prompt: Prompt) -> str:
+        """Whether within ``AGAIN_S`` the prompt's answer is right and comes from storage."""
+        wrong = not self._answers_late()
+        until_s = time.monotonic() + AGAIN_S
+        came = False
+        while not came and time.monotonic() < until_s and wrong < 3:
+            try:
+                engine = self._started()
+                engine.reset_prefix_cache()
+                [answer] = engine.generate([prompt], timeout_s=HUNG_S)
+                right = close(answer, self._answers.right(prompt))
+                wrong += not right
+                came = right and answer.external_hit_tokens >= FULL_TOKENS - FULL_TOKENS // PROMPT_CHUNKS
+                self._settle(engine)
+                if not came and not self._side.is_ours:
+                    engine.generate([next(self._prompts) for _ in range(2)], timeout_s=2 * HUNG_S)
+                    self._settle(engine)
+            except EngineError:
+                self._restart()
+                wrong += 1
+            time.sleep(0 if came else 0.3)
+        restarts, self._restarts = self._restarts, 0
+        return (RESTARTED if restarts else YES) if came else NO
+
+    def _answers_late(self) -> bool:
+        """Wait for what hung, now that the fault is over; an engine that stays silent is ended. Whether nothing that
+        came was wrong.
+        """
+        prompt, self._waits_for = self._waits_for, None
+        if prompt is None:
+            return True
+        try:
+            reply = json.loads(self._started()._read_line("generate", LATE_S))
+        except EngineError:
+            self._restart()
+            return True
+        if not reply["ok"]:
+            self._restart()
+            return True
+        told = reply["answers"][0] if "answers" in reply else None
+        right = self._answers.right(prompt)
+        return told is None or tuple(told["tokens"]) == right.tokens
+
+    def _restart(self) -> None:
+        """End an engine that cannot be used any more; the next request starts one."""
+        self._restarts += 1
+        self.close()
+
+
+class Answers:
+    """Prompts, and what a vLLM without a connector answers to them: computed when first asked for."""
+
+    def __init__(self, workshop: Workshop, seed: int) -> None:
+        self._engine = workshop.start_engine(**ENGINE_OPTIONS)
+        self._known: dict[tuple[int, ...], Answer] = {}
+        self.prompts: Iterator[Prompt] = (prompt for n in count(seed << 16) for prompt in chunk_prompts(1, seed=n))
+
+    def right(self, prompt: Prompt) -> Answer:
+        """Return the answer."""
+        if tuple(prompt) not in self._known:
+            [self._known[tuple(prompt)]] = self._engine.generate([prompt])
+        return self._known[tuple(prompt)]
+
+
+def _last(error: EngineError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if "Error" in line and not line.startswith(("File", "raise", "---"))]
+    return (causes[-1] if causes else lines[0] if lines else "")[:300]
