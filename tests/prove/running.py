@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
 from tests.prove.cells import Cell, Outcome
 
@@ -63,12 +65,12 @@ def run(
     something was found in it. Closing the generator ends what runs.
     """
     waiting, running = deque(wanted), list[_Running]()
-    modules = sorted({module for _, module, _ in waiting})
     all_cores = sorted(os.sched_getaffinity(0))
     free = [set(all_cores[worker::workers]) or set(all_cores) for worker in range(workers)]
-    os.environ["PYTHONHASHSEED"] = "0"  # the order of sets of keys is part of what a seed decides
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(modules)
+    context.set_forkserver_preload([])  # a cell of races loads the product over locks of its own
+    with patch.dict(os.environ, PYTHONHASHSEED="0"):  # the order of sets of keys is part of what a seed decides
+        forkserver.ensure_running()
     logs.mkdir(parents=True, exist_ok=True)
     try:
         while waiting or running:

@@ -470,7 +470,7 @@ def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> N
 def test_replicas_of_a_machine_have_one_copy(build: Build, machines: str, together: int) -> None:
     """That is no part of the namespace, and holds with other weights, too."""
     made = build(tensor_parallel_size=4, distributed_executor_backend="mp")
-    plan = make_plan(2, [[2]], [1 << 20], 4)
+    plan = make_plan(2, [[2]], [[1 << 20]], 4)
     assert isinstance(plan, ShardPlan)
     unknown = [replace(rank, shards=plan) for rank in cut_ranks(4)]
     ranks = [replace(rank, machine=machines[rank.rank] if machines else "") for rank in unknown]

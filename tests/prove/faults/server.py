@@ -113,7 +113,7 @@ class Rank:
         self.tiers = RankTiers(
             self.chain,
             open_tier=self._open,
-            joined=self.engines.__setitem__,
+            joined=lambda position, _, engine: self.engines.__setitem__(position, engine),
             name_of=lambda position: f"tier {position} on rank {number}",
         )
 

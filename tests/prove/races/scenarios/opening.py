@@ -80,7 +80,7 @@ def ranks(run: Run) -> None:
         return made[-1]
 
     joined: list[int] = []
-    tiers = RankTiers(rig.chain, open_tier=open_tier, joined=lambda at, engine: joined.append(at), name_of=str)
+    tiers = RankTiers(rig.chain, open_tier=open_tier, joined=lambda at, _, engine: joined.append(at), name_of=str)
     tiers.open({MEMORY: object()}, 0)  # type: ignore[dict-item]
     number, jobs, asleep = 0, 0, False
     for _ in range(chance.randint(2, 7)):
