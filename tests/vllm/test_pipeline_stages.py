@@ -142,7 +142,7 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     ) -> Iterator[PlayedEngine]:
         if tuple(stages) != staged("".join(stages), len(stages)):
             monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", ",".join(str(len(kinds)) for kinds in stages))
-        connector = {"staging": "8MiB", "tiers": [dict(tier) for tier in tiers], **fields}
+        connector = {"staging": "8MiB", "shards": "per_rank", "tiers": [dict(tier) for tier in tiers], **fields}
         engine = PlayedEngine(vllm_config_of(model, stages, connector), stages, layout)
         try:
             yield engine
