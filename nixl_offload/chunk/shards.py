@@ -19,9 +19,8 @@ from nixl_offload.types import Key
 
 MOST_SHARDS: Final = 8
 """The most that ``auto`` cuts a chunk into: as many as a usual server has GPUs."""
-LEAST_SHARD_BYTES: Final = 8 << 20
-"""The least that ``auto`` makes of a shard. A request then costs little beside its bytes, and only models of which
-servers have many ranks get many shards."""
+LEAST_SHARD_BYTES: Final = 1 << 20
+"""The least that ``auto`` makes of a shard: below it a file or an object costs more than its bytes."""
 
 Shards = Literal["auto"] | int
 """What the config says of heads, where chunks are to be cut: ``Config.shards``."""

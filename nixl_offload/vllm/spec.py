@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.chunk.key_file import read_key_file
-from nixl_offload.config import Config, ShardCut
+from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.data_parallel import sharing_engines
 from nixl_offload.vllm.identity import reason_to_stay_off
@@ -117,8 +117,9 @@ class NixlOffloadSpec(OffloadingSpec):
         except Exception as error:  # noqa: BLE001 - whatever vLLM has that nobody has thought of is stored as ever
             found, trace = "what lies where in the KV caches is not understood", error
         if self.config.parallel.rank == 0 or trace is not None:
-            # What nobody has asked for by name, nobody need be warned of.
-            level = logging.INFO if wanted == ShardCut() and trace is None else logging.WARNING
-            words = "Chunks are stored as each rank has them, and only engines of the same size share them: %s"
-            logger.log(level, words, found, exc_info=trace)
+            logger.warning(
+                "Chunks are stored as each rank has them, and only engines of the same size share them: %s",
+                found,
+                exc_info=trace,
+            )
         return None

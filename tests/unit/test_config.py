@@ -80,7 +80,7 @@ def test_defaults() -> None:
         "drain_timeout": "3s",
         "store_after": 1,
         "block_outermost": True,
-        "shards": "auto",
+        "shards": "per_rank",
         "slow_hits": "skip",
         "serve_without_prefix_caching": False,
         "tiers": [

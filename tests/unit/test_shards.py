@@ -78,7 +78,7 @@ def test_replicas_share_the_writing_evenly() -> None:
 
 @given(heads=_HEADS, chunk_bytes=st.integers(1, 1 << 28))
 def test_auto_looks_at_the_model_and_the_chunk(heads: int, chunk_bytes: int) -> None:
-    """A power of two that divides the heads, at most 8, and no shard below 8 MiB; the largest such."""
+    """A power of two that divides the heads, at most 8, and no shard below 1 MiB; the largest such."""
     fits = [n for n in (1, 2, 4, 8) if heads % n == 0 and (n == 1 or chunk_bytes // n >= LEAST_SHARD_BYTES)]
     assert cut("auto", [heads], chunk_bytes) == max(fits) <= MOST_SHARDS
 
@@ -128,8 +128,8 @@ def test_a_stage_holds_whole_ranges() -> None:
 
 
 def test_auto_looks_at_the_smallest_range_of_layers() -> None:
-    """Of one with 16 MiB it makes two shards, so of all; one without layers of the group does not count."""
-    plan = make_plan("auto", [[8]], [[1 << 27, 0, 1 << 24]], 1, LayerCut((0, 4, 8), (range(3),)))
+    """Of one with 2 MiB it makes two shards, so of all; one without layers of the group does not count."""
+    plan = make_plan("auto", [[8]], [[1 << 24, 0, 1 << 21]], 1, LayerCut((0, 4, 8), (range(3),)))
     assert isinstance(plan, ShardPlan)
     assert plan.groups == (GroupShards(2, 2, 1, (0, 2)),)
 
@@ -164,4 +164,4 @@ def test_layers_of_a_group_may_have_other_numbers_of_heads() -> None:
 
 def test_what_auto_means_is_the_same_for_all_servers_that_share() -> None:
     """Another number here parts servers of two versions."""
-    assert (LEAST_SHARD_BYTES, MOST_SHARDS) == (8 << 20, 8)
+    assert (LEAST_SHARD_BYTES, MOST_SHARDS) == (1 << 20, 8)
