@@ -21,6 +21,7 @@ def machine_token() -> str:
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             os.readlink("/proc/self/ns/mnt"),
             os.readlink("/proc/self/ns/user"),
+            os.uname().nodename,  # machines that were restored from one image have the same boot id
             f"{root.st_dev}:{root.st_ino}",
             f"{os.geteuid()}:{os.getegid()}",
         ]

@@ -133,8 +133,9 @@ def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:
     draft = getattr(speculative, "draft_parallel_config", None)
     if draft is not None and draft.tensor_parallel_size != parallel.tensor_parallel_size:
         return "the draft model has a tensor parallelism of its own"
-    # Whatever ``auto`` makes of smaller chunks is held by no more sizes.
-    heads, plenty = vllm_config.model_config.get_total_num_kv_heads(), 1 << 62
+    # A TP that cannot hold what ``auto`` makes of large chunks cannot hold what it makes of smaller ones either.
+    model, plenty = vllm_config.model_config, 1 << 62
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     plan = make_plan(wanted.heads, [[heads]], [[plenty]], parallel.tensor_parallel_size)
     return plan if isinstance(plan, str) else layer_cut(vllm_config, wanted.layers)
 

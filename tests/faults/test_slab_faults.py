@@ -457,6 +457,7 @@ class NamedNamespace(Namespace):
 def open_tier(path: Path) -> TierDirectory:
     namespace = object.__new__(NamedNamespace)
     object.__setattr__(namespace, "digest", bytes(range(32)))
+    object.__setattr__(namespace, "plan", None)
     return TierDirectory.open(
         path,
         capacity_bytes=32 * MIB,

@@ -136,17 +136,25 @@ def test_stat_takes_the_place_of_any_shard(stored: Stored, cli: Cli) -> None:
     assert cli("stat", stored.file, key(0).hex()) == 0
 
 
-def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli) -> None:
-    """Of four ranks in two pairs, each chunk once in a slab of each pair: listed, verified, found by place, deleted."""
+@pytest.mark.parametrize("ranges", [1, 2])
+def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli, ranges: int) -> None:
+    """Of four ranks in two pairs, each chunk once in a slab of each pair: listed, verified, found by place, deleted.
+    With two ranges of layers each pair has two shards of it, one after the other.
+    """
     config, file = (
         parse_config({"tiers": [{"kind": "slab", "path": str(tmp_path / "slab"), "capacity": "64MiB"}]}),
         tmp_path / "kv.yaml",
     )
     file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": str(tmp_path / "slab"), "capacity": "64MiB"}]}))
-    fields_of_two = replace(SPACE.fields, groups=(GroupFields(0, 16, (SHARD_BYTES,) * 2),), shards=2)
-    plan = make_plan(2, [[2]], [[1 << 20]], 4)
+    cut = cut_layers([(0, LAYERS)] if ranges == 1 else bounds((1, LAYERS - 1)), [(0, LAYERS)])
+    assert cut is not None
+    plan = make_plan(2, [[2]], [[1 << 20] * ranges], 4, cut)
     assert isinstance(plan, ShardPlan)
-    space = replace(make_namespace(fields_of_two, plan), slot_replicas={SHARD_BYTES: 2})
+    sizes = [slot_bytes(CHUNK_BLOCKS, len(layers_in(cut, n)) * HEAD_BYTES) for n in range(ranges)]
+    group = GroupFields(0, 16, tuple(size for size in sizes for _ in range(2)))
+    fields_of_two = replace(SPACE.fields, groups=(group,), shards=plan.shards, layers=cut.begins)
+    space = make_namespace(fields_of_two, plan)
+    space = replace(space, slot_replicas={space.slot_bytes(0): 2})
     assert isinstance(config.tiers[0], SlabConfig)
     size = space.slot_bytes(0)
     tier = SlabTier.open(
@@ -173,11 +181,12 @@ def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli) -> N
     assert tier.statistics().slots is not None
     tier.close()
     assert cli("ls", file) == 0
-    assert "5 chunks in 10 shards" in cli.out
+    assert f"5 chunks in {10 * ranges} shards" in cli.out
     assert cli("verify", file) == 0
     places = [tier.place.slots.find(rank, offsets[1], size) for rank in (0, 2)]
     assert [rank for rank, _ in places] == [1, 3]
-    for shard, (rank, offset) in enumerate(places):
+    found = [(rank, offset + begin) for begin in [0, *sizes[:-1]] for rank, offset in places]
+    for shard, (rank, offset) in enumerate(found):
         place = f"{Path(tier.place.directory) / rank_file_name(rank)}@{offset}"
         assert cli("stat", file, place, "--json", "--verify") == 0
         (told,) = json.loads(cli.out)["shards"]
@@ -185,7 +194,7 @@ def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli) -> N
     flip(Path(tier.place.directory) / rank_file_name(3), places[1][1] + 5000)
     assert cli("verify", file, "--delete") == 1
     assert cli("ls", file) == 0
-    assert "4 chunks in 8 shards" in cli.out
+    assert f"4 chunks in {8 * ranges} shards" in cli.out
 
 
 def test_warm_copies_them_to_a_directory_and_to_no_slab(stored: Stored, cli: Cli, tmp_path: Path) -> None:

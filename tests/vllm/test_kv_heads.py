@@ -86,7 +86,7 @@ def vllm_config(total_heads: int, tp: int = 1, rank: int = 0, layout: str = "LBH
 
 def model_config(total_heads: int, **fields: Any) -> Any:
     text = LlamaConfig(num_key_value_heads=total_heads, **fields)
-    return SimpleNamespace(get_total_num_kv_heads=lambda: total_heads, hf_text_config=text)
+    return SimpleNamespace(get_total_num_kv_heads=lambda: total_heads, hf_text_config=text, use_mla=False)
 
 
 class Memory:

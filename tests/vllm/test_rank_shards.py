@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec
 
+from nixl_offload.chunk.shards import ONE_RANGE
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError
 from nixl_offload.vllm import rank_shards
@@ -145,3 +146,11 @@ def test_context_parallelism_is_told_first() -> None:
         config = engine(4)
         setattr(config.parallel_config, name, 2)
         assert "context parallelism" in str(cut_by_config(config, ShardCut()))
+
+
+def test_mla_has_one_head_however_many_its_config_says() -> None:
+    """DeepSeek's says 128, which sixteen ranks do not hold in eight shards."""
+    config = engine(128, tp=16)
+    assert isinstance(cut_by_config(config, ShardCut()), str)
+    config.model_config.use_mla = True
+    assert cut_by_config(config, ShardCut()) == ONE_RANGE

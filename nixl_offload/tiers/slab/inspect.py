@@ -303,7 +303,7 @@ class SlabInspector(Inspector):
         ranks, _ = self._slabs(namespace)
         try:
             replicas = {int(size): int(number) for size, number in pairs}
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             replicas = {}
         most = max(replicas.values(), default=1)
         sound = all(size > 0 and number > 0 and most % number == 0 for size, number in replicas.items())
@@ -329,9 +329,12 @@ class SlabInspector(Inspector):
         """
         index = self.index(namespace)
         places = self._places(namespace)
-        begins = {offset, *(places.name(rank, offset, size) for size in places.replicas)}
+        begins = {offset}
         for group in namespace.groups if namespace.is_cut else ():
-            begins.update(offset - piece.offset for piece in self._pieces_of(namespace, group))
+            begins.update(
+                offset - piece.offset for piece in self._pieces_of(namespace, group) if piece.offset <= offset
+            )
+        begins |= {places.name(rank, begin, size) for size in places.replicas for begin in begins}
         return [row for begin in sorted(begins) if (row := index.at(begin)) is not None]
 
     def _chunk(self, namespace: NamespaceInfo, row: IndexRow) -> ChunkInfo:
