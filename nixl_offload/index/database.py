@@ -29,7 +29,6 @@ BATCH_OPS = 1024
 _APPLICATION_ID = 0x6E69786C
 _SCHEMA_VERSION = 1
 _PAGE_BYTES = 4096
-_CHECKPOINT_PAGES = 1000
 _PAGES_DIRTIED_PER_OP = 8
 """A put that replaces two rows touches a leaf of each tree for each row, and may split or merge a few."""
 _ROWS_PER_READ = 16_384
@@ -37,10 +36,12 @@ _ROWS_PER_READ = 16_384
 _CHECKED_BYTES = 64 << 20
 """A file up to this size (some 600,000 keys) is checked whole when it is opened, which takes 0.15 s. SQLite itself
 notices damage only where it stumbles over it, and may until then lose what it is given."""
-_WRITE_VERSION_AT = 18
-"""Offset in the file's header."""
+_WRITE_VERSION_AT, _READ_VERSION_AT = 18, 19
+"""Offsets in the file's header; 2 means a write-ahead log."""
 _SQLITE_ERROR = 1
 _NONSENSE = ("no such ", "table ", "unsupported file format", "SQL logic error")
+_NO_MAPPING = "PRAGMA mmap_size=0"
+"""The default, unless SQLite was built with another."""
 
 _SCHEMA = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -82,7 +83,7 @@ class Database:
 
     def connect(self) -> None:
         """Open the file, or create it, mode 0600. Raises UnusableError, sqlite3.Error, OSError; then it is not open."""
-        # Made here rather than by SQLite for its mode, which SQLite gives to its two side files too.
+        # Made here rather than by SQLite for its mode, which SQLite gives to its journal too.
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -94,12 +95,16 @@ class Database:
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 raise UnusableError("it is no file, or has another name (a hard link)")
             os.fchmod(descriptor, 0o600)
-            _refuse_read_only_format(os.pread(descriptor, _WRITE_VERSION_AT + 1, 0))
+            head = os.pread(descriptor, _READ_VERSION_AT + 1, 0)
+            _refuse_read_only_format(head)
         finally:
             os.close(descriptor)
         self._file_id = _file_id(self.path)
-        self._connection = _connect(self.path)
+        self._connection = _connect(self.path, timeout_s=1.0)
         try:
+            self._connection.execute(_NO_MAPPING)
+            if head[_READ_VERSION_AT:] == b"\2" or os.path.lexists(self.path + "-wal"):
+                self._leave_old_log(self._connection)
             self._prepare(self._connection)
         except BaseException:
             self.disconnect()
@@ -141,19 +146,20 @@ class Database:
         self.disconnect()
         # A directory that is away may come back, and what shall be gone with it.
         os.stat(os.path.dirname(os.path.abspath(self.path)))
-        # The log first: a log without its database is never replayed, a database without its log is merely older.
-        for name in (self.path + "-wal", self.path + "-shm", self.path):
+        # The database last: what lies beside it must not be applied to the next one of its name.
+        for name in (self.path + "-journal", self.path + "-wal", self.path + "-shm", self.path):
             if os.path.lexists(name):
                 os.unlink(name)
 
     def read_rows(self, newest: int) -> Iterator[Rows]:
-        """Yield rows with seq up to ``newest``, oldest first, in short reads: between them the log can be checkpointed.
+        """Yield rows with seq up to ``newest``, oldest first, in short reads: between them the writer can commit.
 
         Raises sqlite3.Error when a read fails; what was yielded before is good.
         """
         last = 0
-        connection = _connect(self.path)
+        connection = _connect(self.path, timeout_s=10.0)
         try:
+            connection.execute(_NO_MAPPING)
             while True:
                 (found,) = connection.execute(_READ, (last, newest, _ROWS_PER_READ)).fetchall()
                 if not found[0]:
@@ -163,14 +169,28 @@ class Database:
         finally:
             connection.close()
 
+    def _leave_old_log(self, connection: sqlite3.Connection) -> None:
+        """Apply and remove a write-ahead log, as earlier versions wrote; from then on there is a rollback journal.
+
+        A log is indexed in a file that all map into memory, and a write to mapped memory that the medium refuses ends
+        the process with SIGBUS, where a rollback journal's fails with an error. An exclusive connection has that index
+        in memory of its own.
+        """
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        (mode,) = connection.execute("PRAGMA journal_mode=DELETE").fetchone()
+        if mode != b"delete":
+            raise sqlite3.OperationalError(f"its journal mode stays {mode.decode(errors='replace')}")
+        connection.execute("PRAGMA locking_mode=NORMAL")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path + "-shm")
+        # A log that came back after a power cut would be applied to what has been written since.
+        _sync_directory(os.path.dirname(os.path.abspath(self.path)))
+
     def _prepare(self, connection: sqlite3.Connection) -> None:
         run = connection.execute
         run(f"PRAGMA page_size={_PAGE_BYTES}")
-        run("PRAGMA journal_mode=WAL")
-        run("PRAGMA synchronous=NORMAL")
-        run(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
-        run(f"PRAGMA journal_size_limit={_CHECKPOINT_PAGES * _PAGE_BYTES}")
-        # A page spilled within a transaction may be logged twice, and max_bytes counts on once.
+        run("PRAGMA synchronous=FULL")
+        # What is spilled within a transaction takes the lock that keeps readers out, and a sync, in the middle of it.
         run("PRAGMA cache_spill=OFF")
         run(f"PRAGMA cache_size={2 * BATCH_OPS}")
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
@@ -200,7 +220,7 @@ class Database:
 
 
 def max_bytes(n_keys: int, key_bytes: int = MAX_KEY_BYTES) -> int:
-    """Upper bound of what the file and its side files take while there are never more than ``n_keys`` rows.
+    """Upper bound of what the file and its journal take while there are never more than ``n_keys`` rows.
 
     ``key_bytes`` is the length of the longest key. Several times what is typical: the bound is that of a table that was
     filled and emptied at random, whose pages SQLite merges only when they are two thirds empty.
@@ -213,10 +233,9 @@ def max_bytes(n_keys: int, key_bytes: int = MAX_KEY_BYTES) -> int:
     leaf_pages = 3 * -(-content_bytes // (_PAGE_BYTES - 12))
     inner_pages = leaf_pages // 16
     fixed_pages = 32
-    log_pages = _CHECKPOINT_PAGES + BATCH_OPS * _PAGES_DIRTIED_PER_OP
-    log_bytes = 32 + log_pages * (24 + _PAGE_BYTES)
-    log_index_bytes = (log_pages // 4096 + 2) * 32768
-    return (leaf_pages + inner_pages + fixed_pages) * _PAGE_BYTES + log_bytes + log_index_bytes
+    journal_header_bytes = 64 << 10
+    journal_bytes = journal_header_bytes + BATCH_OPS * _PAGES_DIRTIED_PER_OP * (8 + _PAGE_BYTES)
+    return (leaf_pages + inner_pages + fixed_pages) * _PAGE_BYTES + journal_bytes
 
 
 def is_damage(error: Exception) -> bool:
@@ -264,14 +283,22 @@ def _numbers(listed: bytes) -> npt.NDArray[np.int64]:
     return np.fromstring(listed.decode(), dtype=np.int64, sep=",")
 
 
-def _connect(path: str) -> sqlite3.Connection:
+def _connect(path: str, timeout_s: float) -> sqlite3.Connection:
     name = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
     # The writer's connection is made by the thread that opens the index, and used by the writer alone from then on.
     connection = sqlite3.connect(
-        f"file:{name}?mode=rw", uri=True, timeout=1.0, isolation_level=None, check_same_thread=False
+        f"file:{name}?mode=rw", uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
     )
     connection.text_factory = bytes  # a damaged page may hold text that is none, and then reading would raise
     return connection
+
+
+def _sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_read_only_format(head: bytes) -> None:

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from nixl_offload.cli.ls import about_age
+from nixl_offload.errors import TierError
 from nixl_offload.identity.namespace import make_namespace
 from nixl_offload.index.database import Database
 from nixl_offload.stores.directory import TreeStore
@@ -184,43 +185,65 @@ def test_looking_keeps_no_engine_from_starting(slab: StoredSlab) -> None:
     assert holder_of(slab.root / "nothing") is None
 
 
-def test_an_index_of_a_killed_engine_is_read_with_its_log_and_left_as_it_is(tmp_path: Path) -> None:
-    """The rows lie in the log alone when the writer is killed; the side files stay as they are."""
+def test_an_index_of_an_engine_killed_in_a_commit_is_read_as_it_was_before_and_left_as_it_is(tmp_path: Path) -> None:
+    """Half of the transaction is in the file, and the journal that takes it back stays for the next engine."""
     path = tmp_path / "index.sqlite"
     script = (
         "import os, sys\n"
         "from nixl_offload.index.database import Database\n"
         "database = Database(sys.argv[1], {'extent_bytes': '1'})\n"
         "database.connect()\n"
-        "database.write([(b'k' * 31 + bytes([n]) + bytes(4), n * 4096, 4096) for n in range(100)])\n"
+        "rows = lambda byte: [(byte * 31 + bytes([n]) + bytes(4), n * 4096, 4096) for n in range(100)]\n"
+        "database.write(rows(b'k'))\n"
+        # Pages that do not fit this cache are written within the transaction.
+        "database._connection.execute('PRAGMA cache_spill=ON')\n"
+        "database._connection.execute('PRAGMA cache_size=1')\n"
+        "database._connection.execute('BEGIN IMMEDIATE')\n"
+        "for row in rows(b'n'):\n"
+        "    database._connection.execute('INSERT OR REPLACE INTO slot VALUES (NULL, ?, ?, ?)', row)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     assert subprocess.run([sys.executable, "-c", script, str(path)], check=False).returncode == -9
     before = snapshot(tmp_path)
-    assert set(before) == {"index.sqlite", "index.sqlite-shm", "index.sqlite-wal"}
+    assert set(before) == {"index.sqlite", "index.sqlite-journal"}
+    assert path.read_bytes().count(b"n" * 31) > 0, "nothing was half done"
     reader = IndexReader(path)
     assert reader.count() == (100, 409_600)
     assert [row.offset for row in reader.rows(90)] == [n * 4096 for n in range(90, 100)]
     assert len(reader.find(b"k".hex() * 8, 500)) == 100
     assert [row.offset for row in reader.find(b"k".hex() * 31 + "0", 500)] == [n * 4096 for n in range(16)]
     assert snapshot(tmp_path) == before
+    database = Database(str(path), {"extent_bytes": "1"})
+    database.connect()
+    assert database.newest() == 100
+    database.disconnect()
+    assert reader.count() == (100, 409_600)
+    assert set(snapshot(tmp_path)) == {"index.sqlite"}
 
 
-def test_an_index_whose_log_has_nothing_but_a_header_is_read_at_once(tmp_path: Path) -> None:
-    """As a kill leaves it that comes between the first two writes of a log: SQLite waits for its writer, in vain."""
+def test_a_log_that_leads_elsewhere_is_not_copied(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     database = Database(str(path), {"extent_bytes": "1"})
     database.connect()
-    database.write([(Key(b"k" * 36), 4096, 4096)])
-    log = Path(f"{path}-wal")
-    header = log.read_bytes()[:32]
     database.disconnect()
-    log.write_bytes(header)
-    Path(f"{path}-shm").write_bytes(bytes(32768))
-    before, began_s = snapshot(tmp_path), time.monotonic()
-    assert [row.offset for row in IndexReader(path).rows()] == [4096]
-    assert time.monotonic() - began_s < 5.0
-    assert snapshot(tmp_path) == before
+    Path(f"{path}-wal").symlink_to("/dev/zero")
+    with pytest.raises(TierError, match="is no file"):
+        IndexReader(path).count()
+
+
+def test_rows_are_counted_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them once, of all KV groups and of one; an empty index has none."""
+    monkeypatch.setattr("nixl_offload.tiers.slab.index_reader._ROWS_PER_COUNT", 7)
+    path = tmp_path / "index.sqlite"
+    database = Database(str(path), {"extent_bytes": "1"})
+    database.connect()
+    reader = IndexReader(path)
+    assert reader.count() == reader.count(0) == (0, 0)
+    database.write([(Key(bytes([n]) * 32 + (n % 3).to_bytes(4, "big")), n * 4096, 4096) for n in range(35)])
+    assert reader.count() == (35, 35 * 4096)
+    assert [reader.count(group)[0] for group in range(4)] == [12, 12, 11, 0]
+    assert reader.count(2) == (11, 11 * 4096)
+    database.disconnect()
 
 
 @pytest.mark.no_cover

@@ -180,17 +180,22 @@ def test_rows_stop_at_what_was_there_when_it_opened(path: str) -> None:
 
 
 def test_files_are_for_the_owner_alone(path: str) -> None:
-    """The database and SQLite's side files have mode 0600, whatever the umask, also when the file was there before."""
+    """The database and SQLite's journal have mode 0600, whatever the umask, also when the file was there before."""
     Path(path).touch(mode=0o644)
     old_umask = os.umask(0)
     try:
         twin, _ = DurableIndex.open(path, GEOMETRY)
         twin.put(key(1), place(1))
         assert twin.flush(WAIT_S)
+        connection = twin._database._connection
+        assert connection is not None
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("DELETE FROM slot")
         names = sorted(os.listdir(os.path.dirname(path)))
-        assert names == ["index.sqlite", "index.sqlite-shm", "index.sqlite-wal"]
+        assert names == ["index.sqlite", "index.sqlite-journal"]
         for name in names:
             assert stat.S_IMODE(os.stat(os.path.join(os.path.dirname(path), name)).st_mode) == 0o600
+        connection.execute("ROLLBACK")
         assert twin.close(WAIT_S)
     finally:
         os.umask(old_umask)
@@ -524,6 +529,109 @@ CHILD = """
 """
 
 
+OLD_LOG = """
+    import os, sqlite3, sys
+    connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+    assert connection.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
+    insert = "INSERT OR REPLACE INTO slot (key, offset, slot_bytes) VALUES (?, ?, 4096)"
+    for n in range(100):
+        connection.execute(insert, (n.to_bytes(32, "big") + bytes(4), n * 4096))
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), 9)
+    connection.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_an_index_of_an_earlier_version_with_a_log_is_read_and_converted(path: str, how: str) -> None:
+    """Its write-ahead log is applied and gone; looking at it before changes nothing."""
+    fill(path, 1)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(OLD_LOG), path, how], check=False)
+    directory = Path(path).parent
+    before = {file.name: file.read_bytes() for file in directory.iterdir()}
+    assert ("index.sqlite-wal" in before) == (how == "killed")
+    assert [found.offset for found in IndexReader(Path(path)).rows()] == [n * 4096 for n in range(100)]
+    assert IndexReader(Path(path)).count() == (100, 409_600)
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == before
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    assert flat(rows) == [row(n, n) for n in range(100)]
+    twin.put(key(100), place(100))
+    assert twin.flush(WAIT_S)
+    assert os.listdir(directory) == ["index.sqlite"]
+    assert Path(path).read_bytes()[18:20] == b"\1\1"
+    assert IndexReader(Path(path)).count() == (101, 413_696)
+    assert twin.close(WAIT_S)
+    assert len(reread(path)) == 101
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_no_file_is_mapped_into_memory(path: str, earlier: bool) -> None:
+    """A write to mapped memory that the medium refuses ends the process with SIGBUS; see tests/faults."""
+    fill(path, 1)
+    if earlier:
+        subprocess.run([sys.executable, "-c", textwrap.dedent(OLD_LOG), path, "killed"], check=False)
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    next(rows)
+    twin.put(key(7), place(7))
+    assert twin.flush(WAIT_S)
+    assert os.path.basename(path) not in Path("/proc/self/maps").read_text()
+    rows.close()  # type: ignore[attr-defined]
+    assert twin.close(WAIT_S)
+
+
+READING = """
+    import sys
+    from pathlib import Path
+    from nixl_offload.tiers.slab.index_reader import IndexReader
+    reader = IndexReader(Path(sys.argv[1]))
+    print(reader.count(), flush=True)
+    for _ in range(5):
+        numbers = [int.from_bytes(row.key[:32], "big") for row in reader.rows()]
+        assert numbers == sorted(set(numbers)), "a row twice, or out of its order"
+        assert len(numbers) >= 30_000
+        assert reader.count()[0] >= len(numbers)
+"""
+
+
+def test_reading_beside_a_running_engine_keeps_neither_waiting(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Commands page through the rows while more are written; both get on, and no commit is given up."""
+    fill(path, 30_000)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    twin, rows = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0)
+    assert len(flat(rows)) == 30_000
+    command = [sys.executable, "-c", textwrap.dedent(READING), path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline().startswith("(30000,")
+        count = 30_000
+        while child.poll() is None and count < 500_000:
+            for number in range(count, count + 100):
+                twin.put(key(number), place(number))
+            count += 100
+            assert twin.flush(WAIT_S)
+    assert child.returncode == 0
+    assert count > 30_500
+    assert twin.close(WAIT_S)
+    assert caplog.records == []
+
+
+def test_a_reader_that_stays_costs_a_warning_and_no_row(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody's open transaction keeps commits out; they come when it ends."""
+    fill(path, 10)
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
+    stays = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+    stays.execute("BEGIN")
+    assert stays.execute("SELECT count(*) FROM slot").fetchone() == (10,)
+    twin.put(key(10), place(10))
+    wait_until(lambda: bool(caplog.records))
+    assert not twin.flush(0.05)
+    stays.close()
+    assert twin.flush(WAIT_S)
+    assert twin.close(WAIT_S)
+    assert [record.message.count("locked") for record in caplog.records] == [1]
+    assert len(reread(path)) == 11
+
+
 def test_kill_9_at_any_moment_leaves_a_database_that_reopens(path: str, caplog: pytest.LogCaptureFixture) -> None:
     """Five times: all that was flushed is there (unless replaced later), every row is one that was put, no warning."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -553,7 +661,7 @@ def test_kill_9_at_any_moment_leaves_a_database_that_reopens(path: str, caplog: 
 
 
 def disk_bytes(path: str) -> int:
-    return sum(os.path.getsize(path + end) for end in ("", "-wal", "-shm") if os.path.exists(path + end))
+    return sum(os.path.getsize(path + end) for end in ("", "-journal") if os.path.exists(path + end))
 
 
 def test_max_bytes_holds_under_churn(tmp_path: Path) -> None:
@@ -586,11 +694,14 @@ def test_max_bytes_holds_under_churn(tmp_path: Path) -> None:
     assert bound_bytes - fixed_bytes < 1024 * n_keys
 
 
-def test_one_batch_of_random_keys_keeps_to_the_log_bound(tmp_path: Path) -> None:
-    """The log's share of max_bytes: a full batch that replaces random rows of a larger table."""
+def test_one_batch_of_random_keys_keeps_to_the_journal_bound(tmp_path: Path) -> None:
+    """The journal's share of max_bytes: a full batch that replaces random rows of a larger table."""
     path = str(tmp_path / "index.sqlite")
     choose = random.Random(5)
     database = Database(path, GEOMETRY)
+    database.connect()
+    assert database._connection is not None
+    database._connection.execute("PRAGMA journal_mode=PERSIST")  # it stays as long as it was
     keys = [Key(choose.randbytes(64)) for _ in range(12_000)]
     slots = list(range(len(keys)))
     for _ in range(2):
@@ -598,9 +709,9 @@ def test_one_batch_of_random_keys_keeps_to_the_log_bound(tmp_path: Path) -> None
         for start in range(0, len(keys), BATCH_OPS):
             pairs = zip(keys[start : start + BATCH_OPS], slots[start : start + BATCH_OPS], strict=True)
             database.write([(k, s * 4096, 4096) for k, s in pairs])
-            assert os.path.getsize(path + "-wal") <= max_bytes(0)
         choose.shuffle(keys)
     database.disconnect()
+    assert MIB < os.path.getsize(path + "-journal") <= max_bytes(0)
 
 
 @pytest.mark.parametrize(
@@ -655,8 +766,7 @@ def test_an_abandoned_twin_leaves_the_file_to_its_new_owner(path: str) -> None:
     """Neither what waits nor a pending removal touches a file that another engine has put in its place."""
     twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=WAIT_S)
     twin.put(key(1), place(1))
-    for name in (path, path + "-wal", path + "-shm"):
-        os.unlink(name)
+    os.unlink(path)
     other, _ = DurableIndex.open(path, GEOMETRY)
     other.put(key(2), place(2))
     assert other.close(WAIT_S)

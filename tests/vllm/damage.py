@@ -1,7 +1,7 @@
 """What fault tests need: answers of a vLLM without us, a look into a tier's files, and ways to damage them.
 
 Threading: one test at a time. The files are read and written behind the engine's back, through descriptors of our own;
-where a chunk lies is learned from a copy of the durable index and believed only if the slot's header agrees.
+where a chunk lies is learned from the durable index and believed only if the slot's header agrees.
 
 Prompts here are cut for faults: one prefill step is one chunk. Wherever the good prefix of a damaged prompt ends, the
 rest is computed in the steps in which it was computed without a cache, so answers may be compared bit by bit.
@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
-import sqlite3
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +19,8 @@ from typing import Any
 
 from examples.demo.model import TINY, random_prompts
 from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header
-from nixl_offload.errors import FormatError
+from nixl_offload.errors import FormatError, TierError
+from nixl_offload.tiers.slab.index_reader import IndexReader
 from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop
 
 CHUNK_BYTES = CHUNK_TOKENS * 2 * TINY.layers * TINY.kv_heads * TINY.head_size * 4
@@ -105,7 +103,7 @@ class TierFiles:
 
     @property
     def index(self) -> Path:
-        """The durable index; ``index.sqlite-wal`` and ``-shm`` lie beside it."""
+        """The durable index; ``index.sqlite-journal`` lies beside it."""
         return self.directory / "index.sqlite"
 
     def chunks(self, expected: int, *, deadline_s: float = 20.0) -> list[Chunk]:
@@ -142,20 +140,12 @@ class TierFiles:
 
     def _agreed(self) -> list[Chunk]:
         found = []
-        with tempfile.TemporaryDirectory() as copy:
-            for suffix in ("", "-wal"):
-                source = Path(f"{self.index}{suffix}")
-                if source.exists():
-                    shutil.copy(source, copy)
-            connection = sqlite3.connect(Path(copy) / self.index.name)
-            try:
-                rows = connection.execute("SELECT key, offset, slot_bytes FROM slot ORDER BY offset").fetchall()
-            except sqlite3.DatabaseError:
-                rows = []  # copied while it was being written
-            finally:
-                connection.close()
+        try:
+            rows = sorted(IndexReader(self.index).rows(), key=lambda row: row.offset)
+        except TierError:
+            rows = []  # not there yet, or being replaced
         with self.slab.open("rb", buffering=0) as file:
-            for key, offset, slot_bytes in rows:
+            for _, key, offset, slot_bytes in rows:
                 try:
                     header = decode_header(os.pread(file.fileno(), HEADER_BYTES, offset))
                 except FormatError:

@@ -270,8 +270,7 @@ def test_an_index_of_yesterday(served: Served, files: TierFiles, reference: Refe
     others = [next(FRESH), next(FRESH)]
     reference.check_healed(engine, others)
     served.stop()
-    for name in ("index.sqlite-wal", "index.sqlite-shm"):
-        files.directory.joinpath(name).unlink(missing_ok=True)
+    files.directory.joinpath("index.sqlite-journal").unlink(missing_ok=True)
     shutil.copy(old / "index.sqlite", files.index)
     engine = served.start()
     reference.check(engine, PROMPTS)

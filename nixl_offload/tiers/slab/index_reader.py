@@ -1,34 +1,48 @@
 """Reads a slab's durable index from outside: beside the engine that writes it, after it ended, after it was killed.
 
-Threading: every call opens a connection of its own and closes it. Reading creates and changes nothing on disk, not even
-the log's shared memory, so whoever may read the files may look. ``drop_rows`` alone writes, and is for the holder of
-the directory's lock.
+Threading: every call opens a connection of its own and closes it. Reading creates and changes nothing beside the index,
+so whoever may read the files may look. ``drop_rows`` alone writes, and is for the holder of the directory's lock.
 
-An index in use has the two side files of its log beside it. It is then opened with ``readonly_shm``: a running engine's
-log is respected, that of an engine that was killed is read into this process. Without them, or where the log has
-nothing but a header, the file itself is complete, and nothing may create side files anew: ``immutable``.
+Reader and engine share the file by SQLite's locks: a commit waits for the read in progress, so many rows are read
+some at a time. Where a kill left a transaction half done, or an earlier version its write-ahead log, only a writer can
+read the file; a private copy is read then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
+import stat
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from nixl_offload.errors import TierError
 from nixl_offload.index.database import READABLE, is_damage, translate
 from nixl_offload.types import Key
 
 _ROWS_PER_READ: Final = 10_000
+_ROWS_PER_COUNT: Final = 100_000
+"""Both take some 20 ms."""
 _SELECT: Final = f"SELECT seq, key, offset, slot_bytes FROM {READABLE}"
+_COUNT: Final = """
+SELECT max(seq), coalesce(sum(wanted), 0), coalesce(sum(wanted * slot_bytes), 0)
+FROM (
+    SELECT seq, slot_bytes, ? IS NULL OR substr(key, -4) = ? AS wanted FROM slot WHERE seq > ? ORDER BY seq LIMIT ?
+)"""
 _ATTEMPTS: Final = 5
+_REFUSED_BEFORE_COPYING: Final = 2
+"""A commit that begins just now can look, for a moment, like one that a kill has cut short."""
 _PAUSE_S: Final = 0.1
-_LOG_HEADER_BYTES: Final = 32
-"""A log that ends with its header, as a kill may leave it, keeps SQLite waiting for a writer: ten seconds each time."""
+_PATIENCE_S: Final = 10.0
+_POLL_S: Final = 0.002
+"""Of a lock. SQLite itself asks every 100 ms, and beside a busy engine misses the short times between commits."""
+_READ_VERSION_AT: Final = 19
+"""Offset in the file's header; 2 means a write-ahead log."""
 
 
 class IndexRow(NamedTuple):
@@ -48,12 +62,14 @@ class IndexReader:
 
     def count(self, group: int | None = None) -> tuple[int, int]:
         """Return how many rows there are, of all KV groups or one, and the sum of their slots' bytes on one rank."""
-        select = "SELECT count(*), coalesce(sum(slot_bytes), 0) FROM slot"
-        if group is None:
-            ((rows, size_bytes),) = self._query(select)
-        else:
-            ((rows, size_bytes),) = self._query(f"{select} WHERE substr(key, -4) = ?", group.to_bytes(4, "big"))
-        return rows, size_bytes
+        ending = None if group is None else group.to_bytes(4, "big")
+        rows, size_bytes, after = 0, 0, 0
+        with _Source(self.path) as source:
+            while True:
+                ((last, n_found, found_bytes),) = source.query(_COUNT, ending, ending, after, _ROWS_PER_COUNT)
+                if last is None:
+                    return rows, size_bytes
+                rows, size_bytes, after = rows + n_found, size_bytes + found_bytes, last
 
     def ends(self, limit: int = 8) -> tuple[list[IndexRow], list[IndexRow]]:
         """Return the rows put first and, newest first, those put last."""
@@ -62,12 +78,10 @@ class IndexReader:
 
     def rows(self, after: int = 0) -> Iterator[IndexRow]:
         """Yield all rows behind ``after``, the first put first; what is put meanwhile may be among them or not."""
-        while True:
-            some = self._query(f"{_SELECT} AND seq > ? ORDER BY seq LIMIT ?", after, _ROWS_PER_READ)
-            if not some:
-                return
-            after = some[-1][0]
-            yield from _sound(some)
+        with _Source(self.path) as source:
+            while some := source.query(f"{_SELECT} AND seq > ? ORDER BY seq LIMIT ?", after, _ROWS_PER_READ):
+                after = some[-1][0]
+                yield from _sound(some)
 
     def find(self, digits: str, limit: int) -> list[IndexRow]:
         """Return rows whose keys begin with these hex digits."""
@@ -89,47 +103,93 @@ class IndexReader:
         return next(iter(self._rows(f"{_SELECT} AND offset = ?", offset)), None)
 
     def _rows(self, statement: str, *values: object) -> list[IndexRow]:
-        return list(_sound(self._query(statement, *values)))
+        with _Source(self.path) as source:
+            return list(_sound(source.query(statement, *values)))
 
-    def _query(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """Ask again where an engine started, ended or replaced the index between the check and the query."""
-        for attempt in range(_ATTEMPTS):
-            before = self._identity()
+
+class _Source:
+    """What is read: the index itself, or from the moment when that needs a writer a private copy."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._copy is not None:
+            self._copy.cleanup()
+
+    def query(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        """Ask again while an engine commits, or is making or replacing the index. Raises TierError."""
+        failed, refused, give_up_s = 0, 0, time.monotonic() + _PATIENCE_S
+        while True:
             try:
+                self._path.stat()
+                if self._copy is None and (refused == _REFUSED_BEFORE_COPYING or self._has_log()):
+                    self._copy = self._make_copy()
                 with contextlib.closing(self._connect()) as connection:
                     found: list[tuple[Any, ...]] = connection.execute(statement, values).fetchall()
-                if self._identity() == before:
                     return found
-            except (sqlite3.Error, UnicodeError) as error:
-                if attempt == _ATTEMPTS - 1:
-                    why = translate(error, str(self.path))
+            except FileNotFoundError as error:
+                raise translate(error, str(self._path)) from error
+            except (sqlite3.Error, UnicodeError, OSError) as error:
+                why = translate(error, str(self._path))
+                if why.cause == "locked" and time.monotonic() < give_up_s:
+                    time.sleep(_POLL_S)
+                    continue
+                failed += 1
+                refused += why.cause == "readonly"
+                if failed == _ATTEMPTS or why.cause == "locked":
                     if is_damage(error):
-                        raise TierError(f"index {self.path} is damaged: {error}", cause="io") from error
+                        raise TierError(f"index {self._path} is damaged: {error}", cause="io") from error
                     raise why from error
             time.sleep(_PAUSE_S)
-        raise TierError(f"index {self.path}: it is replaced again and again", cause="io")
-
-    def _identity(self) -> tuple[int, ...]:
-        """Return how to read the file and which file it is; its time and size too where no lock guards reading."""
-        try:
-            status = self.path.stat()
-        except OSError as error:
-            raise translate(error, str(self.path)) from error
-        logged = self._has_log()
-        return (logged, status.st_dev, status.st_ino) if logged else (logged, status.st_mtime_ns, status.st_size)
 
     def _has_log(self) -> bool:
-        try:
-            is_logged = os.stat(f"{self.path}-wal").st_size > _LOG_HEADER_BYTES
-        except OSError:
-            return False
-        return is_logged and os.path.exists(f"{self.path}-shm")
+        if os.path.lexists(f"{self._path}-wal"):
+            return True
+        with self._path.open("rb") as file:
+            return file.read(_READ_VERSION_AT + 1)[_READ_VERSION_AT:] == b"\x02"
 
     def _connect(self) -> sqlite3.Connection:
-        how = "readonly_shm=1" if self._has_log() else "immutable=1"
-        connection = _open(self.path, f"mode=ro&{how}", timeout_s=1.0)
+        if self._copy is None:
+            connection = _open(self._path, "mode=ro", timeout_s=0.0)
+        else:
+            connection = _open(Path(self._copy.name, self._path.name), "mode=rw", timeout_s=0.0)
         connection.text_factory = bytes
         return connection
+
+    def _make_copy(self) -> tempfile.TemporaryDirectory[str]:
+        copy = tempfile.TemporaryDirectory(prefix="nixl-offload-index-")
+        try:
+            for _ in range(_ATTEMPTS):
+                before = self._state()
+                for name, found in before.items():
+                    target = Path(copy.name, os.path.basename(name))
+                    target.unlink(missing_ok=True)
+                    with contextlib.suppress(FileNotFoundError):
+                        if found:
+                            shutil.copyfile(name, target, follow_symlinks=False)
+                if self._state() == before:
+                    return copy
+            raise TierError(f"index {self._path}: it changes while it is copied", cause="io")
+        except BaseException:
+            copy.cleanup()
+            raise
+
+    def _state(self) -> dict[str, tuple[int, ...]]:
+        """Return the files that make up the index and, of each that is there, what tells whether it has changed."""
+        state: dict[str, tuple[int, ...]] = {}
+        for name in (f"{self._path}{end}" for end in ("", "-journal", "-wal")):
+            state[name] = ()
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(name)
+                if not stat.S_ISREG(status.st_mode):
+                    raise TierError(f"index {name}: it is no file", cause="io")
+                state[name] = (status.st_ino, status.st_mtime_ns, status.st_size)
+        return state
 
 
 def drop_rows(path: Path, rows: Sequence[IndexRow]) -> list[IndexRow]:

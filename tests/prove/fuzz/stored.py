@@ -127,8 +127,9 @@ def payload(scratch: Path) -> One:
 
 
 def _index_bases() -> list[tuple[bytes, bytes, bytes]]:
-    """Index files: file, log and shared memory. Closed, left behind by a killed engine, empty, and of others."""
-    return [_index_files(rows, alive) for rows, alive in ((3, False), (40, False), (3, True), (0, False))] + [
+    """Index files: file, journal, log of earlier versions. Closed, left behind by a kill, empty, and of others."""
+    bases = ((3, "closed"), (40, "closed"), (3, "killed"), (3, "log"), (0, "closed"))
+    return [_index_files(rows, left) for rows, left in bases] + [
         (_foreign(statement), b"", b"")
         for statement in (
             "CREATE TABLE slot (key TEXT, offset TEXT, slot_bytes TEXT, seq TEXT)",
@@ -138,8 +139,8 @@ def _index_bases() -> list[tuple[bytes, bytes, bytes]]:
     ]
 
 
-def _index_files(rows: int, alive: bool) -> tuple[bytes, bytes, bytes]:
-    """Write an index as the product does, with plain SQLite as reader of what its files are at the end."""
+def _index_files(rows: int, left: str) -> tuple[bytes, bytes, bytes]:
+    """Write an index as the product does, as a kill in a transaction leaves it, or with an earlier version's log."""
     from nixl_offload.index.database import Database
 
     path = Path("base.sqlite").absolute()
@@ -147,11 +148,23 @@ def _index_files(rows: int, alive: bool) -> tuple[bytes, bytes, bytes]:
         name.unlink(missing_ok=True)
     database = Database(str(path), _GEOMETRY)
     database.write([(Key(bytes([row]) * 20 + b"\0\0\0\0"), row * 8192, 8192) for row in range(rows)])
-    kept = tuple(name.read_bytes() if name.exists() else b"" for name in _sides(path))
     database.disconnect()
-    if alive:
-        return kept  # type: ignore[return-value]
-    return path.read_bytes(), b"", b""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA journal_mode=WAL" if left == "log" else "PRAGMA cache_size=1")
+    if left != "closed":
+        connection.execute("BEGIN")
+        # In a transaction pages that do not fit the cache are written, their old content in the journal before.
+        connection.execute("UPDATE slot SET slot_bytes = 4096")
+        connection.executemany(
+            "INSERT INTO slot (key, offset, slot_bytes) VALUES (randomblob(36), ?, 8192)",
+            [(number * 8192,) for number in range(rows, 2000)],
+        )
+        if left == "log":
+            connection.execute("COMMIT")
+    file, journal, log = (name.read_bytes() if name.exists() else b"" for name in _sides(path))
+    connection.close()
+    assert [bool(journal.strip(b"\0")), bool(log)] == [left == "killed", left == "log"]
+    return file, journal, log
 
 
 def _foreign(statement: str) -> bytes:
@@ -165,13 +178,13 @@ def _foreign(statement: str) -> bytes:
 
 
 def _sides(path: Path) -> tuple[Path, Path, Path]:
-    return path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")
+    return path, path.with_name(path.name + "-journal"), path.with_name(path.name + "-wal")
 
 
 def index(scratch: Path) -> One:
     """Index files that are damaged, cut off, of another schema: fewer rows, TierError, and a journal that goes on."""
     logging.getLogger("nixl_offload").setLevel(logging.CRITICAL)
-    index_reader._PAUSE_S = 0.0  # type: ignore[misc]  # between attempts, while an engine replaces the file
+    index_reader._PAUSE_S = index_reader._PATIENCE_S = 0.0  # type: ignore[misc]  # for an engine that uses the file
     bases, path = _index_bases(), scratch / "index.sqlite"
     path.parent.mkdir(exist_ok=True)
 

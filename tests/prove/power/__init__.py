@@ -139,7 +139,7 @@ def _unclaimed(root: Path) -> list[str]:
 
 
 def _differences(disk: Disk, root: Path) -> list[str]:
-    """Compare with what the recorded process has left; the memory that SQLite shares is not recorded."""
+    """Compare with what the recorded process has left."""
     left = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    paths = sorted(path for path in left.keys() | disk.files.keys() if not path.endswith("-shm"))
+    paths = sorted(left.keys() | disk.files.keys())
     return [f"recording has missed something of {path}" for path in paths if left.get(path) != disk.files.get(path)]
