@@ -297,17 +297,18 @@ class PlayedExecutor(Executor):
         )
 
 
-_MEETING: ContextVar[tuple[int, list[Any], threading.Barrier]] = ContextVar("meeting")
-"""Which stage a thread plays, and where it meets the others."""
+_MEETING: ContextVar[tuple[int, list[Any], threading.Barrier, threading.Lock]] = ContextVar("meeting")
+"""Which stage a thread plays, where it meets the others, and what it holds while it runs."""
 
 
 def _side_by_side(calls: Sequence[Callable[[], None]]) -> list[None]:
-    """Make calls at the same time, as ranks do, which may wait for each other."""
-    told, barrier = [None] * len(calls), threading.Barrier(len(calls), timeout=60.0)
+    """Make calls that wait for each other, as ranks do. One runs at a time: some of vLLM's state is the process's."""
+    told, barrier, turn = [None] * len(calls), threading.Barrier(len(calls), timeout=60.0), threading.Lock()
 
     def run(rank: int) -> None:
-        _MEETING.set((rank, told, barrier))
-        calls[rank]()
+        _MEETING.set((rank, told, barrier, turn))
+        with turn:
+            calls[rank]()
 
     with ThreadPoolExecutor(len(calls)) as threads:
         return list(threads.map(run, range(len(calls))))
@@ -315,9 +316,13 @@ def _side_by_side(calls: Sequence[Callable[[], None]]) -> list[None]:
 
 def _of_all_stages(own: Any) -> list[Any]:
     """As vLLM's group of pipeline stages would pass it on."""
-    rank, told, barrier = _MEETING.get()
+    rank, told, barrier, turn = _MEETING.get()
     told[rank] = pickle.dumps(own)
-    barrier.wait()
+    turn.release()
+    try:
+        barrier.wait()
+    finally:
+        turn.acquire()
     return [pickle.loads(each) for each in told]
 
 

@@ -37,5 +37,4 @@ class VisionHost(engine_process.EngineHost):
 
 def main() -> int:
     """Serve requests from stdin."""
-    engine_process.EngineHost = VisionHost  # type: ignore[misc]
-    return engine_process.main()
+    return engine_process.main(VisionHost)
