@@ -545,11 +545,11 @@ class Cell:
     def _check_held(self, server: Server) -> None:
         """What was given up is given back soon after its transfer has ended, too."""
         until_s = real_s() + 3.0
-        while (held := server.held()) and real_s() < until_s:
+        while ((held := server.held()) or (left := self._open_shards(server))) and real_s() < until_s:
             self._steps_for(0.01)
             CLOCK.ahead_s += 1.0
         self._outcome.leaks += [f"{self._where}: {sentence}" for sentence in held]
-        if left := self._open_shards(server):
+        if not held and left:
             self._outcome.leaks.append(f"{self._where}: {len(left)} files of shards are open, such as {left[0]}")
 
     def _open_shards(self, server: Server) -> list[str]:
