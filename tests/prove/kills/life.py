@@ -30,16 +30,18 @@ class Life:
 
     def __init__(self, serve: Callable[[Callable[[Told], None]], None]) -> None:
         begin, self._begin = os.pipe()
-        self.told, tell = os.pipe()
+        self._told, tell = os.pipe()
         self.pid = os.fork()
         if self.pid:
             os.close(begin)
             os.close(tell)
         else:
             os.close(self._begin)
-            os.close(self.told)
+            os.close(self._told)
             _live(serve, begin, tell)
         self._heard = bytearray()
+        self.has_ended = False
+        """Known once all that it told was heard."""
 
     def begin(self) -> None:
         """Let it open its storage."""
@@ -48,9 +50,11 @@ class Life:
 
     def hear(self, timeout_s: float) -> list[Told]:
         """Return what it told meanwhile, after ``timeout_s`` at most; [] as well when it has ended."""
-        if not select.select([self.told], [], [], max(0.0, timeout_s))[0]:
+        if not select.select([self._told], [], [], max(0.0, timeout_s))[0]:
             return []
-        self._heard += os.read(self.told, 1 << 20)
+        some = os.read(self._told, 1 << 20)
+        self._heard += some
+        self.has_ended = not some
         told = []
         while len(self._heard) >= 8 and len(self._heard) >= 8 + (size := int.from_bytes(self._heard[:8], "big")):
             told.append(pickle.loads(self._heard[8 : 8 + size]))
@@ -64,10 +68,8 @@ class Life:
     def bury(self) -> tuple[list[Told], int]:
         """Wait for its end; return what it told last, and its status."""
         status = os.waitpid(self.pid, 0)[1]
-        told = []
-        while more := self.hear(0.0):
-            told += more
-        os.close(self.told)
+        told = self.hear(0.0)  # all that a pipe holds is read at once
+        os.close(self._told)
         return told, status
 
 

@@ -155,7 +155,7 @@ def _check(setup: Setup, root: Path, server: Server, ledger: Ledger, outcome: Ou
     outcome.wrong += server.wrong
     server.wrong = []
     lost = was_sure - whole - gone
-    outcome.counts["sure"] = len(was_sure)
+    outcome.counts["sure"] = 0 if was_busy else len(was_sure)
     if lost and not was_busy:
         outcome.missed.append(f"{len(lost)} of {len(was_sure)} chunks that were surely stored are gone: {sorted(lost)}")
     if bad and "s" not in setup.tiers and not setup.small and setup.ranks == 1:  # of two ranks one may lack its file
