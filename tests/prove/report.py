@@ -52,9 +52,9 @@ def _summary(rows: list[Mapping[str, Any]]) -> list[str]:
     counts: Counter[str] = Counter()
     for row in rows:
         counts.update(row["counts"])
-    senseless = sum(not row["counts"] and bool(row["note"]) for row in rows)
+    left_out = sum(not row["counts"] and bool(row["note"]) for row in rows)
     tried = ", ".join(f"{count:,} {what}" for what, count in counts.items())
-    if senseless:
-        tried += f"; {senseless} cells make no sense"
+    if left_out:
+        tried += f"; {left_out} cells left out"
     found = [str(sum(len(row[kind]) for row in rows)) for kind in FINDINGS]
     return [str(len(rows)), tried, *found, f"{sum(row['seconds'] for row in rows):.0f}"]

@@ -131,7 +131,7 @@ def _end(one: _Running, log: Path) -> Outcome:
     """Return what the cell answered, or that it did not; end its process, and what that has left running."""
     outcome = None
     if one.answer.poll():
-        with suppress(EOFError):  # it died
+        with suppress(EOFError, OSError):  # it died, perhaps in the middle of its answer
             outcome = one.answer.recv()
         one.process.join(timeout=_END_S)
     if outcome is None:
@@ -140,6 +140,8 @@ def _end(one: _Running, log: Path) -> Outcome:
             f"did not end within {one.cell.limit_s:.0f} s" if late else f"its process ended with {one.process.exitcode}"
         )
         outcome = Outcome(dead=[f"{end}; see {log.name}"])
+    if outcome.is_good() and not any(outcome.counts.values()) and (outcome.counts or not outcome.note):
+        outcome.missed.append("nothing was tried")
     _kill(one.process)
     one.answer.close()
     one.scratch.cleanup()
