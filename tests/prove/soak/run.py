@@ -44,6 +44,8 @@ RESET_LAPS: Final = 5
 YOUNG_S: Final = 600.0
 LAP_S: Final = 120.0
 """A lap that takes longer hangs."""
+TROUBLE: Final = ("breaker_state", "disabled_ranks")
+"""Metrics that are 0 for every tier in use."""
 SOURCES: Final = "vllm:prompt_tokens_cached_by_source"
 
 
@@ -130,6 +132,9 @@ def soak(seed: int, seconds: float, only: str = "") -> Outcome:
             outcome.dead.append(f"seed {seed}, lap {len(run.salts)}, {faults}: {str(error).splitlines()[0]}")
         else:
             _look_at_disk(outcome, samples, base)
+            tidy()
+            if (left := taken_bytes(server.directory)) > BUCKET + MIB:
+                outcome.leaks.append(f"{left / MIB:.0f} MiB in the bucket of {BUCKET / MIB:.0f} after gc")
     return outcome
 
 
@@ -152,7 +157,8 @@ def _go(run: _Run, seconds: float, troubles: Troubles, samples: Samples) -> None
                 engine.reset_prefix_cache(connector=True)
     finally:
         troubles.stop()
-    outcome.counts["faults"] = len(troubles.log)
+    outcome.counts["faults"] = sum(troubles.struck.values())
+    outcome.missed += troubles.idle
     took_s = _until_back(run)
     run.laps_until(time.monotonic() + WARM_UP * seconds)
     while len(run.salts) % laps.VARIANTS != first_lap % laps.VARIANTS:
@@ -162,6 +168,7 @@ def _go(run: _Run, seconds: float, troubles: Troubles, samples: Samples) -> None
     last_laps = slice(last_lap, len(run.salts))
 
     after = _tables(engine, outcome)
+    outcome.missed += _unused(engine)
     before_median, after_median = samples.window(*first), samples.window(*last)
     outcome.leaks += grown(before_median, after_median)
     outcome.leaks += grown_tables(tables["sizes"], after["sizes"])
@@ -189,17 +196,25 @@ def _tables(engine: Engine, outcome: Outcome) -> dict[str, Any]:
     return engine.call("tables")
 
 
+def _unused(engine: Engine) -> list[str]:
+    """Return the tiers from which nothing was loaded: of these the answers say nothing."""
+    values = engine.call("labelled", name="vllm:nixl_offload_chunks")["values"]
+    loaded = {
+        told["tier"] for told, count in values if count and (told["operation"], told["outcome"]) == ("load", "ok")
+    }
+    unused = {"memory", "slab", "shared_dir", "s3"} - loaded
+    return [f"nothing was loaded from {kind}" for kind in sorted(unused)]
+
+
 def _until_back(run: _Run) -> float:
     """Ask laps until every tier is in use again; return how long that took."""
     began_s = time.monotonic()
     while True:
         run.lap()
         run.engine.settle()
-        out = [
-            f"{name}: {run.engine.labelled(name, 'tier')}"
-            for name in ("vllm:nixl_offload_breaker_state", "vllm:nixl_offload_disabled_ranks")
-            if any(run.engine.labelled(name, "tier").values())
-        ]
+        states = {name: run.engine.labelled(f"vllm:nixl_offload_{name}", "tier") for name in TROUBLE}
+        assert all(states.values()), f"a metric is not told: {states}"
+        out = [f"{name}: {by_tier}" for name, by_tier in states.items() if any(by_tier.values())]
         took_s = time.monotonic() - began_s
         if not out or took_s > BACK_S:
             run.outcome.missed += [f"{BACK_S:.0f} s after the last fault: {sentence}" for sentence in out]

@@ -11,6 +11,7 @@ import random
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.conftest import SmallFilesystem
-from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Stall
+from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Rule, Stall
 from tests.s3.servers import RcloneServer
 
 LASTS_S: Final = (1.0, 4.0)
@@ -39,7 +40,9 @@ REQUESTS: Final[dict[str, tuple[str, Fault]]] = {
     "GET flipped": ("GET", Flip(0.5)),
     "PUT flipped": ("PUT", Flip(0.5, side="request")),
 }
-Happening = Callable[[], AbstractContextManager[object]]
+Happening = Callable[[], AbstractContextManager[Rule | int]]
+"""Gives the rule that breaks requests, or how much was broken."""
+OFTEN: Final = 3
 
 
 class Troubles:
@@ -66,12 +69,14 @@ class Troubles:
         self._failed: Exception | None = None
         self.log: list[tuple[float, str]] = []
         """When each began, in ``time.monotonic`` seconds, and its name."""
+        self.struck: Counter[str] = Counter()
+        """How often each found something to break."""
         self.now = ""
         """Which one there is; none: a pause."""
         self._kinds: dict[str, Happening] = {
             **{f"S3 {name}": partial(proxy.inject, fault, operation=o) for name, (o, fault) in REQUESTS.items()},
-            "S3 refused": self._refused,
-            "S3 killed": self._killed,
+            "S3 refused": partial(_lasting, proxy.go_down, proxy.come_back),
+            "S3 killed": partial(_lasting, server.stop, server.start),
             "tree flipped": partial(self._damaged, tree, _flip),
             "tree cut": partial(self._damaged, tree, _cut),
             "tree deleted": partial(self._damaged, tree, Path.unlink),
@@ -98,64 +103,63 @@ class Troubles:
         if self._failed is not None:
             raise self._failed
 
+    @property
+    def idle(self) -> list[str]:
+        """A sentence for each kind that was there several times, and broke nothing."""
+        begun = Counter(name for _, name in self.log)
+        return [
+            f"{name} broke nothing, {times} times"
+            for name, times in begun.items()
+            if times >= OFTEN and not self.struck[name]
+        ]
+
     def _run(self) -> None:
         try:
             while True:
                 for name in self._source.sample(sorted(self._kinds), len(self._kinds)):
                     if self._stopping.wait(self._source.uniform(*PAUSE_S)):
                         return
-                    with self._kinds[name]():
+                    with self._kinds[name]() as what:
                         self.now = name
                         self.log.append((time.monotonic(), name))
                         over = self._stopping.wait(self._source.uniform(*LASTS_S))
                     self.now = ""
+                    self.struck[name] += (what.hits if isinstance(what, Rule) else what) > 0
                     if over:
                         return
         except Exception as error:  # noqa: BLE001 - raised by ``stop``
             self._failed = error
 
     @contextlib.contextmanager
-    def _refused(self) -> Iterator[None]:
-        self._proxy.go_down()
-        try:
-            yield
-        finally:
-            self._proxy.come_back()
-
-    @contextlib.contextmanager
-    def _killed(self) -> Iterator[None]:
-        self._server.stop()
-        try:
-            yield
-        finally:
-            self._server.start()
-
-    @contextlib.contextmanager
-    def _damaged(self, base: Path, how: Callable[[Path], None]) -> Iterator[None]:
+    def _damaged(self, base: Path, how: Callable[[Path], None]) -> Iterator[int]:
+        done = 0
         for path in self._some(base, DAMAGED):
             with contextlib.suppress(FileNotFoundError):
                 how(path)
-        yield
+                done += 1
+        yield done
 
     @contextlib.contextmanager
-    def _swapped(self, base: Path) -> Iterator[None]:
-        chosen = self._some(base, DAMAGED)
+    def _swapped(self, base: Path) -> Iterator[int]:
+        chosen, done = self._some(base, DAMAGED), 0
         for one, other in zip(chosen[::2], chosen[1::2], strict=False):
             with contextlib.suppress(FileNotFoundError):
                 first, second = one.read_bytes(), other.read_bytes()
                 one.write_bytes(second)
                 other.write_bytes(first)
-        yield
+                done += 1
+        yield done
 
     @contextlib.contextmanager
-    def _slab_flipped(self) -> Iterator[None]:
+    def _slab_flipped(self) -> Iterator[int]:
+        done = 0
         for path in self._slab.glob("*/rank-*.slab"):
             with path.open("r+b", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 for _ in range(DAMAGED):
-                    _flip_at(file.fileno(), self._source.randrange(size))
+                    done += _flip_at(file.fileno(), self._source.randrange(size))
                 os.fsync(file.fileno())
-        yield
+        yield done
 
     def _some(self, base: Path, count: int) -> list[Path]:
         """Choose shards, by name and so by what the timetable's seed says where the same ones are there."""
@@ -172,10 +176,10 @@ def make_disk(scratch: Path, size_bytes: int) -> SmallFilesystem | None:
 
 
 @contextlib.contextmanager
-def _lasting(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+def _lasting(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[int]:
     begin()
     try:
-        yield
+        yield 1
     finally:
         end()
 
@@ -191,9 +195,10 @@ def _flip(path: Path) -> None:
         _flip_at(file.fileno(), os.fstat(file.fileno()).st_size // 2)
 
 
-def _flip_at(descriptor: int, offset: int) -> None:
-    if byte := os.pread(descriptor, 1, offset):
-        os.pwrite(descriptor, bytes([byte[0] ^ 0x10]), offset)
+def _flip_at(descriptor: int, offset: int) -> int:
+    """Flip a bit; return how many there were to flip."""
+    byte = os.pread(descriptor, 1, offset)
+    return os.pwrite(descriptor, bytes(each ^ 0x10 for each in byte), offset)
 
 
 def _cut(path: Path) -> None:
