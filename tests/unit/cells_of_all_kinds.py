@@ -18,6 +18,7 @@ def cells(seed: int) -> Iterator[Cell]:
     yield Cell("good/senseless", partial(Outcome, note="nothing to try"))
     yield Cell("good/leaves a process", _leave_a_process)
     yield Cell("bad/wrong", _print_and_be_wrong)
+    yield Cell("bad/tries nothing", partial(Outcome, {"things": 0}))
     yield Cell("bad/raises", _raise)
     yield Cell("bad/dies", _die)
     yield Cell("bad/hangs", partial(time.sleep, 3600), limit_s=1.0)

@@ -35,11 +35,12 @@ def test_every_end_of_a_cell_is_told(results: Path, capsys: pytest.CaptureFixtur
     assert cells["kinds/good/counts"]["counts"] == {"things": 1}
     assert cells["kinds/good/senseless"]["note"] == "nothing to try"
     assert cells["kinds/bad/wrong"]["wrong"] == ["seed 1, step 2: another answer"]
+    assert cells["kinds/bad/tries nothing"]["missed"] == ["nothing was tried"]
     assert "RuntimeError: not caught" in cells["kinds/bad/raises"]["dead"][0]
     assert "ended with -9" in cells["kinds/bad/dies"]["dead"][0]
     assert "did not end within 1 s" in cells["kinds/bad/hangs"]["dead"][0]
     logs = {log.name: log.read_text() for log in (results / "logs").iterdir()}
-    assert logs.keys() == {f"kinds-bad-{name}.log" for name in ("wrong", "raises", "dies", "hangs")}
+    assert logs.keys() == {f"kinds-bad-{name}.log" for name in ("wrong", "tries_nothing", "raises", "dies", "hangs")}
     assert "what the cell printed" in logs["kinds-bad-wrong.log"]
     stat = Path(f"/proc/{cells['kinds/good/leaves a process']['note']}/stat")
     assert not stat.exists() or " Z " in stat.read_text()

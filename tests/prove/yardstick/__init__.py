@@ -77,5 +77,7 @@ def try_side(name: str, seed: int, faults: str = "") -> Outcome:
             where.append(f"{verdict}: {verdict.why}; seed {seed}")
             if verdict.recovered != YES:
                 outcome.missed.append(f"{verdict}; seed {seed}")
+            if not verdict.was_met:
+                outcome.missed.append(f"{verdict.fault}: no load has met the damage; seed {seed}")
     assert {verdict.what for verdict in verdicts} <= {EXACT, WRONG, DIED, HUNG, REFUSED}
     return outcome

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Final
@@ -20,7 +20,7 @@ from examples.demo.engine import Answer, Engine, EngineError
 from tests.prove.yardstick.happenings import DAMAGES, World
 from tests.prove.yardstick.sides import Piece, Side
 from tests.s3.proxy import Delay, Stall
-from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts
+from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts, loads_refused
 from tests.vllm.harness import Workshop, close
 
 EXACT, WRONG, DIED, HUNG, REFUSED = "exact", "WRONG ANSWER", "engine died", "hung", "refused to start"
@@ -35,6 +35,8 @@ START_S: Final = 60.0
 STORED_S: Final = 8.0
 STORE_ATTEMPTS: Final = 5
 GONE_IN_FLIGHT, GONE_AT_START, KILLED = "server gone in flight", "server gone at start", "kill -9 mid-write"
+FOUND_BY_LOADS: Final = ("byte flipped", "two swapped", "another prompt's")
+"""Damage that a lookup does not see: a load must have refused it."""
 _WORST: Final = (EXACT, REFUSED, HUNG, DIED, WRONG)
 
 
@@ -48,6 +50,8 @@ class Verdict:
     recovered: str
     """Whether right answers came from storage afterwards: ``YES``, ``RESTARTED`` or ``NO``."""
     why: str = ""
+    was_met: bool = True
+    """Of damage to one of ours: whether the engine has said that a chunk is not usable."""
 
     def __str__(self) -> str:
         return f"{self.fault}: {self.what}{'' if self.recovered == YES else f', {self.recovered}'}"
@@ -102,15 +106,17 @@ class Trial:
         _, others = self._stored()
         damage(pieces, others)
         self._side.forget()
-        what, why = self._ask([mine])
-        return Verdict(name, what, self._comes_back(mine), why)
+        before = self._refused()
+        came = self._ask([mine])
+        was_met = not self._side.is_ours or name not in FOUND_BY_LOADS or self._refused() > before
+        return replace(self._verdict(name, came, mine), was_met=was_met)
 
     def _outage(self, name: str, outage: Callable[[], AbstractContextManager[object]]) -> Verdict:
         mine, _ = self._stored()
         fresh = next(self._prompts)
         with outage():
-            what, why = self._ask([mine, fresh, mine])
-        return Verdict(name, what, self._comes_back(mine), why)
+            came = self._ask([mine, fresh, mine])
+        return self._verdict(name, came, mine)
 
     def _gone_in_flight(self) -> Verdict:
         mine, _ = self._stored()
@@ -123,15 +129,15 @@ class Trial:
         with self._world.refused():
             rule.release()
             asking.join()
-        [(what, why)] = told
-        return Verdict(GONE_IN_FLIGHT, what, self._comes_back(mine), why)
+        [came] = told
+        return self._verdict(GONE_IN_FLIGHT, came, mine)
 
     def _gone_at_start(self) -> Verdict:
         mine, _ = self._stored()
         self.close()
         with self._world.refused():
-            what, why = self._ask([mine])
-        return Verdict(GONE_AT_START, what, self._comes_back(mine), why)
+            came = self._ask([mine])
+        return self._verdict(GONE_AT_START, came, mine)
 
     def _killed(self) -> Verdict:
         """While the last prompt of several is being stored: by ``kill -9``, of all processes."""
@@ -141,11 +147,19 @@ class Trial:
             self._world.proxy.inject(Delay(0.3), operation="PUT") if self._side.is_bucket else contextlib.nullcontext()
         )
         with slow:
-            what, why = self._ask(asked, settle=False)
+            before = self._ask(asked, settle=False)
             self.close()
-        again, why_again = self._ask([*asked, *asked])
-        worst = max((what, why), (again, why_again), key=lambda pair: _WORST.index(pair[0]))
-        return Verdict(KILLED, worst[0], self._comes_back(asked[0]), worst[1])
+        return self._verdict(KILLED, _worst(before, self._ask([*asked, *asked])), asked[0])
+
+    def _verdict(self, fault: str, came: tuple[str, str], prompt: Prompt) -> Verdict:
+        """``came``: what came of a fault and why. What comes now that it is over may be worse."""
+        recovered, wrong = self._comes_back(prompt)
+        what, why = _worst(came, (WRONG, f"after the fault: {wrong}")) if wrong else came
+        return Verdict(fault, what, recovered, why)
+
+    def _refused(self) -> int:
+        """How often the engine has said that it could not use a chunk."""
+        return 0 if self._engine is None else loads_refused(self._engine)
 
     # Its parts
 
@@ -220,18 +234,22 @@ class Trial:
             return self._side.pieces()
         return []
 
-    def _comes_back(self, prompt: Prompt) -> str:
-        """Whether within ``AGAIN_S`` the prompt's answer is right and comes from storage."""
-        wrong = not self._answers_late()
+    def _comes_back(self, prompt: Prompt) -> tuple[str, str]:
+        """Whether within ``AGAIN_S`` the prompt's answer is right and comes from storage: ``YES``, ``RESTARTED`` or
+        ``NO``; and an answer that was wrong meanwhile, in words.
+        """
+        wrong = self._answers_late()
         until_s = time.monotonic() + AGAIN_S
-        came = False
-        while not came and time.monotonic() < until_s and wrong < 3:
+        came, failures = False, 0
+        while not came and time.monotonic() < until_s and failures < 3:
             try:
                 engine = self._started()
                 engine.reset_prefix_cache()
                 [answer] = engine.generate([prompt], timeout_s=HUNG_S)
                 right = close(answer, self._answers.right(prompt))
-                wrong += not right
+                if not right:
+                    failures += 1
+                    wrong = f"{answer.tokens}, not {self._answers.right(prompt).tokens}"
                 came = right and answer.external_hit_tokens >= FULL_TOKENS - FULL_TOKENS // PROMPT_CHUNKS
                 self._settle(engine)
                 if not came and not self._side.is_ours:
@@ -239,29 +257,29 @@ class Trial:
                     self._settle(engine)
             except EngineError:
                 self._restart()
-                wrong += 1
+                failures += 1
             time.sleep(0 if came else 0.3)
         restarts, self._restarts = self._restarts, 0
-        return (RESTARTED if restarts else YES) if came else NO
+        return (RESTARTED if restarts else YES) if came else NO, wrong
 
-    def _answers_late(self) -> bool:
-        """Wait for what hung, now that the fault is over; an engine that stays silent is ended. Whether nothing that
-        came was wrong.
+    def _answers_late(self) -> str:
+        """Wait for what hung, now that the fault is over; an engine that stays silent is ended. Returns the answer if
+        it was wrong, in words.
         """
         prompt, self._waits_for = self._waits_for, None
         if prompt is None:
-            return True
+            return ""
         try:
             reply = json.loads(self._started()._read_line("generate", LATE_S))
         except EngineError:
             self._restart()
-            return True
+            return ""
         if not reply["ok"]:
             self._restart()
-            return True
-        told = reply["answers"][0] if "answers" in reply else None
-        right = self._answers.right(prompt)
-        return told is None or tuple(told["tokens"]) == right.tokens
+            return ""
+        tokens = tuple(reply["answers"][0]["tokens"]) if "answers" in reply else None
+        right = self._answers.right(prompt).tokens
+        return "" if tokens in (None, right) else f"{tokens}, not {right}"
 
     def _restart(self) -> None:
         """End an engine that cannot be used any more; the next request starts one."""
@@ -282,6 +300,10 @@ class Answers:
         if tuple(prompt) not in self._known:
             [self._known[tuple(prompt)]] = self._engine.generate([prompt])
         return self._known[tuple(prompt)]
+
+
+def _worst(*came: tuple[str, str]) -> tuple[str, str]:
+    return max(came, key=lambda pair: _WORST.index(pair[0]))
 
 
 def _last(error: EngineError) -> str:
