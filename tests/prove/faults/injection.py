@@ -10,19 +10,20 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from nixl_offload.engine import staging
 from nixl_offload.movers import select, select_object
-from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer
+from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer, TransferState
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.shared_dir import files as tree_files
 from nixl_offload.tiers.slab import file as slab_file
@@ -56,6 +57,8 @@ class Armed:
         self.calls = calls
         self.transfers = transfers
         self.released = threading.Event()
+        self.gives_up = fault == "late write" and self._rng.random() < 0.5
+        """A late transfer fails before its bytes arrive, as one of which the mover can only say that they may."""
 
     def strikes(self) -> bool:
         """Whether this one is hit."""
@@ -106,6 +109,11 @@ class Faults:
         if self._armed is not None:
             self._armed.calls = False
             self._armed.released.set()
+
+    @property
+    def patience_s(self) -> float:
+        """So long late transfers are waited for: until all time-outs are over, or some time within quarantine."""
+        return 20.0 if self._armed is not None and self._armed.gives_up else 31.0
 
     @property
     def armed(self) -> Armed | None:
@@ -225,6 +233,9 @@ class SeededMover(FaultyMover):
         super().__init__(mover)
         self._faults = faults
         self._total_bytes = 1
+        self._given_up: set[Transfer] = set()
+        self._late: list[Callable[[], None]] = []
+        """What those that were given up do when they are released."""
         self.is_closed = False
 
     def __getattr__(self, name: str) -> Any:
@@ -244,11 +255,34 @@ class SeededMover(FaultyMover):
     ) -> Transfer:
         """See FaultyMover."""
         self._total_bytes = max(1, int(memory_extents[:, 1].sum()))
-        return super().submit(op, memory, memory_extents, file, file_extents)
+        armed, region = self._faults.armed, self._regions[memory]
+        may_give_up = file in self._paths and region.kind is MemoryKind.DRAM
+        if armed is None or not (armed.gives_up and armed.transfers and may_give_up and armed.strikes()):
+            return super().submit(op, memory, memory_extents, file, file_extents)
+        with self._faults.spared():
+            descriptor = os.open(self._paths[file], (os.O_RDONLY if op is Op.READ else os.O_RDWR) | os.O_CLOEXEC)
+        transfer = Transfer(op, self._total_bytes)
+        places = [(region.address + int(offset), int(length)) for offset, length in memory_extents]
+        extents = [(int(offset), int(length)) for offset, length in file_extents]
+        self._given_up.add(transfer)
+        self._late.append(functools.partial(_arrive, op, places, descriptor, extents))
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """See FaultyMover."""
+        if transfer not in self._given_up:
+            return super().poll(transfer)
+        transfer.error, transfer.quarantine = f"{self.name}: given up", True
+        transfer.state = TransferState.FAILED
+        return transfer.state
 
     def release(self) -> None:
-        """Let what is stuck go on; what will be stuck later waits for the next release."""
+        """Let what is stuck go on, and what was given up arrive; what will be stuck later waits for the next one."""
         self._released.set()
+        late, self._late = self._late, []
+        with self._faults.spared():
+            for arrive in late:
+                arrive()
 
     def _next_fault(self, op: Op) -> Fault | None:
         armed = self._faults.armed
@@ -273,6 +307,21 @@ class SeededMover(FaultyMover):
         """See Mover."""
         self.is_closed = True
         super().close()
+
+
+def _arrive(op: Op, places: Sequence[tuple[int, int]], descriptor: int, extents: Sequence[tuple[int, int]]) -> None:
+    """Do what a transfer was to do: ``places`` are addresses and lengths, ``extents`` offsets and lengths."""
+    if op is Op.READ:
+        data = memoryview(b"".join(os.pread(descriptor, length, offset) for offset, length in extents))
+        for address, length in places:
+            ctypes.memmove(address, bytes(data[:length]), len(data[:length]))
+            data = data[length:]
+    else:
+        data = memoryview(b"".join(ctypes.string_at(address, length) for address, length in places))
+        for offset, length in extents:
+            os.pwrite(descriptor, data[:length], offset)
+            data = data[length:]
+    os.close(descriptor)
 
 
 _TRANSFERS: Final = {

@@ -19,6 +19,7 @@ from tests.s3.servers import RcloneServer
 PREFIX: Final = "kv"
 SHARED_DIR_BYTES: Final = 512 << 10
 """Where chunks are evicted; else far more."""
+LOOKUP: Final = {"timeout": "1s", "absent_for": "1ms", "present_for": "10m"}
 MEMORY_BYTES: Final = 768 << 10
 
 
@@ -62,13 +63,12 @@ class Medium:
         if self.kind == "slab":
             return {"kind": "slab", "path": str(self.root), "capacity": self.slab_bytes}
         capacity = SHARED_DIR_BYTES if self.is_small else 1 << 30
-        lookup = {"timeout": "1s", "absent_for": "1ms", "present_for": "10m"}
-        return {"kind": "shared_dir", "path": str(self.root), "capacity": capacity, "lookup": lookup}
+        return {"kind": "shared_dir", "path": str(self.root), "capacity": capacity, "lookup": LOOKUP}
 
     def changed(self) -> None:
         """Bytes were changed behind everybody's back."""
 
-    def inject(self, fault: str, point: str, rng: random.Random) -> Rule | None:
+    def inject(self, fault: str, rng: random.Random) -> Rule | None:
         """Break requests from now on, where there are any."""
         return None
 
@@ -94,19 +94,18 @@ class Bucket(Medium):
 
     def tier(self) -> dict[str, Any]:
         """See Medium."""
-        lookup = {"timeout": "1s", "absent_for": "1ms", "present_for": "10m"}
         mover = self.kind.removeprefix("s3_")
         return self.server.tier(
-            PREFIX, endpoint=self.proxy.endpoint, mover=mover, connections=4, request_timeout="1s", lookup=lookup
+            PREFIX, endpoint=self.proxy.endpoint, mover=mover, connections=4, request_timeout="1s", lookup=LOOKUP
         )
 
     def changed(self) -> None:
         """See Medium."""
         self.server.forget()
 
-    def inject(self, fault: str, point: str, rng: random.Random) -> Rule | None:
+    def inject(self, fault: str, rng: random.Random) -> Rule | None:
         """See Medium."""
-        made = self._fault(fault, point, rng)
+        made = self._fault(fault, rng)
         if made is None:
             return None
         share = rng.choice((0.3, 0.7, 1.0))
@@ -114,7 +113,7 @@ class Bucket(Medium):
         times = 3 if isinstance(made, Hold) else None
         return self.proxy.inject(made, operation=operation, probability=share, seed=rng.randrange(1 << 30), times=times)
 
-    def _fault(self, fault: str, point: str, rng: random.Random) -> Fault | None:
+    def _fault(self, fault: str, rng: random.Random) -> Fault | None:
         at = rng.choice(("request", "upload", "answer", "headers", "body"))
         answers: dict[str, Fault] = {
             "500": Answer(500, "InternalError"),
@@ -141,9 +140,11 @@ class Bucket(Medium):
         self.server.close()
 
 
-def damage(fault: str, medium: Medium, pieces: Sequence[Piece], rng: random.Random, old: dict[Piece, bytes]) -> int:
-    """Spoil some of ``pieces``, all of which are there. ``old``: bytes that lay there once. Returns how many."""
-    spoilt = 0
+def damage(
+    fault: str, medium: Medium, pieces: Sequence[Piece], rng: random.Random, old: dict[Piece, bytes]
+) -> list[Piece]:
+    """Spoil some of ``pieces``, all of which are there. ``old``: bytes that lay there once. Returns which."""
+    spoilt: list[Piece] = []
     for piece in rng.sample(pieces, rng.randint(1, len(pieces))):
         if not piece.path.exists():
             continue
@@ -174,7 +175,9 @@ def damage(fault: str, medium: Medium, pieces: Sequence[Piece], rng: random.Rand
                 piece.path.unlink()
             else:
                 piece.write(bytes(len(data)))  # as a hole: what was under it is gone
-        spoilt += 1
+        spoilt.append(piece)
+        if fault == "long" and not medium.is_shared:
+            break  # all of them are in that one file
     medium.changed()
     return spoilt
 

@@ -48,8 +48,8 @@ FAULTS: Final = (
 )
 
 _ERRNOS = frozenset({"EIO", "ENOSPC", "EROFS", "permission"})
-_ANSWERS = frozenset({"500", "503", "403", "reset"})
-_RESTING = frozenset({"long", "flipped", "truncated", "swapped", "stale", "vanished", "wrong length"})
+ANSWERS: Final = frozenset({"500", "503", "403", "reset"})
+RESTING: Final = frozenset({"long", "flipped", "truncated", "swapped", "stale", "vanished", "wrong length"})
 """What befalls chunks that lie in a tier."""
 
 _SENSELESS_POINTS: Final = {
@@ -72,11 +72,11 @@ def why_not(tier: str, point: str, fault: str) -> str | None:
     if (why := senseless(tier, point)) is not None:
         return why
     if tier == "memory":
-        if fault in _ERRNOS or fault in _ANSWERS or fault in {"short", "slow"}:
+        if fault in _ERRNOS or fault in ANSWERS or fault in {"short", "slow"}:
             return "copies within memory meet no storage: they are whole or the process is gone"
         if fault in {"long", "truncated", "vanished", "wrong length"}:
             return "a slot of memory has one length, and is there as long as the process"
-        if fault in _RESTING and point in {"start", "shutdown"}:
+        if fault in RESTING and point in {"start", "shutdown"}:
             return "memory is empty at a start, and gone at the end"
         if fault in {"hang", "late write"} and point not in {"write-through", "promotion", "shutdown", "sleep"}:
             return "nothing but a farther tier's transfer touches a slot of memory from outside"
@@ -86,7 +86,7 @@ def why_not(tier: str, point: str, fault: str) -> str | None:
     if fault == "OOM of staging" and point in {"write-through", "promotion"}:
         return "what goes to and from slots of memory needs no staging"
     is_bucket = tier.startswith("s3")
-    if fault in _ANSWERS and not is_bucket:
+    if fault in ANSWERS and not is_bucket:
         return "no server answers for a directory"
     if fault == "EROFS" and is_bucket:
         return "a bucket that cannot be written to answers 403"

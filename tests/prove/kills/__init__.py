@@ -161,7 +161,7 @@ def _left_behind(setup: Setup, root: Path) -> list[str]:
         name = path.name
         is_known = path.is_dir() or name in ("lock", "manifest.json", ".evict.lock") or name.endswith(".slab")
         # A journal that was begun and never synced is taken by SQLite for its next transaction.
-        is_known |= name in ("index.sqlite", "index.sqlite-journal") or len(name.split(".")[0]) == 72
+        is_known |= name in ("index.sqlite", "index.sqlite-journal") or len(name.split(".")[0]) == 40
         if not is_known:
             left.append(f"{path.relative_to(root)}, {path.stat().st_size} bytes, is left")
     return left

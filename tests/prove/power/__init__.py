@@ -103,9 +103,8 @@ class Judge:
                 if self._counts["disks"] % GO_ON_EVERY == 0 or is_whole:
                     self._counts["gone on"] += 1
                     server.store(FRESH)
-                    if not server.until(lambda: server.is_idle):
-                        dead.append("what was stored on this disk did not arrive within 30 s")
-                    elif len(server.check(FRESH)[0]) < len(FRESH):
+                    server.until(lambda: server.is_at_rest, "what was stored on this disk")
+                    if len(server.check(FRESH)[0]) < len(FRESH):
                         missed.append("what was stored on this disk is not there")
                 wrong += server.wrong
             finally:

@@ -23,11 +23,12 @@ from nixl_offload.types import Location
 from nixl_offload.types import Outcome as Fate
 from tests.prove.cells import Cell, Outcome
 from tests.prove.power.disk import SECTOR
-from tests.prove.server import CHUNK_BLOCKS, EMPTY, LANES, SLOT_BYTES, Server, config_of, content_of, key_of, slab
+from tests.prove.server import EMPTY, REGIONS, Server, config_of, key_of, slab
+from tests.unit.engine_rig import CHUNK_BLOCKS
 
-SIZE = SLOT_BYTES[1]
+SIZE = 8192
 """Of the smaller group: a header page and a page of payload."""
-FIRST, SECOND = 1, 3
+GROUP, FIRST, SECOND = 1, 1, 3
 """Chunks of that group."""
 
 
@@ -65,11 +66,11 @@ def run(mixture: Mixture) -> Outcome:
 
 
 def _tried(server: Server, mixture: Mixture) -> Outcome:
-    place = server.tiers[0].place
+    place = server.serving[0].place
     path = Path(place.directory) / "rank-00000.slab"  # type: ignore[union-attr]
     images = [bytes(SIZE) if number is None else _image(server, path, number) for number in mixture.images]
     outcome, tried, whole = Outcome(), 0, 0
-    slots = range(LANES // 2)
+    slots = range(REGIONS // 2)
     file = os.open(path, os.O_RDWR)
     states = itertools.islice(_mixed(images), mixture.most)
     while some := list(itertools.islice(states, len(slots))):
@@ -80,7 +81,7 @@ def _tried(server: Server, mixture: Mixture) -> Outcome:
             for number, (fate, rows) in zip((FIRST, SECOND), found[slot], strict=True):
                 tried += 1
                 whole += fate is Fate.OK
-                if fate is Fate.OK and not np.array_equal(rows, content_of(number, 0)):
+                if fate is Fate.OK and not np.array_equal(rows, server.payload(number, 0)):
                     outcome.wrong.append(
                         f"chunk {number} was loaded, not as stored, of a slot that holds {_told(state, images)}"
                     )
@@ -108,7 +109,7 @@ def _products(images: Sequence[bytes], begin: int, unit: int) -> Iterator[bytes]
 def _image(server: Server, path: Path, number: int) -> bytes:
     """Return what the engine writes of a chunk."""
     (rank,) = server.ranks
-    rank.fill(number, 0)
+    rank.fill(_blocks(0), GROUP, server.payload(number, 0))
     rank.chain.submit_store(number, [_chunk(number, 0, 0)])
     (fate,) = _end(server).pop(number)
     assert fate is Fate.OK
@@ -120,17 +121,21 @@ def _load(server: Server, slots: int) -> list[list[tuple[Fate, np.ndarray]]]:
     """Load both chunks from each slot, whatever is there."""
     (rank,) = server.ranks
     asked = [(slot, number) for slot in range(slots) for number in (FIRST, SECOND)]
-    for lane, (_, number) in enumerate(asked):
-        rank.empty(number, lane)
+    for lane in range(len(asked)):
+        rank.fill(_blocks(lane), GROUP, EMPTY)
     rank.chain.submit_load(0, [_chunk(number, slot, lane) for lane, (slot, number) in enumerate(asked)])
     fates = _end(server)[0]
-    rows = [(fate, rank.found(number, lane)) for lane, (fate, (_, number)) in enumerate(zip(fates, asked, strict=True))]
+    rows = [(fate, rank.read(_blocks(lane), GROUP)) for lane, fate in enumerate(fates)]
     return [rows[at : at + 2] for at in range(0, len(rows), 2)]
 
 
 def _chunk(number: int, slot: int, lane: int) -> ChunkIO:
-    blocks = np.arange(lane * CHUNK_BLOCKS, (lane + 1) * CHUNK_BLOCKS, dtype=np.int32)
-    return ChunkIO(key_of(number), Location(0, slot * SIZE, SIZE), 1, blocks, 0)
+    blocks = np.array(_blocks(lane), dtype=np.int32)
+    return ChunkIO(key_of(number), Location(0, slot * SIZE, SIZE), GROUP, blocks, 0)
+
+
+def _blocks(lane: int) -> range:
+    return range(lane * CHUNK_BLOCKS, (lane + 1) * CHUNK_BLOCKS)
 
 
 def _end(server: Server) -> dict[int, tuple[Fate, ...]]:
