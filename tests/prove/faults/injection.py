@@ -53,7 +53,7 @@ class Armed:
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self._share = share
-        self._left = most
+        self.most = most
         self.calls = calls
         self.transfers = transfers
         self.released = threading.Event()
@@ -63,9 +63,8 @@ class Armed:
     def strikes(self) -> bool:
         """Whether this one is hit."""
         with self._lock:
-            if self._left <= 0 or self._rng.random() >= self._share:
+            if self.hits >= self.most or self._rng.random() >= self._share:
                 return False
-            self._left -= 1
             self.hits += 1
             return True
 

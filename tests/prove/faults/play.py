@@ -23,6 +23,7 @@ from tests.prove.faults.server import Server
 from tests.prove.faults.table import ANSWERS, RESTING
 from tests.s3.proxy import Rule
 
+GIVES_UP_OF: Final = 8
 KNOWN: Final = 24
 """So many chunks are asked for again and again."""
 
@@ -43,6 +44,8 @@ class Play:
         self.spoilt: set[int] = set()
         """Chunks that were damaged and not asked for since."""
         self.slept = 0
+        self.is_sure = False
+        """Whether a fault strikes wherever it can, not by chance."""
         self.faults = Faults(root)
         self.counts: Counter[str] = Counter()
         """How often each fault struck, beside those that ``faults`` counts."""
@@ -54,6 +57,8 @@ class Play:
         self._old: dict[Piece, bytes] = {}
         self._last = 0
         self._children: list[int] = []
+        self._gave_up: Server | None = None
+        """Where a transfer was given up already."""
         self._rule: Rule | None = None
         self._rule_fault = ""
 
@@ -123,18 +128,22 @@ class Play:
             return
         calls = not isinstance(self.medium, Bucket) and self.tier != "memory"
         calls = calls and (fault in ERRNOS or fault in {"slow", "hang", "late write"})
-        calls = calls and (rng.random() < 0.6 or not transfers)
+        calls = calls and (rng.random() < 0.6 or not transfers or self.is_sure)
         share, most = rng.choice((0.05, 0.3, 1.0)), rng.choice((1, 3, FOREVER))
         if fault in {"hang", "late write"} and calls:
             most = min(most, 3)
             # A slab's calls are those of a local disk, which the pump makes itself.
             calls = self.tier == "shared_dir" or self.point in {"start", "gc", "verify"}
         is_memory = fault == "OOM of staging"
-        transfers = transfers and (not calls or rng.random() < 0.5)
-        self.faults.arm(
-            Armed(fault, rng.randrange(1 << 30), share=share, most=most,
-                  calls=calls or is_memory, transfers=transfers or is_memory)
-        )  # fmt: skip
+        transfers = transfers and (not calls or rng.random() < 0.5 or self.is_sure)
+        armed = Armed(fault, rng.randrange(1 << 30), share=1.0 if self.is_sure else share, most=most,
+                      calls=calls or is_memory, transfers=transfers or is_memory)  # fmt: skip
+        if armed.gives_up:
+            # Staging slots that it takes are gone for good, and a server that has none serves nothing more.
+            armed.gives_up = self.server.staging_slots >= GIVES_UP_OF and self._gave_up is not self.server
+            if armed.gives_up:
+                self._gave_up, armed.most = self.server, 1
+        self.faults.arm(armed)
 
     def lift(self) -> None:
         """End what is in force."""

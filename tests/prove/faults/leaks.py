@@ -1,0 +1,103 @@
+"""What must be given back: pins, slots, tickets and files once nothing is under way, threads and files after a server.
+
+Threading: the cell's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from typing import Final
+
+from nixl_offload.engine import Engine, pump
+from tests.prove.faults.clock import CLOCK, real_s
+from tests.prove.faults.play import Play
+from tests.prove.faults.server import Server
+
+SOON_S: Final = 3.0
+"""Real time within which something must be given back."""
+FIRST: Final = slice(2, 5)
+"""The first servers start what stays: libraries, pools of clients, a forked helper."""
+LAST: Final = slice(-3, None)
+_SHARD: Final = re.compile(r"/\.?[0-9a-f]{40}\.[0-9a-f]{4}")
+
+
+class Leaks:
+    """Looks for them in a cell, and tells its outcome."""
+
+    def __init__(self, play: Play) -> None:
+        self._play = play
+        self._files: list[list[str]] = []
+        """What was open after each server, by names."""
+        self._kept: list[object] = []
+        self._excused: set[threading.Thread | str] = set()
+        """Threads and files that were told of, or are left behind with storage that hung."""
+
+    def check_held(self, server: Server) -> None:
+        """Nothing is under way: nothing is held soon, what was given up, and has ended since, included."""
+        until_s = real_s() + SOON_S
+        while (held := server.held() + self._open_shards(server)) and real_s() < until_s:
+            self._play.steps_for(0.01)
+            CLOCK.ahead_s += 1.0
+        self._tell(held)
+
+    def check_after(self) -> None:
+        """A server has ended: so have its threads, and its files are closed."""
+        self._check_threads()
+        gc.collect()
+        files = self._open_files()
+        if pump.LEAKED:
+            # What hung when a server ended is kept until the process ends, for something may still write to it.
+            self._kept += pump.LEAKED
+            pump.LEAKED.clear()
+            self._excused.update(files)
+            self._files.clear()
+        self._files.append(files)
+        counts = [len(each) for each in self._files]
+        if len(counts) > FIRST.stop + 1 and min(counts[LAST]) > max(counts[FIRST]):
+            more = sorted(set(files).difference(*self._files[FIRST]))
+            self._tell([f"file descriptors by server: {counts}; new are {more}"])
+            self._files.clear()
+
+    def _open_shards(self, server: Server) -> list[str]:
+        """Return the files of a shared directory that stay open; a slab's one, and what was given up, is for good."""
+        if self._play.tier != "shared_dir" or pump.LEAKED:
+            return []
+        for engines in server.engines:
+            if isinstance(engine := engines.get(max(engines)), Engine):
+                engine._link_memory.link._reap()  # what could not be closed at once is with the next
+        root = str(self._play.root)
+        ours = [path for path in self._open_files() if path.startswith(root) and _SHARD.search(path)]
+        return [f"{path} is open" for path in ours if path not in self._excused]
+
+    def _open_files(self) -> list[str]:
+        """Return what this process has open, by names."""
+        found = []
+        with self._play.faults.spared():
+            for descriptor in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return found
+
+    def _check_threads(self) -> None:
+        until_s = real_s() + SOON_S
+        while (left := self._threads()) and real_s() < until_s and not pump.LEAKED:
+            time.sleep(0.002)
+        if left and not pump.LEAKED:
+            frames = sys._current_frames()
+            at = {each.name: "".join(traceback.format_stack(frames.get(each.ident or 0), limit=6)) for each in left}
+            self._tell(["threads go on: " + "\n".join(f"{name}\n{stack}" for name, stack in at.items())])
+        self._excused.update(left)
+
+    def _threads(self) -> list[threading.Thread]:
+        ours = [thread for thread in threading.enumerate() if thread.name.startswith("nixl-offload")]
+        return [thread for thread in ours if thread not in self._excused]
+
+    def _tell(self, found: list[str]) -> None:
+        self._play.outcome.leaks += [f"{self._play.where}: {sentence}" for sentence in found]
