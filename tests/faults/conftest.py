@@ -59,9 +59,12 @@ class SmallFilesystem:
         binds open descriptors and root too (EPERM).
         """
         if subprocess.run(["mount", "-o", "remount,ro", str(self.path)], check=False, capture_output=True).returncode:
-            everything = [*self.path.rglob("*"), self.path]
-            self._immutable = [path for path in everything if path.is_file() or path.is_dir()]
-            subprocess.run(["chattr", "+i", *map(str, self._immutable)], check=True, capture_output=True)
+            level = [self.path]  # by levels, for nothing leaves a directory that is immutable
+            while level:
+                subprocess.run(["chattr", "+i", *map(str, level)], check=True, capture_output=True)
+                self._immutable += level
+                inside = [path for directory in level if directory.is_dir() for path in directory.iterdir()]
+                level = [path for path in inside if path.is_file() or path.is_dir()]
 
     def make_writable(self) -> None:
         """Undo ``make_read_only``."""
