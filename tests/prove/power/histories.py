@@ -34,7 +34,7 @@ class Story:
     mover: str = "copy"
     small_tree: bool = False
     is_small: bool = False
-    """Each loss is tried; of others samples."""
+    """All its losses are known, and as many tried as there is time for, drawn by the seed; of others samples."""
     names: tuple[Naming, ...] = ("journal", "any")
     """Ways in which names may be lost that make a difference."""
 

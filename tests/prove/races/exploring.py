@@ -132,7 +132,7 @@ def explore(scenario: Scenario, name: str, *, schedules: int, bounded: int, seed
             ran = shrink(scenario, ran, own, fine=is_fine)
             assert ran.failure is not None
             schedule = f"{own}/{'fine' if is_fine else 'locks'}/{written(ran.scheduler.deviations)}"
-            words = f"{ran.failure.words}; again with: python -m tests.prove.races {name} {schedule}"
+            words = f"{ran.failure.words}; again with: python -m tests.prove.races {name!r} {schedule}"
             getattr(outcome, ran.failure.kind).append(words)
             if len(seen) >= MOST_FINDINGS:
                 break
