@@ -1,7 +1,7 @@
 """The fault matrix: every fault that a tier can meet at every point, again and again, and what must hold afterwards.
 
 A cell is a tier at a point (``table.py``); its process tries each fault that makes sense there. ``rounds.py`` has the
-rounds and what is checked after each, ``points.py`` what is done at each point, ``play.py`` what it has at hand,
+rounds and what is checked after each, ``points.py`` what is done at each point, ``context.py`` what it has at hand,
 ``server.py`` the server, ``media.py`` what tiers rest on, ``injection.py`` the faults.
 """
 

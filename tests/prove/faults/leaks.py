@@ -17,7 +17,7 @@ from typing import Final
 
 from nixl_offload.engine import Engine, pump
 from tests.prove.faults.clock import CLOCK, real_s
-from tests.prove.faults.play import Play
+from tests.prove.faults.context import Context
 from tests.prove.faults.server import Server
 
 SOON_S: Final = 3.0
@@ -31,8 +31,8 @@ _SHARD: Final = re.compile(r"/\.?[0-9a-f]{40}\.[0-9a-f]{4}")
 class Leaks:
     """Looks for them in a cell, and tells its outcome."""
 
-    def __init__(self, play: Play) -> None:
-        self._play = play
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._files: list[list[str]] = []
         """What was open after each server, by names."""
         self._kept: list[object] = []
@@ -43,7 +43,7 @@ class Leaks:
         """Nothing is under way: nothing is held soon, what was given up, and has ended since, included."""
         until_s = real_s() + SOON_S
         while (held := server.held() + self._open_shards(server)) and real_s() < until_s:
-            self._play.steps_for(0.01)
+            self._context.steps_for(0.01)
             CLOCK.ahead_s += 1.0
         self._tell(held)
 
@@ -67,19 +67,19 @@ class Leaks:
 
     def _open_shards(self, server: Server) -> list[str]:
         """Return the files of a shared directory that stay open; a slab's one, and what was given up, is for good."""
-        if self._play.tier != "shared_dir" or pump.LEAKED:
+        if self._context.tier != "shared_dir" or pump.LEAKED:
             return []
         for engines in server.engines:
             if isinstance(engine := engines.get(max(engines)), Engine):
                 engine._link_memory.link._reap()  # what could not be closed at once is with the next
-        root = str(self._play.root)
+        root = str(self._context.root)
         ours = [path for path in self._open_files() if path.startswith(root) and _SHARD.search(path)]
         return [f"{path} is open" for path in ours if path not in self._excused]
 
     def _open_files(self) -> list[str]:
         """Return what this process has open, by names."""
         found = []
-        with self._play.faults.spared():
+        with self._context.faults.spared():
             for descriptor in os.listdir("/proc/self/fd"):
                 with contextlib.suppress(OSError):
                     found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -100,4 +100,4 @@ class Leaks:
         return [thread for thread in ours if thread not in self._excused]
 
     def _tell(self, found: list[str]) -> None:
-        self._play.outcome.leaks += [f"{self._play.where}: {sentence}" for sentence in found]
+        self._context.outcome.leaks += [f"{self._context.where}: {sentence}" for sentence in found]

@@ -18,9 +18,9 @@ from nixl_offload.tiers.shared import eviction
 from nixl_offload.vllm import background, rank_tiers
 from tests.prove.cells import Outcome
 from tests.prove.faults.clock import CLOCK, real_s
+from tests.prove.faults.context import Context
 from tests.prove.faults.leaks import Leaks
 from tests.prove.faults.media import MEMORY_BYTES
-from tests.prove.faults.play import Play
 from tests.prove.faults.points import POINTS
 from tests.prove.faults.server import Server, least_slab_bytes
 from tests.prove.faults.table import faults_at
@@ -50,10 +50,10 @@ class Cell:
         self._rng = random.Random(f"{seed} {tier} {point}")
         root = Path.cwd() / "storage" / "kv"
         root.parent.mkdir()
-        self._play = Play(tier, point, self._rng, root, self._outcome)
+        self._context = Context(tier, point, self._rng, root, self._outcome)
         self._shape, self._ranks = "two_groups", 1
         self._epoch_number = 0
-        self._leaks = Leaks(self._play)
+        self._leaks = Leaks(self._context)
 
     def run(self) -> Outcome:
         """Return what came out."""
@@ -67,21 +67,21 @@ class Cell:
         try:
             self._try(faults)
             for _ in range(AGAIN if self._rounds > 1 else 0):
-                self._play.is_sure = True
+                self._context.is_sure = True
                 self._try([fault for fault in faults if not self._struck[fault]])
         finally:
-            self._play.medium.close()
+            self._context.medium.close()
         struck = self._struck
         self._outcome.counts = {"faults": struck.total(), **dict(sorted(struck.items()))}
         if self._rounds > 1 and not self._is_over:
             self._outcome.missed += [f"{fault} never struck" for fault in faults if not struck[fault]]
-            if self._point == "sleep" and not self._play.slept:
+            if self._point == "sleep" and not self._context.slept:
                 self._outcome.missed.append("no rank ever slept")
         return self._outcome
 
     @property
     def _struck(self) -> Counter[str]:
-        return self._play.counts + self._play.faults.counts
+        return self._context.counts + self._context.faults.counts
 
     # Servers
 
@@ -103,7 +103,7 @@ class Cell:
             self._leaks.check_after()
 
     def _epoch(self, faults: Sequence[str]) -> None:
-        rng, play = self._rng, self._play
+        rng, context = self._rng, self._context
         options: dict[str, Any] = {
             "shape": self._next_shape(),
             "ranks": self._ranks if self._epoch_number else rng.choice((1, 1, 2)),
@@ -117,35 +117,35 @@ class Cell:
         server = self._make_server(options)
         try:
             server.until(lambda: server.is_open, "opening the tiers")
-            play.fill()
+            context.fill()
             if self._point == "shutdown":
                 self._shutdown(server, faults[0], options)
                 return
             for number, fault in enumerate(faults):
                 self._where = f"epoch {self._epoch_number}, round {number}, {fault}"
                 if self._point == "sleep" or number == 0 or rng.random() < 0.2:
-                    play.fill()
-                POINTS[self._point](play, fault)
-                play.lift()
+                    context.fill()
+                POINTS[self._point](context, fault)
+                context.lift()
                 self._settle(server)
                 if self._is_over:
                     return
             if rng.random() < 0.3:
                 server.catalog.clear()
-                play.known.clear()
+                context.known.clear()
         finally:
-            play.lift()
+            context.lift()
             self._end(server)
 
     def _next_shape(self) -> str:
         """A new shape is another model: with it nothing is found again."""
         if self._epoch_number and self._rng.random() < 0.8:
             return self._shape
-        self._play.forget()
+        self._context.forget()
         return self._rng.choice(_SHAPES)
 
     def _make_server(self, options: dict[str, Any]) -> Server:
-        medium = self._play.medium
+        medium = self._context.medium
         medium.slab_bytes = least_slab_bytes(options["shape"], options["ranks"])
         is_memory = self._tier == "memory"
         # What goes through memory goes neither direct nor through staging, so some points are tried without, too.
@@ -156,56 +156,56 @@ class Cell:
             tiers.append(medium.tier())
         if is_memory and self._point == "promotion" and self._rng.random() < 0.3:
             tiers[0]["unsaved"] = "drop"
-        self._play.server = Server(tiers, None if is_alone else medium, **options)
-        return self._play.server
+        self._context.server = Server(tiers, None if is_alone else medium, **options)
+        return self._context.server
 
     def _start(self, fault: str, options: dict[str, Any]) -> None:
         """A server starts over what others have left, while the fault is there."""
         self._where += f", {fault}"
-        play = self._play
+        context = self._context
         if self._server_before(options):
-            play.spoil(fault, play.known)
-        play.arm(fault)
+            context.spoil(fault, context.known)
+        context.arm(fault)
         server = self._make_server(options)
         try:
-            play.steps_for(self._rng.choice((0.02, 0.1)))
+            context.steps_for(self._rng.choice((0.02, 0.1)))
             if self._rng.random() < 0.5 and server.room >= 2:
-                server.store(play.new())
-                server.look_up(play.some(), limit_s=0.1)
+                server.store(context.new())
+                server.look_up(context.some(), limit_s=0.1)
             if fault in {"hang", "slow"}:
-                play.steps_for(0.1)
-            play.lift()
+                context.steps_for(0.1)
+            context.lift()
             self._settle(server)
         finally:
-            play.lift()
+            context.lift()
             self._end(server)
 
     def _server_before(self, options: dict[str, Any]) -> bool:
         """Whether something is there to be found."""
         if self._tier == "memory":
             return False
-        if not self._play.known or self._rng.random() < 0.5:
+        if not self._context.known or self._rng.random() < 0.5:
             server = self._make_server(options)
             server.until(lambda: server.is_open, "opening the tiers")
-            self._play.fill()
+            self._context.fill()
             self._end(server)
         return True
 
     def _shutdown(self, server: Server, fault: str, options: dict[str, Any]) -> None:
         self._where += f", {fault}"
-        play, fresh = self._play, self._play.new(4)
-        play.arm(fault)
+        context, fresh = self._context, self._context.new(4)
+        context.arm(fault)
         server.store(fresh)
         if self._rng.random() < 0.5:
             server.step()
-        if server.room and play.known:
-            found = server.look_up(play.some(), limit_s=0.1)[: server.room]
+        if server.room and context.known:
+            found = server.look_up(context.some(), limit_s=0.1)[: server.room]
             if found:
                 server.load(found)
-        play.spoil(fault, play.known)
+        context.spoil(fault, context.known)
         self._end(server)
-        play.keep(fresh)
-        play.lift()
+        context.keep(fresh)
+        context.lift()
         # The next server finds what is whole, and nothing else.
         after = self._make_server(options)
         try:
@@ -232,10 +232,10 @@ class Cell:
         server.until(lambda: server.is_at_rest and server.is_open, "all that was under way")
         self._leaks.check_held(server)
         server.check_guards()
-        server.serve(self._play.some())
-        for number in self._rng.sample(sorted(self._play.spoilt), min(4, len(self._play.spoilt))):
+        server.serve(self._context.some())
+        for number in self._rng.sample(sorted(self._context.spoilt), min(4, len(self._context.spoilt))):
             server.serve([number])
-        self._play.spoilt.clear()
+        self._context.spoilt.clear()
         self._recover(server)
         server.until(lambda: server.is_at_rest, "what the checks had begun")
         server.check_guards()
@@ -250,28 +250,28 @@ class Cell:
         """A new chunk is stored, in the farthest tier, too, and served."""
         tier, until_s, came = server.serving[-1], real_s() + RECOVERS_S, Counter[str]()
         while real_s() < until_s:
-            [number] = self._play.new()
+            [number] = self._context.new()
             if not server.store([number]):
                 came["refused"] += 1
             else:
                 server.until(lambda: server.is_at_rest, "a store")
                 state, served = tier.state(server.key(number)), server.serve([number])
                 if served and state is State.READY:
-                    self._play.keep([number])
+                    self._context.keep([number])
                     return
                 came[f"{state}, {'served' if served else 'not served'}"] += 1
             CLOCK.ahead_s += 61.0
-            self._play.steps_for(0.01)
+            self._context.steps_for(0.01)
         troubles = [[status.trouble for status in rank.chain.statuses()] for rank in server.ranks]
         self._found_dead(f"no chunk is stored and served again, but {dict(came)}; trouble: {troubles}")
 
     @property
     def _where(self) -> str:
-        return self._play.where
+        return self._context.where
 
     @_where.setter
     def _where(self, where: str) -> None:
-        self._play.where = where
+        self._context.where = where
 
     @property
     def _is_over(self) -> bool:

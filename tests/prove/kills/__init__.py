@@ -22,7 +22,7 @@ from nixl_offload.errors import TierError
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from tests.prove.cells import Cell, Outcome
 from tests.prove.kills.index import index_cells
-from tests.prove.kills.life import Life, Told
+from tests.prove.kills.process import Report, ServerProcess
 from tests.prove.kills.serving import Ledger, Setup, drafts_in, serve, serve_and_close
 
 KILLS = 4
@@ -31,8 +31,9 @@ EARLY_S = 0.3
 """Kills that meet a start come within this time after the server before was killed."""
 LATE_S = 0.4
 """The others, within this time after it has checked everything."""
-LIFE_S = 60.0
-NOT_CHECKED = f"the next server has not opened and checked everything within {LIFE_S:.0f} s"
+CHECKED_S = 60.0
+LIMIT_S = 2 * KILLS * CHECKED_S
+NOT_CHECKED = f"the next server has not opened and checked everything within {CHECKED_S:.0f} s"
 DRAFT_AGE_S = 7200.0
 """Older than a draft that a writer may still be at."""
 
@@ -57,7 +58,9 @@ def cells(seed: int) -> Iterator[Cell]:
     """Return the cells of this part."""
     for name, setup in SETUPS.items():
         for number in range(CELLS_EACH):
-            yield Cell(f"{name}/{number}", partial(_run, setup, f"{seed} {name} {number}"), limit_s=2 * KILLS * LIFE_S)
+            yield Cell(
+                f"{name}/{number}", partial(_run, setup, f"{seed} {name} {number}"), limit_s=2 * KILLS * CHECKED_S
+            )
     yield from index_cells(seed)
 
 
@@ -68,12 +71,12 @@ def _run(setup: Setup, seed: str) -> Outcome:
     ledgers = [Ledger() for _ in range(setup.servers)]
     made = 0
 
-    def new(server: int) -> Life:
+    def new(server: int) -> ServerProcess:
         nonlocal made
         made += 1
-        return Life(partial(serve, setup, root, ledgers[server], f"{seed} {made}"))
+        return ServerProcess(partial(serve, setup, root, ledgers[server], f"{seed} {made}"))
 
-    def take(told: list[Told]) -> bool:
+    def take(told: list[Report]) -> bool:
         for one in told:
             counts.update(one.outcome.counts)
             for kind in ("wrong", "dead", "leaks", "missed"):
@@ -82,35 +85,35 @@ def _run(setup: Setup, seed: str) -> Outcome:
                 )
         return any(one.is_checked for one in told)
 
-    lives = [new(server) for server in range(setup.servers)]
-    for life in lives:
-        life.begin()
+    processes = [new(server) for server in range(setup.servers)]
+    for process in processes:
+        process.begin()
     for kill in range(KILLS):
         server = kill % setup.servers
-        life, heir = lives[server], new(server)
+        process, successor = processes[server], new(server)
         early = choose.random() < 0.3
-        if not early and not _is_checked(life, take):
+        if not early and not _is_checked(process, take):
             total.dead.append(f"after {counts['kills']} kills: {NOT_CHECKED}")
-        _listen(life, take, choose.uniform(0.0, EARLY_S if early else LATE_S))
+        _listen(process, take, choose.uniform(0.0, EARLY_S if early else LATE_S))
         counts["kills"] += 1
-        life.kill()
-        heir.begin()
-        told, status = life.bury()
+        process.kill()
+        successor.begin()
+        told, status = process.wait()
         take(told)
         if status != signal.SIGKILL:
             total.dead.append(f"after {counts['kills']} kills: the server had ended by itself, with {status}")
-        lives[server] = heir
-    for life in lives:
-        if not _is_checked(life, take):
+        processes[server] = successor
+    for process in processes:
+        if not _is_checked(process, take):
             total.dead.append(f"after {counts['kills']} kills: {NOT_CHECKED}")
-        life.kill()
-        take(life.bury()[0])
+        process.kill()
+        take(process.wait()[0])
     if "s" in setup.tiers:
         _read_index(root, total)
     _age_drafts_in(root, counts)
-    last = Life(partial(serve_and_close, setup, root, ledgers[0]))
+    last = ServerProcess(partial(serve_and_close, setup, root, ledgers[0]))
     last.begin()
-    told, status = last.bury()
+    told, status = last.wait()
     if not take(told) or status:
         total.dead.append(f"the last server, which was to end by itself, ended with {status}, or told nothing")
     total.leaks += _left_behind(setup, root)
@@ -118,21 +121,21 @@ def _run(setup: Setup, seed: str) -> Outcome:
     return total
 
 
-def _is_checked(life: Life, take: Callable[[list[Told]], bool]) -> bool:
+def _is_checked(process: ServerProcess, take: Callable[[list[Report]], bool]) -> bool:
     """Wait until a server has opened and checked everything. False: it has ended, or not got so far."""
-    until_s = time.monotonic() + LIFE_S
-    while time.monotonic() < until_s and not life.has_ended:
-        if take(life.hear(1.0)):
+    until_s = time.monotonic() + CHECKED_S
+    while time.monotonic() < until_s and not process.has_ended:
+        if take(process.hear(1.0)):
             return True
     return False
 
 
-def _listen(life: Life, take: Callable[[list[Told]], bool], seconds: float) -> None:
+def _listen(process: ServerProcess, take: Callable[[list[Report]], bool], seconds: float) -> None:
     """Take what a server tells for so long."""
     until_s = time.monotonic() + seconds
     while (left_s := until_s - time.monotonic()) > 0:
-        take(life.hear(left_s))
-        if life.has_ended:
+        take(process.hear(left_s))
+        if process.has_ended:
             time.sleep(min(0.01, left_s))
 
 

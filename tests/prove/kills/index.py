@@ -108,11 +108,11 @@ def _run(seed: str) -> Outcome:
     operations = 0
     for kill in range(KILLS):
         told = np.frombuffer(mmap.mmap(-1, 24), dtype=np.int64)
-        life = f"{seed} {kill}"
+        own_seed = f"{seed} {kill}"
         pid = os.fork()
         if not pid:
             try:
-                _write(path, life, told)
+                _write(path, own_seed, told)
             finally:
                 os._exit(1)
         while not told[2] and choose.random() > 0.0002:  # some kills meet the opening
@@ -122,18 +122,18 @@ def _run(seed: str) -> Outcome:
         status = os.waitpid(pid, 0)[1]
         begun, flushed, operations = int(told[0]), int(told[1]), operations + int(told[0])
         if status != signal.SIGKILL:
-            outcome.dead.append(f"life {kill} of {seed!r} ended by itself with {status}")
+            outcome.dead.append(f"kill {kill} of {seed!r} ended by itself with {status}")
         found, why = _read(Path(path))
         reread = _reopened(path)
         if found is None and reread:
-            outcome.dead.append(f"life {kill} of {seed!r}: a reader cannot read what was left: {why}")
+            outcome.dead.append(f"kill {kill} of {seed!r}: a reader cannot read what was left: {why}")
         elif reread != (found or {}):
             outcome.wrong.append(
-                f"life {kill} of {seed!r}: {len(reread)} rows are reopened, a reader finds {len(found or {})}"
+                f"kill {kill} of {seed!r}: {len(reread)} rows are reopened, a reader finds {len(found or {})}"
             )
-        if not _is_prefix(before, life, flushed, begun, reread):
+        if not _is_prefix(before, own_seed, flushed, begun, reread):
             outcome.wrong.append(
-                f"life {kill} of {seed!r}: {len(reread)} rows, which no call between {flushed} and {begun} has left"
+                f"kill {kill} of {seed!r}: {len(reread)} rows, which no call between {flushed} and {begun} has left"
             )
         before = reread
     outcome.counts = {"kills": KILLS, "operations": operations}

@@ -22,7 +22,7 @@ from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.units import parse_size
 from tests.prove.cells import Outcome
-from tests.prove.kills.life import Told
+from tests.prove.kills.process import Report
 from tests.prove.server import Server, config_of, key_of, memory, slab, tree
 
 NUMBERS = 120
@@ -98,9 +98,9 @@ def _open(setup: Setup, root: Path, counts: dict[str, int]) -> Server:
             time.sleep(0.02)
 
 
-def serve(setup: Setup, root: Path, ledger: Ledger, seed: str, tell: Callable[[Told], None]) -> None:
+def serve(setup: Setup, root: Path, ledger: Ledger, seed: str, tell: Callable[[Report], None]) -> None:
     """Open, check, tell, and go on storing until the end."""
-    choose, told = random.Random(seed), Told(is_checked=True)
+    choose, told = random.Random(seed), Report(is_checked=True)
     stored = setup.stored
     server = _open(setup, root, told.outcome.counts)
     _check(setup, root, server, ledger, told.outcome)
@@ -121,16 +121,16 @@ def serve(setup: Setup, root: Path, ledger: Ledger, seed: str, tell: Callable[[T
                     server.check(choose.sample(range(NUMBERS), 20))
                     _note(server, stored, ledger)
             if server.wrong:
-                tell(Told(Outcome(wrong=server.wrong)))
+                tell(Report(Outcome(wrong=server.wrong)))
                 server.wrong = []
             time.sleep(0.0005)
         server.close()
         server = _open(setup, root, {})
 
 
-def serve_and_close(setup: Setup, root: Path, ledger: Ledger, tell: Callable[[Told], None]) -> None:
+def serve_and_close(setup: Setup, root: Path, ledger: Ledger, tell: Callable[[Report], None]) -> None:
     """The last one, which ends by itself."""
-    told = Told(is_checked=True)
+    told = Report(is_checked=True)
     server = _open(setup, root, told.outcome.counts)
     _check(setup, root, server, ledger, told.outcome)
     server.store(range(4))

@@ -28,7 +28,7 @@ KNOWN: Final = 24
 """So many chunks are asked for again and again."""
 
 
-class Play:
+class Context:
     """One cell's. ``server`` is the one at work, ``where`` says which round it is, in findings."""
 
     server: Server

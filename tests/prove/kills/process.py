@@ -18,17 +18,17 @@ from tests.prove.cells import Outcome
 
 
 @dataclass(slots=True)
-class Told:
+class Report:
     """What a server tells, once it has checked everything, and when something goes wrong later."""
 
     outcome: Outcome = field(default_factory=Outcome)
     is_checked: bool = False
 
 
-class Life:
+class ServerProcess:
     """A server's process. It begins when ``begin`` is called, and ends when it is killed."""
 
-    def __init__(self, serve: Callable[[Callable[[Told], None]], None]) -> None:
+    def __init__(self, serve: Callable[[Callable[[Report], None]], None]) -> None:
         begin, self._begin = os.pipe()
         self._told, tell = os.pipe()
         self.pid = os.fork()
@@ -38,17 +38,17 @@ class Life:
         else:
             os.close(self._begin)
             os.close(self._told)
-            _live(serve, begin, tell)
+            _serve_in_child(serve, begin, tell)
         self._heard = bytearray()
         self.has_ended = False
         """Known once all that it told was heard."""
 
     def begin(self) -> None:
         """Let it open its storage."""
-        os.write(self._begin, b"!")  # that it is closed tells nothing: lives that were forked meanwhile have it open
+        os.write(self._begin, b"!")  # closing it tells nothing: later forks have it open, too
         os.close(self._begin)
 
-    def hear(self, timeout_s: float) -> list[Told]:
+    def hear(self, timeout_s: float) -> list[Report]:
         """Return what it told meanwhile, after ``timeout_s`` at most; [] as well when it has ended."""
         if not select.select([self._told], [], [], max(0.0, timeout_s))[0]:
             return []
@@ -62,10 +62,10 @@ class Life:
         return told
 
     def kill(self) -> None:
-        """Send SIGKILL; ``bury`` it afterwards."""
+        """Send SIGKILL; ``wait`` afterwards."""
         os.kill(self.pid, signal.SIGKILL)
 
-    def bury(self) -> tuple[list[Told], int]:
+    def wait(self) -> tuple[list[Report], int]:
         """Wait for its end; return what it told last, and its status."""
         status = os.waitpid(self.pid, 0)[1]
         told = self.hear(0.0)  # all that a pipe holds is read at once
@@ -73,10 +73,10 @@ class Life:
         return told, status
 
 
-def _live(serve: Callable[[Callable[[Told], None]], None], begin: int, tell: int) -> NoReturn:
+def _serve_in_child(serve: Callable[[Callable[[Report], None]], None], begin: int, tell: int) -> NoReturn:
     """In the server's process."""
 
-    def told(what: Told) -> None:
+    def told(what: Report) -> None:
         data = pickle.dumps(what)
         os.write(tell, len(data).to_bytes(8, "big") + data)
 
@@ -84,5 +84,5 @@ def _live(serve: Callable[[Callable[[Told], None]], None], begin: int, tell: int
         os.read(begin, 1)
         serve(told)
     except BaseException:  # noqa: BLE001 - it is what came out
-        told(Told(Outcome(dead=[traceback.format_exc(limit=-4)])))
+        told(Report(Outcome(dead=[traceback.format_exc(limit=-4)])))
     os._exit(0)
