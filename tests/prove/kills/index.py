@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -125,6 +126,9 @@ def _run(seed: str) -> Outcome:
             outcome.dead.append(f"kill {kill} of {seed!r} ended by itself with {status}")
         found, why = _read(Path(path))
         reread = _reopened(path)
+        if reread is None:
+            outcome.dead.append(f"kill {kill} of {seed!r}: the index cannot be opened again, or closed")
+            break
         if found is None and reread:
             outcome.dead.append(f"kill {kill} of {seed!r}: a reader cannot read what was left: {why}")
         elif reread != (found or {}):
@@ -148,28 +152,31 @@ def _read(path: Path) -> tuple[Rows | None, str]:
         return None, str(error)
 
 
-def _reopened(path: str) -> Rows:
-    """In a process of its own, for the next one is forked from this, which must have no thread."""
+def _reopened(path: str) -> Rows | None:
+    """In a process of its own, for the next one is forked from this, which must have no thread. None: it failed."""
     receive, send = os.pipe()
     pid = os.fork()
     if not pid:
+        code = 1
         try:
             journal, pieces = DurableIndex.open(path, GEOMETRY)
             rows = [(key, int(offset)) for piece in pieces for key, offset, _ in piece.singly()]
-            journal.close(20.0)
+            assert journal.close(20.0), "it cannot be closed in 20 s"
             with os.fdopen(send, "wb") as file:
                 for key, offset in rows:
                     file.write(len(key).to_bytes(1, "big") + key + offset.to_bytes(8, "big"))
+            code = 0
+        except BaseException:  # noqa: BLE001 - told by the code, and in the log
+            traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(code)
     os.close(send)
     rows_found: Rows = {}
     with os.fdopen(receive, "rb") as file:
         while size := file.read(1):
             key = Key(file.read(size[0]))
             rows_found[key] = int.from_bytes(file.read(8), "big")
-    os.waitpid(pid, 0)
-    return rows_found
+    return None if os.waitpid(pid, 0)[1] else rows_found
 
 
 def _is_prefix(before: Rows, seed: str, flushed: int, begun: int, found: Rows) -> bool:
