@@ -75,9 +75,7 @@ def open_regular_file(path: str, *, direct_io: bool) -> tuple[int, bool]:
             logger.warning("%s: this filesystem refuses O_DIRECT; reading and writing through the page cache", path)
     except OSError as error:
         raise MoverError(f"cannot open {path} for reading and writing: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise MoverError(f"cannot use {path}: not a regular file")
+    check_adopted(fd, path)
     return fd, direct
 
 
