@@ -211,12 +211,15 @@ class TreeLink(Link):
         What counts is the time since it was taken up, or, while it waits for a thread, since a call has ended.
         """
         asked_s = self._clock()
-        while not call.done:
-            since_s = max(asked_s, threads.ended_s) if call.begun_s is None else call.begun_s
-            if self._clock() >= since_s + limit_s:
-                call.abandon()
-                raise self._hung(limit_s)
-            yield
+        try:
+            while not call.done:
+                since_s = max(asked_s, threads.ended_s) if call.begun_s is None else call.begun_s
+                if self._clock() >= since_s + limit_s:
+                    raise self._hung(limit_s)
+                yield
+        except BaseException:  # it takes too long, or nobody waits any more: the engine ends
+            call.abandon()
+            raise
         return call.result()
 
     def _hung(self, limit_s: float) -> TierError:
