@@ -21,6 +21,7 @@ from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Ending, Task
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.turn import Turn
+from nixl_offload.movers.keep import keep_forever
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,13 @@ MAX_FAILED_PASSES = 100
 """In a row; then the pump gives up and every job fails, rather than have callers wait for a loop that does nothing."""
 
 LEAKED: list[object] = []
-"""Whatever may still be touched by I/O when an engine had to end; never freed."""
+"""Whatever may still be touched by I/O when an engine had to end: see ``leak``."""
+
+
+def leak(what: object) -> None:
+    """Have ``what`` in ``LEAKED``, and never free it."""
+    keep_forever(what)
+    LEAKED.append(what)
 
 
 @dataclass(slots=True)
@@ -153,7 +160,7 @@ class Pump:
             self._thread.join(deadline_s + patience_s)
         if self._thread.is_alive():
             logger.error("The pump hangs in a system call; it is left behind with its memory")
-            LEAKED.append(self)
+            leak(self)
             self._give_up("the engine was closed while storage hung")
 
     # -- the pump's thread ------------------------------------------------------------------------------------------
@@ -311,7 +318,7 @@ class Pump:
                 else:
                     pool.release(slot)
         if tainted:
-            LEAKED.append((self._driven, batch))
+            leak((self._driven, batch))
         self._table.complete(batch.endings(tainted=tainted))
         for part in batch.parts:
             self._adopt(part)
@@ -331,11 +338,11 @@ class Pump:
 
     def _close(self) -> None:
         if self._batches:
-            LEAKED.append((self._driven, self._batches))
+            leak((self._driven, self._batches))
             logger.error("%d transfers did not end; their memory is kept until the process exits", len(self._batches))
             return
         try:
             self._driven.close()
         except Exception:
-            LEAKED.append(self._driven)
+            leak(self._driven)
             logger.exception("Closing links and movers failed; their memory is kept until the process exits")

@@ -13,7 +13,6 @@ may be used stays as ``KVIKIO_COMPAT_MODE`` says (auto, unless set).
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import logging
@@ -28,6 +27,7 @@ import numpy as np
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import UNLIMITED, Extents, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
+from nixl_offload.movers.keep import keep_forever
 from nixl_offload.movers.kvikio_library import KVIKIO_ERRORS, load_kvikio, words_of
 from nixl_offload.movers.launcher import Launcher
 from nixl_offload.movers.library_lock import LIBRARIES
@@ -287,7 +287,7 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
                 self._close_timeout_s,
             )
             # KvikIO's handles close themselves when collected; these must not be.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._opened, list(self._in_flight))))
+            keep_forever((self._opened, list(self._in_flight)))
             self._abandon()
             self._closed = True
             if self._launcher is not None:

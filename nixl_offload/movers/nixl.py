@@ -8,7 +8,6 @@ NIXL itself is started when the first region, file or object arrives, or by ``co
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 import os
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain, total_bytes
+from nixl_offload.movers.keep import keep_forever
 from nixl_offload.movers.library_lock import LIBRARIES
 from nixl_offload.movers.limits import split_at
 from nixl_offload.movers.nixl_agent import NixlAgent, descriptors, words
@@ -237,7 +237,7 @@ class NixlMover(TrackedMover[_NixlTransfer]):
             )
             self._abandon()
             # Collected objects release themselves; these must never be.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._nixl, self._quarantined, self._registered)))
+            keep_forever((self._nixl, self._quarantined, self._registered))
         else:
             for file in list(self._table.files):
                 self.close_file(file)

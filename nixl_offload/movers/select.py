@@ -21,6 +21,7 @@ from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.hardware.gds import gds_report
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.keep import keep_forever
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
@@ -147,7 +148,7 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
             bounces = _round_trip(mover, region, path)
         except MoverError:
             # Whatever went wrong, late I/O must not find this memory in other hands.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(keep))
+            keep_forever(keep)
             raise
         arrived = os.pread(fd, PAGE_BYTES, 2 * PAGE_BYTES)
         around = os.pread(fd, PAGE_BYTES, PAGE_BYTES) + os.pread(fd, PAGE_BYTES, 3 * PAGE_BYTES)

@@ -17,6 +17,7 @@ from typing import Final
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError, StoreError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
+from nixl_offload.movers.keep import keep_forever
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import object_plugin
@@ -179,7 +180,7 @@ def probe_object(mover: Mover, kind: MemoryKind, name: str, timeout_s: float) ->
                 raise MoverError("the round trip came back with other bytes")
     except MoverError:
         # Whatever went wrong, late I/O must not find this memory in other hands.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(keep))
+        keep_forever(keep)
         raise
     mover.close_file(target)
     mover.unregister_memory(memory)

@@ -31,7 +31,7 @@ from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, TierEngine, Work, WorkKind
 from nixl_offload.engine.autotune.candidates import TransferPlan
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.pump import LEAKED
+from nixl_offload.engine.pump import LEAKED, leak
 from nixl_offload.engine.shard_chain import ShardChain
 from nixl_offload.engine.streams import Fence, model_on_default_stream
 from nixl_offload.errors import LayoutError
@@ -355,7 +355,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         if self._host is not None and has_ended and not LEAKED:
             self._host.close()
         elif self._host is not None:
-            LEAKED.append(self._host)  # a copy that did not end may be at it, and would be waited for
+            leak(self._host)  # a copy that did not end may be at it, and would be waited for
 
     def _open_tier(self, position: int, place: AnyPlace) -> TierEngine:
         numbers = () if self._shards is None else self._shards.plan.numbers(self._rank)

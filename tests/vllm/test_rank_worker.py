@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.config import (
 
 from nixl_offload.catalog import NOWHERE, LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import parse_config
-from nixl_offload.engine import Engine, TierEngine
+from nixl_offload.engine import Engine, TierEngine, pump
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
@@ -473,6 +473,7 @@ def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.Monke
     slow = SlowStart(monkeypatch)
     monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.1 if late else DEADLINE_S)
     kept: list[object] = []
+    monkeypatch.setattr(pump, "LEAKED", kept)
     monkeypatch.setattr(worker_module, "LEAKED", kept)
     rig = Rig(tmp_path, is_open=False)
     rig.worker._host = host = HostSlab(memory_bytes=1 << 20, relay_slots=0, slot_bytes=4096)
@@ -561,6 +562,7 @@ def test_host_memory_that_a_copy_may_still_be_at_stays_locked(
 ) -> None:
     """CUDA waits for the device before it takes a page-lock off, and a device that hangs would hang the shutdown."""
     kept: list[object] = ["a batch that did not end"] if leaked else []
+    monkeypatch.setattr(pump, "LEAKED", kept)
     monkeypatch.setattr(worker_module, "LEAKED", kept)
     host = HostSlab(memory_bytes=1 << 20, relay_slots=0, slot_bytes=4096)
     rig.worker._host = host

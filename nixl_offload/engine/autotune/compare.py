@@ -17,7 +17,7 @@ from nixl_offload.engine.autotune.candidates import MeasuredPath, Shape
 from nixl_offload.engine.autotune.contender import TRANSFER_LIMIT_S, Contender, words
 from nixl_offload.engine.autotune.scratch import NoRoomError, TrialMemory, scratch_file
 from nixl_offload.engine.image import TransferPath
-from nixl_offload.engine.pump import LEAKED
+from nixl_offload.engine.pump import leak
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import FileId, Mover, Op
@@ -147,16 +147,16 @@ class _Comparison:
         for name, mover in self.movers.items():
             if name in hung:
                 logger.warning("%s does not answer: it is left alone, with its memory and its file", name)
-                LEAKED.append(mover)
+                leak(mover)
                 continue
             try:
                 mover.close()
             except Exception as error:  # noqa: BLE001 - nobody needs it any more
                 logger.warning("%s could not be closed: %s", name, words(name, error))
-                LEAKED.append(mover)
+                leak(mover)
                 keep = True
         if keep and self.memory is not None:
-            LEAKED.append(self.memory)
+            leak(self.memory)
 
     def _take_turns(self, fd: int) -> None:
         contenders = self.contenders.values()
