@@ -99,8 +99,9 @@ class Server(server.Server):
 
     @property
     def is_open(self) -> bool:
-        """Whether every tier serves."""
-        return not any(isinstance(tier, ClosedTier) for tier in self.serving)
+        """Whether every tier serves, on every rank."""
+        are_open = not any(isinstance(tier, ClosedTier) for tier in self.serving)
+        return are_open and not any(rank.tiers.is_opening for rank in self.ranks)
 
     def look_up(self, numbers: Sequence[int], *, limit_s: float = 0.3) -> list[int]:
         """Look a prompt up until it is known how much of it there is; return that."""
