@@ -32,10 +32,10 @@ MEMORY, SLAB, TREE, BUCKET = 16 * MIB, 48 * MIB, 64 * MIB, 192 * MIB
 """A lap stores some 20 MiB."""
 STAGING: Final = 16 * MIB
 """Little, so that all of its pages are in use soon."""
-BURST: Final = 24 * MIB
-"""The directory's servers keep it to its capacity to within what they write in a few seconds."""
-WARM_UP, WINDOW, TROUBLED = 0.07, 0.13, 0.6
-"""Shares of the whole."""
+BURST: Final = 48 * MIB
+"""The directory's servers keep it to its capacity to within what they write in a few seconds, which is two laps."""
+WARM_UP, WINDOW, TROUBLED, CALM = 0.25, 0.1, 0.5, 0.05
+"""Shares of the whole. Libraries' pools and allocators take some minutes until they have what they want."""
 BACK_S: Final = 90.0
 """Within so long all tiers are in use again."""
 SLOWER: Final = 0.05
@@ -102,7 +102,7 @@ def soak(seed: int, seconds: float, only: str = "") -> Outcome:
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
         scratch = Path.cwd()
-        environment = {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE}
+        environment = {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE, "MALLOC_ARENA_MAX": "2"}
         zygote = Zygote(scratch / "zygote.log", environment)
         stack.callback(zygote.close)
         workshop = Workshop(zygote)
@@ -160,7 +160,7 @@ def _go(run: _Run, seconds: float, troubles: Troubles, samples: Samples) -> None
     outcome.counts["faults"] = sum(troubles.struck.values())
     outcome.missed += troubles.idle
     took_s = _until_back(run)
-    run.laps_until(time.monotonic() + WARM_UP * seconds)
+    run.laps_until(time.monotonic() + CALM * seconds)
     while len(run.salts) % laps.VARIANTS != first_lap % laps.VARIANTS:
         run.lap()
     last_lap = len(run.salts)
