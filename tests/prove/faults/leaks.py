@@ -82,7 +82,7 @@ class Leaks:
         with self._context.faults.spared():
             for descriptor in os.listdir("/proc/self/fd"):
                 with contextlib.suppress(OSError):
-                    found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+                    found.append(os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)"))
         return found
 
     def _check_threads(self) -> None:
