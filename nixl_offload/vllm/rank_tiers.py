@@ -46,6 +46,10 @@ class RankTiers:
         """The tiers that are open, or being opened."""
         self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
         """Until the engine has them."""
+        self._replaced: dict[int, TierEngine] = {}
+        """What was open in the place of a tier that is opened anew. Whoever takes one out closes it: the thread that
+        opens that tier, or this one where that never began.
+        """
         self._sleeps = False
         """KV memory has gone away, and nothing is open."""
 
@@ -63,22 +67,24 @@ class RankTiers:
         """Begin to open tiers. One that was asked for already is left as it is, unless ``number`` is a later one: then
         all that is open is closed first, and nothing may be under way there.
         """
-        before: dict[int, TierEngine] = {}
         if number != self.number:
             self._stop(0.0)
-            before = self._engine.part()
+            self._replaced.update(self._engine.part())
             self._places, self.number = {}, number
         for position, place in places.items():
             if position not in self._places:
                 self._places[position] = place
                 if not self._sleeps:
-                    self._begin(position, before.pop(position, None))
-        for engine in before.values():
-            closer = threading.Thread(target=_discard, args=(engine,), name="nixl-offload-close", daemon=True)
-            try:
-                closer.start()
-            except RuntimeError:  # no thread to be had now
-                _discard(engine)
+                    self._begin(position)
+        for position in list(self._replaced):
+            if position not in self._places:
+                closer = threading.Thread(
+                    target=self._close_replaced, args=(position,), name="nixl-offload-close", daemon=True
+                )
+                try:
+                    closer.start()
+                except RuntimeError:  # no thread to be had now
+                    self._close_replaced(position)
 
     def take_opened(self) -> None:
         """Give the engine what was opened since the last call. Costs nothing where nothing is being opened."""
@@ -99,7 +105,7 @@ class RankTiers:
         if self._sleeps:
             return
         self._sleeps = True
-        if not self._stop(CLOSE_OPENING_S) or not self._engine.release(drain_timeout_s):
+        if not self.close() or not self._engine.release(drain_timeout_s):
             self._sleeps = False
             self._reopen()
             raise TierError(
@@ -121,7 +127,10 @@ class RankTiers:
 
     def close(self) -> bool:
         """Open nothing more. False: something that is being opened did not end within ``CLOSE_OPENING_S``."""
-        return self._stop(CLOSE_OPENING_S)
+        has_ended = self._stop(CLOSE_OPENING_S)
+        for position in list(self._replaced):
+            self._close_replaced(position)
+        return has_ended
 
     # Inside
 
@@ -135,24 +144,27 @@ class RankTiers:
 
     def _reopen(self) -> None:
         for position in self._places:
-            self._begin(position, None)
+            self._begin(position)
 
-    def _begin(self, position: int, before: TierEngine | None) -> None:
-        """``before``: what is open in its place, and closed first."""
-        make = partial(self._open_tier, position, self._places[position])
+    def _begin(self, position: int) -> None:
         self._openings[position] = BackgroundOpening(
-            make if before is None else partial(_open_after, before, make),
+            partial(self._open_anew, position, self._places[position]),
             _discard,
             what=self._name_of(position),
             thread_name=f"nixl-offload-open-rank-{position}",
         )
 
+    def _open_anew(self, position: int, place: AnyPlace) -> TierEngine:
+        """On a thread of its own."""
+        self._close_replaced(position)
+        return self._open_tier(position, place)
+
+    def _close_replaced(self, position: int) -> None:
+        """On any thread."""
+        engine = self._replaced.pop(position, None)
+        if engine is not None:
+            engine.close(0.0)
+
 
 def _discard(engine: TierEngine) -> None:
     engine.close(0.0)
-
-
-def _open_after(before: TierEngine, make: Callable[[], TierEngine]) -> TierEngine:
-    """Close what was open in a tier's place, then open it."""
-    before.close(0.0)  # idempotent, for this may be tried again
-    return make()
