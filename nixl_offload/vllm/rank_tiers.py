@@ -100,7 +100,8 @@ class RankTiers:
     def sleep(self, drain_timeout_s: float) -> None:
         """Finish what ``drain_timeout_s`` allows, and let go of every registration. Idempotent.
 
-        Raises TierError where a transfer that does not end may still write to KV memory; then all is opened again.
+        Raises TierError where a transfer, or an opening, that does not end may still touch KV memory; then what was
+        closed is opened again.
         """
         if self._sleeps:
             return
@@ -109,8 +110,8 @@ class RankTiers:
             self._sleeps = False
             self._reopen()
             raise TierError(
-                "the engine cannot sleep: a transfer has not ended, and may still write to the KV cache. Wake it up; "
-                "after a restart with storage that answers it can sleep again",
+                "the engine cannot sleep: a transfer, or the opening of a tier, has not ended, and may still touch the "
+                "KV cache. Wake it up; after a restart with storage that answers it can sleep again",
                 cause="timeout",
             )
 
@@ -143,7 +144,7 @@ class RankTiers:
         return all(ended)
 
     def _reopen(self) -> None:
-        for position in self._places:
+        for position in self._places.keys() - self._engine.open_tiers:
             self._begin(position)
 
     def _begin(self, position: int) -> None:

@@ -1,0 +1,52 @@
+"""The tiers of a rank over openings that are given up, and a sleep that fails."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from nixl_offload.engine import TierEngine
+from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.errors import TierError
+from nixl_offload.vllm import rank_tiers
+from nixl_offload.vllm.rank_tiers import RankTiers
+from tests.unit.chain_rig import FILE, MEMORY, ChainRig
+from tests.unit.engine_rig import NAMESPACE, until
+
+
+def _memory_engine(rig: ChainRig) -> MemoryEngine:
+    return MemoryEngine(tensors=rig.tensors, layout=rig.layout, host=rig.host, rank_namespace=NAMESPACE)
+
+
+def test_a_sleep_that_fails_leaves_open_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tier hangs while it opens, so the rank cannot sleep; the other serves on, and the first is tried again."""
+    monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.05)
+    rig = ChainRig.make(tmp_path, present=(False, False))
+    answers = threading.Event()
+    opened: list[int] = []
+
+    def open_tier(position: int, place: object) -> TierEngine:
+        if position == FILE:
+            answers.wait(20)
+        opened.append(position)
+        return _memory_engine(rig)
+
+    rig.chain.part()[MEMORY].close(0.0)
+    tiers = RankTiers(rig.chain, open_tier=open_tier, joined=lambda at, _, engine: None, name_of=str)
+    tiers.open({MEMORY: object(), FILE: object()}, 0)  # type: ignore[dict-item]
+
+    def is_open(*positions: int) -> bool:
+        tiers.take_opened()
+        return rig.chain.open_tiers == frozenset(positions)
+
+    until(lambda: is_open(MEMORY))
+    with pytest.raises(TierError, match="cannot sleep"):
+        tiers.sleep(1.0)
+    assert is_open(MEMORY)
+    answers.set()
+    until(lambda: is_open(MEMORY, FILE))
+    assert opened == [MEMORY, FILE, FILE]
+    assert tiers.close()
+    rig.close()
