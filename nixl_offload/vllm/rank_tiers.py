@@ -46,6 +46,8 @@ class RankTiers:
         """The tiers that are open, or being opened."""
         self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
         """Until the engine has them."""
+        self._stopped: list[BackgroundOpening[TierEngine]] = []
+        """Those of which the thread had not ended: it may still register memory."""
         self._replaced: dict[int, TierEngine] = {}
         """What was open in the place of a tier that is opened anew. Whoever takes one out closes it: the thread that
         opens that tier, or this one where that never began.
@@ -139,9 +141,10 @@ class RankTiers:
         until_s = time.monotonic() + timeout_s
         for opening in self._openings.values():
             opening.stop()
-        ended = [opening.close(max(0.0, until_s - time.monotonic())) for opening in self._openings.values()]
+        self._stopped += self._openings.values()
         self._openings = {}
-        return all(ended)
+        self._stopped = [each for each in self._stopped if not each.close(max(0.0, until_s - time.monotonic()))]
+        return not self._stopped
 
     def _reopen(self) -> None:
         for position in self._places.keys() - self._engine.open_tiers:

@@ -50,3 +50,29 @@ def test_a_sleep_that_fails_leaves_open_what_is_open(tmp_path: Path, monkeypatch
     assert opened == [MEMORY, FILE, FILE]
     assert tiers.close()
     rig.close()
+
+
+def test_no_sleep_while_an_opening_that_was_replaced_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still register the KV memory that is to go away."""
+    monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.05)
+    rig = ChainRig.make(tmp_path, present=(False, False))
+    answers = threading.Event()
+
+    def open_tier(position: int, place: object) -> TierEngine:
+        answers.wait(20)
+        return _memory_engine(rig)
+
+    rig.chain.part()[MEMORY].close(0.0)
+    tiers = RankTiers(rig.chain, open_tier=open_tier, joined=lambda at, _, engine: None, name_of=str)
+    tiers.open({MEMORY: object()}, 0)  # type: ignore[dict-item]
+    tiers.open({}, 1)
+    with pytest.raises(TierError, match="cannot sleep"):
+        tiers.sleep(1.0)
+    answers.set()
+    monkeypatch.undo()
+    tiers.sleep(1.0)
+    assert not any(thread.name == "nixl-offload-memory" for thread in threading.enumerate())
+    assert tiers.close()
+    rig.close()
