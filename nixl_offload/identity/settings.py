@@ -28,7 +28,6 @@ _LONG_CHARS: Final = 160
 _MOST_LEAVES: Final = 256
 """A mapping or object with more of them counts as one digest: the manifest stays short."""
 _MOST_DEPTH: Final = 32
-_FILE_MAX_BYTES: Final = 64 << 20
 _SECRET: Final = re.compile(
     r"auth|bearer|cookie|credential|jwt|key|pass|pwd|sas\b|secret|signature|token", re.IGNORECASE
 )
@@ -202,11 +201,9 @@ def text_setting(path: str, text: str) -> str:
     if (os.path.isabs(text) or path.endswith(("_path", "_file"))) and os.path.isfile(text):
         try:
             with open(text, "rb") as file:
-                content = file.read(_FILE_MAX_BYTES + 1)
+                return f"file {digest_of(hashlib.file_digest(file, 'sha256').hexdigest())}"
         except OSError:
             return plain_text(path, text)
-        if len(content) <= _FILE_MAX_BYTES:
-            return f"file {digest_of(hashlib.sha256(content).hexdigest())}"
     return plain_text(path, text)
 
 

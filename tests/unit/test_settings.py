@@ -228,6 +228,37 @@ def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
     assert settings({"fp8_scale_path": "/no/such/file"})["fp8_scale_path"] == "/no/such/file"
 
 
+def test_every_byte_of_a_file_counts_however_long_it_is(tmp_path: Path) -> None:
+    """Two servers with other scales under one name would read each other's blocks."""
+    file = tmp_path / "scales.safetensors"
+    file.touch()
+    os.truncate(file, (64 << 20) + 1)
+    before = settings({"fp8_scale_path": str(file)})
+    with file.open("r+b") as opened:
+        os.pwrite(opened.fileno(), b"1", 64 << 20)
+    assert settings({"fp8_scale_path": str(file)}) != before
+
+
+def test_what_names_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An absolute path, or a setting that says so; else a word would be another thing in each working directory."""
+    (tmp_path / "fast").write_text("1")
+    monkeypatch.chdir(tmp_path)
+    content = settings({"scale": str(tmp_path / "fast")})["scale"]
+    assert settings({"scale_path": "fast", "scale_file": "fast", "mode": "fast"}) == {
+        "scale_path": content,
+        "scale_file": content,
+        "mode": "fast",
+    }
+    assert str(content).startswith("file sha256:")
+
+
+def test_what_cannot_be_read_counts_by_its_name(tmp_path: Path) -> None:
+    """Reading a pipe would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in (str(tmp_path / "pipe"), str(tmp_path), "/proc/self/mem"):
+        assert settings({"scale_path": name}) == {"scale_path": name}
+
+
 def test_a_model_config_counts_without_where_it_was_read() -> None:
     """And one that cannot describe itself counts by its attributes."""
     config = {"layers": 2, "_name_or_path": "/a", "text_config": {"layers": 3, "_name_or_path": "/b"}}
