@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Final
+from typing import Any, Final
 
 from nixl_offload.identity.namespace import Setting
 
@@ -132,7 +132,7 @@ class _Walk:
         if model_config is not None:
             excused = self.excused.get("PretrainedConfig", {})
             return [(_key(name), _without(item, excused)) for name, item in model_config.items() if name not in excused]
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if dataclasses.is_dataclass(value):
             left_out = self._excused_of(type(value))
             names = [item.name for item in dataclasses.fields(value) if item.name not in left_out]
             return [(name, getattr(value, name, None)) for name in names]
@@ -207,14 +207,11 @@ def text_setting(path: str, text: str) -> str:
     return plain_text(path, text)
 
 
-def _model_config_of(value: object) -> Mapping[str, object] | None:
+def _model_config_of(value: Any) -> Mapping[str, object] | None:
     """Return what a ``PretrainedConfig`` would write to ``config.json``; its parts are mappings there."""
-    to_dict = getattr(value, "to_dict", None)
-    if isinstance(value, type) or not callable(to_dict):
-        return None
     try:
-        found = to_dict()
-    except Exception:  # noqa: BLE001 - a config of a model's own code may not manage; its attributes are there
+        found = value.to_dict()
+    except Exception:  # noqa: BLE001 - most have none, and a config of a model's own code may not manage
         return None
     return found if isinstance(found, Mapping) else None
 
