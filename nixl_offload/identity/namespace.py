@@ -267,7 +267,7 @@ def rank_digest(digest: bytes, rank: int) -> bytes:
 def _fingerprint(plain: dict[str, Any]) -> bytes:
     canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     domain = _DOMAIN if "ranks" in plain else _DOMAIN_1
-    return hashlib.sha256(domain + canonical.encode("ascii")).digest()
+    return hashlib.sha256(domain + canonical.encode()).digest()
 
 
 def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:
@@ -277,8 +277,6 @@ def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:
         {"group_id": each.group_id, "tokens_per_block": each.tokens_per_block, "slot_bytes": list(each.slot_bytes)}
         for each in groups
     ]
-    plain["ranks"] = list(value.ranks)
-    plain["settings"] = dict(value.settings)
     if isinstance(value, ShardedFields):
         del plain["layers"]
         if value.layers != ONE_RANGE.begins:

@@ -71,6 +71,7 @@ def test_every_field_changes_the_digest(name: str) -> None:
         {"model.max_model_len": 4096, "cache.sinks": True},
         {"model.max_model_len": 4096, "cache.sinks": 1, "model.rope": None},
         {"model.max_model_len": "4096", "cache.sinks": True, "model.rope": None},
+        {"model.max_model_len": 4096.0, "cache.sinks": True, "model.rope": None},
         {"model.max_model_len": 4096, "cache.sinks": True, "model.rope": None, "model.new": 1},
     ],
 )
@@ -183,6 +184,11 @@ def test_absence_is_allowed_only_where_it_is_a_value(field: Any) -> None:
         make_namespace(absent)
 
 
+def test_absence_of_one_field_excuses_no_other() -> None:
+    with pytest.raises(NamespaceError, match=r"^namespace\.dcp must be int, not bool"):
+        make_namespace(replace(BASE, attention_backend=None, revision=None, dcp=True))
+
+
 NEVER_EMPTY = [field for field in fields(NamespaceFields) if field.name != "settings"]
 
 
@@ -208,7 +214,11 @@ def test_settings_are_plain(settings: dict[Any, Any], words: str) -> None:
 
 
 def test_ranks_have_a_digest_each() -> None:
-    for ranks, words in ((("ab",), "ranks has 1 digests for 2 ranks"), (("ab", ""), r"ranks\[1\] must be a digest")):
+    for ranks, words in (
+        (("ab",), "ranks has 1 digests for 2 ranks"),
+        (("ab", ""), r"ranks\[1\] must be a digest"),
+        (("ab", 7), r"ranks\[1\] must be a digest"),
+    ):
         with pytest.raises(NamespaceError, match=words):
             make_namespace(replace(BASE, ranks=ranks))
 
@@ -233,7 +243,9 @@ def test_a_manifest_fits_the_namespace_that_its_own_fields_make_and_no_other() -
     assert not manifest_fits({**manifest, "namespace": other.digest.hex()}, other.name)
     assert not manifest_fits({**manifest, "fields": {**manifest["fields"], "tenant": "other"}}, namespace.name)
     older = {name: value for name, value in manifest["fields"].items() if name != "ranks"}
-    assert manifest_digest({"fields": older}) not in (None, namespace.digest)
+    digest = manifest_digest({"fields": older})
+    assert digest is not None
+    assert digest.hex() == "e8b5e92668db03155656ee25139d428da1fd066a5b705f05e697de643ed4c890", "as it was named then"
 
 
 @pytest.mark.parametrize("nonsense", [None, [], "x", {}, {"fields": []}, {"fields": None}, {"fields": {"a": {1, 2}}}])

@@ -73,16 +73,20 @@ def test_a_slot_has_room_for_all_that_a_rank_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "slots"),
+    ("stages", "held", "slots"),
     [
-        ((range(2),), (3 << 21, 1 << 21)),
-        ((range(1), range(1, 2)), (1 << 22, 1 << 21)),
-        ((range(2), range(2, 2)), (3 << 21, 1 << 21)),
+        ((range(2),), [], (3 << 21, 1 << 21)),
+        ((range(1), range(1, 2)), [1, 1], (1 << 22, 1 << 21)),
+        ((range(2), range(2, 2)), [2, 0], (3 << 21, 1 << 21)),
     ],
 )
-def test_ranges_of_layers_have_shards_of_their_own(stages: tuple[range, ...], slots: tuple[int, int]) -> None:
+def test_ranges_of_layers_have_shards_of_their_own(
+    stages: tuple[range, ...], held: list[int], slots: tuple[int, int]
+) -> None:
     """Whoever holds how many of them; and a slot has room for what the fullest stage holds."""
     namespace = make_namespace(STAGED, plan_of(2, LayerCut((0, 16), stages)))
+    assert namespace.stages == held
+    assert make_namespace(STAGED).stages == []
     assert namespace.digest == make_namespace(STAGED).digest
     assert (namespace.slot_bytes(0), namespace.slot_bytes(1)) == slots
     assert (namespace.holders(0), namespace.holders(1)) == (tuple(range(8)), (4,))
