@@ -5,7 +5,7 @@ Threading: immutable values and pure functions, safe anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +14,8 @@ from nixl_offload.identity.namespace import Setting
 
 ABSENT: Final = "(not there)"
 """Stands for a setting that only the other server has."""
-_SEED: Final = "PYTHONHASHSEED"
+_PATHS: Final = {"PYTHONHASHSEED": "hash_seed"}
+"""Settings that come from variables, where they are not ``environment.NAME``."""
 _NO_EFFECT: Final = "what counts comes out the same"
 
 
@@ -80,7 +81,7 @@ class Comparison:
     differences: tuple[Difference, ...]
     """What arguments and variables name comes first, then what follows from it."""
     because: tuple[str, ...]
-    """Arguments and variables that make the differences; settings where none can be named."""
+    """Arguments and variables that make the differences, as far as any can be named."""
     harmless: tuple[Harmless, ...]
     incomparable: tuple[str, ...]
     weights: tuple[tuple[str, str], ...]
@@ -114,7 +115,12 @@ def compare(
         if key in second.files and first.files[key] != second.files[key]
     )
     told = {path for each in (first, second) for it in each.arguments.values() for path in it.changes or ()}
-    open_question = any(path not in told and not path.startswith("environment.") for path in paths)
+    variables = {
+        name: _PATHS.get(name, f"environment.{name}")
+        for name in dict.fromkeys([*first_variables, *second_variables])
+        if first_variables.get(name) != second_variables.get(name)
+    }
+    open_question = not paths <= told.union(variables.values())
     causes, harmless = [], []
     for name, mine in first.arguments.items():
         theirs = second.arguments[name]
@@ -123,9 +129,9 @@ def compare(
             causes.append(name)
         elif name != "model":  # of equal models ``weights`` tells
             harmless.append(Harmless(name, (mine.value, theirs.value), mine.reason or _NO_EFFECT))
-    for name in _unequal(first_variables, second_variables):
+    for name, path in variables.items():
         reason = EXCUSED_ENVIRONMENT.get(name)
-        if f"environment.{name}" in paths or (name == _SEED and "hash_seed" in paths) or (open_question and not reason):
+        if path in paths or (open_question and not reason):
             causes.append(name)
         else:
             harmless.append(Harmless(name, (None, None), reason or _NO_EFFECT))
@@ -136,7 +142,3 @@ def compare(
 def is_named(path: str, names: Sequence[str]) -> bool:
     """Whether a setting is called as one of these arguments or variables is."""
     return path.rpartition(".")[2] in names
-
-
-def _unequal(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[str]:
-    return (name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name))

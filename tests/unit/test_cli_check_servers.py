@@ -6,6 +6,7 @@ With a real vLLM: ``tests/vllm/test_cli_check_servers.py``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -147,6 +148,44 @@ class TestComparison:
         secret = told(server({}), server({}), {}, {"HUGGING_FACE_HUB_TOKEN": "hf_secret"})
         assert secret[-1] == "ok harmless: HUGGING_FACE_HUB_TOKEN (what counts comes out the same)"
 
+    @pytest.mark.parametrize(
+        ("values", "arguments", "variables", "because"),
+        [
+            ("a", {"x": ([], ["a"]), "y": (None, None)}, [], ["x"]),
+            ("environment.VLLM_X", {"y": (None, None)}, ["VLLM_X", "HF_TOKEN"], ["VLLM_X"]),
+            ("hash_seed", {"y": (None, None)}, ["PYTHONHASHSEED", "HF_TOKEN"], ["PYTHONHASHSEED"]),
+            ("a", {"x": ([], None), "y": (None, []), "z": ([], [])}, [], ["x", "y"]),
+            ("a", {"max_num_seqs": (None, None)}, [], []),
+            ("a", {}, ["HF_TOKEN", "VLLM_LOGGING_LEVEL"], ["HF_TOKEN"]),
+            ("", {"x": (None, None)}, ["HF_TOKEN"], []),
+        ],
+    )
+    def test_who_is_to_blame(
+        self,
+        values: str,
+        arguments: dict[str, tuple[list[str] | None, list[str] | None]],
+        variables: list[str],
+        because: list[str],
+    ) -> None:
+        """Arguments and variables that nothing is known of (None) come into question only where something else is left
+        unexplained, and then never those that are known to be harmless. All else is told to be harmless.
+        """
+        servers = []
+        for at in range(2):
+            its_arguments = {
+                name: Argument(at, changes[at], "how requests are batched" if name == "max_num_seqs" else None)
+                for name, changes in arguments.items()
+            }
+            servers.append(server({values: at} if values else {}, its_arguments))
+        found = compare(*servers, dict.fromkeys(variables, "1"), {})
+        assert list(found.because) == because
+        assert {*found.because, *(each.name for each in found.harmless)} == {*arguments, *variables}
+
+    def test_what_is_known_of_a_server_goes_through_json(self) -> None:
+        """It is found out in another process."""
+        one = server({"a": None}, {"x": Argument(1, ["a"], None), "y": Argument(None, None, "a reason")})
+        assert Server.from_dict(json.loads(json.dumps(dataclasses.asdict(one)))) == one
+
     def test_what_only_one_has_is_one_line(self) -> None:
         first = server({"lora": None, "x": 1})
         second = server({"lora.(type)": "LoRAConfig", "lora.rank": 16, "lora.deep.er": 1, "x": 1})
@@ -182,6 +221,7 @@ class TestComparison:
     def test_local_weights_are_left_to_the_servers(self) -> None:
         """Directories of one name share if their content is equal; one directory does. Another name is a difference."""
         mine, theirs = ({"model_config": path} for path in ("/a/m", "/b/m"))
+        mine["speculative_config.draft_model_config"] = "/a/draft"
         arguments = {"model": Argument("/a/m", [], None)}
         assert told(server({}, arguments, files=mine), server({}, arguments, files=theirs))[1:] == [
             "unknown weights: /a/m and /b/m are compared by their content when the servers start"
