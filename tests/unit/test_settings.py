@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nixl_offload.identity.excused import EXCUSED
 from nixl_offload.identity.namespace import Setting
 from nixl_offload.identity.settings import collect
 
@@ -315,9 +316,9 @@ def test_what_cannot_be_read_counts_by_its_name(tmp_path: Path) -> None:
 
 def test_a_model_config_counts_without_where_it_was_read() -> None:
     """And one that cannot describe itself counts by its attributes."""
-    config = {"layers": 2, "_name_or_path": "/a", "text_config": {"layers": 3, "_name_or_path": "/b"}}
-    excused = {"PretrainedConfig": {"_name_or_path": "where it was read"}}
-    found = settings({"hf": SimpleNamespace(to_dict=lambda: config)}, excused)
+    told = {"_name_or_path": "/a", "_commit_hash": "ab", "transformers_version": "5"}
+    config = {"layers": 2, **told, "text_config": {"layers": 3, **told}}
+    found = collect({"hf": SimpleNamespace(to_dict=lambda: config)}, EXCUSED).values
     assert found == {"hf.(type)": "SimpleNamespace", "hf.layers": 2, "hf.text_config.layers": 3}
 
     class Broken:
