@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity import weights
 from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest, is_local
-from nixl_offload.identity.weights_files import HARMLESS, is_harmless
+from nixl_offload.identity.weights_files import HARMLESS, is_harmless, list_files
 
 PATIENCE_S = 60.0
 LONG_BYTES = 1 << 30
@@ -278,9 +278,16 @@ def test_a_model_in_one_file_is_that_file_and_what_its_loader_finds_beside_it(tm
         file.write_bytes(b"1")
         seen.add(digest_of(path))
     assert len(seen) == 4
-    for name in ("llama-Q8-00001-of-00002.gguf", "llama-Q4-00002-of-00003.gguf", "llama-Q4.gguf", "README.md"):
+    for name in (
+        "llama-Q8-00001-of-00002.gguf",
+        "llama-Q4-00002-of-00003.gguf",
+        "llama-Q4.gguf",
+        "README.md",
+        "mmproj.txt",
+    ):
         (tmp_path / name).write_bytes(b"1")
     assert digest_of(path) in seen
+    assert [file.name for file in list_files(str(path))] == [path.name, beside.name, "mmproj-f16.gguf"], "each once"
     alone = tmp_path / "llama-Q4.gguf"
     before = digest_of(alone)
     flip(alone, 0)

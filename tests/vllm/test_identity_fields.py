@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 import vllm.envs
 from vllm.config import VllmConfig
 
-from nixl_offload.identity.excused import EXCUSED
+from nixl_offload.identity.excused import EXCUSED, EXCUSED_WITH_SHARDS
 from nixl_offload.identity.excused_environment import ALSO_COUNTED, EXCUSED_ENVIRONMENT
 from tests.vllm.identity_fields import COUNTED_FIELDS, COUNTED_VARIABLES, NEW_FIELDS, NEW_VARIABLES
 
@@ -83,6 +83,18 @@ def test_no_list_names_a_field_that_there_is_not() -> None:
         gone = known - {field.name for field in dataclasses.fields(kind)}
         assert {f"{name}.{field}" for field in gone} <= newer
     assert set(EXCUSED) - {"PretrainedConfig"} <= set(CLASSES)
+
+
+def test_shards_excuse_only_what_counts_without_them() -> None:
+    for path in EXCUSED_WITH_SHARDS:
+        *above, name = path.split(".")
+        if above == ["environment"]:
+            assert name in COUNTED_VARIABLES.split()
+        elif "hf_config" not in above:  # which has what the model's author wrote
+            kind: type = VllmConfig
+            for field in above:
+                (kind,) = _nested(typing.get_type_hints(kind)[field])
+            assert name in COUNTED_FIELDS[kind.__name__].split()
 
 
 def test_every_excuse_has_a_reason() -> None:
