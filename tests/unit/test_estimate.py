@@ -81,6 +81,10 @@ def test_loads_of_one_size_tell_nothing_of_far_larger_ones() -> None:
     assert tier.seconds(MIB) == pytest.approx(0.011, rel=0.01)
     assert tier.seconds(2 * MIB) == pytest.approx(0.022, rel=0.01)
     assert tier.seconds(100 * MIB) is None
+    tier.begin(1, MIB, 0.0)
+    assert tier.seconds(100 * MIB) is not None, "one load at a time may find out"
+    tier.end(1)
+    assert tier.seconds(100 * MIB) is None
     tier.observe(100 * MIB, 0.110, 0.0)
     assert tier.seconds(100 * MIB) == pytest.approx(0.110, rel=0.1), "a point far out turns latency into bandwidth"
 
@@ -110,6 +114,18 @@ def test_a_stall_raises_the_estimate_but_not_for_ever() -> None:
         size = 16 + second % 3 * 16
         tier.observe(size * MIB, size / 100, float(second))
     assert tier.seconds(32 * MIB) == pytest.approx(0.32, rel=0.1)
+
+
+def test_a_trial_speaks_for_all_sizes_and_its_first_load_alone() -> None:
+    tier = TierSpeed()
+    for _ in range(10):
+        tier.observe(MIB, 1.0, 0.0)
+    tier.begin_trial(100.0)
+    for _ in range(10):
+        tier.observe(MIB, 0.01, 100.0)
+    assert tier.seconds(100 * MIB) == pytest.approx(1.0), "as slow as it was it is not any more"
+    tier.observe(MIB, 600.0, 100.0)
+    assert (tier.seconds(MIB) or math.inf) < 0.08, "a stall later on counts as any other"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

@@ -74,6 +74,7 @@ def test_half_of_a_tier_is_left_for_others(make: MakeChain) -> None:
 def test_the_last_word_counts(make: MakeChain) -> None:
     chain = make(memory_slots=4)
     fill(chain, 1)
+    retain(chain, 0.0, 1)
     retain(chain, 60.0, 1)
     retain(chain, 600.0, 1)
     chain.now_s += 60.0
@@ -140,16 +141,24 @@ def test_only_so_many_are_remembered(make: MakeChain, monkeypatch: pytest.Monkey
     for _ in range(3):
         retain(chain, 60.0, 1, 2, 3)
     assert chain.catalog.counts().retained_bytes[MEMORY] == 2 * SLOT
+    chain.now_s += 30.0
+    retain(chain, 60.0, 1, 3)
+    chain.now_s += 30.0
+    chain.begin()
+    assert [key(number) in chain.catalog._retention for number in (1, 2, 3)] == [True, False, False]
 
 
 def test_being_renewed_for_ever_costs_no_memory(make: MakeChain) -> None:
     chain = make()
     fill(chain, 1)
+    for number in (2, 3, 4):
+        retain(chain, 1000.0 - number, number)
     for _ in range(10_000):
         chain.now_s += 0.001
         retain(chain, 60.0, 1)
+        assert chain.catalog._retention.next_end_s <= chain.now_s + 60.0
     assert len(chain.catalog._retention._times) < 2_000
-    assert len(chain.catalog._retention._ends) == 1
+    assert len(chain.catalog._retention._ends) == 4
 
 
 def test_a_bucket_keeps_what_it_keeps(make: MakeChain) -> None:
