@@ -275,8 +275,8 @@ class Catalog:
         now_s: float,
         allowed: Collection[int] | None = None,
         *,
-        is_prefix: bool = True,
-        groups: int = 1,
+        is_prefix: bool,
+        groups: int,
         salt: Salt = NO_SALT,
     ) -> None:
         """Have chunks of one KV cache group read into memory in the background, in their order, from the tiers

@@ -179,6 +179,25 @@ def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeCatalog) -
     assert catalog.reserve([_key(7)], 0.0) is not None
 
 
+def test_a_smaller_chunk_is_not_stored_behind_one_that_has_no_room(tmp_path: Path) -> None:
+    """Of a prompt with two groups of layers: what lies behind a gap is of no use."""
+    large, small, held = _key(1), _key(2), _key(3)
+    journal, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
+    place = SlabPlace(str(tmp_path), (b"n" * 32,), rank_bytes=2 * SLOT, extent_bytes=2 * SLOT)
+    allocator = SlabAllocator(2 * SLOT, [SLOT, 2 * SLOT], extent_bytes=2 * SLOT)
+    tier = SlabTier(0, place, Index(), allocator, journal)
+    catalog = Catalog(
+        [tier],
+        world_size=1,
+        slot_bytes=lambda key: 2 * SLOT if key == large else SLOT,
+        store_backlog_bytes=1 << 30,
+    )
+    assert catalog.reserve([held], 0.0) is not None
+    assert catalog.reserve([large, small], 0.0) is None
+    assert catalog.reserve([small], 0.0) is not None, "it would have had room"
+    tier.close()
+
+
 def test_stuck_storage_does_not_hold_requests_back(make: MakeCatalog) -> None:
     catalog = make()
     catalog.reserve([_key(1)], 10.0)

@@ -323,7 +323,9 @@ def test_prefetches_count_for_their_requests_and_take_a_share_at_most(make_chain
     for number in (*range(5), *range(20, 25)):
         chain.tiers[MEMORY].drop(key(number))
     for first, salt in ((0, QUIET), (20, NOISY)):
-        chain.catalog.prefetch(keys(*range(first, first + 5)), range(256, 6 * 256, 256), chain.now_s, salt=salt)
+        chain.catalog.prefetch(
+            keys(*range(first, first + 5)), range(256, 6 * 256, 256), chain.now_s, is_prefix=True, groups=1, salt=salt
+        )
     tickets = chain.begin()
     assert [len(ticket.keys) for ticket in tickets] == [3, 3], "a ticket is one salt's"
     for ticket in tickets:

@@ -8,6 +8,7 @@ whatever order.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -726,7 +727,9 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
 def _hint(chain: Chain, chance: random.Random, numbers: list[int]) -> None:
     what = chance.random()
     if what < 0.6:
-        chain.catalog.prefetch(keys(*numbers), range(len(numbers)), chain.now_s, is_prefix=chance.random() < 0.5)
+        chain.catalog.prefetch(
+            keys(*numbers), range(len(numbers)), chain.now_s, is_prefix=chance.random() < 0.5, groups=1
+        )
     elif what < 0.9:
         chain.catalog.retain(keys(*numbers), chance.choice([0.0, 10.0, 60.0]), chain.now_s)
     else:
@@ -748,3 +751,22 @@ def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: 
     assert chain.catalog.reserve(keys(1, 2), chain.now_s, "answered") is None
     assert chain.write_through() == [(key(1), MEMORY, BUCKET), (key(2), MEMORY, BUCKET)]
     chain.come_to_rest()
+
+
+def test_a_chunk_that_is_gone_is_held_by_nobody(make: MakeChain) -> None:
+    """Whatever was done with it: a server meets new keys for months."""
+    chain, mine, request = make(file_slots=0, memory_slots=2), key(1), LookupContext("a", 16)
+    references = sys.getrefcount(mine)
+    for others in ((2, 3), (4, 5)):
+        assert chain.catalog.reserve([mine], chain.now_s) is not None
+        assert chain.catalog.lookup(mine, chain.now_s, request) is Lookup.PENDING
+        chain.report(max(chain.catalog._tickets))
+        chain.catalog.retain([mine], 1.0, chain.now_s)
+        chain.report(chain.catalog.prepare_load([mine], chain.now_s).ticket)
+        chain.now_s += 1.0
+        chain.begin()
+        chain.catalog.forget_request("a")
+        chain.store(*others)
+        assert chain.catalog.lookup(mine, chain.now_s, request) is Lookup.MISS
+        chain.catalog.take_changes()
+    assert sys.getrefcount(mine) == references

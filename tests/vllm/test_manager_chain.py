@@ -479,7 +479,7 @@ def test_answers_hold_until_something_has_changed(tmp_path: Path, open_rig: Open
     assert list(rig.manager.take_events())
     catalog, version = rig.manager.catalog, rig.manager.version
     assert catalog is not None
-    catalog.prefetch([Key(key(9))], [CHUNK_TOKENS], time.monotonic())
+    catalog.prefetch([Key(key(9))], [CHUNK_TOKENS], time.monotonic(), is_prefix=True, groups=1)
     assert not rig.step()
     assert rig.manager.version == version
     catalog.drop([Key(key(1))])
