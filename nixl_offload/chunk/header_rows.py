@@ -118,7 +118,7 @@ def encode_headers(
     sums_end = CHECKSUMS_AT + 8 * expect.blocks
     pages = np.empty((count, HEADER_BYTES), dtype=np.uint8)
     pages[:, :CHECKSUMS_AT] = np.frombuffer(b"".join(fixed), dtype=np.uint8).reshape(count, CHECKSUMS_AT)
-    pages[:, CHECKSUMS_AT:sums_end] = checksums.astype("<u8", order="C", copy=False).view(np.uint8)
+    pages[:, CHECKSUMS_AT:sums_end] = checksums.astype("<u8", order="C").view(np.uint8)
     pages[:, sums_end:OWN_CHECKSUM_AT] = 0
     own = [block_checksum(page) for page in pages[:, :OWN_CHECKSUM_AT]]
     pages[:, OWN_CHECKSUM_AT:] = np.array(own, dtype="<u8").view(np.uint8).reshape(count, OWN_CHECKSUM.size)
@@ -143,7 +143,7 @@ def add_checksums(page: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> 
         raise LayoutError(f"{len(sums)} checksums for blocks {first} to {blocks} of a chunk that lacks them")
     ALGORITHM.pack_into(whole, ALGORITHM_AT, ALGORITHM_XXH3_64)
     begin = CHECKSUMS_AT + 8 * first
-    whole[begin : begin + 8 * len(sums)] = sums.astype("<u8", copy=False).tobytes()
+    whole[begin : begin + 8 * len(sums)] = sums.astype("<u8").tobytes()
     OWN_CHECKSUM.pack_into(whole, OWN_CHECKSUM_AT, block_checksum(memoryview(whole)[:OWN_CHECKSUM_AT]))
     return np.frombuffer(whole, dtype=np.uint8)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nixl_offload.chunk.checksum import block_checksums, payload_checksums
+from nixl_offload.chunk.checksum import block_checksum, block_checksums, payload_checksums
 from nixl_offload.chunk.header import (
     HEADER_BYTES,
     MAX_BLOCKS_PER_CHUNK,
+    OWN_CHECKSUM_AT,
     check_header,
     encode_header,
     make_header,
@@ -28,8 +29,8 @@ NAMESPACE = bytes(range(32))
 
 
 def expected(count: int, blocks: int = 4, block_bytes: int = 1000, group: int = 3) -> ExpectedRows:
-    """Keys of every length that occurs."""
-    keys = [bytes([7 + n]) * (20 + 11 * n % 45) for n in range(count)]
+    """Keys of 1 to 64 bytes."""
+    keys = [bytes([7 + n]) * (1 + 21 * n % 64) for n in range(count)]
     return ExpectedRows(NAMESPACE, keys, group, blocks, block_bytes)
 
 
@@ -112,6 +113,12 @@ def test_a_page_with_another_first_block_that_is_out_of_range_is_refused() -> No
     wide = ExpectedRows(NAMESPACE, expect.keys, 3, 9, 1000)
     pages = encode_headers(wide, sums(2, 9, [0, 8]), [0, 8])
     assert set(check_headers(pages, expect).errors) == {0, 1}
+    page = encode_headers(expect, sums(2, 4, [0, 0]), [0, 0])[0]
+    for first in (4, 5, 0xFFFF):
+        page[54:56].view("<u2")[:] = first
+        page[OWN_CHECKSUM_AT:].view("<u8")[:] = block_checksum(page[:OWN_CHECKSUM_AT])
+        (error,) = check_headers([page], expected(1)).errors.values()
+        assert error.reason == "blocks"
 
 
 @pytest.mark.parametrize("firsts", [[0, 0, 0], [2, 2, 2], [0, 1, 3]])
@@ -137,6 +144,14 @@ def test_blocks_that_were_never_stored_are_refused_whatever_their_sum() -> None:
     checksums = sums(2, 4, [0, 2])
     headers = check_headers(encode_headers(expect, checksums, [0, 2]), expect)
     verify_rows(headers, [0, 1], [1, 1], [checksums[0, 1:], checksums[1, 1:]])
+    assert {row: error.reason for row, error in headers.errors.items()} == {1: "blocks"}
+
+
+def test_of_no_blocks_nothing_is_verified() -> None:
+    expect = expected(2)
+    checksums = sums(2, 4, [0, 0])
+    headers = check_headers(encode_headers(expect, checksums, [0, 0]), expect)
+    verify_rows(headers, [0, 1], [0, 4], [checksums[0], checksums[1, 4:]])
     assert {row: error.reason for row, error in headers.errors.items()} == {1: "blocks"}
 
 
