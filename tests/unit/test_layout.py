@@ -86,11 +86,18 @@ def head_shards(blocks_per_chunk: int) -> KVLayout:
 
 
 def packed_head_shards(blocks_per_chunk: int) -> KVLayout:
-    """Two layers in a block: halves of their heads, all heads, the last layer's last quarter and the first's first."""
+    """Two layers in a block: halves of their heads, all heads, the last layer's last quarter and the first's first, and
+    these in the order in which blocks that follow each other touch.
+    """
     halves = [GroupLayout((PageRun(0, offset, 24), PageRun(0, 48 + offset, 24))) for offset in (0, 24)]
     whole = GroupLayout((PageRun(0, 0, 24), PageRun(0, 24, 24), PageRun(0, 48, 48)))
     turned = GroupLayout((PageRun(0, 84, 12), PageRun(0, 0, 12)))
-    return KVLayout((region(96),), (*halves, whole, turned), blocks_per_chunk)
+    ends = GroupLayout((PageRun(0, 0, 12), PageRun(0, 72, 24)))
+    return KVLayout((region(96),), (*halves, whole, turned, ends), blocks_per_chunk)
+
+
+def bytes_beside_pages(blocks_per_chunk: int) -> KVLayout:
+    return KVLayout((region(48), region(1)), (GroupLayout.of_pages(((0, 48), (1, 1))),), blocks_per_chunk)
 
 
 LAYOUTS = [
@@ -103,6 +110,7 @@ LAYOUTS = [
     one_layer_twice,
     head_shards,
     packed_head_shards,
+    bytes_beside_pages,
 ]
 
 Row = tuple[int, int, int, int]
