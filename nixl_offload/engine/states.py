@@ -5,7 +5,7 @@ Threading: constants and pure functions.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, auto
 
 from nixl_offload.types import Outcome
 
@@ -39,11 +39,11 @@ class Lane(Enum):
 
     __hash__ = object.__hash__
 
-    URGENT_STORE = "urgent_store"
-    EXPEDITED_LOAD = "expedited_load"
-    LOAD = "load"
-    STORE = "store"
-    BACKGROUND = "background"
+    URGENT_STORE = auto()
+    EXPEDITED_LOAD = auto()
+    LOAD = auto()
+    STORE = auto()
+    BACKGROUND = auto()
 
 
 LANES = tuple(Lane)
@@ -54,18 +54,18 @@ class ChunkState(Enum):
 
     __hash__ = object.__hash__
 
-    QUEUED = "queued"
-    CLAIMED = "claimed"
+    QUEUED = auto()
+    CLAIMED = auto()
     """Writes only: the KV blocks are being copied or summed. Nothing has been written, so it can still be dropped."""
-    BORROWED = "borrowed"
+    BORROWED = auto()
     """Stores only: a mover or a device reads the KV blocks and cannot be stopped."""
-    DISOWNED = "disowned"
+    DISOWNED = auto()
     """As BORROWED, but the KV blocks were given away meanwhile: what is written is worthless, so it can only fail."""
-    TRANSFER = "transfer"
+    TRANSFER = auto()
     """On its way between the tier and memory that belongs to the engine. The KV blocks are not touched."""
-    SCATTER = "scatter"
+    SCATTER = auto()
     """Loads only: the KV blocks are being written. Nothing can stop that."""
-    DONE = "done"
+    DONE = auto()
 
 
 TRANSITIONS: dict[ChunkState, frozenset[ChunkState]] = {
