@@ -39,8 +39,8 @@ class Shares:
         """The numbers of the salts that hold more than their share; less than 1 / share of them."""
 
     def grow(self, nodes: int) -> None:
-        """Make room for node numbers below this."""
-        self._number_of_node.frombytes(bytes(2 * max(0, nodes - len(self._number_of_node))))
+        """Make room for node numbers below this, which is more than ever before."""
+        self._number_of_node.frombytes(bytes(2 * (nodes - len(self._number_of_node))))
         self.links.grow(nodes - 1)
 
     def number(self, node: int) -> int:

@@ -270,6 +270,7 @@ def test_the_smallest_tensor_of_a_group_limits_its_block_ids() -> None:
         ((region(8),), PageRun(0, 0, 0), 4, "0 bytes"),
         ((region(9, 8),), PageRun(0, 0, 8), 4, "9 bytes, 8 apart"),
         ((region(8, num_blocks=0),), PageRun(0, 0, 8), 4, "0 pages"),
+        ((region(8), region(0, 8)), PageRun(0, 0, 8), 4, "pages of 0 bytes"),
         ((region(8),), PageRun(0, 0, 8), 0, "chunk of 0 blocks"),
         ((region(8),), PageRun(0, 0, 8), MAX_BLOCKS_PER_CHUNK + 1, "1 to 487"),
     ],
@@ -322,6 +323,13 @@ def test_direct_needs_every_address_offset_and_length_aligned() -> None:
         part = KVLayout((region(8192),), (GroupLayout((PageRun(0, offset, 4096),)),), 4)
         assert part.is_group_direct_capable(0, 4096) is direct
         assert is_direct_capable(chunk_extents(part, 0, np.array([5]), 0), 4096, np.array([0])) is direct
+
+
+def test_the_smallest_cache_and_the_largest_chunk() -> None:
+    layout = KVLayout((region(1, num_blocks=1),), (GroupLayout.of_pages(((0, 1),)),), MAX_BLOCKS_PER_CHUNK)
+    assert rows_of(chunk_extents(layout, 0, np.array([0]), MAX_BLOCKS_PER_CHUNK - 1)) == [
+        (0, 0, MAX_BLOCKS_PER_CHUNK - 1, 1)
+    ]
 
 
 # From a job's numbers to the blocks of each chunk.

@@ -99,6 +99,28 @@ def test_who_is_farthest_beyond_gives_way_first(make_room: MakeRoom) -> None:
     assert [room.store(number, NO_SALT) for number in (30, 31)] == keys(10, 11)
 
 
+def test_who_asks_is_as_far_beyond_as_it_will_be(make_room: MakeRoom) -> None:
+    """Of two that hold as much, the one that wants more gives way."""
+    for asks in (QUIET, NOISY):
+        room = make_room(8, 2)
+        for number in range(4):
+            room.store(number, QUIET)
+            room.store(10 + number, NOISY)
+        assert room.store(20, asks) == (key(0) if asks is QUIET else key(10))
+
+
+def test_shares_cost_a_dozen_bytes_for_each_chunk() -> None:
+    grown_bytes = []
+    for share_slots in (None, 100):
+        index = Room(0, share_slots).index
+        tracemalloc.start()
+        for number in range(8_000):
+            index.insert_ready(key(number), Location(0, number * SMALL, SMALL))
+        grown_bytes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert grown_bytes[1] - grown_bytes[0] < 8_000 * 16
+
+
 def test_where_nobody_is_beyond_the_oldest_of_all_goes() -> None:
     room = Room(6, 3)
     for number, salt in enumerate((QUIET, NOISY, QUIET, NOISY, THIRD, THIRD)):
