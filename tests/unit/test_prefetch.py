@@ -119,6 +119,20 @@ def test_a_step_marks_only_so_many_as_used(make: MakeChain, monkeypatch: pytest.
     assert touched == keys(1, 2, 3, 4, 5, 5, 4, 3, 2, 1), "as they are found, and then so that the end goes first"
 
 
+def test_a_step_looks_up_and_begins_as_much_as_it_may(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four looks and four marks with one to spare; then two chunks a step."""
+    monkeypatch.setattr(prefetch, "MAX_LOOKED_UP", 9)
+    chain = make(memory_slots=16)
+    on_file_only(chain, 1, 2, 3, 4)
+    foretell(chain, 1, 2, 3, 4)
+    assert [brought for brought, _ in bring(chain)] == keys(1, 2, 3, 4)
+    assert not chain.catalog.has_pending_writes
+    monkeypatch.setattr(prefetch, "MAX_BEGUN", 2)
+    on_file_only(chain, 11, 12, 13)
+    foretell(chain, 11, 12, 13)
+    assert [[brought for brought, _ in bring(chain)] for _ in range(2)] == [keys(11, 12), keys(13)]
+
+
 def test_every_rank_has_to_have_it(make: MakeChain) -> None:
     chain = make(world_size=2)
     on_file_only(chain, 1)
@@ -161,6 +175,9 @@ def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:
             break
         chain.wait_a_moment()
     assert found == [(key(1), BUCKET), (key(2), BUCKET)]
+    bucket = chain.tiers[BUCKET]
+    assert isinstance(bucket, SharedTier)
+    assert len(bucket._lookups) == 0, "nothing is remembered of who has asked"
     chain.write_through()
     assert chain.holders(1) == [MEMORY, FILE, BUCKET]
 
@@ -212,7 +229,23 @@ def assert_in_time(event: threading.Event) -> None:
     assert event.wait(WAIT_S)
 
 
-def test_one_that_memory_has_no_slot_for_holds_up_no_other(make: MakeChain) -> None:
+def test_who_waits_for_a_slot_comes_before_who_waits_for_an_answer(make: MakeChain) -> None:
+    chain = make(bucket=True, memory_slots=1)
+    chain.store(11)
+    chain.write_through()
+    chain.tiers[MEMORY].drop(key(11))
+    chain.store(1)
+    chain.write_through()
+    load = chain.catalog.prepare_load(keys(1), chain.now_s)
+    foretell(chain, 99)  # nobody flushes: the bucket does not answer
+    foretell(chain, 11)
+    assert bring(chain) == []
+    assert [prefetch.keys for prefetch in chain.catalog._prefetches._waiting] == [keys(11), keys(99)]
+    chain.report(load.ticket)
+    chain.catalog.clear()
+
+
+def test_one_that_memory_has_no_slot_for_holds_up_no_other(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes first again once there is room."""
     chain = make(memory_slots=2)
     on_file_only(chain, 11, 12)
@@ -222,7 +255,10 @@ def test_one_that_memory_has_no_slot_for_holds_up_no_other(make: MakeChain) -> N
     foretell(chain, 11)
     foretell(chain, 1, 2)
     foretell(chain, 12)
+    reserve, asked = chain.tiers[MEMORY].reserve, list[Key]()
+    monkeypatch.setattr(chain.tiers[MEMORY], "reserve", lambda key, *rest: asked.append(key) or reserve(key, *rest))
     assert bring(chain) == []
+    assert asked == keys(11), "memory is asked for a slot of that size once in a step"
     assert [prefetch.keys for prefetch in chain.catalog._prefetches._waiting] == [keys(11), keys(12)]
     chain.report(load.ticket)
     assert bring(chain) == [(key(11), FILE), (key(12), FILE)]
@@ -275,6 +311,21 @@ def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:
         found += grant.keys
         chain.report(grant.ticket)
     assert found == keys(*numbers)
+
+
+def test_one_is_under_way_however_little_may_be(make: MakeChain) -> None:
+    chain = make(write_through_backlog_slots=1)
+    on_file_only(chain, 1)
+    on_file_only(chain, 2)
+    foretell(chain, 1, 2)
+    assert [bring(chain) for _ in range(2)] == [[(key(1), FILE)], [(key(2), FILE)]]
+
+
+def test_one_prefetch_takes_a_share_of_memory_at_most(make: MakeChain) -> None:
+    chain = make(memory_slots=8, share_slots=2)
+    on_file_only(chain, 1, 2, 3, 4)
+    foretell(chain, 1, 2, 3, 4)
+    assert bring(chain) == [(key(1), FILE), (key(2), FILE)]
 
 
 def test_one_prefetch_takes_half_of_memory_at_most(make: MakeChain) -> None:
@@ -341,6 +392,12 @@ def test_with_memory_alone_nothing_waits(make: MakeChain) -> None:
     chain = make(file_slots=0)
     chain.store(1)
     foretell(chain, 1, 2)
+    assert not chain.catalog.has_pending_writes
+
+
+def test_of_no_chunks_nothing_waits(make: MakeChain) -> None:
+    chain = make()
+    foretell(chain)
     assert not chain.catalog.has_pending_writes
 
 

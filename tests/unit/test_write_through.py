@@ -19,7 +19,7 @@ from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.types import Lookup, LookupContext, Outcome
+from nixl_offload.types import Lookup, LookupContext, Outcome, Salt
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
 
@@ -84,7 +84,7 @@ def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) 
     while chain.catalog.has_pending_writes:
         grants = chain.begin()
         assert sum(len(grant.keys) for grant in grants) <= 16, "no more in flight than the limit"
-        assert len(grants) >= 4, "in several tickets, or it would go by fits and starts"
+        assert {len(grant.keys) for grant in grants} == {2}, "an eighth of that each, or it would go by fits and starts"
         for grant in grants:
             begun += grant.keys
             chain.report(grant.ticket)
@@ -751,6 +751,42 @@ def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: 
     assert chain.catalog.reserve(keys(1, 2), chain.now_s, "answered") is None
     assert chain.write_through() == [(key(1), MEMORY, BUCKET), (key(2), MEMORY, BUCKET)]
     chain.come_to_rest()
+
+
+def test_whoever_loads_a_chunk_has_it_in_his_share(make: MakeChain) -> None:
+    chain = make(file_slots=0, share_slots=2)
+    chain.store(1, salt=Salt(7))
+    chain.load(1, salt=Salt(8))
+    (index,) = chain.indexes
+    assert index._shares is not None
+    assert index._shares.held_bytes() == {8: SLOT}
+
+
+def test_only_what_has_to_go_and_look_is_flushed(make: MakeChain) -> None:
+    """Each step of the scheduler's asks."""
+    assert make(bucket=True).catalog.has_flush is True
+    assert make().catalog.has_flush is False
+
+
+def test_what_begins_late_keeps_those_behind_it(make: MakeChain) -> None:
+    """The tier had no room for long; now it goes on, one by one."""
+    chain = make(write_through_backlog_slots=1)
+    chain.store(1, 2)
+    chain.now_s += write_through.PATIENCE_S
+    assert [write[0] for write in chain.write_through()] == keys(1)
+    assert [write[0] for write in chain.write_through()] == keys(2)
+    assert chain.told(FILE) == {"ok": 2}
+
+
+def test_a_write_that_failed_saves_nothing(make: MakeChain) -> None:
+    """While another tier has yet to take the chunk it is as unsaved as before."""
+    chain = make(bucket=True, unsaved_slots=1)
+    chain.store(1)
+    for grant in chain.begin():
+        if grant.targets[0].tier == FILE:
+            chain.report(grant.ticket, {0: Outcome.FAILED})
+    chain.store(2)
+    assert [chain.indexes[MEMORY].pins(key(number)) for number in (1, 2)] == [2, 0], "one for what is under way"
 
 
 def test_a_chunk_that_is_gone_is_held_by_nobody(make: MakeChain) -> None:
