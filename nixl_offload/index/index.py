@@ -327,7 +327,7 @@ class Index:
                 policy.unpark(node)
         elif event is Event.COMMIT and after == Phase.READY:
             policy.add(node)
-        elif event is Event.DROP and before in (Phase.READY, Phase.PINNED):
+        elif event is Event.DROP:
             policy.remove(node)
         self._phases[node] = after
         size_class.counts[before] -= 1

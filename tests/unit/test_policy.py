@@ -243,3 +243,13 @@ def test_s3fifo_keeps_the_hot_set_through_a_scan() -> None:
 def test_lru_loses_the_hot_set_to_a_scan() -> None:
     """The same load under LRU leaves nothing: the test above can fail."""
     assert hot_set_hits_after_scan("lru") == 0.0
+
+
+def test_an_index_lists_its_keys_and_how_often_each_is_pinned() -> None:
+    """For checks, of whatever state they are in."""
+    index, mine, others = Index(), Key(b"1" * 36), Key(b"2" * 36)
+    index.insert_ready(mine, Location(0, 0, 4096))
+    index.insert_writing(others, Location(0, 4096, 4096))
+    for _ in range(3):
+        index.pin(mine)
+    assert {key: index.pins(key) for key in index} == {mine: 3, others: 0}

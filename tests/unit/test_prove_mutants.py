@@ -63,6 +63,7 @@ def test_what_a_mutant_may_differ_in(source: str, others: set[str]) -> None:
         "x = f'{a}'",
         "import a",
         "x = Literal['a']",
+        "def check():\n    '''Assert all.'''\n    return a < b",
     ],
 )
 def test_what_nothing_is_decided_by_is_left_alone(source: str) -> None:

@@ -1,7 +1,8 @@
 """What a mutant may differ in from a module: one operator, constant, condition, statement, result or argument.
 
 Threading: one thread; a ``Change`` is made and unmade in the tree that it is of. Texts of messages, docstrings and log
-lines, annotations, types, ``zip``'s ``strict`` and ``__repr__`` are left as they are: nothing is decided by them.
+lines, annotations, types, ``zip``'s ``strict``, ``__repr__`` and checks for tests are left as they are: nothing is
+decided by them.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _is_text(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         return True
-    if isinstance(node, ast.FunctionDef) and node.name == "__repr__":
+    if isinstance(node, ast.FunctionDef) and (node.name == "__repr__" or _asserts(node)):
         return True
     if isinstance(node, ast.AnnAssign) and node.value is None:
         return True
@@ -142,6 +143,11 @@ def _is_text(node: ast.AST) -> bool:
             and function.value.id in _LOGGERS
         )
     return False
+
+
+def _asserts(node: ast.FunctionDef) -> bool:
+    """Whether it is for tests, to find what is wrong."""
+    return (ast.get_docstring(node) or "").startswith("Assert ")
 
 
 def _instead_of(node: ast.AST, owner: ast.AST) -> Iterator[tuple[str, ast.AST]]:
