@@ -553,6 +553,7 @@ def test_an_index_of_an_earlier_version_with_a_log_is_read_and_converted(path: s
     assert [found.offset for found in IndexReader(Path(path)).rows()] == [n * 4096 for n in range(100)]
     assert IndexReader(Path(path)).count() == (100, 409_600)
     assert {file.name: file.read_bytes() for file in directory.iterdir()} == before
+    descriptors = set(os.listdir("/proc/self/fd"))
     twin, rows = DurableIndex.open(path, GEOMETRY)
     assert flat(rows) == [row(n, n) for n in range(100)]
     twin.put(key(100), place(100))
@@ -561,6 +562,7 @@ def test_an_index_of_an_earlier_version_with_a_log_is_read_and_converted(path: s
     assert Path(path).read_bytes()[18:20] == b"\1\1"
     assert IndexReader(Path(path)).count() == (101, 413_696)
     assert twin.close(WAIT_S)
+    assert set(os.listdir("/proc/self/fd")) <= descriptors, "nothing is left open"
     assert len(reread(path)) == 101
 
 
