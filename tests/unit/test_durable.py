@@ -431,12 +431,25 @@ def test_a_deleted_database_is_made_again(path: str) -> None:
     assert reread(path) == [row(2, 2)]
 
 
+def test_a_database_that_is_damaged_while_it_is_in_use_is_made_anew_at_once(path: str) -> None:
+    twin, _ = DurableIndex.open(path, GEOMETRY, retry_interval_s=10 * WAIT_S)
+    twin.put(key(1), place(1))
+    assert twin.flush(WAIT_S)
+    with open(path, "r+b") as file:
+        file.write(b"nonsense" * 2048)
+    twin.put(key(2), place(2))
+    assert twin.flush(WAIT_S)
+    assert twin.close(WAIT_S)
+    assert reread(path) == [row(2, 2)], "what was on its way when it was found is kept"
+
+
 def test_opening_without_a_directory_serves_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No exception, one warning, no rows; the database is made when the directory appears."""
     directory = tmp_path / "later"
     path = str(directory / "index.sqlite")
     twin, rows = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
     assert flat(rows) == []
+    assert len(caplog.records) == 1, "before anything is to be written"
     twin.put(key(1), place(1))
     assert not twin.flush(0.05)
     directory.mkdir()
@@ -775,8 +788,14 @@ def test_an_abandoned_twin_leaves_the_file_to_its_new_owner(path: str) -> None:
     twin.abandon()
     twin.clear()
     twin.put(key(3), place(3))
+    twin._writer.join(WAIT_S / 2)
+    assert not twin._writer.is_alive(), "at once, whatever it was waiting for"
     assert twin.close(WAIT_S)
     assert reread(path) == [row(2, 2)]
+    idle, _ = DurableIndex.open(path, GEOMETRY)
+    idle.abandon()
+    idle._writer.join(WAIT_S)
+    assert not idle._writer.is_alive()
 
 
 def test_rows_cleared_while_the_directory_is_away_do_not_come_back_with_it(tmp_path: Path) -> None:
