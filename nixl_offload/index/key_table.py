@@ -281,7 +281,7 @@ class KeyTable:
         while len(nodes):
             there = cells[places]
             alike = np.flatnonzero(hashes[there] == hashes[nodes])
-            if len(alike) and (rows[there[alike]] == rows[nodes[alike]]).all(axis=1).any():
+            if (rows[there[alike]] == rows[nodes[alike]]).all(axis=1).any():
                 return False
             free = there == 0
             cells[places[free]] = nodes[free]

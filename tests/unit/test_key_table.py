@@ -56,6 +56,7 @@ def test_in_any_order_a_key_is_found_and_an_absent_one_is_not(length: int) -> No
     table.grow(count)
     for number in range(1, count + 1):
         table.add(key(number, length), number)
+    assert not table._aside, "none is a Python object of its own"
     for order in (range(1, count + 1), range(count, 0, -1), range(1, count, 7), (count, 1, count, 0, 1, 0)):
         assert [table.find(key(number, length)) for number in order] == list(order)
     for number in range(2, count, 2):
