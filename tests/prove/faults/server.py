@@ -101,7 +101,7 @@ class Server(server.Server):
     def is_open(self) -> bool:
         """Whether every tier serves, on every rank."""
         are_open = not any(isinstance(tier, ClosedTier) for tier in self.serving)
-        return are_open and not any(rank.tiers.is_opening for rank in self.ranks)
+        return are_open and not any(tiers.is_opening for tiers in self.rank_tiers)
 
     def look_up(self, numbers: Sequence[int], *, limit_s: float = 0.3) -> list[int]:
         """Look a prompt up until it is known how much of it there is; return that."""
