@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.catalog import Catalog, ChainOptions
+from nixl_offload.catalog.tickets import Settled
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
 from nixl_offload.config import SlabConfig
 from nixl_offload.config.schema import MemoryConfig
@@ -74,6 +76,8 @@ class World:
     """Tickets that the rank has to settle."""
     free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
     given_back: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    retired: Counter[int] = field(default_factory=Counter)
+    """By tier: slots that something may still touch, which nobody gets any more."""
     number: int = 0
     requests: int = 0
     is_closed: bool = False
@@ -187,6 +191,7 @@ class World:
             failures = {at: outcome for at, outcome in enumerate(done.outcomes) if outcome is not Outcome.OK}
             settled = self.catalog.report(job.ticket, 1, failures, now_s)
             assert settled is not None, f"the ticket of job {done.job_id} was settled before"
+            self.count_retired(settled)
             if job.held:
                 job.held = False
                 self.free += job.blocks
@@ -194,7 +199,13 @@ class World:
             assert done.job_id in self.under_way, f"ticket {done.job_id} is settled, and was not open"
             self.under_way.remove(done.job_id)
             failures = {at: outcome for at, outcome in enumerate(done.outcomes) if outcome is not Outcome.OK}
-            assert self.catalog.report(done.job_id, 1, failures, now_s) is not None, "a ticket was settled before"
+            settled = self.catalog.report(done.job_id, 1, failures, now_s)
+            assert settled is not None, "a ticket was settled before"
+            self.count_retired(settled)
+
+    def count_retired(self, settled: Settled) -> None:
+        for key, tier in zip(settled.keys, settled.tiers, strict=True):
+            self.retired[tier] += settled.kind != "load" and settled.failed.get(key) is Outcome.TAINTED
 
     def check_loaded(self, job: _Job, outcomes: tuple[Outcome, ...]) -> None:
         if job.writes or not job.held:
@@ -310,13 +321,14 @@ class World:
         counts = self.catalog.counts()
         assert self.catalog.backlog_bytes == counts.unsaved_bytes == 0, "bytes on their way are left"
         assert not any(counts.pending_writes)
-        for tier in self.tiers[:TREE]:
+        for position, tier in enumerate(self.tiers[:TREE]):
             tier._index.check()
             for occupancy in tier.occupancy().values():
                 assert occupancy.writing == occupancy.pinned == occupancy.evicting == 0, "a pin or a place is left"
             taken = len(list(tier._index))
             used = tier._allocator.used_slots(self.slot)
-            assert used == taken or self.is_closed, f"{used} slots are used for {taken} chunks"
+            retired = self.retired[position]
+            assert used == taken + retired, f"{used} slots are used for {taken} chunks, {retired} are retired"
         tree = self.tiers[TREE]._presence
         tree.check()
         assert tree.held == 0, "a pin or a reservation is left"
