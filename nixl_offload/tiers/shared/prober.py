@@ -136,7 +136,8 @@ class Prober:
                 self._want(key).plain = True
 
     def cancel(self, number: int) -> int:
-        """Give a search up: no ``SearchEnd`` any more. Questions that are out still end in a ``ProbeAnswer``.
+        """Give a search up: no ``SearchEnd`` any more, but one that is there already and was not drained. Questions
+        that are out still end in a ``ProbeAnswer``.
 
         Returns how many leading keys it has found to be there so far.
         """

@@ -62,15 +62,18 @@ def asking(run: Run) -> None:
     prober.probe([keys[3]])
     prober.search(3, keys[1:], ChainSearch(3))
     prober.cancel(3)
+    events = prober.drain(100)  # among them, perhaps, the end of the search that was given up: it came first
+    at_cancel = [event for event in events if isinstance(event, SearchEnd) and event.number == 3]
+    assert at_cancel in ([], [SearchEnd(3, 1, 1)]), f"a search that was given up ended: {at_cancel}"
     assert prober.do(tasks[1])  # type: ignore[arg-type]
-    events = []
     end_s = time.monotonic() + 5.0
     while not (prober.idle and not prober._events):
         assert time.monotonic() < end_s, f"it is busy for ever, after {events}"
         events += prober.drain(2)
         time.sleep(0.0005)
-    ends = {event.number: event.boundary for event in events if isinstance(event, SearchEnd)}
-    assert sorted(event.number for event in events if isinstance(event, SearchEnd)) == [1, 2], f"searches: {ends}"
+    searches = [event for event in events if isinstance(event, SearchEnd) and event not in at_cancel]
+    ends = {event.number: event.boundary for event in searches}
+    assert sorted(event.number for event in searches) == [1, 2], f"searches: {ends}"
     assert ends == {1: 2, 2: 2}, f"searches ended at {ends}"
     assert sum(isinstance(event, TrialEnd) for event in events) == 1
     assert [task.runs for task in tasks] == [1, 1]
