@@ -12,7 +12,10 @@ def _unit(*names: str) -> tuple[str, ...]:
 _INDEX_MODEL: Final = "tests/model/test_index_model.py"
 _INDEX_CONTRACT: Final = "tests/contract/test_index.py"
 _CHUNKS: Final = _unit("format", "header_rows", "late_checksums", "slot_headers")
-_ENGINE: Final = (*_unit("engine", "batches", "grace", "transfer_statistics"), "tests/faults/test_engine_faults.py")
+_ENGINE: Final = (
+    *_unit("job_table", "engine", "batches", "grace", "transfer_statistics"),
+    "tests/faults/test_engine_faults.py",
+)
 _CHAIN: Final = (*_unit("chain_engine", "promotions", "empty_stage"), "tests/faults/test_chain_faults.py")
 _CATALOG: Final = _unit("catalog", "write_through", "prefetch", "retention")
 
