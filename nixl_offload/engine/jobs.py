@@ -325,11 +325,9 @@ class JobTable:
             self._bell.release()
 
     def _move(self, task: Task, state: ChunkState) -> None:
-        """Change a state. Callers notify waiters."""
+        """Change the state of a chunk that was taken. Callers notify waiters."""
         if state not in TRANSITIONS[task.state]:
             raise RuntimeError(f"chunk of job {task.job.job_id} cannot go from {task.state.name} to {state.name}")
-        if task.state is ChunkState.QUEUED:
-            self._waiting_bytes[_waits_as(task.job.kind)] -= task.size_bytes
         task.state = state
 
     def _give_up(self, task: Task, why: str, cause: str) -> None:

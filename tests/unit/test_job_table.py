@@ -1,10 +1,11 @@
 """The table of an engine's jobs without an engine: what may wait, who is taken when, and what every end is told as.
 
-One thread and a clock that stands still: no test waits for anything.
+The clock stands still: no test waits for it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -114,15 +115,16 @@ def test_chunks_of_a_group_are_taken_together_and_as_many_as_there_is_room_for()
 
 def test_what_is_waited_for_goes_first_by_group_and_once() -> None:
     table = Table()
-    table.submit(1, LOAD, [1, 0, 1])
+    table.submit(1, LOAD, [1, 0, 1, 0])
     table.submit(2, STORE, [0])
-    table.claim(LOAD, room=1)
+    assert numbers(table.claim(LOAD, room=1)) == [(1, 0)]
     table.wakes()
     assert [job.job_id for job in table.expedite([1, 2, 7])] == [1, 2]
     assert table.wakes()
     assert list(table.busy_lanes()) == [Lane.URGENT_STORE, Lane.EXPEDITED_LOAD, Lane.LOAD, Lane.STORE]
     assert table.expedite([7]) == []
     assert not table.wakes()
+    assert numbers(table.take(Lane.EXPEDITED_LOAD, lambda _: 16)) == [(1, 0)]
     assert numbers(table.take(Lane.EXPEDITED_LOAD, lambda _: 16)) == [(1, 1)] * 2
     assert numbers(table.take(Lane.URGENT_STORE, lambda _: 16)) == [(2, 0)]
     assert table.claim(LOAD) == table.claim(STORE) == []
@@ -210,6 +212,41 @@ def test_slots_are_told_of_when_nothing_touches_them_any_more() -> None:
     later = table.told()
     assert (later.outcomes, later.slots, later.ends_job) == ((), (OK, TAINTED), False)
     assert table.idle()
+
+
+def test_of_a_chunk_that_fills_no_slot_no_slot_is_told() -> None:
+    """Though the pump tells of one, where it does not know any more what it had begun."""
+    table = Table()
+    table.submit(1, LOAD)
+    (task,) = table.claim(LOAD)
+    table.complete([Ending(task, FAILED, "crashed", "unexpected", FAILED)])
+    assert table.told().slots == ()
+    assert table.idle()
+
+
+@pytest.mark.parametrize("by", ["an end", "the clock"])
+def test_who_waits_for_blocks_waits_for_the_last_of_them(by: str) -> None:
+    """While a load writes to its blocks nothing else ends the wait, and no other job's end does."""
+    table = Table()
+    jobs = [table.submit(1, LOAD), table.submit(2, LOAD)]
+    (task,) = table.claim(LOAD)
+    if by == "an end":
+        table.advance([task], ChunkState.SCATTER)
+    waiter = threading.Thread(target=table.await_blocks, args=(jobs, 0.0 if by == "an end" else 3600.0))
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    if by == "an end":
+        table.complete([Ending(task, OK)])
+    else:
+        table.now_s += EXPIRE_EVERY_S
+        table.expire_loads(0.0)
+    waiter.join(10.0)
+    assert not waiter.is_alive()
+    assert {told.job_id: told.outcomes for told in table.drain()} == {
+        1: (OK if by == "an end" else FAILED,),
+        2: (FAILED,),
+    }
 
 
 def test_the_end_of_the_pump_ends_everything() -> None:
