@@ -18,14 +18,16 @@ EVERY_S: Final = 1.0
 MIB: Final = 1 << 20
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
+ANONYMOUS: Final = "anonymous memory, MiB"
+"""Grows for a quarter of an hour, until each of a hundred threads has had its largest request, and is flat then."""
 LIMITS: Final = {
-    "anonymous memory, MiB": 32.0,
+    ANONYMOUS: 16.0,
     "shared memory, MiB": 1.0,
     "threads": 16.0,
     "descriptors": 16.0,
 }
-"""By how much the median at the end may exceed the median at first: pools of threads and connections grow when they are
-first needed whole, which may be in a fault. There are over a hundred of these in half an hour."""
+"""By how much the median at the end may exceed the one at first, of memory that of the middle: pools of threads and
+connections grow when they are first needed whole, which may be in a fault. There are over a hundred in half an hour."""
 
 
 class Samples:
@@ -67,7 +69,7 @@ class Samples:
     def _row(self) -> dict[str, float]:
         status = Path(f"/proc/{self._pid}/status").read_text()
         return {
-            "anonymous memory, MiB": _field(status, "RssAnon:") / 1024,
+            ANONYMOUS: _field(status, "RssAnon:") / 1024,
             "shared memory, MiB": _field(status, "RssShmem:") / 1024,
             "threads": _field(status, "Threads:"),
             "descriptors": len(os.listdir(f"/proc/{self._pid}/fd")),
@@ -78,7 +80,7 @@ class Samples:
 def grown(first: Mapping[str, float], last: Mapping[str, float]) -> list[str]:
     """Return a sentence for each thing of which there is more at the end than ``LIMITS`` allow."""
     return [
-        f"{name}: {first[name]:.1f} at first, {last[name]:.1f} at the end, which is more than {limit:g} above"
+        f"{name}: {first[name]:.1f} before, {last[name]:.1f} at the end, which is more than {limit:g} above"
         for name, limit in LIMITS.items()
         if last[name] > first[name] + limit
     ]
