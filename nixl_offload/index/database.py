@@ -103,8 +103,9 @@ class Database:
         self._connection = _connect(self.path, timeout_s=1.0)
         try:
             self._connection.execute(_NO_MAPPING)
-            if head[_READ_VERSION_AT:] == b"\2" or os.path.lexists(self.path + "-wal"):
-                self._leave_old_log(self._connection)
+            has_log = head[_READ_VERSION_AT:] == b"\2"
+            if has_log or os.path.lexists(self.path + "-journal") or os.path.lexists(self.path + "-wal"):
+                self._settle(self._connection)
             self._prepare(self._connection)
         except BaseException:
             self.disconnect()
@@ -169,18 +170,23 @@ class Database:
         finally:
             connection.close()
 
-    def _leave_old_log(self, connection: sqlite3.Connection) -> None:
-        """Apply and remove a write-ahead log, as earlier versions wrote; from then on there is a rollback journal.
+    def _settle(self, connection: sqlite3.Connection) -> None:
+        """Apply and remove what was left beside the file: a journal by a kill, a write-ahead log by an earlier version.
 
         A log is indexed in a file that all map into memory, and a write to mapped memory that the medium refuses ends
         the process with SIGBUS, where a rollback journal's fails with an error. An exclusive connection has that index
-        in memory of its own.
+        in memory of its own. A journal may bring log mode back, where a conversion was cut short.
         """
-        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-        (mode,) = connection.execute("PRAGMA journal_mode=DELETE").fetchone()
+        run = connection.execute
+        run("PRAGMA locking_mode=EXCLUSIVE")
+        (mode,) = run("PRAGMA journal_mode=DELETE").fetchone()
         if mode != b"delete":
             raise sqlite3.OperationalError(f"its journal mode stays {mode.decode(errors='replace')}")
-        connection.execute("PRAGMA locking_mode=NORMAL")
+        run("PRAGMA locking_mode=NORMAL")
+        # Leaving PERSIST deletes a journal that is void, which would stay until the next commit: a kill came before its
+        # first sync, or the lines above have rolled it back.
+        run("PRAGMA journal_mode=PERSIST")
+        run("PRAGMA journal_mode=DELETE")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path + "-shm")
         # A log that came back after a power cut would be applied to what has been written since.
@@ -193,8 +199,9 @@ class Database:
         # What is spilled within a transaction takes the lock that keeps readers out, and a sync, in the middle of it.
         run("PRAGMA cache_spill=OFF")
         run(f"PRAGMA cache_size={2 * BATCH_OPS}")
-        (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
-        if not tables:
+        # Not by its tables: in a damaged file that seems to have none, new ones would lie beside the old ones' pages.
+        (pages,) = run("PRAGMA page_count").fetchone()
+        if not pages:
             run("BEGIN IMMEDIATE")
             for statement in _SCHEMA:
                 run(statement)
@@ -212,7 +219,6 @@ class Database:
         statements = {sql for (sql,) in run("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
         if statements != {sql.encode() for sql in _SCHEMA}:
             raise UnusableError("its schema is not ours")
-        (pages,) = run("PRAGMA page_count").fetchone()
         if pages * _PAGE_BYTES <= _CHECKED_BYTES:
             (verdict,) = run("PRAGMA quick_check(1)").fetchone()
             if verdict != b"ok":

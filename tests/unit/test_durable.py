@@ -250,7 +250,15 @@ def bad_first_page(path: str) -> None:
         file.write(b"\xff" * 200)
 
 
-@pytest.mark.parametrize("spoil", [other_schema, other_version, cut_short, no_database, bad_first_page])
+def no_tables(path: str) -> None:
+    """The first page says that it lists none; there are as many rows as before, which nothing names."""
+    fill(path, 10)
+    with open(path, "r+b") as file:
+        file.seek(103)
+        file.write(bytes(2))
+
+
+@pytest.mark.parametrize("spoil", [other_schema, other_version, cut_short, no_database, bad_first_page, no_tables])
 def test_an_unusable_database_is_deleted_with_one_warning(
     path: str, spoil: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -577,6 +585,69 @@ def test_an_index_of_an_earlier_version_with_a_log_is_read_and_converted(path: s
     assert twin.close(WAIT_S)
     assert set(os.listdir("/proc/self/fd")) <= descriptors, "nothing is left open"
     assert len(reread(path)) == 101
+
+
+TRANSACTION = """
+    import os, sqlite3, sys
+    connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+    connection.execute(f"PRAGMA cache_size={sys.argv[2]}")
+    connection.execute("BEGIN")
+    connection.execute("UPDATE slot SET slot_bytes = 0")
+    insert = "INSERT INTO slot (key, offset, slot_bytes) VALUES (randomblob(36), ?, 0)"
+    connection.executemany(insert, [(-n,) for n in range(1, 2000)])
+    os.kill(os.getpid(), 9)
+"""
+
+
+def kill_in_transaction(path: str, *, pages_written: bool) -> bytes:
+    """Have a process change all rows and be killed. Return the journal that it has left."""
+    cached = "1" if pages_written else "10000"
+    subprocess.run([sys.executable, "-c", textwrap.dedent(TRANSACTION), path, cached], check=False)
+    return Path(path + "-journal").read_bytes()
+
+
+@pytest.mark.parametrize("pages_written", [True, False])
+def test_a_journal_that_a_kill_has_left_is_applied_and_gone(path: str, pages_written: bool) -> None:
+    """Whether it counts, for pages were written, or not, for it was not yet synced; without anything being written."""
+    fill(path, 10)
+    journal = kill_in_transaction(path, pages_written=pages_written)
+    assert bool(journal[0]) == pages_written
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    assert flat(rows) == [row(n, n) for n in range(10)]
+    assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
+    assert twin.close(WAIT_S)
+    assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
+
+
+def test_a_journal_without_its_index_is_not_applied_to_the_next_one(path: str) -> None:
+    """As a removal that was cut short leaves it."""
+    fill(path, 10)
+    kill_in_transaction(path, pages_written=True)
+    os.unlink(path)
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    assert flat(rows) == []
+    twin.put(key(1), place(1))
+    assert twin.close(WAIT_S)
+    assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
+    assert reread(path) == [row(1, 1)]
+
+
+def test_a_conversion_that_was_cut_short_is_done_again(path: str) -> None:
+    """Its journal has the first page of the time when there was a log: rolling back must not go back to logs."""
+    fill(path, 10)
+    journal = bytearray(kill_in_transaction(path, pages_written=True))
+    page_at = next(at for at in range(512, len(journal), 4104) if journal[at : at + 4] == b"\0\0\0\1") + 4
+    assert journal[page_at : page_at + 6] == b"SQLite"
+    journal[page_at + 18 : page_at + 20] = b"\2\2"  # its checksum counts one byte of 200
+    Path(path + "-journal").write_bytes(journal)
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    assert flat(rows) == [row(n, n) for n in range(10)]
+    twin.put(key(10), place(10))
+    assert twin.flush(WAIT_S)
+    assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
+    assert Path(path).read_bytes()[18:20] == b"\1\1"
+    assert twin.close(WAIT_S)
+    assert len(reread(path)) == 11
 
 
 @pytest.mark.parametrize("earlier", [False, True])
