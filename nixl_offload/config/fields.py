@@ -35,6 +35,10 @@ def _absolute_path(path: str) -> str:
         raise ValueError("is not an absolute path; allowed: a directory such as /mnt/nvme/kv")
     if "\0" in path:
         raise ValueError("contains a NUL byte")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError("is not UTF-8") from None
     return posixpath.normpath(path)
 
 

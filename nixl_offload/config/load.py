@@ -42,6 +42,8 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         raise ConfigError(f"{source}: cannot be read: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{source}: is not UTF-8 text (byte {exc.start})") from exc
+    except ValueError as exc:  # a NUL byte or half a surrogate pair: no path has them
+        raise ConfigError(f"{show_value(source)}: cannot be read: {exc}") from exc
     document = parse_yaml(text, source)
     return _check(document.data, source, document.lines)
 

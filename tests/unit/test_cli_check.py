@@ -155,6 +155,8 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["check", "kv.yaml", "--path", "/tmp"]) == 2
     said = "nixl-offload: check: say a config file, or --path DIR"
     assert capsys.readouterr().err.splitlines() == [said, f"{said}, not both"]
+    assert main(["check", "--path", "/k\0v"]) == 2
+    assert capsys.readouterr().err == "nixl-offload: --path: tiers[0].path: '/k\\x00v' contains a NUL byte\n"
     assert main(["check", "--path", "/tmp", "--tp", "2"]) == 2
     assert main(["check", config(tmp_path, "{kind: slab}")]) == 2
     assert main(["check", str(tmp_path / "none.yaml")]) == 2

@@ -328,6 +328,7 @@ def test_what_cannot_be_warmed(rig: Rig, capsys: pytest.CaptureFixture[str]) -> 
         ([], "no shared tier behind the directory; say --from"),
         (["--from", "elsewhere"], "'elsewhere': allowed: s3, or the absolute path of a shared directory"),
         (["--from", str(rig.target)], "is the directory to be warmed"),
+        (["--from", "/k\0v"], "--from: tiers[0].path: '/k\\x00v' contains a NUL byte"),
     ):
         assert main(["warm", str(rig.file), *arguments]) == 2
         assert words in capsys.readouterr().err

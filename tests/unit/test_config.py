@@ -477,6 +477,8 @@ def test_a_config_cannot_be_changed() -> None:
             "inline: tiers[0].capacity: is required; for example: capacity: ",
         ),
         ({"tiers": [{**SLAB_TIER, "path": "kv"}]}, "inline: tiers[0].path: 'kv' is not an absolute path; allowed: "),
+        ({"tiers": [{**SLAB_TIER, "path": "/k\0v"}]}, "inline: tiers[0].path: '/k\\x00v' contains a NUL byte"),
+        ({"tiers": [{**SLAB_TIER, "path": "/k\ud800"}]}, "inline: tiers[0].path: '/k\\ud800' is not UTF-8"),
         (
             {"tiers": [{**SLAB_TIER, "capacity": "1KiB"}]},
             "inline: tiers[0].capacity: '1KiB' is too small; allowed: 8KiB",
@@ -683,6 +685,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"tenant: \xff\n")
     with pytest.raises(ConfigError, match=r"is not UTF-8 text"):
         load_config(tmp_path / "bytes.yaml")
+    for name, shown in (("kv\0.yaml", r"'kv\\x00.yaml'"), ("kv\ud800", r"'kv\\ud800'")):
+        with pytest.raises(ConfigError, match=rf"^{shown}: cannot be read: "):
+            load_config(name)
 
 
 def test_a_file_that_is_no_config_is_not_read_to_its_end(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Final, TextIO
 
 from nixl_offload.cli.commands import COMMANDS
-from nixl_offload.config import Config, SlabConfig, load_config
+from nixl_offload.config import Config, load_config, parse_config
 from nixl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     if arguments.path is None:
         config = load_config(arguments.file)
     else:
-        config = Config(tiers=(SlabConfig(kind="slab", path=os.path.abspath(arguments.path), capacity=8192),))
+        tier = {"kind": "slab", "path": os.path.abspath(arguments.path), "capacity": 8192}
+        config = parse_config({"tiers": [tier]}, "--path")
     from nixl_offload.cli.check.child import ChildProcess
     from nixl_offload.cli.check.report import CheckProgress, CheckReport
     from nixl_offload.cli.check.servers import hashes_section, read_command_lines, servers_section

@@ -20,7 +20,7 @@ from nixl_offload.cli.terminal import Progress, about_size, plural, rate_argumen
 from nixl_offload.cli.warm.copying import Warming, WarmReport
 from nixl_offload.cli.warm.source import choose_namespace, newest_first
 from nixl_offload.cli.warm.target import held_namespaces, open_target
-from nixl_offload.config import Config, SharedConfig, SharedDirConfig, SlabConfig, load_config
+from nixl_offload.config import Config, SharedConfig, SharedDirConfig, SlabConfig, load_config, parse_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.inspect import NamespaceInfo, printable
@@ -97,10 +97,11 @@ def _tiers(config: Config, arguments: argparse.Namespace) -> tuple[SharedConfig,
     if target is None:
         raise ConfigError(f"{file}: tiers: none has kind: slab or shared_dir, so there is nothing to warm")
     if wanted is not None and os.path.isabs(wanted):
+        tier = {"kind": "shared_dir", "path": wanted, "capacity": target.capacity_bytes}
+        [named] = parse_config({"tiers": [tier]}, "--from").shared
         if os.path.realpath(wanted) == os.path.realpath(target.path):
             raise ConfigError(f"--from: {wanted!r} is the directory to be warmed")
-        path = os.path.normpath(wanted)
-        return SharedDirConfig(kind="shared_dir", path=path, capacity=target.capacity_bytes), target
+        return named, target
     if wanted not in (None, "s3"):
         raise ConfigError(f"--from: {printable(wanted)!r}: allowed: s3, or the absolute path of a shared directory")
     source = config.s3 if wanted else next((tier for tier in config.shared[::-1] if tier is not target), None)

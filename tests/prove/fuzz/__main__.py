@@ -42,9 +42,10 @@ def main() -> int:
     if chosen.inputs:
         from tests.prove.fuzz.targets import TARGETS
 
+        inputs = [file.read_bytes() for file in chosen.inputs]  # a target may go elsewhere
         one = TARGETS[chosen.target].begin(chosen.scratch)
-        for file in chosen.inputs:
-            one(file.read_bytes())
+        for data in inputs:
+            one(data)
         return 0
     return _fuzz(chosen)
 
