@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.chunk.checksum import block_checksum, block_checksums
+from nixl_offload.chunk.checksum import block_checksum, block_checksums, payload_checksums
 from nixl_offload.chunk.checksum_torch import SHORT_BYTES, block_checksums_torch, xxh3_64_torch
 from tests.unit.checksum_rig import (
     assert_agreement_at_every_length,
@@ -22,6 +22,25 @@ def test_the_value_is_the_public_xxh3_64() -> None:
     """Any other tool that knows XXH3-64, seed 0, can verify our files; the first value is the reference's."""
     assert block_checksum(np.zeros(0, dtype=np.uint8)) == 0x2D06800538D394C2
     assert block_checksum(memoryview(b"xxhash")) == xxhash.xxh3_64_intdigest(b"xxhash", seed=0)
+
+
+def test_bytes_of_a_block_must_lie_side_by_side_and_blocks_need_not() -> None:
+    wide = random_rows(3, 8, 1)
+    np.testing.assert_array_equal(block_checksums(wide[:, 2:6]), block_checksums(wide[:, 2:6].copy()))
+    np.testing.assert_array_equal(block_checksums(wide[:, :2:2]), block_checksums(wide[:, :1].copy()))
+    assert len(block_checksums(wide[:0, ::2])) == 0
+    for step in (2, 3, -1):
+        with pytest.raises(ValueError, match=f"the stride between them is {step}"):
+            block_checksums(wide[:, ::step])
+
+
+def test_checksums_of_many_payloads_are_those_of_each() -> None:
+    payloads, calls = [random_rows(count, 100, count) for count in (2, 1, 3)], list[None]()
+    found = payload_checksums(payloads, lambda: calls.append(None))
+    assert len(calls) == len(payloads)
+    for payload, sums in zip(payloads, found, strict=True):
+        np.testing.assert_array_equal(sums, block_checksums(payload))
+    assert payload_checksums([]) == []
 
 
 def test_torch_and_library_agree() -> None:

@@ -222,8 +222,34 @@ def test_blocks_and_checksums_from_elsewhere_are_verified_alike() -> None:
         verify_blocks(header, rows[1:3], 0)
     with pytest.raises(FormatError, match="block 2 of 4"):
         verify_checksums(header, block_checksums(rows[[1, 3]]), 1)
-    with pytest.raises(FormatError, match="rows of 600 bytes"):
-        verify_blocks(header, rows[:, 1:], 0)
+    for odd in (rows[:, 1:], rows[0]):
+        with pytest.raises(FormatError, match="rows of 600 bytes") as caught:
+            verify_blocks(header, odd, 0)
+        assert caught.value.reason == "length"
+    verify_payload(header, slot[HEADER_BYTES : HEADER_BYTES + 3 * BLOCK_BYTES], 1, 3)
+    with pytest.raises(FormatError, match="are needed for block 2"):
+        verify_payload(header, slot[HEADER_BYTES : HEADER_BYTES + 3 * BLOCK_BYTES - 1], 1, 3)
+    with pytest.raises(FormatError, match=r"has checksum 0000000000000007, expected [0-9a-f]*$"):
+        verify_checksums(header, np.array([7], dtype=np.uint64), 3)
+
+
+def test_a_page_may_lack_checksums_only_where_the_reader_says_so() -> None:
+    """As in memory; of other algorithms than the one and none no reader knows anything."""
+    page = make_shard()[:HEADER_BYTES]
+    lacking = reseal(page, 12, "<H", 0)
+    assert check_header(lacking, EXPECT, may_lack_checksums=True) == check_header(page, EXPECT)
+    for bad, may_lack in ((lacking, None), (reseal(page, 12, "<H", 2), True)):
+        options = {} if may_lack is None else {"may_lack_checksums": may_lack}
+        with pytest.raises(FormatError) as caught:
+            check_header(bad, EXPECT, **options)
+        assert caught.value.reason == "version"
+
+
+def test_the_largest_numbers_come_back() -> None:
+    expect = Expected(bytes(32), b"k" * 64, 2**32 - 1, MAX_BLOCKS_PER_CHUNK, 1)
+    sums = np.full(MAX_BLOCKS_PER_CHUNK, 2**64 - 1, dtype=np.uint64)
+    header = make_header(expect, sums, created_s=2**64 - 1)
+    assert decode_header(encode_header(header)) == header
 
 
 def test_each_reason_names_what_was_expected_and_what_was_found() -> None:
@@ -237,6 +263,7 @@ def test_each_reason_names_what_was_expected_and_what_was_found() -> None:
         (reseal(page, 14, "<H", 1), "version", "flags 0x1"),
         (reseal(page, 10, "<H", 512), "length", "header of 512 bytes"),
         (reseal(page, 64, "<Q", 7), "length", "payload of 7 bytes"),
+        (reseal(reseal(page, 64, "<Q", 0), 56, "<Q", 0), "length", "4 blocks of 0 bytes"),
         (reseal(page, 80, "<H", 65), "key", "65 bytes"),
         (reseal(page, 80, "<H", 0), "key", "0 bytes"),
         (reseal(page, 54, "<H", BLOCKS), "blocks", "first valid one 4"),

@@ -43,7 +43,7 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "index/size_class": (*_unit("policy", "shares"), _INDEX_CONTRACT, _INDEX_MODEL),
         "index/slot_map": (*_unit("key_table", "policy"), _INDEX_CONTRACT, _INDEX_MODEL),
         "index/states": (*_unit("policy"), _INDEX_CONTRACT, _INDEX_MODEL),
-        "chunk/checksum": _unit("checksum", "format"),
+        "chunk/checksum": _unit("checksum", "format", "header_rows"),
         "chunk/checksum_torch": _unit("checksum"),
         "chunk/header": _CHUNKS,
         "chunk/header_rows": _CHUNKS,
