@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 
 import pytest
 
@@ -10,35 +10,55 @@ from nixl_offload.engine import turn
 from nixl_offload.engine.turn import HOLD_S, Turn
 
 
+class Time:
+    """A clock that moves when it is told to, and what the thread slept."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.slept: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
 @pytest.fixture
-def let_go(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the thread slept, instead of sleeping."""
-    slept: list[float] = []
-    monkeypatch.setattr(turn.time, "sleep", slept.append)
-    return slept
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(turn, "time", made)
+    return made
 
 
-def _work() -> None:
-    until_s = time.perf_counter() + 2 * HOLD_S
-    while time.perf_counter() < until_s:
-        pass
-
-
-def test_a_stretch_of_work_ends_with_a_pause(let_go: list[float]) -> None:
+def test_a_stretch_of_work_ends_with_a_pause(clock: Time) -> None:
     """One, and then another stretch begins."""
     each = Turn()
-    _work()
     each.pause()
-    assert let_go == [0]
-    _work()
-    each.pause()
-    assert let_go == [0, 0]
+    assert clock.slept == []
+    for stretch in (1, 2):
+        clock.now_s += 2 * HOLD_S
+        each.pause()
+        each.pause()
+        assert clock.slept == [0] * stretch
 
 
-def test_after_a_wait_nothing_is_let_go_of(let_go: list[float]) -> None:
+def test_pieces_add_up_to_a_stretch(clock: Time) -> None:
     each = Turn()
-    _work()
+    for _ in range(10):
+        clock.now_s += HOLD_S / 4.5
+        each.pause()
+    assert clock.slept == [0, 0]
+
+
+def test_after_a_wait_nothing_is_let_go_of(clock: Time) -> None:
+    each = Turn()
+    clock.now_s += 2 * HOLD_S
     each.begin()
-    each._began_s += 3600  # however slow this machine is
     each.pause()
-    assert let_go == []
+    assert clock.slept == []
+
+
+def test_the_interpreter_is_held_for_a_fraction_of_what_a_thread_that_wants_it_waits_for() -> None:
+    """CPython's switch interval, which is what the pump is there to be quicker than."""
+    assert 0.0 < HOLD_S < sys.getswitchinterval() / 10
