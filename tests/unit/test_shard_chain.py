@@ -7,6 +7,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,17 @@ def test_a_job_that_comes_twice_is_told_once(make: Make) -> None:
         rank.chain.submit_store(1 << 20, [rank.chunk(0, TREE)])
     assert ok([rank.store(CHUNKS, TREE) for rank in engine.ranks])
     assert ok([rank.collect(1 << 20) for rank in engine.ranks])
+
+
+@pytest.mark.parametrize("group", [-1, 1])
+@pytest.mark.parametrize("tier", [TREE, SLAB])
+def test_a_group_that_there_is_not_fails_and_nothing_else(make: Make, tier: int, group: int) -> None:
+    rank = stored(make(1)).ranks[0]
+    good = rank.chunk(0, TREE)
+    rank.chain.submit_load(1 << 20, [good, replace(rank.chunk(1, tier), group=group)])
+    assert rank.collect(1 << 20) == (Outcome.OK, Outcome.FAILED)
+    rank.chain.submit_store(1 << 21, [replace(rank.chunk(1, tier), group=group)])
+    assert rank.collect(1 << 21) == (Outcome.FAILED,)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
