@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Change, write_through
-from nixl_offload.index import State
+from nixl_offload.catalog import Catalog, ChainOptions, Change, write_through
+from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.tiers.memory.tier import MemoryTier
+from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
+from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Lookup, LookupContext, Outcome, Salt
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
@@ -89,6 +91,39 @@ def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) 
             begun += grant.keys
             chain.report(grant.ticket)
     assert begun == keys(*range(10, 40))
+
+
+def test_a_smaller_chunk_does_not_overtake_a_larger_one(tmp_path: Path) -> None:
+    """Two of a prompt's groups: what lies behind a gap is of no use, and a large chunk would wait for ever."""
+    size_bytes = 16 * SLOT
+
+    def allocator() -> SlabAllocator:
+        return SlabAllocator(size_bytes, [SLOT, 2 * SLOT], extent_bytes=2 * SLOT)
+
+    journal, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
+    slab = SlabPlace(str(tmp_path), (b"n" * 32,), size_bytes, 2 * SLOT)
+    tiers = [
+        MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), size_bytes), Index(), allocator()),
+        SlabTier(FILE, slab, Index(), allocator(), journal),
+    ]
+    catalog = Catalog(
+        tiers,
+        world_size=1,
+        slot_bytes=lambda wanted: SLOT if wanted == key(3) else 2 * SLOT,
+        store_backlog_bytes=1 << 30,
+        chain=ChainOptions(memory=MEMORY, write_through_backlog_bytes=3 * SLOT),
+    )
+    stored = catalog.reserve(keys(1, 2, 3), 0.0)
+    assert stored is not None
+    catalog.report(stored.ticket, 1, {}, 0.0)
+    begun = []
+    while grants := catalog.begin_write_throughs(0.0):
+        begun.append([each for grant in grants for each in grant.keys])
+        for grant in grants:
+            catalog.report(grant.ticket, 1, {}, 0.0)
+    assert begun == [keys(1), keys(2, 3)]
+    for tier in tiers:
+        tier.close()
 
 
 def test_what_is_nowhere_else_keeps_its_place_in_memory(make: MakeChain) -> None:
