@@ -88,6 +88,8 @@ def test_any_two_sizes_that_can_hold_the_shards_agree(heads: int, wanted: int, s
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_slot_holds_the_shards_of_a_rank(make: Make, tier: int, tp: int) -> None:
     engine = stored(make(tp), tier)
+    for rank in engine.ranks:
+        rank.chain.take_places(tier, None)
     assert ok([rank.load(CHUNKS, tier) for rank in engine.ranks])
     assert engine.holds(CHUNKS)
 
