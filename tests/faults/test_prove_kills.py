@@ -1,4 +1,4 @@
-"""A little of the proof's part ``kills``, with other seeds: see tests/prove/kills.py."""
+"""A little of the proof's part ``kills``, with other seeds: see tests/prove/kills."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Leaks:
         return [f"{path} is open" for path in ours if path not in self._excused]
 
     def _open_files(self) -> list[str]:
-        """Return what this process has open, by names."""
+        """Return what this process has open, by names; a draft that was deleted since has the one it had."""
         found = []
         with self._context.faults.spared():
             for descriptor in os.listdir("/proc/self/fd"):
