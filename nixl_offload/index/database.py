@@ -155,7 +155,7 @@ class Database:
     def read_rows(self, newest: int) -> Iterator[Rows]:
         """Yield rows with seq up to ``newest``, oldest first, in short reads: between them the writer can commit.
 
-        Raises sqlite3.Error when a read fails; what was yielded before is good.
+        Raises sqlite3.Error when a read fails, or finds damage; what was yielded before is good.
         """
         last = 0
         connection = _connect(self.path, timeout_s=10.0)
@@ -165,6 +165,8 @@ class Database:
                 (found,) = connection.execute(_READ, (last, newest, _ROWS_PER_READ)).fetchall()
                 if not found[0]:
                     return
+                if found[1] <= last:
+                    raise sqlite3.DatabaseError("its rows are out of order")  # and would be read round and round
                 last = found[1]
                 yield _parse(*found[2:])
         finally:

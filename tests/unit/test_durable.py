@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -15,11 +16,12 @@ import textwrap
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from nixl_offload.errors import TierError
 from nixl_offload.index.database import BATCH_OPS, Database, UnusableError, is_damage, max_bytes, translate
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.index.rows import Rows
@@ -274,6 +276,42 @@ def test_an_unusable_database_is_deleted_with_one_warning(
     assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
     assert reread(path) == [row(1, 1)]
     assert len(caplog.records) == 1
+
+
+def renumber(path: str, seqs: Mapping[int, int]) -> None:
+    """Give rows, by their place in the table's only page, other numbers of one byte."""
+    connection = sqlite3.connect(path)
+    (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'slot'").fetchone()
+    connection.close()
+    content = bytearray(Path(path).read_bytes())
+    page_at = (root - 1) * 4096
+    for place, seq in seqs.items():
+        cell_at = page_at + int.from_bytes(content[page_at + 8 + 2 * place :][:2], "big")
+        assert content[cell_at + 1] == place + 1
+        content[cell_at + 1] = seq
+    Path(path).write_bytes(content)
+
+
+def test_an_index_whose_rows_are_out_of_order_is_made_anew(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is too large to be checked whole. They are not read round and round."""
+    monkeypatch.setattr("nixl_offload.index.database._CHECKED_BYTES", 0)
+    monkeypatch.setattr("nixl_offload.index.database._ROWS_PER_READ", 4)
+    fill(path, 16)
+    renumber(path, {8: 2, 9: 3, 10: 4, 11: 5})
+    twin, rows = DurableIndex.open(path, GEOMETRY)
+    assert flat(itertools.islice(rows, 10)) == [row(n, n) for n in range(8)]
+    twin.put(key(1), place(1))
+    assert twin.close(WAIT_S)
+    assert reread(path) == [row(1, 1)]
+
+
+def test_commands_do_not_read_rows_out_of_order_round_and_round(path: str) -> None:
+    fill(path, 10)
+    renumber(path, {9: 2})
+    with pytest.raises(TierError, match="is damaged: its rows are out of order"):
+        IndexReader(Path(path)).count()
+    with pytest.raises(TierError, match="is damaged: its rows are out of order"):
+        list(itertools.islice(IndexReader(Path(path)).rows(), 100))
 
 
 @pytest.mark.parametrize("plant", ["symlink", "dangling", "hardlink", "fifo"])

@@ -69,7 +69,7 @@ class IndexReader:
                 ((last, n_found, found_bytes),) = source.query(_COUNT, ending, ending, after, _ROWS_PER_COUNT)
                 if last is None:
                     return rows, size_bytes
-                rows, size_bytes, after = rows + n_found, size_bytes + found_bytes, last
+                rows, size_bytes, after = rows + n_found, size_bytes + found_bytes, self._grown(last, after)
 
     def ends(self, limit: int = 8) -> tuple[list[IndexRow], list[IndexRow]]:
         """Return the rows put first and, newest first, those put last."""
@@ -80,7 +80,7 @@ class IndexReader:
         """Yield all rows behind ``after``, the first put first; what is put meanwhile may be among them or not."""
         with _Source(self.path) as source:
             while some := source.query(f"{_SELECT} AND seq > ? ORDER BY seq LIMIT ?", after, _ROWS_PER_READ):
-                after = some[-1][0]
+                after = self._grown(some[-1][0], after)
                 yield from _sound(some)
 
     def find(self, digits: str, limit: int) -> list[IndexRow]:
@@ -101,6 +101,12 @@ class IndexReader:
     def at(self, offset: int) -> IndexRow | None:
         """Return the row that names the slot at ``offset``."""
         return next(iter(self._rows(f"{_SELECT} AND offset = ?", offset)), None)
+
+    def _grown(self, seq: object, after: int) -> int:
+        """Return ``seq``, behind which to read on: in a damaged file it may be one from before, again and again."""
+        if not isinstance(seq, int) or seq <= after:
+            raise TierError(f"index {self.path} is damaged: its rows are out of order", cause="io")
+        return seq
 
     def _rows(self, statement: str, *values: object) -> list[IndexRow]:
         with _Source(self.path) as source:

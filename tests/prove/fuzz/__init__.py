@@ -21,6 +21,8 @@ from tests.prove.cells import Cell, Outcome
 _ROOT = Path(__file__).parents[3]
 _SECONDS = 30
 """No target gets more, however many inputs are left."""
+_ARTIFACT = "*-" + "[0-9a-f]" * 40
+"""How libFuzzer names an input that ended it."""
 _RUNS = re.compile(r"stat::number_of_executed_units: +(\d+)")
 
 
@@ -46,7 +48,7 @@ def fuzz(name: str, seed: int) -> Outcome:
         one = json.loads(line)
         getattr(outcome, one["kind"]).append(f"{one['error']}; input (base64): {one['input']}")
     if ended.returncode or runs is None:
-        kept = [base64.b64encode(file.read_bytes()).decode() for file in Path("scratch").glob("*-*") if file.is_file()]
+        kept = [base64.b64encode(file.read_bytes()).decode() for file in Path("scratch").glob(_ARTIFACT)]
         last = " | ".join(ended.stderr.strip().splitlines()[-3:])
         outcome.dead.append(f"ended with {ended.returncode}: {last}; inputs (base64): {', '.join(kept) or 'none'}")
     return outcome

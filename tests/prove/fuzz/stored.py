@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import sqlite3
 from collections.abc import Iterator
 from contextlib import suppress
@@ -143,7 +144,7 @@ def _index_files(rows: int, left: str) -> tuple[bytes, bytes, bytes]:
     """Write an index as the product does, as a kill in a transaction leaves it, or with an earlier version's log."""
     from nixl_offload.index.database import Database
 
-    path = Path("base.sqlite").absolute()
+    path, chance = Path("base.sqlite").absolute(), random.Random(rows)
     for name in _sides(path):
         name.unlink(missing_ok=True)
     database = Database(str(path), _GEOMETRY)
@@ -156,8 +157,8 @@ def _index_files(rows: int, left: str) -> tuple[bytes, bytes, bytes]:
         # In a transaction pages that do not fit the cache are written, their old content in the journal before.
         connection.execute("UPDATE slot SET slot_bytes = 4096")
         connection.executemany(
-            "INSERT INTO slot (key, offset, slot_bytes) VALUES (randomblob(36), ?, 8192)",
-            [(number * 8192,) for number in range(rows, 2000)],
+            "INSERT INTO slot (key, offset, slot_bytes) VALUES (?, ?, 8192)",
+            [(chance.randbytes(36), number * 8192) for number in range(rows, 2000)],
         )
         if left == "log":
             connection.execute("COMMIT")
