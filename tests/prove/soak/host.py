@@ -6,6 +6,7 @@ Threading: one thread, beside those of the connector. Imported in the engine's p
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import sys
@@ -94,7 +95,23 @@ class SoakHost(EngineHost):
         )
         gc.collect()
         open_now = {"tickets": manager.catalog.open_tickets, "slots pinned or being written": pinned}
-        return {"sizes": sizes, "open": open_now, "blocks": sys.getallocatedblocks()}
+        return {"sizes": sizes, "open": open_now, "blocks": sys.getallocatedblocks(), "heap": _heap()}
+
+
+class _Heap(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )]  # fmt: skip
+
+
+def _heap() -> dict[str, int]:
+    """Return what libraries have from malloc, bytes: in use, and kept for later. The latter says nothing of leaks."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Heap
+    heap = mallinfo2()
+    return {"used": heap.uordblks + heap.hblkhd, "kept": heap.fordblks}
 
 
 def _told(completion: Any) -> dict[str, Any]:

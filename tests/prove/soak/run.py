@@ -21,7 +21,7 @@ from examples.demo.model import TINY
 from nixl_offload.cli.main import main as nixl_offload
 from tests.prove.cells import Outcome
 from tests.prove.soak import laps
-from tests.prove.soak.samples import ANONYMOUS, MIB, Samples, busy_s, grown, grown_tables, processor_s, taken_bytes
+from tests.prove.soak.samples import MIB, Samples, busy_s, grown, grown_tables, processor_s, taken_bytes
 from tests.prove.soak.troubles import Troubles, make_disk
 from tests.s3.proxy import FaultProxy
 from tests.s3.servers import RcloneServer
@@ -44,6 +44,8 @@ RESET_LAPS: Final = 5
 YOUNG_S: Final = 600.0
 LAP_S: Final = 120.0
 """A lap that takes longer hangs."""
+HEAP_MIB: Final = 8.0
+"""By how much what libraries have from malloc may grow."""
 TROUBLE: Final = ("breaker_state", "disabled_ranks")
 """Metrics that are 0 for every tier in use."""
 SOURCES: Final = "vllm:prompt_tokens_cached_by_source"
@@ -170,9 +172,12 @@ def _go(run: _Run, seconds: float, troubles: Troubles, samples: Samples) -> None
     after = _tables(engine, outcome)
     outcome.missed += _unused(engine)
     before_median, after_median = samples.window(*first), samples.window(*last)
-    middle_s, around_s = (first[1] + last[1]) / 2, 0.05 * (last[1] - first[1])
-    settled = samples.window(middle_s - around_s, middle_s + around_s)
-    outcome.leaks += grown({**before_median, ANONYMOUS: settled[ANONYMOUS]}, after_median)
+    outcome.leaks += grown(before_median, after_median)
+    heaps = [{name: size / MIB for name, size in told["heap"].items()} for told in (tables, after)]
+    if heaps[1]["used"] > heaps[0]["used"] + HEAP_MIB:
+        outcome.leaks.append(
+            f"malloc has {heaps[0]['used']:.1f} MiB in use at first, {heaps[1]['used']:.1f} at the end"
+        )
     outcome.leaks += grown_tables(tables["sizes"], after["sizes"])
     outcome.leaks += [f"{count} {what} with nothing under way" for what, count in after["open"].items() if count]
     ratio = statistics.median(run.own_s[first_laps]) / statistics.median(run.own_s[last_laps])
@@ -184,7 +189,8 @@ def _go(run: _Run, seconds: float, troubles: Troubles, samples: Samples) -> None
     outcome.note = (
         f"throughput {ratio:.1%} of the first laps ({wall:.1%} by the clock); all tiers back after {took_s:.0f} s; "
         f"{len(run.salts)} laps of {statistics.median(run.own_s[first_laps]):.2f} s; "
-        f"in the middle {settled[ANONYMOUS]:.0f} MiB; first and last: "
+        f"malloc: {heaps[0]['used']:.1f} MiB in use and {heaps[0]['kept']:.0f} kept at first, "
+        f"{heaps[1]['used']:.1f} and {heaps[1]['kept']:.0f} at the end; first and last: "
         + ", ".join(f"{name} {before_median[name]:.0f} {after_median[name]:.0f}" for name in before_median)
         + f", Python's blocks {tables['blocks']} {after['blocks']}; "
         + json.dumps(engine.labelled(SOURCES, "source"))

@@ -18,16 +18,10 @@ EVERY_S: Final = 1.0
 MIB: Final = 1 << 20
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
-ANONYMOUS: Final = "anonymous memory, MiB"
-"""Grows for a quarter of an hour, until each of a hundred threads has had its largest request, and is flat then."""
-LIMITS: Final = {
-    ANONYMOUS: 16.0,
-    "shared memory, MiB": 1.0,
-    "threads": 16.0,
-    "descriptors": 16.0,
-}
-"""By how much the median at the end may exceed the one at first, of memory that of the middle: pools of threads and
-connections grow when they are first needed whole, which may be in a fault. There are over a hundred in half an hour."""
+LIMITS: Final = {"shared memory, MiB": 1.0, "threads": 16.0, "descriptors": 16.0}
+"""By how much the median at the end may exceed the median at first: pools of threads and connections grow when they are
+first needed whole, which may be in a fault. There are over a hundred of these in half an hour. Anonymous memory is told
+only: allocators keep what was freed, more of it for half an hour. What is in use is judged: see ``host``."""
 
 
 class Samples:
@@ -69,7 +63,7 @@ class Samples:
     def _row(self) -> dict[str, float]:
         status = Path(f"/proc/{self._pid}/status").read_text()
         return {
-            ANONYMOUS: _field(status, "RssAnon:") / 1024,
+            "anonymous memory, MiB": _field(status, "RssAnon:") / 1024,
             "shared memory, MiB": _field(status, "RssShmem:") / 1024,
             "threads": _field(status, "Threads:"),
             "descriptors": len(os.listdir(f"/proc/{self._pid}/fd")),
