@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, auto
 from itertools import count, islice
 from typing import Final, NamedTuple
 
@@ -75,14 +75,14 @@ class _Step:
 
 
 class _Progress(Enum):
-    OVER = "over"
-    GOES_ON = "goes on"
+    OVER = auto()
+    GOES_ON = auto()
     """In the next step: some tier has gone to look, or there is more to mark as used."""
-    NO_ROOM = "no room"
+    NO_ROOM = auto()
     """Memory has no slot now."""
-    NEVER = "never"
+    NEVER = auto()
     """Memory will never have a slot."""
-    STEP_OVER = "step over"
+    STEP_OVER = auto()
     """Nothing more begins in this step."""
 
 
@@ -150,8 +150,7 @@ class PrefetchQueue:
 
     def begin(self, now_s: float) -> list[Fetch]:
         """Begin what may begin now: sources pinned, slots in memory reserved."""
-        if self._memory is None or not self._waiting:
-            return []
+        assert self._memory is not None, "nothing waits without it"
         step = self._new_step(now_s)
         first: list[_Prefetch] = []
         """In the next step."""

@@ -321,6 +321,18 @@ def test_one_is_under_way_however_little_may_be(make: MakeChain) -> None:
     assert [bring(chain) for _ in range(2)] == [[(key(1), FILE)], [(key(2), FILE)]]
 
 
+def test_one_that_gets_on_is_not_given_up_however_long_it_takes(make: MakeChain) -> None:
+    chain = make(write_through_backlog_slots=4)
+    for number in (1, 2, 3):
+        on_file_only(chain, number)
+    foretell(chain, 1, 2, 3)
+    brought = []
+    for _ in range(3):
+        brought += bring(chain)
+        chain.now_s += prefetch.PATIENCE_S - 1.0
+    assert brought == [(key(number), FILE) for number in (1, 2, 3)]
+
+
 def test_one_prefetch_takes_a_share_of_memory_at_most(make: MakeChain) -> None:
     chain = make(memory_slots=8, share_slots=2)
     on_file_only(chain, 1, 2, 3, 4)

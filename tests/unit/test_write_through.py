@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -786,6 +787,41 @@ def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: 
     assert chain.catalog.reserve(keys(1, 2), chain.now_s, "answered") is None
     assert chain.write_through() == [(key(1), MEMORY, BUCKET), (key(2), MEMORY, BUCKET)]
     chain.come_to_rest()
+
+
+def test_what_one_tier_still_waits_for_another_may_lack_again(make: MakeChain) -> None:
+    """A write that failed is pending again when the chunk is offered again."""
+    chain = make(bucket=True, write_through_backlog_slots=1)
+    chain.store(1, 2)
+    for outcome in (Outcome.OK, Outcome.FAILED):
+        (to_bucket,) = (grant for grant in chain.begin() if grant.targets[0].tier == BUCKET)
+        chain.report(to_bucket.ticket, {} if outcome is Outcome.OK else {0: outcome})
+    assert chain.catalog.counts().pending_writes == (0, 1, 0)
+    assert chain.reserve(2) is None
+    assert chain.catalog.counts().pending_writes == (0, 1, 1)
+
+
+def test_a_chunk_whose_slot_is_still_read_there_holds_up_no_other(make: MakeChain) -> None:
+    chain = make(promote=False)
+    chain.store(1)
+    chain.write_through()
+    chain.tiers[MEMORY].drop(key(1))
+    load = chain.catalog.prepare_load(keys(1), chain.now_s)
+    chain.tiers[FILE].drop(key(1))
+    chain.store(1, 2)
+    assert chain.write_through() == [(key(2), MEMORY, FILE)]
+    chain.catalog.report(load.ticket, 1, {}, chain.now_s)
+    assert chain.write_through() == [(key(1), MEMORY, FILE)]
+
+
+def test_without_memory_nothing_is_pinned_as_unsaved(make: MakeChain) -> None:
+    chain = make()
+    queue = chain.catalog._write_throughs
+    queue._options = replace(queue._options, memory=None)
+    chain.store(1)
+    assert chain.catalog.counts().unsaved_bytes == 0
+    chain.write_through()
+    assert chain.holders(1) == [MEMORY, FILE]
 
 
 def test_whoever_loads_a_chunk_has_it_in_his_share(make: MakeChain) -> None:
