@@ -146,11 +146,11 @@ def test_every_rank_has_to_have_it(make: MakeChain) -> None:
 
 def test_a_prefix_ends_where_a_chunk_is_nowhere(make: MakeChain) -> None:
     chain = make()
-    on_file_only(chain, 1, 3)
+    on_file_only(chain, 1, 3, 5)
     foretell(chain, 1, 2, 3)
     assert bring(chain) == [(key(1), FILE)]
-    foretell(chain, 3, 2, 1, is_prefix=False)
-    assert bring(chain) == [(key(3), FILE)], "a window has no beginning"
+    foretell(chain, 5, 4, 3, is_prefix=False)
+    assert bring(chain) == [(key(5), FILE), (key(3), FILE)], "a window has no beginning"
 
 
 def test_only_tiers_that_are_allowed_are_read(make: MakeChain) -> None:
@@ -306,7 +306,7 @@ def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:
     found = []
     while chain.catalog.has_pending_writes:
         [grant] = begun(chain)
-        assert len(grant.keys) <= 4, "a quarter of what may be written through at a time"
+        assert len(grant.keys) == 4, "a quarter of what may be written through at a time"
         assert begun(chain) == [], "the next waits for one to end"
         found += grant.keys
         chain.report(grant.ticket)
@@ -323,14 +323,28 @@ def test_one_is_under_way_however_little_may_be(make: MakeChain) -> None:
 
 def test_one_that_gets_on_is_not_given_up_however_long_it_takes(make: MakeChain) -> None:
     chain = make(write_through_backlog_slots=4)
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         on_file_only(chain, number)
-    foretell(chain, 1, 2, 3)
+    foretell(chain, 1, 2, 3, 4)
     brought = []
-    for _ in range(3):
+    for _ in range(4):
         brought += bring(chain)
         chain.now_s += prefetch.PATIENCE_S - 1.0
-    assert brought == [(key(number), FILE) for number in (1, 2, 3)]
+    assert brought == [(key(number), FILE) for number in (1, 2, 3, 4)]
+
+
+def test_what_had_to_make_room_is_told(make: MakeChain) -> None:
+    chain = make(memory_slots=2)
+    on_file_only(chain, 1)
+    chain.store(2, 3)
+    chain.write_through()
+    chain.catalog.take_changes()
+    foretell(chain, 1)
+    assert bring(chain) == [(key(1), FILE)]
+    assert [(change.keys, change.removed) for change in chain.catalog.take_changes()] == [
+        ((key(3),), True),
+        ((key(1),), False),
+    ]
 
 
 def test_one_prefetch_takes_a_share_of_memory_at_most(make: MakeChain) -> None:
