@@ -544,6 +544,7 @@ def test_calls_that_wait_for_a_thread_are_not_overdue_while_others_end(
             for name in tuple(begun):
                 gates[name].set()
             until(partial(begun_are, next_up))
+        until(lambda: link._calls.pending == 1)
         push()
         assert answers == dict.fromkeys(range(24), "missing")
         now_s[0] += 4.0
