@@ -243,9 +243,9 @@ def _details(namespace: NamespaceInfo) -> str:
     if namespace.chunk_tokens:
         words.append(f"{namespace.chunk_tokens} tokens a chunk")
     if namespace.ranks:
-        cut = ", any tensor parallelism that divides them" if namespace.is_cut else ""
-        if namespace.layer_ranges > 1:
-            cut = f" in {namespace.layer_ranges} ranges of layers, any tensor parallelism that divides them"
+        ranges = namespace.layer_ranges
+        sizes = "any tensor parallelism" + (" that divides them" if namespace.ranks > ranges else "")
+        cut = (f" in {ranges} ranges of layers, " if ranges > 1 else ", ") + sizes if namespace.is_cut else ""
         words.append(plural(namespace.ranks, "shard" if cut else "rank") + cut)
     return ", ".join(words)
 

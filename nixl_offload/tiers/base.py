@@ -234,7 +234,9 @@ class Link(ABC):
     """For logs: ``slab tier /mnt/kv``."""
     mover: Mover
     shares_file: bool = False
-    """Whether many chunks lie in one file, so that one transfer can move them. Where False, each has its own."""
+    """Whether chunks lie in files that many have, so that one transfer can move several. Where False, each shard is a
+    file or an object of its own.
+    """
 
     @abstractmethod
     def connect(self) -> None:

@@ -71,7 +71,7 @@ class RankMemory:
     claimed_share: float
     """Of the device's memory: what vLLM keeps for itself (``gpu_memory_utilization``)."""
     shards: Sequence[int] = ()
-    """By group of ``layout``: the number of its shard, where chunks are cut by their heads; none: it is the rank's."""
+    """By group of ``layout``: the number of its shard, where chunks are cut into shards; none: it is the rank's."""
     keys: ChunkKeys | None = None
     """Of tiers that others write to; None: chunks are not authenticated."""
 

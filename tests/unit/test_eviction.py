@@ -308,7 +308,10 @@ def test_a_capacity_of_less_than_two_chunks_is_refused(tmp_path: Path) -> None:
     context = TierContext(0, namespace_of("default"), world_size=RANKS)
     least_bytes = 2 * RANKS * context.slot_classes[-1]
     fields = {"kind": "shared_dir", "path": str(tmp_path / "kv"), "evict": True}
-    with pytest.raises(ConfigError, match=r"too small for this model.* need at least"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"too small for this model: chunks of {least_bytes // 2} bytes on all ranks together need at least",
+    ):
         kind.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes - 1}), context)
     kind.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes}), context).close(())
 

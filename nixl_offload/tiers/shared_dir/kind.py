@@ -35,7 +35,7 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
     if keeps and config.capacity_bytes < least_bytes:
         raise ConfigError(
             f"capacity {format_size(config.capacity_bytes)} of {config.path} is too small for this model: chunks of "
-            f"{context.slot_classes[-1]} bytes on {context.world_size} ranks need at least {format_size(least_bytes)}"
+            f"{context.chunk_bytes} bytes on all ranks together need at least {format_size(least_bytes)}"
         )
     store = TreeStore(config.path)
     warn_of_others(config.path)

@@ -12,12 +12,13 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
-from nixl_offload.chunk.shards import hold
+from nixl_offload.chunk.shards import LayerCut, ShardPlan, hold
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.tiers.inspect import (
@@ -312,12 +313,14 @@ class SlabInspector(Inspector):
         return SlotPlaces(extent_bytes, extent_bytes, replicas)
 
     def _pieces_of(self, namespace: NamespaceInfo, group: int) -> list[_Piece]:
-        """Return where the shards of a chunk lie that is cut, rank by rank."""
+        """Return where the shards of a chunk lie that is cut, rank by rank; nothing where the manifest cannot be."""
+        plan = _plan_of(namespace, *self._slabs(namespace))
+        if plan is None or group not in namespace.groups:
+            return []
         pieces = []
-        held = _held(namespace.holders(group), namespace.ranks or 0, namespace.layer_ranges, *self._slabs(namespace))
-        for rank, numbers in enumerate(held):
+        for rank in range(plan.ranks):
             offset = 0
-            for shard in numbers:
+            for shard in plan.held(rank, namespace.groups.index(group)):
                 size_bytes = namespace.shard_bytes(_a_key(group), shard) or 0
                 pieces.append(_Piece(rank, offset, shard, size_bytes))
                 offset += size_bytes
@@ -365,27 +368,22 @@ class SlabInspector(Inspector):
         return next((age for age in ages if age is not None), None)
 
 
-def _held(holders: Sequence[int], shards: int, ranges: int, ranks: int, stages: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return by rank the numbers of the shards of a group that it holds. ``holders``: those that there are; ``shards``,
-    ``ranges``: numbers, and ranges of layers, of all groups. Empty where that cannot be true.
-    """
-    if not holders or not stages or not ranks or shards % ranges or sum(stages) != ranges or ranks % len(stages):
-        return []
-    per_range = shards // ranges
-    tp, heads = ranks // len(stages), len({number % per_range for number in holders})
-    held = hold(heads, [heads], tp)
-    if held is None:
-        return []
-    ends = [0, *accumulate(stages)]
-    return [
-        tuple(
-            number
-            for number in holders
-            if ends[rank // tp] <= number // per_range < ends[rank // tp + 1]
-            and number % per_range in held.held_by(rank % tp)
-        )
-        for rank in range(ranks)
-    ]
+def _plan_of(namespace: NamespaceInfo, ranks: int, stages: Sequence[int]) -> ShardPlan | None:
+    """Return how the ranks of the engine hold shards; None where what the manifest says cannot be."""
+    shards, ranges = namespace.ranks or 0, namespace.layer_ranges
+    if not shards or not stages or not ranks or shards % ranges or sum(stages) != ranges or ranks % len(stages):
+        return None
+    per_range, groups = shards // ranges, []
+    for group in namespace.groups:
+        numbers = namespace.holders(group)
+        heads = len({number % per_range for number in numbers})
+        held = hold(heads, [heads], ranks // len(stages))
+        if held is None:
+            return None
+        groups.append(replace(held, ranges=tuple(sorted({number // per_range for number in numbers}))))
+    of_stages = [range(*ends) for ends in pairwise(accumulate(stages, initial=0))]
+    plan = ShardPlan(tuple(groups), LayerCut(tuple(range(ranges)), tuple(of_stages)))
+    return plan if groups and plan.per_range == per_range else None
 
 
 def _a_key(group: int) -> Key:
