@@ -3,6 +3,7 @@
 The cut depends on the model, the chunk and the config alone, so engines of different sizes store the same shards. A
 rank holds whole shards: those of its own heads in its own pipeline stage. Where there are more ranks than KV heads, or
 where KV is not divided (MLA), several ranks of a stage hold the same: they are replicas, and one writes for all.
+"Shards" are those of a whole chunk; within a range of layers they are its "head ranges".
 
 Threading: immutable values and pure functions.
 """
@@ -22,8 +23,8 @@ MOST_SHARDS: Final = 8
 LEAST_SHARD_BYTES: Final = 1 << 20
 """The least that ``auto`` makes of a shard: below it a file or an object costs more than its bytes."""
 
-Shards = Literal["auto"] | int
-"""What the config says of heads, where chunks are to be cut: ``Config.shards``."""
+HeadCut = Literal["distinct", "auto"] | int
+"""What the config says of heads, where chunks are to be cut: ``ShardCut.heads``."""
 
 
 class Shard(NamedTuple):
@@ -41,8 +42,8 @@ class GroupShards:
     range of layers.
     """
 
-    shards: int
-    """Ranges of KV heads, in each range of layers."""
+    head_ranges: int
+    """In each range of layers."""
     per_rank: int
     """How many of them each rank holds, in each range of layers of its stage."""
     replicas: int
@@ -53,7 +54,7 @@ class GroupShards:
     @property
     def ranks(self) -> int:
         """Ranks of a stage."""
-        return self.shards // self.per_rank * self.replicas
+        return self.head_ranges // self.per_rank * self.replicas
 
     def held_by(self, rank: int) -> range:
         """Return the ranges of heads that a rank holds. ``rank``: within its stage."""
@@ -126,10 +127,10 @@ class ShardPlan:
     @property
     def per_range(self) -> int:
         """How many numbers a range of layers has."""
-        return max(group.shards for group in self.groups)
+        return max(group.head_ranges for group in self.groups)
 
 
-def cut(wanted: Shards, heads: Collection[int], chunk_bytes: int) -> int:
+def cut(wanted: HeadCut, heads: Collection[int], chunk_bytes: int) -> int:
     """Return into how many ranges of heads the chunks of a group are cut.
 
     ``heads``: the KV heads that its layers have on all ranks together; 1 where KV is not divided (MLA).
@@ -137,20 +138,22 @@ def cut(wanted: Shards, heads: Collection[int], chunk_bytes: int) -> int:
     that does not divide the heads is reduced to what it has in common with them.
     """
     common = gcd(*heads)
-    if isinstance(wanted, int):
+    if wanted == "distinct":
+        return common
+    if wanted != "auto":
         return gcd(wanted, common)
-    shards = 1
-    while shards < MOST_SHARDS and common % (2 * shards) == 0 and chunk_bytes >= 2 * shards * LEAST_SHARD_BYTES:
-        shards *= 2
-    return shards
+    ranges = 1
+    while ranges < MOST_SHARDS and common % (2 * ranges) == 0 and chunk_bytes >= 2 * ranges * LEAST_SHARD_BYTES:
+        ranges *= 2
+    return ranges
 
 
-def hold(shards: int, heads: Collection[int], tp: int) -> GroupShards | None:
+def hold(head_ranges: int, heads: Collection[int], tp: int) -> GroupShards | None:
     """Return how ``tp`` ranks hold a range of layers of a group; None: some rank would hold a part of a shard."""
-    if tp <= shards and shards % tp == 0:
-        return GroupShards(shards, shards // tp, 1)
-    if set(heads) == {shards} and tp % shards == 0:
-        return GroupShards(shards, 1, tp // shards)
+    if tp <= head_ranges and head_ranges % tp == 0:
+        return GroupShards(head_ranges, head_ranges // tp, 1)
+    if set(heads) == {head_ranges} and tp % head_ranges == 0:
+        return GroupShards(head_ranges, 1, tp // head_ranges)
     return None
 
 
@@ -168,7 +171,7 @@ def cut_layers(wanted: Sequence[tuple[int, int]], stages: Sequence[tuple[int, in
 
 
 def make_plan(
-    wanted: Shards,
+    wanted: HeadCut,
     heads: Sequence[Collection[int]],
     chunk_bytes: Sequence[Sequence[int]],
     tp: int,
@@ -182,14 +185,17 @@ def make_plan(
     groups = []
     for number, (of_layers, sizes) in enumerate(zip(heads, chunk_bytes, strict=True)):
         ranges = tuple(at for at, size_bytes in enumerate(sizes) if size_bytes)
-        shards = cut(wanted, of_layers, min(sizes[at] for at in ranges))
-        held = hold(shards, of_layers, tp)
+        head_ranges = cut(wanted, of_layers, min(sizes[at] for at in ranges))
+        held = hold(head_ranges, of_layers, tp)
+        if wanted == "distinct" and (held is None or held.per_rank > 1):
+            return f"with tensor parallelism {tp} ranks do not have one KV head each in all layers of group {number}"
         if held is None:
             total = gcd(*of_layers)
             works = set(of_layers) == {total} and (total % tp == 0 or tp % total == 0)
             return (
-                f"`shards: {wanted}` cuts the {max(of_layers)} KV heads of group {number} into {shards}, which tensor "
-                f"parallelism {tp} cannot share out; {f'`shards: {total}` would do' if works else 'no number would do'}"
+                f"`shards: {wanted}` cuts the {max(of_layers)} KV heads of group {number} into {head_ranges}, which "
+                f"tensor parallelism {tp} cannot share out; "
+                f"{f'`shards: {total}` would do' if works else 'no number would do'}"
             )
         groups.append(replace(held, ranges=ranges))
     return ShardPlan(tuple(groups), layers)

@@ -108,9 +108,9 @@ def _tenant(tenant: str) -> str:
 
 
 def _head_ranges(count: object) -> object:
-    if count == "auto" or _is_count(count):
+    if count in ("distinct", "auto") or _is_count(count):
         return count
-    raise ValueError(f"is no number of shards; allowed: auto, or a number from 1 to {_MOST_SHARDS}")
+    raise ValueError(f"is no number of shards; allowed: distinct, auto, or a number from 1 to {_MOST_SHARDS}")
 
 
 def _layer_ranges(count: object) -> object:
@@ -127,12 +127,13 @@ def shard_cut(shards: object) -> object:
     """Return how chunks are cut, in full; None: not at all."""
     if shards == "per_rank":
         return None
-    if shards == "auto" or _is_count(shards):
+    if shards in ("distinct", "auto") or _is_count(shards):
         return {"heads": shards}
     if isinstance(shards, dict | BaseModel):
         return shards
     raise ValueError(
-        f"is no way to cut a chunk; allowed: per_rank, auto, a number from 1 to {_MOST_SHARDS}, or heads and layers"
+        "is no way to cut a chunk; allowed: distinct, per_rank, auto, a number from 1 to "
+        f"{_MOST_SHARDS}, or heads and layers"
     )
 
 
@@ -144,9 +145,9 @@ _NAMES: Final = rf"{_PREFIX_PART.pattern}(/{_PREFIX_PART.pattern})*"
 
 _COUNT: Final = {"type": "integer", "minimum": 1, "maximum": _MOST_SHARDS}
 HeadRanges = Annotated[
-    Literal["auto"] | int,
+    Literal["distinct", "auto"] | int,
     BeforeValidator(_head_ranges),
-    WithJsonSchema({"anyOf": [{"type": "string", "enum": ["auto"]}, _COUNT]}),
+    WithJsonSchema({"anyOf": [{"type": "string", "enum": ["distinct", "auto"]}, _COUNT]}),
 ]
 LayerRanges = Annotated[int, BeforeValidator(_layer_ranges), WithJsonSchema(_COUNT)]
 SizeBytes = Annotated[

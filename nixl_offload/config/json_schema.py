@@ -44,7 +44,7 @@ def json_schema() -> _Schema:
         "items": {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in (*TIER_KINDS, "file")]},
         **_order_of_tiers(kinds["memory"]),
     }
-    schema["properties"]["shards"] |= {"anyOf": _ways_to_cut(models["ShardCut"]), "default": "per_rank"}
+    schema["properties"]["shards"] |= {"anyOf": _ways_to_cut(models["ShardCut"]), "default": "distinct"}
     schema["properties"]["vllm"] |= {"properties": dict.fromkeys(VLLM_KEYS, True), "additionalProperties": False}
     named = {f"of_{kind}": _is_of_kind(kind) for kind in TIER_KINDS}
     schema["$defs"] = {**kinds, "file": _old_spelling(kinds), **named, **models}

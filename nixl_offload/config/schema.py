@@ -64,7 +64,8 @@ class ShardCut(_Model):
     """A range of KV heads in a range of layers is one shard."""
 
     heads: HeadRanges = "auto"
-    """Into how many ranges of KV heads; ``auto``: up to 8, of 1 MiB or more."""
+    """Into how many ranges of KV heads; ``auto``: up to 8, of 1 MiB or more; ``distinct``: one for each head, where no
+    rank has several."""
     layers: LayerRanges | None = None
     """Into the ranges of layers that a server with so many pipeline stages has; without it, those of the server's own
     stages. Servers whose own stages begin within such a range store rank by rank."""
@@ -304,10 +305,13 @@ class Config(_Model):
     block_outermost: bool = True
     """On CUDA, ask vLLM for a KV cache with all layers of a block side by side (BLHNC), if the attention backend takes
     it. A block is then one piece, which a drive can read and write without a copy."""
-    shards: Annotated[ShardCut | None, BeforeValidator(shard_cut), PlainSerializer(_plain_cut, when_used="json")] = None
+    shards: Annotated[ShardCut | None, BeforeValidator(shard_cut), PlainSerializer(_plain_cut, when_used="json")] = (
+        ShardCut(heads="distinct")
+    )
     """How a chunk is cut. ``per_rank``: each rank stores what it has as it lies there; only servers of the same size
-    find it. A number: into so many ranges of KV heads, which servers of every ``--tensor-parallel-size`` that divides
-    it find; KV that ranks have alike (MLA) is stored once in shared tiers. ``auto``: up to 8 ranges, of 1 MiB or more.
+    find it. ``distinct``: likewise, but what ranks have alike (MLA; copies, where there are more ranks than KV heads)
+    is stored once, and found by servers of every ``--tensor-parallel-size`` that have it so. A number: into so many
+    ranges of KV heads, which servers of every size that divides it find. ``auto``: up to 8 ranges, of 1 MiB or more.
     With pipeline stages, those of each apart, so that servers of the same stages share; ``heads`` and ``layers``: so
     that servers of other numbers of stages share, too. Where a model or a server does not allow it, the log says why,
     and it is ``per_rank``."""

@@ -33,7 +33,7 @@ from nixl_offload.identity.namespace import Setting
 from nixl_offload.identity.settings import collect, plain_text
 from nixl_offload.vllm.identity import known_by_name_alone, known_fields, models_of, reason_to_stay_off
 from nixl_offload.vllm.plugin import register
-from nixl_offload.vllm.rank_shards import cut_by_config
+from nixl_offload.vllm.rank_shards import cut_by_config, kv_heads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -118,12 +118,15 @@ def _describe(arguments: argparse.Namespace, transfer: Mapping[str, Any]) -> Ser
         settings = known.pop("settings")
         if config.shards is not None:
             cut = cut_by_config(vllm_config, config.shards)
-            known["shards"] = f"per_rank, for {cut}" if isinstance(cut, str) else str(config.shards.heads)
+            heads = kv_heads(vllm_config)
             if isinstance(cut, LayerCut):
+                known["shards"] = str(heads if heads == 1 or config.shards.heads == "distinct" else config.shards.heads)
                 # As far as the ranks understand what lies in their KV caches.
                 known = {name: value for name, value in known.items() if name not in {"tp", "pp", "world_size"}}
                 known["shards.layers"] = " ".join(map(str, cut.begins))
                 settings = {name: value for name, value in settings.items() if name not in EXCUSED_WITH_SHARDS}
+            elif config.shards.heads != "distinct":
+                known["shards"] = f"per_rank, for {cut}"
         models = models_of(vllm_config)
         return Server(
             model=models["model_config"].name,

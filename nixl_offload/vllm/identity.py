@@ -224,7 +224,9 @@ def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts
                 if sizes.setdefault(number // plan.per_range, size_bytes) != size_bytes:
                     raise NamespaceError("the ranks of this engine do not agree on how large shards are")
         of_heads = range(plan.per_range)
-        by_number = [sizes.get(n, 0) if h < cut.shards else 0 for n in range(len(plan.layers.begins)) for h in of_heads]
+        by_number = [
+            sizes.get(n, 0) if h < cut.head_ranges else 0 for n in range(len(plan.layers.begins)) for h in of_heads
+        ]
         groups.append(replace(group, slot_bytes=tuple(by_number)))
     common: dict[str, Any] = {item.name: getattr(by_rank, item.name) for item in fields(CommonFields)}
     common["groups"] = tuple(groups)

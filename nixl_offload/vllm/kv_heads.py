@@ -108,7 +108,7 @@ def _why_not(spec: KVCacheSpec, pages: object, num_blocks: int, heads: int) -> s
     if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         return f"its KV cache is quantized as {spec.kv_quant_mode.name}"
     if spec.num_kv_heads != heads:
-        return f"it has {spec.num_kv_heads} KV heads on a rank, other layers {heads}"
+        return f"it has {spec.num_kv_heads} KV heads on a rank, by the model's config there are {heads}"
     if pages.shape[0] != num_blocks:
         return f"the attention kernel divides a block into {pages.shape[0] // num_blocks}"
     content = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize

@@ -1,11 +1,10 @@
 """Whether an engine's chunks can be cut into shards, how, and where those of this rank lie; else why not.
 
-All ranks of an engine come to the same. Those of a stage do so by themselves: it follows from vLLM's configuration and
-from KV caches that differ in their heads alone. Stages, which have other layers, tell each other what they have. The
+All ranks of an engine come to the same: each tells the others what it has, or why it does not understand that. The
 scheduler's half makes sure of it (``identity.build_namespace``).
 
-Threading: called by the worker's main thread when vLLM registers the KV caches, on all ranks; with pipeline stages it
-waits for the others.
+Threading: called by the worker's main thread when vLLM registers the KV caches, on all ranks, where it waits for the
+others.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
-from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MLAAttentionSpec
 
 from nixl_offload.chunk.heads import HeadPages, shard_groups
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+_T = TypeVar("_T")
 
 _OF_THE_RANK: Final = {
     "num_kv_heads": "the heads of all ranks count",
@@ -60,19 +61,19 @@ class RankShards:
     """With a group for each shard, in the order of ``ShardPlan.numbers``."""
 
 
-class _Stage(NamedTuple):
-    """What a pipeline stage tells the others; its ranks all tell the same."""
+class _Told(NamedTuple):
+    """What a rank tells the others of its pipeline stage."""
 
     heads: tuple[tuple[int, ...], ...]
     """By group, of each layer: the KV heads that all ranks have together; 1 where KV is not divided (MLA)."""
     chunk_bytes: tuple[tuple[int, ...], ...]
     """By group and range of layers, as ``make_plan`` takes them."""
     digests: tuple[str, ...]
-    """By range of layers: of its layers."""
+    """By range of layers: of its layers. Ranks of a stage may differ here, by scales of their own, and nowhere else."""
 
 
 _Layers = list[dict[str, tuple[KVCacheSpec, HeadPages]]]
-"""By group: the layers of a range, in the model's order."""
+"""By group: the layers of a range, in the order of their bytes (``_in_order``)."""
 
 
 def cut_chunks(
@@ -86,40 +87,44 @@ def cut_chunks(
     """Return how chunks are cut, or why they are not, as a clause; on all ranks the same.
 
     ``kv_caches``: by layer, as vLLM registers them; ``canonical``: its view of the same memory. Raises whatever is
-    wrong with what vLLM has made on this rank: the others return a clause then.
+    wrong with what vLLM has made on this rank, once the others know: they return a clause then.
     """
     cut = cut_by_config(vllm_config, wanted)
     if isinstance(cut, str):
         return cut
     parallel = vllm_config.parallel_config
+    rank, tp = parallel.rank, parallel.tensor_parallel_size
     ranges: dict[int, _Layers] = {}
     failure: Exception | None = None
-    own: _Stage | str
+    own: _Told | str
     try:
         why = understood_pages(vllm_config, kv_cache_config, kv_caches)
         if why is None:
             ranges = _ranges(vllm_config, kv_cache_config, kv_caches, canonical, cut)
-            own = _stage(vllm_config, kv_cache_config, kv_caches, ranges, blocks_per_chunk)
+            own = _tell(vllm_config, kv_cache_config, kv_caches, ranges, blocks_per_chunk)
         else:
             own = why
-    except Exception as error:  # noqa: BLE001 - the other stages wait for this one's word
-        own, failure = "what lies where in the KV caches of a pipeline stage is not understood", error
-    stages = [own] if parallel.pipeline_parallel_size == 1 else of_all_stages(own)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's word
+        own, failure = f"the KV heads in the caches of rank {rank} are not found", error
+    everyone = [own] if parallel.world_size == 1 else of_all_ranks(own)
     if failure is not None:
         raise failure
-    told = [stage for stage in stages if not isinstance(stage, str)]
-    if len(told) < len(stages):
-        return next(stage for stage in stages if isinstance(stage, str))
-    heads = [tuple(chain.from_iterable(of_stages)) for of_stages in zip(*(stage.heads for stage in told), strict=True)]
-    sizes = [tuple(chain.from_iterable(each)) for each in zip(*(stage.chunk_bytes for stage in told), strict=True)]
-    plan = make_plan(wanted.heads, heads, sizes, parallel.tensor_parallel_size, cut)
+    told = [each for each in everyone if isinstance(each, _Told)]
+    if len(told) < len(everyone):
+        return next(each for each in everyone if isinstance(each, str))
+    if any(each[:2] != told[number // tp * tp][:2] for number, each in enumerate(told)):
+        return "ranks of one pipeline stage have other layers"
+    stages = told[rank % tp :: tp]
+    heads = [tuple(chain.from_iterable(each)) for each in zip(*(stage.heads for stage in stages), strict=True)]
+    sizes = [tuple(chain.from_iterable(each)) for each in zip(*(stage.chunk_bytes for stage in stages), strict=True)]
+    plan = make_plan(wanted.heads, heads, sizes, tp, cut)
     if isinstance(plan, str):
         return plan
-    digests = [digest for stage in told for digest in stage.digests]
+    digests = [digest for stage in stages for digest in stage.digests]
     digest = digests[0] if len(digests) == 1 else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
     groups: list[GroupLayout] = []
     for position, group in enumerate(plan.groups):
-        for number in plan.ranges(parallel.rank, position):
+        for number in plan.ranges(rank, position):
             pages = [pages for _, pages in ranges[number][position].values()]
             groups += shard_groups(pages, group.per_rank)
     return RankShards(plan, digest, KVLayout(regions_of(canonical), tuple(groups), blocks_per_chunk))
@@ -133,17 +138,38 @@ def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:
     draft = getattr(speculative, "draft_parallel_config", None)
     if draft is not None and draft.tensor_parallel_size != parallel.tensor_parallel_size:
         return "the draft model has a tensor parallelism of its own"
+    if wanted.heads == "distinct" and not vllm_config.model_config.use_mla and not has_replicas(vllm_config):
+        return "each rank has KV heads of its own"
     # A TP that cannot hold what ``auto`` makes of large chunks cannot hold what it makes of smaller ones either.
-    model, plenty = vllm_config.model_config, 1 << 62
-    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
-    plan = make_plan(wanted.heads, [[heads]], [[plenty]], parallel.tensor_parallel_size)
+    plan = make_plan(wanted.heads, [[kv_heads(vllm_config)]], [[1 << 62]], parallel.tensor_parallel_size)
     return plan if isinstance(plan, str) else layer_cut(vllm_config, wanted.layers)
 
 
-def of_all_stages(own: _Stage | str) -> Sequence[_Stage | str]:
-    """Return what the pipeline stages say, in their order. Each must ask, and waits for the others."""
-    group = get_pp_group()
-    told: list[_Stage | str] = [own] * group.world_size
+def kv_heads(vllm_config: VllmConfig) -> int:
+    """Return the KV heads of the model on all ranks together, by its config: 1 where KV is not divided (MLA), 0 where
+    there are none (Mamba).
+    """
+    model = vllm_config.model_config
+    return 1 if model.use_mla else model.get_total_num_kv_heads() or 0
+
+
+def has_replicas(vllm_config: VllmConfig) -> bool:
+    """Whether ranks have KV alike, by the configuration."""
+    parallel = vllm_config.parallel_config
+    return 0 < kv_heads(vllm_config) * parallel.decode_context_parallel_size < parallel.tensor_parallel_size
+
+
+def of_all_ranks(own: _Told | str) -> Sequence[_Told | str]:
+    """Return what the ranks of the engine say, in their order. Each must ask, and waits for the others.
+
+    vLLM's group of all ranks may have those of other data-parallel engines in it.
+    """
+    columns = _gathered(_gathered(own, get_pp_group()), get_tp_group())
+    return [told for stage in zip(*columns, strict=True) for told in stage]
+
+
+def _gathered(own: _T, group: GroupCoordinator) -> list[_T]:
+    told = [own] * group.world_size
     torch.distributed.all_gather_object(told, own, group=group.cpu_group)
     return told
 
@@ -167,16 +193,32 @@ def _ranges(
             if number not in held:
                 raise LayoutError(f"{name} runs on another pipeline stage than the model's layer of that number")
             found[number][position][name] = spec, pages[position][name]
-    return found
+    return {number: [_in_order(layers) for layers in groups] for number, groups in found.items()}
 
 
-def _stage(
+def _in_order(layers: dict[str, tuple[KVCacheSpec, HeadPages]]) -> dict[str, tuple[KVCacheSpec, HeadPages]]:
+    """Return a group's layers of a range in the order of their bytes: kind after kind, in each in the model's order, as
+    vLLM has them side by side in a block (BLHNC). So a block stays one piece where a rank holds all of it.
+    """
+    kinds: dict[str, dict[str, tuple[KVCacheSpec, HeadPages]]] = {}
+    for name, (spec, pages) in layers.items():
+        kinds.setdefault(json.dumps(_facts(spec), sort_keys=True), {})[name] = spec, pages
+    return {name: layer for of_kind in kinds.values() for name, layer in of_kind.items()}
+
+
+def _facts(spec: KVCacheSpec) -> list[Any]:
+    """Return what a layer's spec says of its bytes, the same on all ranks."""
+    told = {path: value for path, value in collect(spec, {}).values.items() if path not in _OF_THE_RANK}
+    return [type(spec).__qualname__, told]
+
+
+def _tell(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
     ranges: Mapping[int, _Layers],
     blocks_per_chunk: int,
-) -> _Stage:
+) -> _Told:
     model = vllm_config.model_config
     heads: list[list[int]] = []
     sizes: list[list[int]] = []
@@ -193,7 +235,7 @@ def _stage(
                 size_bytes = page_bytes // spec.num_kv_heads * total if is_divided else page_bytes
                 sizes[-1][-1] += blocks_per_chunk * size_bytes
     digests = tuple(_digest(vllm_config, kv_cache_config, kv_caches, groups) for groups in ranges.values())
-    return _Stage(tuple(map(tuple, heads)), tuple(map(tuple, sizes)), digests)
+    return _Told(tuple(map(tuple, heads)), tuple(map(tuple, sizes)), digests)
 
 
 def _digest(
@@ -208,11 +250,10 @@ def _digest(
         # Of a group without layers here vLLM tells a stage less than it tells an engine of one stage.
         facts.append([number, str(group.role), group.is_eagle_group] if layers else [number])
         for name, (spec, _) in layers.items():
-            told = {path: value for path, value in collect(spec, {}).values.items() if path not in _OF_THE_RANK}
             heads = 1 if isinstance(spec, MLAAttentionSpec) else model.get_total_num_kv_heads()
             pages = kv_caches[name]
             # Of MLA a kernel may divide a block, and an indexer's keeps its scales behind the tokens of each part.
             parts = pages.shape[0] // kv_cache_config.num_blocks
             of_layer: list[Any] = layer_facts(modules.get(name))
-            facts.append([name, type(spec).__qualname__, told, heads, str(pages.dtype), parts, of_layer])
+            facts.append([name, *_facts(spec), heads, str(pages.dtype), parts, of_layer])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

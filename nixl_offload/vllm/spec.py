@@ -28,7 +28,7 @@ from nixl_offload.vllm.identity import reason_to_stay_off
 from nixl_offload.vllm.kv_caches import without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.metrics import DEFINITIONS
-from nixl_offload.vllm.rank_shards import RankShards, cut_chunks
+from nixl_offload.vllm.rank_shards import RankShards, cut_chunks, has_replicas
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 
 if TYPE_CHECKING:
@@ -102,24 +102,26 @@ class NixlOffloadSpec(OffloadingSpec):
         )
 
     def _cut(self, kv_caches: CanonicalKVCaches) -> RankShards | None:
-        """Cut chunks into shards, if the config asks for it; None, with a line in the log, where that cannot be."""
+        """Cut chunks into shards, as the config asks for; None where that cannot be, with a line in the log. By default
+        none where ranks have nothing alike.
+        """
         wanted, blocks = self.config_file.shards, self.config.cache.blocks_per_chunk
         if wanted is None:
             return None
-        trace: Exception | None = None
+        rank = self.config.parallel.rank
         try:
             found = cut_chunks(self.vllm_config, self.kv_cache_config, self._kv_caches, kv_caches, wanted, blocks)
             if not isinstance(found, str):
-                if self.config.parallel.rank == 0:
-                    numbers = ", ".join(str(group.shards * len(group.ranges)) for group in found.plan.groups)
+                if rank == 0:
+                    numbers = ", ".join(str(group.head_ranges * len(group.ranges)) for group in found.plan.groups)
                     logger.info("Chunks are cut by KV heads and layers; shards of a chunk, by KV group: %s", numbers)
                 return found
-        except Exception as error:  # noqa: BLE001 - whatever vLLM has that nobody has thought of is stored as ever
-            found, trace = "what lies where in the KV caches is not understood", error
-        if self.config.parallel.rank == 0 or trace is not None:
+        except Exception:  # whatever vLLM has that nobody has thought of is stored as ever
+            found = f"the KV heads in the caches of rank {rank} are not found"
+            logger.exception("The KV heads in the caches of this rank are not found")
+        is_missed = wanted.heads != "distinct" or wanted.layers is not None or has_replicas(self.vllm_config)
+        if rank == 0 and is_missed:
             logger.warning(
-                "Chunks are stored as each rank has them, and only engines of the same size share them: %s",
-                found,
-                exc_info=trace,
+                "Chunks are stored as each rank has them, and only engines of the same size share them: %s", found
             )
         return None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.chunk.shards import LayerCut, Shard, ShardPlan, Shards, cut_layers, make_plan
+from nixl_offload.chunk.shards import HeadCut, LayerCut, Shard, ShardPlan, cut_layers, make_plan
 from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.chain import MoveIO
 from nixl_offload.engine.host import HostSlab
@@ -74,7 +74,7 @@ class RankRig:
         (group,) = plan.groups
         self.offsets: dict[int, int] = {}
         """Of chunks in the slab, where they do not lie one after the other."""
-        each = heads // group.shards
+        each = heads // group.head_ranges
         self.heads = [number * each + head for number in group.held_by(rank % group.ranks) for head in range(each)]
         ranges = [layers_in(plan.layers, number) for number in plan.ranges(rank, 0)]
         self.layers = [layer for each_range in ranges for layer in each_range]
@@ -239,7 +239,7 @@ class EngineRig:
         tp: int,
         *,
         heads: int = 4,
-        wanted: Shards = 4,
+        wanted: HeadCut = 4,
         stages: Sequence[int] = (LAYERS,),
         cut_for: Sequence[int] | None = None,
         together: int = 1,

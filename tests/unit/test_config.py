@@ -80,7 +80,7 @@ def test_defaults() -> None:
         "drain_timeout": "3s",
         "store_after": 1,
         "block_outermost": True,
-        "shards": "per_rank",
+        "shards": "distinct",
         "slow_hits": "skip",
         "serve_without_prefix_caching": False,
         "tiers": [
@@ -508,9 +508,15 @@ def test_a_config_cannot_be_changed() -> None:
         ({"store_after": 0}, "inline: store_after: 0 is too small; allowed: 1 or more"),
         ({"store_after": 256}, "inline: store_after: 256 is too large; allowed: at most 255"),
         ({"store_after": True}, "inline: store_after: True is refused; allowed: a whole number"),
-        ({"shards": 0}, "inline: shards: 0 is no way to cut a chunk; allowed: per_rank, auto, a number from 1 to "),
+        (
+            {"shards": 0},
+            "inline: shards: 0 is no way to cut a chunk; allowed: distinct, per_rank, auto, a number from 1",
+        ),
         ({"shards": None}, "inline: shards: None is no way to cut a chunk; "),
-        ({"shards": {"heads": "no"}}, "inline: shards.heads: 'no' is no number of shards; allowed: auto, or a number"),
+        (
+            {"shards": {"heads": "no"}},
+            "inline: shards.heads: 'no' is no number of shards; allowed: distinct, auto, or a",
+        ),
         ({"shards": {"layers": 0}}, "inline: shards.layers: 0 is no number of pipeline stages; allowed: a number from"),
         ({"shards": {"layer": 2}}, "inline: shards.layer: unknown field (did you mean 'layers'?); allowed: heads,"),
         ({"shards": 1000}, "inline: shards: 1000 is no way to cut a chunk; "),

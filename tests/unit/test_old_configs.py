@@ -87,7 +87,7 @@ def as_today(recorded: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif (now := CHANGED.get((prefix + name, value), value)) is not None or value is None:
             said[name] = now
     if not prefix:
-        said.setdefault("shards", "per_rank")
+        said.setdefault("shards", "distinct")  # what ranks have alike was stored by each
         said.setdefault("authenticate", None)
     if prefix and prefix != "memory.":
         said.setdefault("required", False)  # older configs cannot say it

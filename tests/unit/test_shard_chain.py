@@ -160,7 +160,7 @@ def test_stages_and_sizes_read_what_others_have_stored(
                     stored(engine, TREE if source is None else source)
                     if source is not None:
                         assert ok([rank.move(CHUNKS, source, TREE) for rank in engine.ranks])
-                    assert len(shards(Path(directory))) == 3 * engine.plan.groups[0].shards * len(CHUNKS)
+                    assert len(shards(Path(directory))) == 3 * engine.plan.groups[0].head_ranges * len(CHUNKS)
                 else:
                     engine.wipe()
                     assert ok([rank.load(CHUNKS, TREE, promote=True) for rank in engine.ranks])

@@ -64,7 +64,20 @@ def test_every_shard_of_a_key_has_one_writer(heads: int, wanted: int, tp: int) -
         return
     for key in _KEYS[:16]:
         written = Counter(number for rank in range(tp) if held.writes(rank, key) for number in held.held_by(rank))
-        assert written == Counter(range(held.shards))
+        assert written == Counter(range(held.head_ranges))
+
+
+@given(heads=st.lists(_HEADS, min_size=1, max_size=2), tp=st.integers(1, 64))
+def test_distinct_gives_no_rank_more_than_one_shard(heads: list[int], tp: int) -> None:
+    """A KV head each, which is on as many ranks as vLLM copies it to; else there is no plan."""
+    plan = make_plan("distinct", [[each] for each in heads], [[1]] * len(heads), tp)
+    if isinstance(plan, str):
+        assert any(tp % each for each in heads)
+        return
+    for group, each in zip(plan.groups, heads, strict=True):
+        assert (group.head_ranges, group.per_rank, group.ranks) == (each, 1, tp)
+        for rank in range(tp):
+            assert set(group.held_by(rank)) == _heads_on(rank, each, tp)
 
 
 def test_replicas_share_the_writing_evenly() -> None:
@@ -104,7 +117,7 @@ def test_every_shard_of_every_range_of_layers_is_held(data: st.DataObject, tp: i
     assert plan.ranks == tp * len(own)
     for group, of_group in enumerate(there):
         holders = Counter(number for rank in range(plan.ranks) for number in plan.held(rank, group))
-        shards, replicas = plan.groups[group].shards, plan.groups[group].replicas
+        shards, replicas = plan.groups[group].head_ranges, plan.groups[group].replicas
         there_are = {
             at * plan.per_range + head for at, is_there in enumerate(of_group) if is_there for head in range(shards)
         }

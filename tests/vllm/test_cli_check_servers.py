@@ -27,6 +27,7 @@ from nixl_offload.cli.main import main
 from nixl_offload.config import kv_transfer_config, parse_config
 from nixl_offload.identity.compare import Comparison, Server, compare, differing
 from nixl_offload.identity.namespace import NamespaceFields
+from tests.vllm.families import write_mla
 from tests.vllm.harness import Workshop, prompts, tier_config, tree_tier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +123,21 @@ def test_tensor_parallelism_does_not_count_where_chunks_are_cut(asked: Asked) ->
     auto.child = asked.child
     differences = compare(cut.server(""), auto.server(""), {}, {}).differences
     assert ("shards", ("2", "auto")) in differences
+
+
+def test_mla_is_shared_by_all_sizes_unless_the_config_says_otherwise(asked: Asked, workshop: Workshop) -> None:
+    """By default, and with ``auto``, which cuts it alike."""
+    model = write_mla(workshop.scratch / "mla-check")
+    of = {}
+    for said in ("distinct", "auto", "per_rank"):
+        fields = {} if said == "distinct" else {"shards": said}
+        mla = Asked(model, asked.environment, **fields)
+        mla.child = asked.child
+        of[said] = mla.server(""), mla.server("-tp 2")
+    assert compare(*of["distinct"], {}, {}).differences == ()
+    assert compare(of["distinct"][0], of["auto"][1], {}, {}).differences == ()
+    assert compare(*of["per_rank"], {}, {}).differences != ()
+    assert compare(asked.server(""), asked.server("-tp 2"), {}, {}).differences != ()
 
 
 def test_pipeline_stages_do_not_count_where_layers_are_cut_for_them(asked: Asked) -> None:

@@ -293,7 +293,11 @@ UNKNOWN: dict[str, tuple[Any, KVCacheSpec, str]] = {
     "K and V apart": (vllm_config(4), full(4, num_head_slots=2, state_content_bytes=64), "shape"),
     "K and V apart, of two heads": (vllm_config(2), full(2, num_head_slots=2, state_content_bytes=32), "shape"),
     "several tokens in a state": (vllm_config(4), full(4, tokens_per_state=2), "2 tokens"),
-    "other heads than the model": (vllm_config(8, tp=2), full(8), "8 KV heads on a rank, other layers 4"),
+    "other heads than the model": (
+        vllm_config(8, tp=2),
+        full(8),
+        "8 KV heads on a rank, by the model's config there are 4",
+    ),
 }
 
 

@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from nixl_offload.chunk.shards import ONE_RANGE
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError
 from nixl_offload.vllm import rank_shards
-from nixl_offload.vllm.rank_shards import RankShards, cut_by_config, cut_chunks
-from tests.vllm.test_kv_heads import BLOCKS, Memory, full, group, vllm_config, window
+from nixl_offload.vllm.rank_shards import RankShards, cut_by_config, cut_chunks, has_replicas
+from tests.vllm.test_kv_heads import BLOCKS, Memory, full, group, mla, vllm_config, window
+
+
+@pytest.fixture(autouse=True)
+def _alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process here is one of several: the other ranks of a stage tell what this one tells."""
+    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: [own])
 
 
 def engine(total: int, tp: int = 1, layout: str = "LBHNC", layers: Mapping[str, Any] | None = None) -> Any:
@@ -106,9 +112,9 @@ def test_stages_come_to_what_one_of_one_stage_does(monkeypatch: pytest.MonkeyPat
             for config, memory in memories
         ]
 
-    monkeypatch.setattr(rank_shards, "of_all_stages", lambda own: told.append(own) or ["not all have told"])
+    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: told.append(own) or ["not all have told"])
     ask()
-    monkeypatch.setattr(rank_shards, "of_all_stages", lambda own: told)
+    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: told)
     for rank, found in enumerate(ask()):
         assert isinstance(found, RankShards), found
         assert found.digest == one.digest
@@ -135,10 +141,89 @@ def test_a_layer_of_another_stage_is_not_understood(monkeypatch: pytest.MonkeyPa
     config = staged(2, 1)
     memory = Memory(config, [group(full(4), *NAMES[3:], "model.layers.2.draft")])
     told: list[Any] = []
-    monkeypatch.setattr(rank_shards, "of_all_stages", lambda own: told.append(own) or [own, own])
+    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: told.append(own) or [own, own])
     with pytest.raises(LayoutError, match="runs on another pipeline stage"):
         cut_chunks(config, memory.config, memory.caches, memory.canonical(), ShardCut(heads=4), BLOCKS)
-    assert told == ["what lies where in the KV caches of a pipeline stage is not understood"]
+    assert told == ["the KV heads in the caches of rank 1 are not found"]
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_layers_of_a_kind_are_together_as_vllm_has_them_in_a_block(layout: str) -> None:
+    """DeepSeek-V3.2 has an indexer's cache beside each layer's: a block of it stays one piece, and layers in the
+    model's order, a piece for each, are not what is stored.
+    """
+    indexer = MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=132, dtype=torch.uint8, max_tp_shards=1)
+    specs = {f"{layer}.{kind}": spec for layer in "ab" for kind, spec in (("attn", mla()), ("indexer", indexer))}
+    mixed = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
+    found = cut(engine(1, layout=layout), [KVCacheGroupSpec(list(specs), mixed)])
+    (made,) = found.layout.groups
+    assert len(made.refs) == (1 if layout == "BLHNC" else 4)
+    one, other = mla().page_size_bytes, indexer.page_size_bytes
+    assert [run.length for run in made.refs] == (
+        [2 * (one + other)] if len(made.refs) == 1 else [one, one, other, other]
+    )
+    assert found.digest == cut(engine(1, tp=8), [KVCacheGroupSpec(list(specs), mixed)]).digest
+
+
+@pytest.mark.parametrize(("total", "tp", "shards"), [(4, 2, 0), (4, 4, 0), (4, 8, 4), (1, 1, 0), (1, 2, 1)])
+def test_by_default_only_what_ranks_have_alike_is_cut(total: int, tp: int, shards: int) -> None:
+    config = engine(total, tp)
+    memory = Memory(config, [group(full(max(1, total // tp)), "a"), group(window(max(1, total // tp)), "b")])
+    found = cut_chunks(config, memory.config, memory.caches, memory.canonical(), ShardCut(heads="distinct"), BLOCKS)
+    assert has_replicas(config) == bool(shards)
+    if shards:
+        assert isinstance(found, RankShards), found
+        assert [each.head_ranges for each in found.plan.groups] == [shards] * 2
+        assert found.digest == cut(config, [group(full(1), "a"), group(window(1), "b")]).digest
+    else:
+        assert found == "each rank has KV heads of its own"
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_mla_is_one_shard_by_default_whatever_the_size(tp: int) -> None:
+    config = engine(128, tp)
+    config.model_config.use_mla = True
+    memory = Memory(config, [group(mla(), "a", "b")])
+    found = cut_chunks(config, memory.config, memory.caches, memory.canonical(), ShardCut(heads="distinct"), BLOCKS)
+    assert isinstance(found, RankShards), found
+    assert (found.plan.shards, found.plan.numbers(tp - 1), found.plan.groups[0].replicas) == (1, (0,), tp)
+
+
+def test_a_draft_with_heads_beside_mla_is_stored_rank_by_rank() -> None:
+    """They are in one group of vLLM's, of which a rank would hold two shards."""
+    config = engine(16, tp=2)
+    config.model_config.use_mla = True
+    specs = {"a": mla(), "b": full(1)}
+    mixed = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
+    memory = Memory(config, [KVCacheGroupSpec(list(specs), mixed)])
+    found = cut_chunks(config, memory.config, memory.caches, memory.canonical(), ShardCut(heads="distinct"), BLOCKS)
+    assert found == "b: it has 1 KV heads on a rank, by the model's config there are 8"
+    assert has_replicas(config)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_does_not_understand_no_rank_cuts(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Whatever is wrong there; nor where ranks of a stage have other layers, which would be other shards."""
+    configs = [engine(1, 2), engine(1, 2)]
+    configs[1].parallel_config.rank = 1
+    memories = [Memory(configs[0], [group(full(1), "a")]), Memory(configs[1], [group(full(1), *"ab"[: 1 + rank])])]
+    told: list[Any] = []
+
+    def ask() -> list[RankShards | str]:
+        return [
+            cut_chunks(config, memory.config, memory.caches, memory.canonical(), ShardCut(heads="distinct"), BLOCKS)
+            for config, memory in zip(configs, memories, strict=True)
+        ]
+
+    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: told.append(own) or ["not all have told"])
+    ask()
+    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: told)
+    if rank:
+        assert ask() == ["ranks of one pipeline stage have other layers"] * 2
+    else:
+        assert all(isinstance(found, RankShards) for found in ask())
+    told[rank] = "rank looks the other way"
+    assert ask() == ["rank looks the other way"] * 2
 
 
 def test_context_parallelism_is_told_first() -> None:
@@ -146,6 +231,24 @@ def test_context_parallelism_is_told_first() -> None:
         config = engine(4)
         setattr(config.parallel_config, name, 2)
         assert "context parallelism" in str(cut_by_config(config, ShardCut()))
+
+
+def test_a_model_without_kv_heads_has_nothing_alike() -> None:
+    """Of Mamba vLLM says none; of other configs nothing."""
+    for heads in (0, None):
+        config = engine(1, tp=2)
+        config.model_config.get_total_num_kv_heads = lambda heads=heads: heads
+        assert not has_replicas(config)
+        assert cut_by_config(config, ShardCut(heads="distinct")) == "each rank has KV heads of its own"
+
+
+def test_context_parallelism_leaves_fewer_replicas() -> None:
+    """Ranks of such a group have other tokens of what would be alike."""
+    config = engine(128, tp=8)
+    config.model_config.use_mla = True
+    for dcp, expected in ((1, True), (4, True), (8, False)):
+        config.parallel_config.decode_context_parallel_size = dcp
+        assert has_replicas(config) is expected
 
 
 def test_mla_has_one_head_however_many_its_config_says() -> None:

@@ -19,6 +19,7 @@ from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_prompts, loads_refused
 from tests.vllm.families import CPU_MLA, write_mla
 from tests.vllm.harness import TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop, close
+from tests.vllm.odd_rank import EXTENSION as ODD_RANK
 from tests.vllm.shared_rig import Medium, bucket, said, tree, until_stored
 from tests.vllm.staged_cpu import EXTENSION
 from tests.vllm.test_adapters import write_adapter
@@ -51,18 +52,18 @@ def medium(request: pytest.FixtureRequest, server: RcloneServer, workshop: Works
 
 @pytest.fixture
 def start(workshop: Workshop) -> Iterator[Start]:
-    """Starts an engine of a size; the test's engines end with it."""
+    """Starts an engine of a size; the test's engines end with it. ``shards`` None: what a config says by default."""
     started: list[Engine] = []
 
     def begin(medium: Medium, tp: int, shape: ModelShape = TINY, *, pp: int = 1, **fields: Any) -> Engine:
         own = {name: fields.pop(name) for name in ("model", "block_size") if name in fields} | fields.pop("options", {})
         nearer, shared = fields.pop("nearer", []), fields.pop("is_shared", True)
-        config = medium.config(**{"shards": 2, **fields})
+        config = medium.config(**{name: value for name, value in {"shards": 2, **fields}.items() if value is not None})
         config["tiers"] = [*nearer, *(config["tiers"] if shared else [])]
         environment = {**medium.environment, **ENVIRONMENT}
-        options = {**ENGINE_OPTIONS, **SIZES[max(tp, pp)], **own, "tensor_parallel_size": tp}
         # The extension counts in the namespace.
-        options |= {"pipeline_parallel_size": pp, "worker_extension_cls": EXTENSION}
+        options = {**ENGINE_OPTIONS, **SIZES[max(tp, pp)], "worker_extension_cls": EXTENSION, **own}
+        options |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
         started.append(workshop.start_engine(shape, config, environment=environment, **options))
         return started[-1]
 
@@ -164,12 +165,14 @@ def test_damage_to_a_shard_is_found_by_whoever_reads_it(medium: Medium, start: S
 @pytest.mark.long
 @pytest.mark.parametrize("medium", ["tree"], indirect=True)
 def test_what_ranks_have_alike_is_stored_once(medium: Medium, start: Start) -> None:
-    """One KV head on two ranks: half of the shards and bytes of ``per_rank``; and one rank finds them, too."""
+    """One KV head on two ranks: by default half of the shards and bytes of ``per_rank``; and one rank that says so
+    finds them, too.
+    """
     by_rank = start(medium, 2, ONE_HEAD, shards="per_rank")
     right = until_stored(by_rank, medium, PROMPTS, 2 * PROMPT_CHUNKS * len(PROMPTS))
     by_rank.stop()
     before = {name: len(medium.read(name)) for name in medium.shards()}
-    two = start(medium, 2, ONE_HEAD)
+    two = start(medium, 2, ONE_HEAD, shards=None)
     until_stored(two, medium, PROMPTS, len(before) + PROMPT_CHUNKS * len(PROMPTS))
     added = {name: len(medium.read(name)) for name in medium.shards() if name not in before}
     assert 2 * len(added) == len(before)
@@ -178,55 +181,73 @@ def test_what_ranks_have_alike_is_stored_once(medium: Medium, start: Start) -> N
     all_from_the_tier(start(medium, 1, ONE_HEAD), PROMPTS, right)
 
 
-@pytest.mark.parametrize("medium", ["tree"], indirect=True)
-def test_mla_of_two_ranks_is_stored_once(medium: Medium, workshop: Workshop, start: Start) -> None:
+@pytest.mark.parametrize("medium", ["tree", "obstore"], indirect=True)
+def test_mla_of_two_ranks_is_stored_once_by_default(medium: Medium, workshop: Workshop, start: Start) -> None:
     """Half the shards and bytes of ``per_rank``. vLLM's CPU build must not reuse KV of MLA, so nothing is loaded."""
-    model = write_mla(workshop.scratch / "mla")
+    model = write_mla(workshop.scratch / f"mla-{medium.directory.name}")
     found: list[dict[str, int]] = []
-    for shards in ("per_rank", "auto"):
+    for shards in ("per_rank", None):
         before = set(medium.shards())
         engine = start(
             medium, 2, model=model, shards=shards, serve_without_prefix_caching=True, block_size=16, options=CPU_MLA
         )
-        until_stored(engine, medium, PROMPTS, len(before) + (2 if shards == "per_rank" else 1) * PROMPT_CHUNKS * 2)
+        until_stored(engine, medium, PROMPTS, len(before) + (1 if shards is None else 2) * PROMPT_CHUNKS * 2)
         engine.stop()
         found.append({name: len(medium.read(name)) for name in medium.shards() if name not in before})
     assert 2 * len(found[1]) == len(found[0])
     assert 2 * sum(found[1].values()) == sum(found[0].values())
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM caches prefixes of MLA on a CPU only with AMX")
-@pytest.mark.parametrize("medium", ["tree"], indirect=True)
+with_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM caches prefixes of MLA on a CPU only with AMX"
+)
+AMX: Final = {"dtype": "bfloat16"}
+
+
+@with_amx
+@pytest.mark.parametrize(
+    "medium", [pytest.param("tree"), pytest.param("obstore", marks=pytest.mark.long)], indirect=True
+)
 def test_mla_that_is_stored_once_is_served(medium: Medium, workshop: Workshop, start: Start) -> None:
-    """Each chunk is written by one of two ranks, and read by both of another server; one rank finds all of it, too.
+    """By default each chunk is written by one of two ranks, and read by both of another server; one rank finds all of
+    it, too, and what that stores two ranks find.
 
     What different sizes compute is not compared: bfloat16 is all that AMX takes, and this model doubles its rounding
     from layer to layer.
     """
-    model, amx = write_mla(workshop.scratch / "mla"), {"dtype": "bfloat16"}
-    two = start(medium, 2, model=model, options=amx)
+    model = write_mla(workshop.scratch / f"mla-{medium.directory.name}")
+    two = start(medium, 2, model=model, options=AMX, shards=None)
     right = stored_whole(two, PROMPTS)
     assert len(medium.shards()) == PROMPT_CHUNKS * len(PROMPTS)
     two.stop()
-    all_from_the_tier(start(medium, 2, model=model, options=amx), PROMPTS, right)
-    one = start(medium, 1, model=model, options=amx)
+    one = start(medium, 1, model=model, options=AMX, shards=None)
     assert [answer.external_hit_tokens for answer in one.generate(PROMPTS)] == [FULL_TOKENS] * len(PROMPTS)
+    stored_whole(one, LATER)
+    assert len(medium.shards()) == PROMPT_CHUNKS * (len(PROMPTS) + len(LATER))
     assert not loads_refused(one)
+    again = start(medium, 2, model=model, options=AMX, shards=None)
+    all_from_the_tier(again, PROMPTS, right)
+    assert [answer.external_hit_tokens for answer in again.generate(LATER)] == [FULL_TOKENS] * len(LATER)
+    assert not loads_refused(again)
+    assert len(medium.namespaces()) == 1
 
 
-@pytest.mark.parametrize("shape", [pytest.param(ONE_HEAD, id="one-head")])
-def test_a_slab_has_one_copy_of_what_two_ranks_have_alike(workshop: Workshop, start: Start, shape: ModelShape) -> None:
-    """Each chunk lies in one of the two slabs, both ranks are served from it, also after a restart, and damage to it is
-    found.
+@pytest.mark.parametrize("kind", ["one-head", pytest.param("mla", marks=with_amx)])
+def test_a_slab_has_one_copy_of_what_two_ranks_have_alike(workshop: Workshop, start: Start, kind: str) -> None:
+    """By default each chunk lies in one of the two slabs, both ranks are served from it, also after a restart, and
+    damage to it is found.
     """
     medium = tree(workshop.scratch / "shards-unused")
-    path = workshop.scratch / "slab-one-copy"
+    path = workshop.scratch / f"slab-one-copy-{kind}"
     fields: dict[str, Any] = {
         "nearer": [{"kind": "slab", "path": str(path), "capacity": "64MiB"}],
         "is_shared": False,
-        "shards": "auto",
+        "shards": None,
+        "shape": ONE_HEAD,
     }
-    first = start(medium, 2, shape, **fields)
+    if kind == "mla":
+        fields |= {"model": write_mla(workshop.scratch / "mla-slab"), "options": AMX}
+    first = start(medium, 2, **fields)
     right = stored_whole(first, PROMPTS)
     first.stop()
     slabs = sorted(path.glob("*/rank-*.slab"))
@@ -235,7 +256,7 @@ def test_a_slab_has_one_copy_of_what_two_ranks_have_alike(workshop: Workshop, st
     assert len(stored) == 2
     assert sum(stored) == chunks
     assert max(stored) - min(stored) <= 1
-    second = start(medium, 2, shape, **fields)
+    second = start(medium, 2, **fields)
     all_from_the_tier(second, PROMPTS, right)
     second.stop()
     content = slabs[1].read_bytes()
@@ -243,11 +264,30 @@ def test_a_slab_has_one_copy_of_what_two_ranks_have_alike(workshop: Workshop, st
         at = content.index(b"NIXLOFF1") + 4096 + 100
         file.seek(at)
         file.write(bytes([content[at] ^ 1]))
-    third = start(medium, 2, shape, **fields)
+    third = start(medium, 2, **fields)
     answers = third.generate(PROMPTS)
     assert third.settle()
     assert loads_refused(third)
     assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
+
+
+@pytest.mark.parametrize("medium", ["tree"], indirect=True)
+def test_a_rank_that_alone_does_not_understand_its_caches_has_all_store_rank_by_rank(
+    medium: Medium, start: Start
+) -> None:
+    """Offloading goes on, and the log says once what that costs. Where ranks have nothing alike it says nothing."""
+    line = "Chunks are stored as each rank has them"
+    engine = start(medium, 2, ONE_HEAD, shards=None, options={"worker_extension_cls": ODD_RANK})
+    right = stored_whole(engine, PROMPTS)
+    all_from_the_tier(engine, PROMPTS, right)
+    assert len(medium.shards()) == 2 * PROMPT_CHUNKS * len(PROMPTS)
+    log = engine.log.read_text(errors="replace")
+    assert log.count(line) == 1
+    assert "the KV heads in the caches of rank 1 are not found" in log
+    assert "an odd rank" in log
+    other = start(medium, 2, shards=None)
+    other.generate(PROMPTS)
+    assert line not in other.log.read_text(errors="replace")
 
 
 @pytest.mark.parametrize("medium", ["obstore"], indirect=True)
