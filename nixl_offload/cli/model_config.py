@@ -175,16 +175,17 @@ class _Reader:
 def _attention(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
     """Keys and values of each KV head."""
     layers = reader.layers()
-    rank_heads, head_size, dtype, layer_token_bytes = _heads(reader, kv_dtype, tp)
+    kv_heads, rank_heads, head_size, dtype, layer_token_bytes = _heads(reader, kv_dtype, tp)
     windows = _windows(reader, layers)
     groups = tuple(KVGroup(count, layer_token_bytes, window) for count, window in _grouped(windows))
     kinds = {window is None for window in windows}
     kind: Kind = "hybrid" if len(kinds) == 2 else "full" if kinds == {True} else "sliding"
-    return ModelShape(_name(reader, name), kind, layers, rank_heads, head_size, dtype, tp, groups)
+    replicas = tp * rank_heads // kv_heads
+    return ModelShape(_name(reader, name), kind, layers, rank_heads, head_size, dtype, tp, groups, replicas=replicas)
 
 
-def _heads(reader: _Reader, kv_dtype: str, tp: int) -> tuple[int, int, str, int]:
-    """Return KV heads on a rank, their size, the data type, and bytes of a token in a layer."""
+def _heads(reader: _Reader, kv_dtype: str, tp: int) -> tuple[int, int, int, str, int]:
+    """Return KV heads, those on a rank, their size, the data type, and bytes of a token in a layer on a rank."""
     heads = reader.number("num_attention_heads")
     shares = reader.get("num_key_value_heads") is None and reader.model_type in _KV_HEADS_OF_ALL
     kv_heads = heads if shares else reader.number("num_key_value_heads")
@@ -193,7 +194,7 @@ def _heads(reader: _Reader, kv_dtype: str, tp: int) -> tuple[int, int, str, int]
         raise reader.error(f"{heads} heads and {kv_heads} KV heads cannot be dealt out to {tp} ranks")
     rank_heads = max(1, kv_heads // tp)
     dtype = reader.dtype(kv_dtype)
-    return rank_heads, head_size, dtype, 2 * rank_heads * head_size * _dtype_bytes(dtype)
+    return kv_heads, rank_heads, head_size, dtype, 2 * rank_heads * head_size * _dtype_bytes(dtype)
 
 
 def _state(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
@@ -201,7 +202,7 @@ def _state(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
     kinds = _state_layers(reader)
     if not {"attention", "state"} <= set(kinds):
         raise reader.error("the layers are not both: some that attend, some that keep a state")
-    rank_heads, head_size, dtype, token_bytes = _heads(reader, kv_dtype, tp)
+    _, rank_heads, head_size, dtype, token_bytes = _heads(reader, kv_dtype, tp)
     state_bytes = _state_bytes(reader, tp)
     unit_bytes = _BLOCK_TOKENS * token_bytes
     groups = tuple(
@@ -299,9 +300,8 @@ def _mla(reader: _Reader, name: str, kv_dtype: str, tp: int) -> ModelShape:
         token_bytes = FP8_DS_MLA_BYTES
     else:
         token_bytes = head_size * _dtype_bytes(dtype)
-    return ModelShape(
-        _name(reader, name), "mla", layers, 1, head_size, dtype, tp, (KVGroup(layers, token_bytes, None),)
-    )
+    groups = (KVGroup(layers, token_bytes, None),)
+    return ModelShape(_name(reader, name), "mla", layers, 1, head_size, dtype, tp, groups, replicas=tp)
 
 
 def _head_size(reader: _Reader, heads: int) -> int:

@@ -51,6 +51,8 @@ class ModelShape:
     block_tokens: int | None = None
     """Of a model with state what a chunk holds, whatever ``chunk_tokens`` says: one block, which vLLM makes so large
     that a state fits into it (here: as on CUDA, with the default block size)."""
+    replicas: int = 1
+    """How many ranks have the same."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -73,13 +75,16 @@ class ModelShape:
         """
         return sum(self.group_chunk_bytes(group, chunk_tokens) for group in self.groups)
 
-    def chunks_in(self, capacity_bytes: int, chunk_tokens: int) -> int:
-        """Return how many times ``chunk_tokens`` fit a capacity that all ``tp`` ranks share, as a tier's is."""
-        return capacity_bytes // (self.tp * self.chunk_bytes(chunk_tokens))
+    def chunks_in(self, capacity_bytes: int, chunk_tokens: int, *, copies: int | None = None) -> int:
+        """Return how many times ``chunk_tokens`` fit a capacity that all ``tp`` ranks share, as a tier's is.
 
-    def tokens_in(self, capacity_bytes: int, chunk_tokens: int) -> int:
+        ``copies``: how many ranks store what they have; None: all.
+        """
+        return capacity_bytes // ((copies or self.tp) * self.chunk_bytes(chunk_tokens))
+
+    def tokens_in(self, capacity_bytes: int, chunk_tokens: int, *, copies: int | None = None) -> int:
         """Return the tokens that fit; with 10**12, tokens per TB. For a model with windows it is the least."""
-        return self.chunks_in(capacity_bytes, chunk_tokens) * self.chunk_holds(chunk_tokens)
+        return self.chunks_in(capacity_bytes, chunk_tokens, copies=copies) * self.chunk_holds(chunk_tokens)
 
     def prompt_bytes(self, tokens: int) -> int:
         """Return the KV bytes that a load of ``tokens`` brings back on one rank: of a window group, its window; of

@@ -166,6 +166,15 @@ class TestModel:
         assert "fewer than 7,6" in self.lines(None)["slab load"].words
         assert self.lines(None, read=0)["slab load"].state == "unknown"
 
+    def test_what_ranks_have_alike_counts_once_behind_memory(self) -> None:
+        """With 16 ranks and 8 KV heads two have the same; with ``per_rank`` each stores its own."""
+        once, each = self.lines(None, 16), self.lines(None, 16, shards="per_rank")
+        assert once["slab capacity"].words.startswith("100GiB hold 3,196 chunks")
+        assert each["slab capacity"].words.startswith("100GiB hold 1,598 chunks")
+        assert once["memory capacity"] == each["memory capacity"]
+        assert "2 ranks have the same, which is stored once" in once["kv cache"].words
+        assert "stored once" not in each["kv cache"].words + self.lines(None, 8)["kv cache"].words
+
     def test_chunks_and_their_fixes(self) -> None:
         fine = self.lines(None)
         assert fine["chunk"].words == "256 tokens are 32.0MiB, 7.6 million tokens per TB"

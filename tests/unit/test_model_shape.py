@@ -155,6 +155,8 @@ def test_ranks_share_heads_but_not_the_latents_of_mla() -> None:
     assert model_shape(LLAMA_70B, tp=16).bytes_per_token == 40_960
     assert model_shape(QWEN3_30B, tp=8).kv_heads == 1
     assert model_shape(DEEPSEEK_V3, tp=8).bytes_per_token == 70_272
+    sizes = [(LLAMA_70B, 8, 1), (LLAMA_70B, 16, 2), (QWEN3_30B, 8, 2), (DEEPSEEK_V3, 8, 8)]
+    assert all(model_shape(config, tp=tp).replicas == replicas for config, tp, replicas in sizes)
     for config, tp in ((LLAMA_70B, 3), (LLAMA_70B, 128), (DEEPSEEK_V3, 5), (LLAMA_70B, 0)):
         with pytest.raises(ConfigError, match=r"ranks|1 or more"):
             model_shape(config, tp=tp)

@@ -45,25 +45,38 @@ def model_section(
         "ranks": shape.tp,
         "chunk_tokens": shape.chunk_holds(config.chunk_tokens),
         "chunk_bytes": chunk,
-        "tokens_per_tb": shape.tokens_in(_TB, config.chunk_tokens),
+        "tokens_per_tb": shape.tokens_in(_TB, config.chunk_tokens, copies=_copies(shape, config)),
         "tiers": facts,
     }
     per_rank = f" on each of {shape.tp} ranks" if shape.tp > 1 else ""
-    words = f"{about_size(shape.bytes_per_token)} per token{per_rank}, {shape.kv_dtype}; {_KINDS[shape.kind]}"
+    once = f"; {shape.replicas} ranks have the same, which is stored once" if _copies(shape, config) < shape.tp else ""
+    words = f"{about_size(shape.bytes_per_token)} per token{per_rank}, {shape.kv_dtype}; {_KINDS[shape.kind]}{once}"
     section.add("kv cache", ok(words))
     section.add("chunk", _chunk(shape, config, f"{about_size(chunk)}{per_rank}"))
     section.add("staging", _staging(shape, config))
     for tier, found, fact in zip(config.tiers, tiers, facts, strict=True):
         if has_capacity:
-            section.add(f"{tier.kind} capacity", _capacity(shape, config, tier.capacity_bytes, fact))
+            copies = shape.tp if tier.kind == "memory" else _copies(shape, config)
+            section.add(f"{tier.kind} capacity", _capacity(shape, config, tier.capacity_bytes, copies, fact))
         if tier.outlives_process:
             section.add(f"{tier.kind} load", _load(shape, found, fact, prefill_tokens_s))
     return section
 
 
+def _copies(shape: ModelShape, config: Config) -> int:
+    """Return how many ranks store what they have, where ranks of one machine, or all, have one copy of what is alike.
+
+    Whether they understand what lies in their KV caches is not known here.
+    """
+    cut = config.shards
+    is_once = cut is not None and (shape.kind == "mla" or (shape.kind != "state" and cut.heads == "distinct"))
+    return shape.tp // shape.replicas if is_once else shape.tp
+
+
 def _chunk(shape: ModelShape, config: Config, size: str) -> Finding:
     tokens = larger = shape.chunk_holds(config.chunk_tokens)
-    words = f"{tokens} tokens are {size}, {shape.tokens_in(_TB, tokens) / 1e6:,.1f} million tokens per TB"
+    per_tb = shape.tokens_in(_TB, tokens, copies=_copies(shape, config))
+    words = f"{tokens} tokens are {size}, {per_tb / 1e6:,.1f} million tokens per TB"
     if shape.chunk_bytes(tokens) >= _SMALL_BYTES:
         return ok(words)
     while larger * shape.bytes_per_token < _GOOD_BYTES:
@@ -82,18 +95,20 @@ def _staging(shape: ModelShape, config: Config) -> Finding:
     return warning(f"{words}: too few to keep storage busy", f"staging: {_rounded_up(_MIN_STAGING_CHUNKS * slot)}")
 
 
-def _capacity(shape: ModelShape, config: Config, capacity_bytes: int | None, fact: dict[str, object]) -> Finding:
+def _capacity(
+    shape: ModelShape, config: Config, capacity_bytes: int | None, copies: int, fact: dict[str, object]
+) -> Finding:
     if capacity_bytes is None:
         return ok("not bounded by the config")
-    chunks = shape.chunks_in(capacity_bytes, config.chunk_tokens)
+    chunks = shape.chunks_in(capacity_bytes, config.chunk_tokens, copies=copies)
     tokens = chunks * shape.chunk_holds(config.chunk_tokens)
     fact |= {"chunks": chunks, "tokens": tokens}
     words = f"{format_size(capacity_bytes)} hold {chunks:,} chunks, {tokens:,} tokens"
-    if chunks < SLOTS_PER_EXTENT_MIN:
+    if shape.chunks_in(capacity_bytes, config.chunk_tokens) < SLOTS_PER_EXTENT_MIN:
         enough = _rounded_up(2 * SLOTS_PER_EXTENT_MIN * shape.tp * shape.chunk_bytes(config.chunk_tokens))
         return wrong(f"{words}: too few for a server to start with", f"capacity: {enough}")
     if tokens < _PROMPT_TOKENS:
-        enough = _rounded_up(10 * _PROMPT_TOKENS * shape.tp * shape.bytes_per_token, 1 << 30)
+        enough = _rounded_up(10 * _PROMPT_TOKENS * copies * shape.bytes_per_token, 1 << 30)
         return warning(f"{words}: less than one long prompt", f"capacity: {enough}")
     return ok(words)
 
