@@ -104,6 +104,8 @@ def _why_not(spec: KVCacheSpec, pages: object, num_blocks: int, heads: int) -> s
     if spec.kv_quant_mode.is_per_token_head:
         return "its scales lie beside each token's head"
     if isinstance(spec, MLAAttentionSpec):
+        if spec.max_tp_shards != 1:
+            return "vLLM does not say that all ranks have it alike"
         return None if _is_dense(pages, spec, num_blocks) else f"its pages have gaps: strides {pages.stride()}"
     if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         return f"its KV cache is quantized as {spec.kv_quant_mode.name}"

@@ -6,6 +6,7 @@ understood.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -292,6 +293,11 @@ UNKNOWN: dict[str, tuple[Any, KVCacheSpec, str]] = {
     "packed values": (vllm_config(4), full(4, kv_quant_mode=KVQuantMode.NVFP4), "NVFP4"),
     "K and V apart": (vllm_config(4), full(4, num_head_slots=2, state_content_bytes=64), "shape"),
     "K and V apart, of two heads": (vllm_config(2), full(2, num_head_slots=2, state_content_bytes=32), "shape"),
+    "one vector of a token, of which vLLM does not say that ranks have it alike": (
+        vllm_config(1, tp=2),
+        replace(mla(), max_tp_shards=None),
+        "vLLM does not say that all ranks have it alike",
+    ),
     "several tokens in a state": (vllm_config(4), full(4, tokens_per_state=2), "2 tokens"),
     "other heads than the model": (
         vllm_config(8, tp=2),
