@@ -277,6 +277,8 @@ def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:
         {"group_id": each.group_id, "tokens_per_block": each.tokens_per_block, "slot_bytes": list(each.slot_bytes)}
         for each in groups
     ]
+    plain["ranks"] = list(value.ranks)
+    plain["settings"] = dict(value.settings)
     if isinstance(value, ShardedFields):
         del plain["layers"]
         if value.layers != ONE_RANGE.begins:

@@ -10,12 +10,9 @@ from typing import Any
 from nixl_offload.vllm import rank_shards
 from tests.vllm.poison import PoisonExtension
 
-EXTENSION = "tests.vllm.odd_rank.OddRankExtension"
-"""For ``worker_extension_cls``."""
-
 
 class OddRankExtension(PoisonExtension):
-    """The usual one."""
+    """For ``worker_extension_cls``, by its name: to import this module changes the product."""
 
 
 _understood_pages = rank_shards.understood_pages

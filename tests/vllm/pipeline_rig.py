@@ -314,8 +314,8 @@ def _side_by_side(calls: Sequence[Callable[[], None]]) -> list[None]:
         return list(threads.map(run, range(len(calls))))
 
 
-def _of_all_stages(own: Any) -> list[Any]:
-    """As vLLM's group of pipeline stages would pass it on."""
+def _of_all_ranks(own: Any) -> list[Any]:
+    """As vLLM's groups of ranks would pass it on."""
     rank, told, barrier, turn = _MEETING.get()
     told[rank] = pickle.dumps(own)
     turn.release()
@@ -402,7 +402,7 @@ def played() -> Iterator[None]:
         patch.setattr(engine_core, "freeze_gc_heap", lambda: None)
         patch.setattr(engine_core, "enable_envs_cache", lambda: None)
         patch.setattr(engine_core, "get_kv_cache_configs", _configs_with_empty_ranks)
-        patch.setattr(rank_shards, "of_all_stages", _of_all_stages)
+        patch.setattr(rank_shards, "of_all_ranks", _of_all_ranks)
         yield
 
 

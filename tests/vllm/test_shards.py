@@ -19,11 +19,11 @@ from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_prompts, loads_refused
 from tests.vllm.families import CPU_MLA, write_mla
 from tests.vllm.harness import TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop, close
-from tests.vllm.odd_rank import EXTENSION as ODD_RANK
 from tests.vllm.shared_rig import Medium, bucket, said, tree, until_stored
 from tests.vllm.staged_cpu import EXTENSION
 from tests.vllm.test_adapters import write_adapter
 
+ODD_RANK: Final = "tests.vllm.odd_rank.OddRankExtension"
 PROMPTS: Final = chunk_prompts(2, seed=301)
 LATER: Final = chunk_prompts(2, seed=302)
 ONE_HEAD: Final = dataclasses.replace(TINY, kv_heads=1)
