@@ -124,7 +124,7 @@ def model_file(name: str, path: str, status: os.stat_result) -> ModelFile:
 
 
 def is_harmless(name: str) -> bool:
-    """Whether a file of this name does not count."""
+    """Whether a file, or with a slash at the end a directory, of this name does not count."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in HARMLESS)
 
 
@@ -140,7 +140,7 @@ def _walk(directory: str, prefix: str, above: frozenset[tuple[int, int]]) -> Ite
                 continue
             if entry.is_file() or (not entry.is_dir() and name.endswith(_WEIGHTS)):
                 yield model_file(name, entry.path, entry.stat())
-            elif entry.is_dir():
+            elif entry.is_dir() and not is_harmless(f"{name}/"):
                 yield from _walk(entry.path, f"{name}/", above | {identity})
 
 

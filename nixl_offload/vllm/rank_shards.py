@@ -120,6 +120,10 @@ def cut_chunks(
     plan = make_plan(wanted.heads, heads, sizes, tp, cut)
     if isinstance(plan, str):
         return plan
+    for group in plan.groups:
+        first_replicas = (told[number // group.replicas * group.replicas] for number in range(len(told)))
+        if any(each.digests != first.digests for each, first in zip(told, first_replicas, strict=True)):
+            return "ranks that have the same KV heads differ in what their layers' bytes mean"
     digests = [digest for stage in stages for digest in stage.digests]
     digest = digests[0] if len(digests) == 1 else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
     groups: list[GroupLayout] = []

@@ -46,6 +46,8 @@ class RankTiers:
         """The tiers that are open, or being opened."""
         self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
         """Until the engine has them."""
+        self._closers: list[threading.Thread] = []
+        """Close engines that no later opening takes the place of."""
         self._stopped: list[BackgroundOpening[TierEngine]] = []
         """Those of which the thread had not ended: it may still register memory."""
         self._replaced: dict[int, TierEngine] = {}
@@ -85,6 +87,7 @@ class RankTiers:
                 )
                 try:
                     closer.start()
+                    self._closers.append(closer)
                 except RuntimeError:  # no thread to be had now
                     self._close_replaced(position)
 
@@ -144,7 +147,10 @@ class RankTiers:
         self._stopped += self._openings.values()
         self._openings = {}
         self._stopped = [each for each in self._stopped if not each.close(max(0.0, until_s - time.monotonic()))]
-        return not self._stopped
+        for closer in self._closers:
+            closer.join(max(0.0, until_s - time.monotonic()))
+        self._closers = [closer for closer in self._closers if closer.is_alive()]
+        return not self._stopped and not self._closers
 
     def _reopen(self) -> None:
         for position in self._places.keys() - self._engine.open_tiers:

@@ -108,7 +108,7 @@ class NixlOffloadSpec(OffloadingSpec):
         wanted, blocks = self.config_file.shards, self.config.cache.blocks_per_chunk
         if wanted is None:
             return None
-        rank = self.config.parallel.rank
+        rank, is_missed = self.config.parallel.rank, True
         try:
             found = cut_chunks(self.vllm_config, self.kv_cache_config, self._kv_caches, kv_caches, wanted, blocks)
             if not isinstance(found, str):
@@ -116,10 +116,10 @@ class NixlOffloadSpec(OffloadingSpec):
                     numbers = ", ".join(str(group.head_ranges * len(group.ranges)) for group in found.plan.groups)
                     logger.info("Chunks are cut by KV heads and layers; shards of a chunk, by KV group: %s", numbers)
                 return found
+            is_missed = wanted.heads != "distinct" or wanted.layers is not None or has_replicas(self.vllm_config)
         except Exception:  # whatever vLLM has that nobody has thought of is stored as ever
             found = f"the KV heads in the caches of rank {rank} are not found"
             logger.exception("The KV heads in the caches of this rank are not found")
-        is_missed = wanted.heads != "distinct" or wanted.layers is not None or has_replicas(self.vllm_config)
         if rank == 0 and is_missed:
             logger.warning(
                 "Chunks are stored as each rank has them, and only engines of the same size share them: %s", found

@@ -77,3 +77,36 @@ def test_no_sleep_while_an_opening_that_was_replaced_has_not_ended(
     assert not set(threading.enumerate()) - before
     assert tiers.close()
     rig.close()
+
+
+def test_no_sleep_while_an_engine_that_nothing_replaces_is_being_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still has registrations of the KV memory that is to go away."""
+    monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.05)
+    rig = ChainRig.make(tmp_path, present=(False, False))
+    may_close, engine = threading.Event(), _memory_engine(rig)
+    close = engine.close
+
+    def close_slowly(deadline_s: float) -> bool:
+        may_close.wait(20)
+        return close(deadline_s)
+
+    monkeypatch.setattr(engine, "close", close_slowly)
+    rig.chain.part()[MEMORY].close(0.0)
+    tiers = RankTiers(rig.chain, open_tier=lambda *_: engine, joined=lambda at, _, engine: None, name_of=str)
+    tiers.open({MEMORY: object()}, 0)  # type: ignore[dict-item]
+
+    def is_open() -> bool:
+        tiers.take_opened()
+        return rig.chain.open_tiers == frozenset({MEMORY})
+
+    until(is_open)
+    tiers.open({}, 1)
+    with pytest.raises(TierError, match="cannot sleep"):
+        tiers.sleep(1.0)
+    may_close.set()
+    monkeypatch.undo()
+    tiers.sleep(10.0)
+    assert tiers.close()
+    rig.close()

@@ -267,6 +267,17 @@ def test_what_is_neither_file_nor_directory_does_not_count(model: Path) -> None:
     assert digest_of(model) == before
 
 
+def test_harmless_directories_are_not_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may be somebody else's and unreadable, or a link to a large tree."""
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "checkpoint-500").mkdir()
+    entered: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: entered.append(str(path)) or scandir(path))
+    assert [file.name for file in list_files(str(tmp_path))] == ["config.json"]
+    assert entered == [str(tmp_path)]
+
+
 def test_a_model_in_one_file_is_that_file_and_what_its_loader_finds_beside_it(tmp_path: Path) -> None:
     """GGUF: the other parts of the same model and the projector of images, but no other quantization."""
     path = tmp_path / "llama-Q4-00001-of-00002.gguf"

@@ -222,6 +222,9 @@ def test_what_one_rank_does_not_understand_no_rank_cuts(monkeypatch: pytest.Monk
         assert ask() == ["ranks of one pipeline stage have other layers"] * 2
     else:
         assert all(isinstance(found, RankShards) for found in ask())
+        whole, told[1] = told[1], told[1]._replace(digests=("with scales of its own",))
+        assert ask() == ["ranks that have the same KV heads differ in what their layers' bytes mean"] * 2
+        told[1] = whole
     told[rank] = "rank looks the other way"
     assert ask() == ["rank looks the other way"] * 2
 
