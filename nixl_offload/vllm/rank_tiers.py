@@ -132,7 +132,7 @@ class RankTiers:
         self.take_opened()
 
     def close(self) -> bool:
-        """Open nothing more. False: something that is being opened did not end within ``CLOSE_OPENING_S``."""
+        """Open nothing more. False: something that is being opened or closed did not end within ``CLOSE_OPENING_S``."""
         has_ended = self._stop(CLOSE_OPENING_S)
         for position in list(self._replaced):
             self._close_replaced(position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,30 @@ def _memory_engine(rig: ChainRig) -> MemoryEngine:
     return MemoryEngine(tensors=rig.tensors, layout=rig.layout, host=rig.host, rank_namespace=NAMESPACE)
 
 
-def test_a_sleep_that_fails_leaves_open_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tier hangs while it opens, so the rank cannot sleep; the other serves on, and the first is tried again."""
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChainRig]:
+    """Nothing is open there, and what does not end is waited for only shortly, until ``monkeypatch.undo``."""
     monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.05)
     rig = ChainRig.make(tmp_path, present=(False, False))
+    rig.chain.part()[MEMORY].close(0.0)
+    yield rig
+    rig.close()
+
+
+def _tiers(rig: ChainRig, open_tier: Callable[[int, object], TierEngine], *positions: int) -> RankTiers:
+    """Begin to open tiers at ``positions``."""
+    tiers = RankTiers(rig.chain, open_tier=open_tier, joined=lambda at, _, engine: None, name_of=str)
+    tiers.open(dict.fromkeys(positions, object()), 0)  # type: ignore[arg-type]
+    return tiers
+
+
+def _is_open(rig: ChainRig, tiers: RankTiers, *positions: int) -> bool:
+    tiers.take_opened()
+    return rig.chain.open_tiers == frozenset(positions)
+
+
+def test_a_sleep_that_fails_leaves_open_what_is_open(rig: ChainRig) -> None:
+    """One tier hangs while it opens, so the rank cannot sleep; the other serves on, and the first is tried again."""
     answers = threading.Event()
     opened: list[int] = []
 
@@ -33,41 +54,29 @@ def test_a_sleep_that_fails_leaves_open_what_is_open(tmp_path: Path, monkeypatch
         opened.append(position)
         return _memory_engine(rig)
 
-    rig.chain.part()[MEMORY].close(0.0)
-    tiers = RankTiers(rig.chain, open_tier=open_tier, joined=lambda at, _, engine: None, name_of=str)
-    tiers.open({MEMORY: object(), FILE: object()}, 0)  # type: ignore[dict-item]
-
-    def is_open(*positions: int) -> bool:
-        tiers.take_opened()
-        return rig.chain.open_tiers == frozenset(positions)
-
-    until(lambda: is_open(MEMORY))
+    tiers = _tiers(rig, open_tier, MEMORY, FILE)
+    until(lambda: _is_open(rig, tiers, MEMORY))
     with pytest.raises(TierError, match="cannot sleep"):
         tiers.sleep(1.0)
-    assert is_open(MEMORY)
+    assert _is_open(rig, tiers, MEMORY)
     answers.set()
-    until(lambda: is_open(MEMORY, FILE))
+    until(lambda: _is_open(rig, tiers, MEMORY, FILE))
     until(lambda: opened == [MEMORY, FILE, FILE])
     assert tiers.close()
-    rig.close()
 
 
 def test_no_sleep_while_an_opening_that_was_replaced_has_not_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: ChainRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still register the KV memory that is to go away."""
-    monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.05)
-    rig = ChainRig.make(tmp_path, present=(False, False))
     answers = threading.Event()
 
     def open_tier(position: int, place: object) -> TierEngine:
         answers.wait(20)
         return _memory_engine(rig)
 
-    rig.chain.part()[MEMORY].close(0.0)
-    tiers = RankTiers(rig.chain, open_tier=open_tier, joined=lambda at, _, engine: None, name_of=str)
     before = set(threading.enumerate())
-    tiers.open({MEMORY: object()}, 0)  # type: ignore[dict-item]
+    tiers = _tiers(rig, open_tier, MEMORY)
     tiers.open({}, 1)
     with pytest.raises(TierError, match="cannot sleep"):
         tiers.sleep(1.0)
@@ -76,15 +85,12 @@ def test_no_sleep_while_an_opening_that_was_replaced_has_not_ended(
     tiers.sleep(10.0)
     assert not set(threading.enumerate()) - before
     assert tiers.close()
-    rig.close()
 
 
 def test_no_sleep_while_an_engine_that_nothing_replaces_is_being_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: ChainRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It still has registrations of the KV memory that is to go away."""
-    monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.05)
-    rig = ChainRig.make(tmp_path, present=(False, False))
     may_close, engine = threading.Event(), _memory_engine(rig)
     close = engine.close
 
@@ -93,15 +99,8 @@ def test_no_sleep_while_an_engine_that_nothing_replaces_is_being_closed(
         return close(deadline_s)
 
     monkeypatch.setattr(engine, "close", close_slowly)
-    rig.chain.part()[MEMORY].close(0.0)
-    tiers = RankTiers(rig.chain, open_tier=lambda *_: engine, joined=lambda at, _, engine: None, name_of=str)
-    tiers.open({MEMORY: object()}, 0)  # type: ignore[dict-item]
-
-    def is_open() -> bool:
-        tiers.take_opened()
-        return rig.chain.open_tiers == frozenset({MEMORY})
-
-    until(is_open)
+    tiers = _tiers(rig, lambda *_: engine, MEMORY)
+    until(lambda: _is_open(rig, tiers, MEMORY))
     tiers.open({}, 1)
     with pytest.raises(TierError, match="cannot sleep"):
         tiers.sleep(1.0)
@@ -109,4 +108,3 @@ def test_no_sleep_while_an_engine_that_nothing_replaces_is_being_closed(
     monkeypatch.undo()
     tiers.sleep(10.0)
     assert tiers.close()
-    rig.close()
