@@ -5,12 +5,18 @@ sizes and layouts are not.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from nixl_offload.chunk.shards import ONE_RANGE
 from nixl_offload.config import ShardCut
@@ -68,6 +74,8 @@ def test_what_changes_bytes_changes_the_digest() -> None:
         cut(engine(4), [group(full(4), "a"), group(window(4), "c")]).digest,
         cut(engine(4, layout="BLHNC"), [group(full(4, head_size_v=16), "a"), group(window(4), "b")]).digest,
         cut(engine(8), [group(full(8), "a"), group(window(8), "b")]).digest,
+        cut(engine(4), [groups[0], replace(groups[1], is_eagle_group=True)]).digest,
+        cut(engine(4), [groups[0], replace(groups[1], role=KVCacheGroupRole.HISPARSE_INDEXER)]).digest,
     ]
     assert len(set(digests)) == len(digests)
 
