@@ -1,7 +1,8 @@
 """What makes this engine's bytes interchangeable with another's: the namespace, read from vLLM's final configuration
 and from what the ranks have told, and when the keys of vLLM itself are worth nothing.
 
-Threading: pure functions, called by the scheduler's thread at start; files that settings name are read.
+Threading: pure functions. The thread that prepares the tiers (``opening.py``) makes the namespace, at start, and reads
+the files that settings name; the scheduler's asks what needs no files.
 """
 
 from __future__ import annotations
