@@ -3,7 +3,8 @@
 Equal configurations give equal settings in every process, and different ones give different settings. What cannot be
 compared between processes gets a value that no other process has: that costs a cold cache, not a wrong answer.
 
-Threading: pure functions, but for files that a setting names (``*_path``), which count by their content.
+Threading: pure functions, but for files that a setting names (``*_path``), which count by their content, and for the
+cache of digests of large ones.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 from nixl_offload.identity.namespace import Setting
+from nixl_offload.identity.weights import PIECE_BYTES, digest_of_file
 
 _LONG_CHARS: Final = 160
 _MOST_LEAVES: Final = 256
@@ -48,14 +50,14 @@ class Settings:
     """Paths whose values mean nothing in another process: nothing is shared, or found after a restart."""
 
 
-def collect(value: object, excused: Mapping[str, Mapping[str, str]]) -> Settings:
+def collect(value: object, excused: Mapping[str, Mapping[str, str]], cache_directory: Path | None = None) -> Settings:
     """Return the settings of ``value``: dataclasses, mappings, sequences, and objects by their attributes.
 
     ``excused`` names, by class, the fields that are left out; those of a base class hold for derived classes, those of
-    ``PretrainedConfig`` for everything that has ``to_dict``.
+    ``PretrainedConfig`` for everything that has ``to_dict``. ``cache_directory``: as for ``text_setting``.
     """
     settings = Settings()
-    walk = _Walk(excused, settings.incomparable)
+    walk = _Walk(excused, settings.incomparable, cache_directory)
     for path, leaf in walk.leaves(value, ""):
         settings.values[path] = leaf
     return settings
@@ -78,6 +80,7 @@ def plain_text(name: str, text: str) -> str:
 class _Walk:
     excused: Mapping[str, Mapping[str, str]]
     incomparable: list[str]
+    cache_directory: Path | None
     inside: list[int] = field(default_factory=list)
     """Identities of the objects that are being walked, outermost first."""
     done: dict[int, tuple[object, str]] = field(default_factory=dict)
@@ -87,7 +90,7 @@ class _Walk:
         """Yield the leaves below ``value``, or ``value`` itself where it is one."""
         scalar = _scalar(value)
         if not isinstance(scalar, _NoScalar):
-            yield path, text_setting(path, scalar) if isinstance(scalar, str) else scalar
+            yield path, text_setting(path, scalar, self.cache_directory) if isinstance(scalar, str) else scalar
         elif id(value) in self.inside:
             yield path, "(itself)"
         elif id(value) in self.done:
@@ -194,16 +197,21 @@ def _item_text(part: Mapping[str, Setting], path: str) -> str:
     )
 
 
-def text_setting(path: str, text: str) -> str:
+def text_setting(path: str, text: str, cache_directory: Path | None = None) -> str:
     """Return what a text counts as: itself, or a digest where ``plain_text`` says so, or where it names a file, which
     counts by its content. Such a file may be another one tomorrow.
+
+    ``cache_directory``: where digests of large files are remembered; None: they are read each time. Raises
+    NamespaceError where one cannot be read to its end, or changes meanwhile.
     """
     if (os.path.isabs(text) or path.endswith(("_path", "_file"))) and os.path.isfile(text):
         try:
             with open(text, "rb") as file:
-                return f"file {digest_of(hashlib.file_digest(file, 'sha256').hexdigest())}"
+                if os.fstat(file.fileno()).st_size <= PIECE_BYTES:
+                    return f"file {digest_of(hashlib.file_digest(file, 'sha256').hexdigest())}"
         except OSError:
             return plain_text(path, text)
+        return f"file {digest_of(digest_of_file(text, cache_directory))}"
     return plain_text(path, text)
 
 

@@ -29,9 +29,9 @@ import xxhash
 
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.weights_cache import WeightsCache, cache_directory_of
-from nixl_offload.identity.weights_files import ModelFile, is_local, list_files, model_file, unreadable
+from nixl_offload.identity.weights_files import ModelFile, is_local, list_alone, list_files, model_file, unreadable
 
-__all__ = ["WeightsDigest", "cache_directory_of", "is_local"]
+__all__ = ["WeightsDigest", "cache_directory_of", "digest_of_file", "is_local"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +48,20 @@ _DOMAIN: Final = b"nixl-offload weights 1\0"
 class WeightsDigest:
     """The digest of a local model's files, made in the background. It begins at once; ``close`` it in the end."""
 
-    def __init__(self, model: str, cache_directory: Path | None, *, threads: int | None = None) -> None:
+    def __init__(
+        self, model: str, cache_directory: Path | None, *, threads: int | None = None, alone: bool = False
+    ) -> None:
         """Begin to read.
 
         ``model``: a directory, or a file of weights. ``cache_directory``: what is read is remembered there, see
         ``cache_directory_of``; None: nowhere. ``threads``: how many read; by default half of the cores, at most 4.
+        ``alone``: only the content of the file ``model`` counts, not its name, nor what lies beside it.
         """
         self.weight_files = 0
         """How many of the files hold weights, by their names, once ``wait`` has returned True. 0: the weights come from
         somewhere else, or are dummies, and the digest says nothing of them."""
         self._model = model
+        self._list = list_alone if alone else list_files
         self._threads = threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))
         self._cache = WeightsCache(cache_directory)
         self._stop = threading.Event()
@@ -108,7 +112,7 @@ class WeightsDigest:
 
     def _identify(self) -> str:
         began_s, listed_s = time.monotonic(), time.time()
-        files = list_files(self._model)
+        files = self._list(self._model)
         self.weight_files = sum(file.holds_weights for file in files)
         self._cache.refresh()
         digests = self._known(files)
@@ -131,7 +135,7 @@ class WeightsDigest:
         return {file: digest for file, digest in found if digest is not None}
 
     def _require_unchanged(self, files: Sequence[ModelFile]) -> None:
-        changed = set(files) ^ set(list_files(self._model))
+        changed = set(files) ^ set(self._list(self._model))
         if changed:
             raise _changed(min(changed, key=lambda file: file.name).path)
 
@@ -213,6 +217,17 @@ class WeightsDigest:
         except OSError as error:
             raise unreadable(file.path, error) from error
         return whole.digest()
+
+
+def digest_of_file(path: str, cache_directory: Path | None) -> str:
+    """Return the digest of one file's content, in hex, read and remembered as those of weights are. Waits for it.
+
+    Raises NamespaceError: it cannot be read, or changed while it was read.
+    """
+    digest = WeightsDigest(path, cache_directory, alone=True)
+    while not digest.wait(60.0):
+        pass
+    return digest.result()
 
 
 def _count_pieces(file: ModelFile) -> int:

@@ -110,6 +110,14 @@ def list_files(model: str) -> tuple[ModelFile, ...]:
     return tuple(sorted(found, key=lambda file: os.fsencode(file.name)))
 
 
+def list_alone(path: str) -> tuple[ModelFile, ...]:
+    """Return the file ``path`` by no name. Raises NamespaceError: it cannot be looked at, or is not a regular file."""
+    try:
+        return (model_file("", path, os.stat(path)),)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
 def unreadable(path: str, error: OSError) -> NamespaceError:
     """Return ``error`` in words."""
     why = os.strerror(error.errno) if error.errno else str(error)

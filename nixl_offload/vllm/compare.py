@@ -114,7 +114,7 @@ def _describe(arguments: argparse.Namespace, transfer: Mapping[str, Any]) -> Ser
     with _own_environment():
         vllm_config = _final(arguments, transfer)
         config = _our_config(vllm_config, transfer)
-        known: dict[str, Any] = dict(known_fields(vllm_config, config, {}))
+        known: dict[str, Any] = dict(known_fields(vllm_config, config, {}, None))
         settings = known.pop("settings")
         if config.shards is not None:
             cut = cut_by_config(vllm_config, config.shards)

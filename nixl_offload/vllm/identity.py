@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 import torch
@@ -37,7 +38,7 @@ from nixl_offload.identity.namespace import (
     make_namespace,
 )
 from nixl_offload.identity.settings import collect, plain_text, text_setting
-from nixl_offload.identity.weights import WeightsDigest, is_local
+from nixl_offload.identity.weights import WeightsDigest, cache_directory_of, is_local
 from nixl_offload.tiers.slot_places import ranks_together, replicas_of_slots
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def build_namespace(
     backends = sorted({name for rank in ranks for name in rank.attention_backends})
     is_cut = any(rank.shards is not None for rank in ranks)
     by_rank = NamespaceFields(
-        **known_fields(vllm_config, config, weights),
+        **known_fields(vllm_config, config, weights, cache_directory_of(config)),
         attention_backend="+".join(backends) or None,
         weights=weights.get("model_config"),
         dtype=offloading.model.dtype,
@@ -259,13 +260,17 @@ def with_loaded_weights(first: Namespace, loaded_weights: str | None) -> Namespa
     return replace(changed, slot_replicas=first.slot_replicas)
 
 
-def known_fields(vllm_config: VllmConfig, config: Config, weights: Mapping[str, str]) -> KnownFields:
-    """Return what can be told without ranks. ``weights``: as for ``build_namespace``."""
+def known_fields(
+    vllm_config: VllmConfig, config: Config, weights: Mapping[str, str], cache_directory: Path | None
+) -> KnownFields:
+    """Return what can be told without ranks. ``weights``: as for ``build_namespace``; ``cache_directory``: as for
+    ``text_setting``.
+    """
     models = models_of(vllm_config)
     model = models.pop("model_config")
     parallel = vllm_config.parallel_config
     algorithm, seed = str(vllm_config.cache_config.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")
-    settings = {**settings_of(vllm_config), **_drafts(models, weights), **_environment(), **_libraries()}
+    settings = settings_of(vllm_config, cache_directory) | _drafts(models, weights) | _environment() | _libraries()
     if config.authenticate is not None:
         settings["authenticate"] = SCHEME  # what has no MAC is not looked for, and not said to be there
     return KnownFields(
@@ -285,9 +290,9 @@ def known_fields(vllm_config: VllmConfig, config: Config, weights: Mapping[str, 
     )
 
 
-def settings_of(vllm_config: VllmConfig) -> dict[str, Setting]:
+def settings_of(vllm_config: VllmConfig, cache_directory: Path | None) -> dict[str, Setting]:
     """Return all of vLLM's configuration that is not excused. Says so when some of it differs in every process."""
-    found = collect(vllm_config, EXCUSED)
+    found = collect(vllm_config, EXCUSED, cache_directory)
     if found.incomparable:
         logger.warning(
             "Nothing stored now will be found after a restart or by another server: vLLM's configuration holds values "

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.config import parse_config
-from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
+from nixl_offload.identity.settings import text_setting
+from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest, cache_directory_of
 from nixl_offload.identity.weights_cache import CACHE_PREFIX, WeightsCache, keeps_change_time
 from nixl_offload.identity.weights_files import ModelFile, list_files
 from nixl_offload.tiers.slab import other_namespaces
@@ -74,6 +75,34 @@ def test_what_is_remembered_is_not_read_again(model: Path, tmp_path: Path) -> No
     assert identify(link, tmp_path) == (digest, False)
     assert identify(model, tmp_path / "other") == (digest, True)
     assert identify(model, None) == (digest, True)
+
+
+def test_a_large_file_that_a_setting_names_is_remembered_likewise(place: Path, tmp_path: Path) -> None:
+    """By its content alone, and with a model's weights: what is known of one as the other need not be read."""
+    file, cache = place / "scales.tensors", tmp_path / "cache"
+    with file.open("wb") as opened:
+        opened.truncate(PIECE_BYTES + WEIGHTS_BYTES)  # a hole, but as many bytes to read
+    (copy := place / "copy.tensors").write_bytes(file.read_bytes())
+    time.sleep(SETTLE_S)
+
+    def count(path: Path, cache: Path | None) -> tuple[str, bool]:
+        before = bytes_read()
+        text = text_setting("scales", str(path), cache)
+        return text, bytes_read() - before >= PIECE_BYTES
+
+    text, read = count(file, cache)
+    assert read
+    assert text.startswith("file sha256:")
+    assert count(file, cache) == (text, False)
+    assert count(copy, cache) == (text, True)
+    assert count(file, None) == (text, True)
+    before = bytes_read()
+    digest = WeightsDigest(str(file), cache)
+    assert digest.wait(PATIENCE_S)
+    assert bytes_read() - before < PIECE_BYTES
+    with copy.open("r+b") as opened:
+        os.pwrite(opened.fileno(), b"1", PIECE_BYTES)
+    assert count(copy, cache)[0] != text
 
 
 def test_a_file_that_was_changed_is_read_again(place: Path, tmp_path: Path) -> None:

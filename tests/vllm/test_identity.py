@@ -5,6 +5,7 @@ what cannot does not.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +33,13 @@ from examples.demo.model import TINY, write_model
 from nixl_offload.chunk.shards import ShardPlan, make_plan
 from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
+from nixl_offload.identity import weights_cache
 from nixl_offload.identity.namespace import Namespace, ShardedFields
+from nixl_offload.identity.weights import PIECE_BYTES
+from nixl_offload.identity.weights_cache import CACHE_PREFIX
 from nixl_offload.vllm.identity import (
     build_namespace,
+    known_fields,
     models_of,
     name_model,
     reason_to_stay_off,
@@ -193,6 +198,22 @@ def test_the_name_counts_beside_the_weights(build: Build, base: Namespace, model
     moved = EngineArgs(model=str(elsewhere), dtype="float32", skip_tokenizer_init=True, max_model_len=512)
     assert namespace(moved.create_engine_config()).digest == base.digest
     assert namespace(build(), weights="others").digest != base.digest
+
+
+def test_the_digest_of_a_large_file_is_remembered(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside those of weights, by an engine; what compares two servers writes nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(weights_cache, "_SETTLED_S", -1.0)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as scales:
+        scales.truncate(PIECE_BYTES + 1)
+        vllm_config = build(additional_config={"scales": scales.name})
+        compared = known_fields(vllm_config, config(), {}, None)["settings"]
+        assert not (tmp_path / "nixl-offload").exists()
+        served = namespace(vllm_config).fields.settings
+    assert served["additional_config.scales"] == compared["additional_config.scales"]
+    assert (tmp_path / "nixl-offload" / f"{CACHE_PREFIX}.json").is_file()
 
 
 def test_a_config_with_keys_of_several_types(build: Build, base: Namespace) -> None:
