@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import (
     Extents,
     FileId,
@@ -185,6 +188,37 @@ class MoverRigs:
         """The rig of most cases."""
         with self.open_rig(tmp_path / "data") as rig:
             yield rig
+
+
+def exit_code_of_fork(mover: Mover, submit: Callable[[], object], transfer: Transfer) -> int:
+    """Fork, try ``mover`` there, and return how the child ended: 0 where it may not ``submit``, is not told that
+    ``transfer``, which is under way, is done, and can close the mover.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is the point here
+        child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        code = 1
+        try:
+            code = _in_fork(mover, submit, transfer)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _in_fork(mover: Mover, submit: Callable[[], object], transfer: Transfer) -> int:
+    try:
+        submit()
+    except MoverError as error:
+        if "process" not in str(error):
+            return 2
+    else:
+        return 3
+    if mover.poll(transfer) is TransferState.DONE:
+        return 4
+    mover.close()
+    return 0
 
 
 def open_paths() -> set[str]:

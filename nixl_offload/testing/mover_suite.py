@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import Extents, Op, Transfer, TransferState
+from nixl_offload.movers.base import Extents, Op, TransferState
 from nixl_offload.testing.mover_refusals import RefusalSuite
 from nixl_offload.testing.mover_rig import (
     KIB,
@@ -30,6 +28,7 @@ from nixl_offload.testing.mover_rig import (
     MoverRigs,
     Rig,
     SuiteMemory,
+    exit_code_of_fork,
     extents,
 )
 
@@ -273,29 +272,9 @@ class MoverSuite(RefusalSuite):
         """In a fork the mover refuses with a sentence and closing does no harm; the parent goes on."""
         where = extents(np.arange(16) * 64 * KIB, 64 * KIB)
         transfer = rig.submit(Op.READ, where, where)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is the point here
-            child = os.fork()
-        if child == 0:
-            signal.alarm(10)
-            os._exit(self._in_fork(rig, transfer))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert exit_code_of_fork(rig.mover, lambda: rig.submit(Op.READ, where, where), transfer) == 0
         assert rig.wait(transfer).state is TransferState.DONE
         assert np.array_equal(rig.memory[:MIB], rig.stored[:MIB])
-
-    @staticmethod
-    def _in_fork(rig: Rig, transfer: Transfer) -> int:
-        try:
-            rig.submit(Op.READ, extents([0], 4 * KIB), extents([0], 4 * KIB))
-        except MoverError as error:
-            if "process" not in str(error):
-                return 2
-        else:
-            return 3
-        if rig.mover.poll(transfer) is TransferState.DONE:
-            return 4
-        rig.mover.close()
-        return 0
 
 
 def _backwards(count: int, length_bytes: int) -> Extents:

@@ -8,13 +8,10 @@ Threading: one test, one thread.
 from __future__ import annotations
 
 import os
-import signal
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from nixl_offload.errors import MoverError
@@ -26,9 +23,9 @@ from nixl_offload.movers.base import (
     MemoryRegion,
     Mover,
     Op,
-    Transfer,
     TransferState,
 )
+from nixl_offload.testing.mover_rig import exit_code_of_fork
 from nixl_offload.testing.mover_suite import KIB, MIB, extents
 from nixl_offload.testing.object_mover_rig import ObjectRig, RawObjects
 from nixl_offload.types import PAGE_BYTES
@@ -316,27 +313,7 @@ class ObjectMoverSuite:
         """In a fork the mover refuses with a sentence and closing does no harm; the parent goes on."""
         target = rig.open(rig.store("fork", b"\x81" * MIB), MIB)
         transfer = rig.submit(Op.READ, extents([0], MIB), target, extents([0], MIB))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is the point here
-            child = os.fork()
-        if child == 0:
-            signal.alarm(10)
-            os._exit(_in_fork(rig, target, transfer))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        where = extents([0], MIB)
+        assert exit_code_of_fork(rig.mover, lambda: rig.submit(Op.READ, where, target, where), transfer) == 0
         assert rig.wait(transfer).state is TransferState.DONE
         assert rig.bytes_at(0, MIB) == b"\x81" * MIB
-
-
-def _in_fork(rig: ObjectRig, target: FileId, transfer: Transfer) -> int:
-    where: npt.NDArray[np.int64] = extents([0], 4096)
-    try:
-        rig.submit(Op.READ, where, target, where)
-    except MoverError as error:
-        if "process" not in str(error):
-            return 2
-    else:
-        return 3
-    if rig.mover.poll(transfer) is TransferState.DONE:
-        return 4
-    rig.mover.close()
-    return 0
