@@ -80,6 +80,15 @@ def test_what_changes_bytes_changes_the_digest() -> None:
     assert len(set(digests)) == len(digests)
 
 
+def test_the_type_of_the_memory_counts_beside_that_of_the_spec() -> None:
+    config = engine(4)
+    memory = Memory(config, [group(full(4), "a")])
+    other = {name: cache.view(torch.float16) for name, cache in memory.caches.items()}
+    found = cut_chunks(config, memory.config, other, memory.canonical(), ShardCut(heads=1), BLOCKS)
+    assert isinstance(found, RankShards), found
+    assert found.digest != cut(config, [group(full(4), "a")]).digest
+
+
 @pytest.mark.parametrize("tp", [1, 8])
 def test_what_a_kernel_makes_of_a_block_of_mla_counts(tp: int) -> None:
     """An indexer keeps the scales of a kernel's block behind its tokens: another kernel block is another order."""
