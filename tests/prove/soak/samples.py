@@ -10,7 +10,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -18,10 +18,10 @@ EVERY_S: Final = 1.0
 MIB: Final = 1 << 20
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
-LIMITS: Final = {"shared memory, MiB": 1.0, "threads": 16.0, "descriptors": 16.0}
-"""By how much the median at the end may exceed the median at first: pools of threads and connections grow when they are
-first needed whole, which may be in a fault. There are over a hundred of these in half an hour. Anonymous memory is told
-only: allocators keep what was freed, more of it for half an hour. What is in use is judged: see ``host``."""
+LIMITS: Final = {"anonymous memory, MiB": 32.0, "shared memory, MiB": 1.0, "threads": 16.0, "descriptors": 16.0}
+"""By how much the median at the end may exceed the median at first: pools of threads and connections, and what they
+have freed and keep, grow when they are first needed whole, which may be in a fault. There are over a hundred of these
+in half an hour."""
 
 
 class Samples:
@@ -89,14 +89,21 @@ def grown_tables(first: Mapping[str, int], last: Mapping[str, int]) -> list[str]
     ]
 
 
-def taken_bytes(directory: Path) -> int:
-    """Return the space that files below ``directory`` take."""
-    total = 0
+def files(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the files below ``directory``, but for those that are removed meanwhile."""
     for base, _, names in os.walk(directory):
         for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(base, name)).st_blocks * 512
-    return total
+            path = Path(base, name)
+            try:
+                told = path.lstat()
+            except OSError:
+                continue
+            yield path, told
+
+
+def taken_bytes(directory: Path) -> int:
+    """Return the space that files below ``directory`` take."""
+    return sum(told.st_blocks * 512 for _, told in files(directory))
 
 
 def processor_s(pids: Mapping[str, int]) -> float:

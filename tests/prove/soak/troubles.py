@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.conftest import SmallFilesystem
+from tests.prove.soak.samples import files
 from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Rule, Stall
 from tests.s3.servers import RcloneServer
 
@@ -42,7 +43,10 @@ REQUESTS: Final[dict[str, tuple[str, Fault]]] = {
 }
 Happening = Callable[[], AbstractContextManager[Rule | int]]
 """Gives the rule that breaks requests, or how much was broken."""
-OFTEN: Final = 3
+SMALL_BYTES: Final = 1 << 16
+"""Files of so much are no shards."""
+OFTEN: Final = 5
+"""Of fewer times, a tier that is still out of use after the fault before explains that nothing asked it."""
 
 
 class Troubles:
@@ -163,7 +167,9 @@ class Troubles:
 
     def _some(self, base: Path, count: int) -> list[Path]:
         """Choose shards, by name and so by what the timetable's seed says where the same ones are there."""
-        found = sorted(path for path in base.rglob("*") if not path.name.startswith(".") and _is_large(path))
+        found = sorted(
+            path for path, told in files(base) if not path.name.startswith(".") and told.st_size > SMALL_BYTES
+        )
         return self._source.sample(found, min(count, len(found)))
 
 
@@ -182,12 +188,6 @@ def _lasting(begin: Callable[[], object], end: Callable[[], object]) -> Iterator
         yield 1
     finally:
         end()
-
-
-def _is_large(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return path.is_file() and path.stat().st_size > 1 << 16
-    return False
 
 
 def _flip(path: Path) -> None:
