@@ -1,8 +1,8 @@
 """Mutants: a module with one operator, constant, statement or argument changed, which some test must notice.
 
 A cell for each module of catalog, index, chunk, identity and the engine's state machine, with ``guards`` the tests that
-are to notice. Each tries as many mutants as the proof has time for, drawn by the seed. Those that live are findings,
-but for those in ``survivors.toml``: changes that change nothing, or nothing that matters, with the reason for each.
+are to notice. Each tries as many mutants as the proof has time for, drawn by the seed. Those that live are findings.
+Those in ``survivors.toml`` are not tried: they change nothing, or nothing that matters, with the reason for each.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ def try_module(module: str, seed: int, count: int = MUTANTS) -> Outcome:
     """Try ``count`` mutants of a module."""
     from tests.prove.mutants.trial import try_mutants
 
-    verdicts = try_mutants(module, GUARDS[module], count, seed)
-    allowed = allowed_survivors()
-    living = [one for one in verdicts.survivors if (module, one.text, one.change.what) not in allowed]
-    equal = len(verdicts.survivors) - len(living)
+    may_live = {(text, what) for of, text, what in allowed_survivors() if of == module}
+    verdicts = try_mutants(module, GUARDS[module], count, seed, may_live)
+    living = verdicts.survivors
     outcome = Outcome(counts={"mutants": verdicts.killed + len(living), "killed": verdicts.killed})
-    if equal:
-        outcome.counts["equivalent"] = equal
+    if verdicts.spared:
+        outcome.counts["equivalent"] = verdicts.spared
     outcome.wrong = [f"{name} fails without a mutant" for name in verdicts.broken]
     outcome.missed = [
         f"{module}:{one.change.line}: {one.change.what}, in {one.text!r}: no test fails" for one in living

@@ -2,13 +2,15 @@
 
 Most mutants differ within functions. For these a process imports and collects all once, learns which test runs which
 lines, and forks: the child replaces the code of the functions that differ, and runs tests, the fastest first. What
-takes effect at import is tried in a process that imports the module's changed source, and collects anew.
+takes effect at import is tried in a process that imports the module's changed source, and collects anew. The first
+test that fails, or takes much longer than it should, ends the process: nothing is torn down, which may hang.
 Threading: one thread. No process is left behind.
 """
 
 from __future__ import annotations
 
 import ast
+import faulthandler
 import gc
 import importlib
 import importlib.abc
@@ -23,7 +25,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -37,13 +39,13 @@ from tests.prove.mutants.changes import Change, changes_of
 
 ROOT = Path(__file__).parents[3]
 _MEMORY_BYTES = 16 << 30
-_FILE_BYTES = 4 << 30
-_GRACE_S = 5.0
+_FILE_BYTES = 16 << 30
+_GRACE_S = 3.0
 _SLOWER = 4.0
-"""A mutant that has not ended within so many times what its tests take without it is killed."""
+"""A test that has not ended within so many times what it takes without the mutant has noticed it."""
 _IMPORTED_SHARE = 10
 """One mutant in so many differs at import: these take a hundred times as long to try."""
-_KILLED, _LIVES, _UNFIT = 1, 0, 3
+_LIVES, _UNFIT = 0, 3
 _NO_TESTS = 5
 
 
@@ -61,6 +63,8 @@ class Verdicts:
     """What became of the mutants of a module."""
 
     killed: int = 0
+    spared: int = 0
+    """Drawn, but may live."""
     survivors: list[Survivor] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     """Tests that fail without any mutant, and so say nothing."""
@@ -68,6 +72,8 @@ class Verdicts:
 
 @dataclass(slots=True)
 class _Test:
+    """What was learnt of one without a mutant."""
+
     index: int
     name: str
     seconds: float
@@ -86,32 +92,64 @@ def sample(module: str, count: int, seed: int) -> tuple[list[Change], list[str],
     return chosen, source.splitlines(), tree
 
 
-def try_mutants(module: str, guards: Sequence[str], count: int, seed: int) -> Verdicts:
-    """Try ``count`` mutants of ``module``, a path from the root of the repository, with the tests in ``guards``."""
+def try_mutants(
+    module: str, guards: Sequence[str], count: int, seed: int, may_live: Collection[tuple[str, str]] = ()
+) -> Verdicts:
+    """Draw ``count`` mutants of ``module``, a path from the root of the repository, and try them with ``guards``.
+
+    Those in ``may_live`` (text of the line, change) are not tried: who lives takes the longest.
+    """
     assert not any(name.startswith("nixl_offload") for name in sys.modules), "they are to be imported changed"
     settings.register_profile("mutants", derandomize=True, database=None, deadline=None, print_blob=False)
     settings.load_profile("mutants")
-    changes, lines, tree = sample(module, count, seed)
-    verdicts = Verdicts()
-    begun_s = time.monotonic()
+    drawn, lines, tree = sample(module, count, seed)
+    changes = [change for change in drawn if (lines[change.line - 1].strip(), change.what) not in may_live]
+    verdicts = Verdicts(spared=len(drawn) - len(changes))
     warm = [change for change in changes if change.in_function]
     ended = _in_child(lambda: _Warm(module, tree, warm).run(guards), None)
     if ended is None or isinstance(ended, int):
         raise RuntimeError(f"the tests of {module} do not run: {ended}")
-    broken, fates = ended
-    verdicts.broken = broken
-    baseline_s = time.monotonic() - begun_s
+    tests, fates, collected_s = ended
+    verdicts.broken = [test.name for test in tests if not test.passed]
+    if len(verdicts.broken) == len(tests):
+        raise RuntimeError(f"no test of {module} passes")
     cold = [change for change in changes if not change.in_function] + [
         change for change, fate in zip(warm, fates, strict=True) if fate is None
     ]
     judged = [(change, fate) for change, fate in zip(warm, fates, strict=True) if fate is not None]
-    judged += [(change, _try_import(module, tree, change, guards, broken, baseline_s)) for change in cold]
+    judged += [(change, _try_import(module, tree, change, guards, tests, collected_s)) for change in cold]
     for change, fate in judged:
         if fate == "killed":
             verdicts.killed += 1
         else:
             verdicts.survivors.append(Survivor(change, lines[change.line - 1].strip()))
     return verdicts
+
+
+class _Trial:
+    """A pytest session that tries one mutant. A plugin, in a process of its own."""
+
+    def __init__(self, tests: Sequence[_Test]) -> None:
+        self._seconds = {test.name: test.seconds for test in tests if test.passed}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out what fails without a mutant; the fastest first."""
+        items[:] = sorted((item for item in items if item.nodeid in self._seconds), key=self._seconds_of)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        faulthandler.dump_traceback_later(_GRACE_S + _SLOWER * self._seconds_of(item), exit=True)
+        result = yield
+        faulthandler.cancel_dump_traceback_later()
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            os._exit(1)
+
+    def _seconds_of(self, item: pytest.Item) -> float:
+        return self._seconds[item.nodeid]
 
 
 class _Warm:
@@ -123,12 +161,19 @@ class _Warm:
         self._tree = tree
         self._changes = changes
         self._failed = False
-        self._result: tuple[list[str], list[str | None]] = ([], [])
+        self._fates: list[str | None] = []
+        self._tests: list[_Test] = []
+        self._collected_s = 0.0
 
-    def run(self, guards: Sequence[str]) -> tuple[list[str], list[str | None]] | int:
+    def run(self, guards: Sequence[str]) -> tuple[list[_Test], list[str | None], float] | int:
+        """Return the tests, what became of each change (None: not tried), and the seconds until tests could run.
+
+        Instead: pytest's exit status, when it did not get that far.
+        """
+        self._collected_s = -time.monotonic()
         importlib.import_module(self._module)
         code = _pytest(guards, [self])
-        return self._result if code == 0 else code
+        return (self._tests, self._fates, self._collected_s) if code == 0 else code
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._failed |= report.failed
@@ -136,13 +181,12 @@ class _Warm:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Interrupted("tests cannot be collected")
-        items = session.items
-        tests: list[_Test] = _in_child(lambda: self._learn(items), None)
-        self._result[0].extend(test.name for test in tests if not test.passed)
+        self._collected_s += time.monotonic()
+        self._tests = _in_child(lambda: self._learn(session.items), None)
         functions = _functions_of(self._file)
         before = _codes(compile(self._tree, self._file, "exec", dont_inherit=True))
         for change in self._changes:
-            self._result[1].append(self._try(change, items, tests, functions, before))
+            self._fates.append(self._try(change, session, functions, before))
         return True
 
     def _learn(self, items: Sequence[pytest.Item]) -> list[_Test]:
@@ -164,17 +208,15 @@ class _Warm:
     def _try(
         self,
         change: Change,
-        items: Sequence[pytest.Item],
-        tests: Sequence[_Test],
+        session: pytest.Session,
         functions: dict[tuple[str, int], list[FunctionType]],
         before: dict[tuple[str, int], CodeType],
     ) -> str | None:
         """Return "killed" or "lives"; None: it cannot be tried so."""
         touched = range(change.line, change.last_line + 1)
-        chosen = [test for test in tests if test.passed and not test.lines.isdisjoint(touched)]
+        chosen = [test for test in self._tests if test.passed and not test.lines.isdisjoint(touched)]
         if not chosen:
             return None  # no test runs it: perhaps the import does, as it does an Enum's __init__
-        chosen.sort(key=lambda test: test.seconds)
         with change.made():
             after = _codes(compile(self._tree, self._file, "exec", dont_inherit=True))
         differing = [key for key in before if before[key] != after.get(key)]
@@ -189,19 +231,15 @@ class _Warm:
                     function.__code__ = code
             except ValueError:  # another number of free variables
                 return _UNFIT
-            return self._run([items[test.index] for test in chosen])
+            trial = _Trial(chosen)
+            trial.pytest_collection_modifyitems(session.items)
+            session.config.pluginmanager.register(trial)
+            for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+                item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            return _LIVES
 
-        limit_s = _GRACE_S + _SLOWER * sum(test.seconds for test in chosen)
-        fate = _in_child(run, limit_s)
+        fate = _in_child(run, _GRACE_S + _SLOWER * sum(test.seconds for test in chosen))
         return None if fate == _UNFIT else "lives" if fate == _LIVES else "killed"
-
-    def _run(self, items: Sequence[pytest.Item]) -> int:
-        self._failed = False
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-            if self._failed:
-                return _KILLED
-        return _LIVES
 
 
 class _Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
@@ -221,18 +259,17 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
 
 
 def _try_import(
-    module: str, tree: ast.Module, change: Change, guards: Sequence[str], broken: Sequence[str], baseline_s: float
+    module: str, tree: ast.Module, change: Change, guards: Sequence[str], tests: Sequence[_Test], collected_s: float
 ) -> str:
-    """Import the module with the change, and run all its tests until one fails."""
+    """Import the module with the change, and run all its tests until one fails. Return "killed" or "lives"."""
     with change.made():
         code = compile(tree, str(ROOT / module), "exec", dont_inherit=True)
 
     def run() -> int:
         sys.meta_path.insert(0, _Changed(module, code))
-        deselected = [f"--deselect={name}" for name in broken]
-        return int(_pytest([*guards, "-x", *deselected], []))
+        return int(_pytest(guards, [_Trial(tests)]))
 
-    fate = _in_child(run, _GRACE_S + _SLOWER * baseline_s)
+    fate = _in_child(run, _GRACE_S + _SLOWER * (collected_s + sum(test.seconds for test in tests)))
     if fate == _NO_TESTS:
         raise RuntimeError(f"no tests are left of {guards}")
     return "lives" if fate == _LIVES else "killed"
@@ -254,9 +291,9 @@ def _in_child(call: Callable[[], Any], limit_s: float | None) -> Any:
         try:
             os.close(reading)
             os.setpgid(0, 0)
-            if limit_s is not None:
-                resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
-                resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
+            # Also of those without a mutant: what does not pass within these limits must not count as noticing one.
+            resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
             answer = pickle.dumps(call())
             with os.fdopen(writing, "wb") as out:
                 out.write(answer)
