@@ -51,18 +51,18 @@ _MODE_OTHERS_WRITE: Final = 0o022
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _KEEP_CHANGE_TIMES: Final = {
-    0x01021994: "tmpfs",
-    0x00C36400: "ceph",
-    0x0BD00BD0: "lustre",
-    0x19830326: "beegfs",
-    0x2FC12FC1: "zfs",
-    0x47504653: "gpfs",
-    0x6969: "nfs",
-    0x9123683E: "btrfs",
-    0xCA451A4E: "bcachefs",
-    0xEF53: "ext4",
-    0xF2F52010: "f2fs",
-    0x58465342: "xfs",
+    0x01021994,  # tmpfs
+    0x00C36400,  # ceph
+    0x0BD00BD0,  # lustre
+    0x19830326,  # beegfs
+    0x2FC12FC1,  # zfs
+    0x47504653,  # gpfs
+    0x6969,  # nfs
+    0x9123683E,  # btrfs
+    0xCA451A4E,  # bcachefs
+    0xEF53,  # ext4
+    0xF2F52010,  # f2fs
+    0x58465342,  # xfs
 }
 """By the numbers that statfs has for them. No images (squashfs, erofs) and nothing that may hide one (overlay, FUSE):
 in two images that were made with fixed times the files of two models can be equal in all of this. They are read at
@@ -103,7 +103,7 @@ class WeightsCache:
         return self._known.get(self._key(file))
 
     def add(self, digests: Mapping[ModelFile, str], listed_s: float) -> None:
-        """Remember what was read of files that were listed at ``listed_s``, seconds since the epoch."""
+        """Remember what was read, ``alone``, of files that were listed at ``listed_s``, seconds since the epoch."""
         if self._directory is None:
             return
         fresh = {self._key(file): digest for file, digest in digests.items() if _may_be_kept(file, listed_s)}
@@ -113,7 +113,6 @@ class WeightsCache:
         merged = {key: digest for key, digest in self._known.items() if key not in fresh} | fresh
         self._known = dict(list(merged.items())[-_ENTRIES_MAX:])
         with contextlib.suppress(OSError):
-            _make_private(self._directory)
             _write(self._directory, {"version": _VERSION, "files": self._known})
 
     @contextlib.contextmanager
@@ -154,7 +153,7 @@ def keeps_change_time(path: str) -> bool:
     buffer = ctypes.create_string_buffer(512)  # struct statfs, which begins with f_type, a long
     if _libc.statfs(os.fsencode(path), buffer) != 0:
         return False
-    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF in _KEEP_CHANGE_TIMES
+    return ctypes.c_long.from_buffer(buffer).value in _KEEP_CHANGE_TIMES
 
 
 def _host() -> str:
@@ -182,9 +181,9 @@ def _make_private(directory: Path) -> None:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            status = os.fstat(fd)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+            status = os.fstat(file.fileno())
             others_write = status.st_uid != os.geteuid() or status.st_mode & _MODE_OTHERS_WRITE
             if not stat.S_ISREG(status.st_mode) or others_write:
                 return {}

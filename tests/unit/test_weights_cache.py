@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import stat
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.config import parse_config
+from nixl_offload.identity import weights_cache
 from nixl_offload.identity.settings import text_setting
 from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest, cache_directory_of
 from nixl_offload.identity.weights_cache import CACHE_PREFIX, WeightsCache, keeps_change_time
@@ -140,6 +143,27 @@ def test_a_filesystem_that_is_not_known_to_keep_change_times_is_not_trusted(tmp_
     assert not keeps_change_time(str(tmp_path / "nothing"))
 
 
+@pytest.mark.parametrize(
+    ("filesystem", "is_trusted"),
+    [
+        *((number, True) for number in (0xEF53, 0x58465342, 0x9123683E, 0xCA451A4E, 0xF2F52010, 0x2FC12FC1)),  # disks
+        *((number, True) for number in (0x6969, 0x00C36400, 0x0BD00BD0, 0x19830326, 0x47504653)),  # networks
+        *((number, False) for number in (0x794C7630, 0x65735546, 0x73717368, 0xE0F5E1E2)),  # overlay, FUSE, images
+        *((number, False) for number in (0xFF534D42, 0xFE534D42, 0x01021997, 0x4D44, 0x2011BAB0)),  # CIFS, 9p, FAT
+    ],
+)
+def test_which_filesystems_are_trusted(monkeypatch: pytest.MonkeyPatch, filesystem: int, is_trusted: bool) -> None:
+    """By the numbers of statfs(2) and linux/magic.h."""
+
+    class Libc:
+        def statfs(self, path: bytes, buffer: ctypes.Array[ctypes.c_char]) -> int:
+            ctypes.c_long.from_buffer(buffer).value = filesystem
+            return 0
+
+    monkeypatch.setattr(weights_cache, "_libc", Libc())
+    assert keeps_change_time("/") is is_trusted
+
+
 def known(model: Path, cache: Path, host: str | None = None) -> str | None:
     """Return what is remembered of the weights."""
     weights = WeightsCache(cache) if host is None else WeightsCache(cache, host)
@@ -192,6 +216,10 @@ def with_fields(**fields: object) -> Callable[[Path], None]:
     return change
 
 
+def with_digest(digest: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(path.read_text().replace(LIE, digest))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -200,7 +228,8 @@ def with_fields(**fields: object) -> Callable[[Path], None]:
         as_a_link,
         lambda path: os.truncate(path, path.stat().st_size - 1),
         lambda path: path.write_bytes(path.read_bytes() + b"x"),
-        lambda path: path.write_bytes(path.read_bytes().replace(b"0", b"g")),
+        with_digest("g" * 64),
+        with_digest("0" * 62),
         lambda path: path.write_bytes(os.urandom(1000)),
         lambda path: path.write_text("[" * 100_000),
         lambda path: path.write_text("[]"),
@@ -224,6 +253,19 @@ def test_a_memory_that_is_damaged_or_open_to_others_counts_for_nothing(
     assert stat.S_IMODE(path.lstat().st_mode) == 0o600
     assert path.is_file()
     assert not path.is_symlink()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_counts_for_nothing(model: Path, tmp_path: Path, make: Callable[[Path, int], None]) -> None:
+    """A pipe of ours, to which somebody may write, or a directory; and nothing stays open."""
+    path = tmp_path / f"{CACHE_PREFIX}.json"
+    make(path, 0o700)
+    files = os.listdir("/proc/self/fd")
+    with contextlib.ExitStack() as undo:
+        if make is os.mkfifo:
+            undo.callback(os.close, os.open(path, os.O_RDWR))
+        assert known(model, tmp_path) is None
+    assert len(os.listdir("/proc/self/fd")) == len(files)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
