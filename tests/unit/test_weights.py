@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity import weights
 from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest, is_local
-from nixl_offload.identity.weights_files import HARMLESS, is_harmless, list_files
+from nixl_offload.identity.weights_files import HARMLESS, ModelFile, is_harmless, list_files
 
 PATIENCE_S = 60.0
 LONG_BYTES = 1 << 30
@@ -117,6 +117,26 @@ def test_every_byte_of_a_small_file_counts(tmp_path: Path, content: bytes, place
     assert digest_of(tmp_path) != before
     path.write_bytes(content)
     assert digest_of(tmp_path) == before
+
+
+def test_a_digest_is_what_it_was(tmp_path: Path) -> None:
+    """Or an upgrade would find nothing of what was stored before it. Of files of no bytes, some, and over 64 MiB."""
+    (tmp_path / "empty.bin").touch()
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "large.bin").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    assert digest_of(tmp_path) == "15d29ab1e1fc932eaba44127f60a00c651a4d9dcffe11ad398a93bd15d5be474"
+
+
+def test_reads_may_be_short_and_leave_no_file_open(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a network filesystem: the same digest."""
+    with (model / "large.bin").open("wb") as file:
+        file.truncate(PIECE_BYTES + 1000)
+    before, files = digest_of(model), os.listdir("/proc/self/fd")
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:1_000_003]], at))
+    assert digest_of(model) == before
+    assert len(os.listdir("/proc/self/fd")) == len(files)
 
 
 def test_names_count(model: Path) -> None:
@@ -360,6 +380,19 @@ def test_a_path_with_more_files_than_a_model_has_is_refused(tmp_path: Path, monk
     assert error_of(tmp_path) == f"cannot tell which model {tmp_path} is: it has more than 2 files"
 
 
+def test_a_file_that_has_become_a_pipe_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a pipe waits for whoever writes to it."""
+
+    def list_and_replace(path: str) -> tuple[ModelFile, ...]:
+        files = list_files(path)
+        (model / "config.json").unlink()
+        os.mkfifo(model / "config.json")
+        return files
+
+    monkeypatch.setattr(weights, "list_files", list_and_replace)
+    assert error_of(model).endswith("config.json is not a regular file")
+
+
 def append(model: Path) -> None:
     with (model / "long.bin").open("ab") as file:
         file.write(b"1")
@@ -422,6 +455,48 @@ def test_close_ends_the_threads_at_once(model: Path) -> None:
     assert ended.wait(PATIENCE_S)
     ended.close()
     assert ended.result() == digest_of(model)
+
+
+def test_who_closes_waits_for_one_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the rest of a file, which may lie on a slow disk."""
+    with (model / "long.bin").open("wb") as long:
+        long.truncate(LONG_BYTES)
+    held, read = threading.Event(), os.preadv
+
+    def reads_while_it_is_closed(fd: int, buffers: list[memoryview], at: int) -> int:
+        assert held.wait(PATIENCE_S)
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", reads_while_it_is_closed)
+    digest = WeightsDigest(str(model), None, threads=1)
+    digest.close()
+    held.set()
+    assert digest.wait(PATIENCE_S)
+    while any(thread.name == "weights-read-0" for thread in threading.enumerate()):
+        time.sleep(0.001)
+    assert digest.progress()[0] <= weights._BUFFER_BYTES
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (6, 3), (64, 4)])
+def test_half_of_the_cores_read_and_four_at_most(
+    model: Path, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    """What starts beside a model's loader leaves cores to it."""
+    with (model / "long.bin").open("wb") as long:
+        long.truncate(2 * threads * PIECE_BYTES)
+    seen, together, read = set[str](), threading.Event(), os.preadv
+
+    def read_together(fd: int, buffers: list[memoryview], at: int) -> int:
+        seen.add(threading.current_thread().name)
+        if len(seen) >= threads or not together.wait(5.0):
+            together.set()
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", read_together)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    digest = WeightsDigest(str(model), None)
+    assert digest.wait(PATIENCE_S)
+    assert seen == {f"weights-read-{number}" for number in range(threads)}
 
 
 def test_before_the_end_there_is_no_result(model: Path) -> None:
