@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,16 @@ def test_every_variable_counts_or_is_excused() -> None:
     assert known <= counted | excused, f"neither counted nor excused: {known - counted - excused}"
     assert (counted | excused) - known <= set(NEW_VARIABLES.split()), "no such variable"
     assert not known & set(ALSO_COUNTED)
+
+
+def test_what_counts_beside_vllms_own_variables_is_read_by_somebody() -> None:
+    """A misspelt variable counts nothing."""
+    missing = set(ALSO_COUNTED)
+    missing -= {"NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"}  # by cuBLAS and torch
+    assert len(missing) == len(ALSO_COUNTED) - 2
+    for content in (file.read_text() for file in Path(vllm.__file__).parent.rglob("*.py")):
+        missing -= {name for name in missing if f'"{name}"' in content}
+    assert not missing
 
 
 def test_a_field_that_nobody_has_looked_at_counts() -> None:
