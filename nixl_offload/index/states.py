@@ -18,7 +18,7 @@ that the table needs no conditions beside it::
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, auto
 
 from nixl_offload.errors import IndexStateError
 
@@ -26,11 +26,11 @@ from nixl_offload.errors import IndexStateError
 class State(Enum):
     """What an index says about a key it holds."""
 
-    WRITING = "writing"
+    WRITING = auto()
     """Reserved; its bytes are on their way."""
-    READY = "ready"
+    READY = auto()
     """May be pinned and read."""
-    EVICTING = "evicting"
+    EVICTING = auto()
     """Given up, but a writer or readers still hold its slot: a miss, and it cannot be stored anew until it is gone."""
 
 
