@@ -272,8 +272,8 @@ class Pump:
             self._step_all_s = now_s + STEP_ALL_S
         for batch in tuple(self._batches):
             if steps_all or not batch.waits_for_mover(now_s):
-                ended |= self._step(batch)
                 self._turn.pause()
+                ended |= self._step(batch)
         self._all_wait = False
         return ended
 

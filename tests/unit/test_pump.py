@@ -1,0 +1,735 @@
+"""Proves what the pump does between its looks at storage: how long it sleeps, which batches it moves on, what it tells
+of those that end well, badly or not at all, and which memory is free then. Time is played: the pump's own thread runs,
+and stops each time that it would sleep.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from nixl_offload.engine import pump
+from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.pump import MAX_FAILED_PASSES, STEP_ALL_S, InFlight, Pauses, Pump, leak
+from nixl_offload.engine.records import ChunkIO, Completion, Job, Task
+from nixl_offload.engine.staging import Slot, SlotPool
+from nixl_offload.engine.states import Lane, WorkKind
+from nixl_offload.engine.streams import READY, Fence
+from nixl_offload.engine.turn import Turn
+from nixl_offload.movers.base import Op, Transfer, TransferState
+from nixl_offload.types import Key, Location, Outcome
+
+OK, FAILED, DROPPED, TAINTED = Outcome.OK, Outcome.FAILED, Outcome.DROPPED, Outcome.TAINTED
+STORE, LOAD = WorkKind.STORE, WorkKind.LOAD
+PROMOTION, WRITE_THROUGH, FETCH = WorkKind.PROMOTION, WorkKind.WRITE_THROUGH, WorkKind.FETCH
+LANES = {STORE: Lane.STORE, LOAD: Lane.LOAD, WRITE_THROUGH: Lane.BACKGROUND, FETCH: Lane.BACKGROUND}
+PAUSES = Pauses(poll_s=1.0, crowd_poll_s=2.0, crowd=2, slow_poll_s=8.0, slow_after_s=50.0)
+CHUNK = 4096
+LOAD_TIMEOUT_S = 500.0
+PATIENCE_S = 10.0
+
+
+class PlayedTable(JobTable):
+    """A real table, but whoever would sleep tells for how long, and goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.is_played = True
+        self.pauses: queue.Queue[float | None] = queue.Queue()
+        self.goes_on: queue.Queue[None] = queue.Queue()
+        super().__init__(store_queue_limit_bytes=1 << 30, clock=lambda: self.now_s)
+
+    def sleep(self, seconds: float | None) -> None:
+        self.pauses.put(seconds)
+        if self.is_played:
+            self.goes_on.get(timeout=PATIENCE_S)
+        else:
+            super().sleep(None if seconds is None else 0.001)
+
+
+class Slots(SlotPool[Slot]):
+    """Two staging slots."""
+
+    def __init__(self) -> None:
+        super().__init__(CHUNK, 2)
+
+    def _slot(self, index: int) -> Slot:
+        return Slot(index, index * CHUNK, np.empty(CHUNK, dtype=np.uint8))
+
+
+class CountedTurn(Turn):
+    """Writes down when the interpreter may be had: each piece of work counts as a long one."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def begin(self) -> None:
+        self.events.append("begin")
+
+    def pause(self) -> None:
+        self.events.append("pause")
+
+
+class Paths:
+    """What the pump drives: batches that wait until ``end`` is called of them, or do what ``does`` says."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.turn: Turn = CountedTurn(self.events)
+        self.limit = 16
+        self.no_room_for = -1
+        self.refusal: str | None = None
+        self.quiet_s: float | None = None
+        self.does: Callable[[Batch], Steps] = self.wait
+        self.is_broken = False
+        self.begun: list[Batch] = []
+        self.told: list[InFlight] = []
+        self.steps: list[Batch] = []
+        self.abandoned: list[Batch] = []
+        self.over: list[Batch] = []
+        self.closed = 0
+
+    def room(self, task: Task, in_flight: InFlight) -> int:
+        self.told.append(InFlight(*(getattr(in_flight, name) for name in InFlight.__slots__)))
+        return 0 if task.job.job_id == self.no_room_for else self.limit
+
+    def why_not(self, task: Task) -> str | None:
+        return self.refusal
+
+    def begin(self, tasks: list[Task]) -> Batch:
+        if self.is_broken:
+            raise ValueError("no batch today")
+        batch = Batch.of(tasks)
+        batch.steps = self.does(batch)
+        self.begun.append(batch)
+        return batch
+
+    def look(self) -> float | None:
+        return self.quiet_s
+
+    def abandon(self, batch: Batch, error: str | None) -> None:
+        self.abandoned.append(batch)
+        self.events.append("end")
+        if self.is_broken:
+            raise ValueError("not to be undone")
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.is_broken:
+            raise ValueError("does not close")
+
+    def wait(self, batch: Batch) -> Steps:
+        while batch not in self.over:
+            self.step(batch)
+            yield
+        self.step(batch)
+        for chunk in batch.alive:
+            chunk.end(OK)
+
+    def step(self, batch: Batch) -> None:
+        self.steps.append(batch)
+        self.events.append("step")
+
+    def stepped(self) -> list[Batch]:
+        """Those that were moved on since the last call."""
+        steps, self.steps = self.steps, []
+        return steps
+
+
+class World:
+    """A pump that has gone to sleep, with nothing to do."""
+
+    def __init__(self, paths: Paths | None = None) -> None:
+        self.table, self.paths = PlayedTable(), paths or Paths()
+        self.pump = Pump(
+            self.table,
+            self.paths,
+            load_timeout_s=LOAD_TIMEOUT_S,
+            clock=lambda: self.table.now_s,
+            name="nixl-offload-played",
+            pauses=PAUSES,
+        )
+        self.pump.start()
+        self.first_pause = self.table.pauses.get(timeout=PATIENCE_S)
+
+    def next(self, seconds: float = 0.0) -> float | None:
+        """Wake the pump so much later; return for how long it sleeps then."""
+        self.table.now_s += seconds
+        self.table.goes_on.put(None)
+        return self.table.pauses.get(timeout=PATIENCE_S)
+
+    def submit(
+        self, number: int, kind: WorkKind, chunks: int = 1, *, promoted: bool = False, lane: Lane | None = None
+    ) -> None:
+        """Without waking the pump."""
+        offset = 0 if promoted or kind.in_background else None
+        ios = [
+            ChunkIO(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * CHUNK, CHUNK), 0, np.array([at]), 0, offset)
+            for at in range(chunks)
+        ]
+        self.table.add(Job(number, kind, READY, self.table.now_s), [(io, CHUNK) for io in ios], lane or LANES[kind])
+
+    def begin(self, number: int, kind: WorkKind, chunks: int = 1, *, promoted: bool = False) -> Batch:
+        """Submit a job that is one batch; return that when the pump has slept next."""
+        self.submit(number, kind, chunks, promoted=promoted)
+        self.next()
+        return self.paths.begun[-1]
+
+    def end(self, *batches: Batch) -> None:
+        """Have them end in the next step."""
+        self.paths.over += batches
+        for batch in batches:
+            for transfer in batch.transfers:
+                transfer.state = TransferState.DONE
+        self.next()
+
+    def told(self) -> Completion:
+        (completion,) = self.table.drain()
+        return completion
+
+    def stop(self, deadline_s: float = 0.0) -> None:
+        self.table.is_played = False
+        self.table.goes_on.put(None)
+        self.pump.stop(deadline_s)
+
+
+@pytest.fixture(autouse=True)
+def leaked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is never freed; the tests do free it."""
+    leaked: list[object] = []
+    monkeypatch.setattr(pump, "leak", leaked.append)
+    return leaked
+
+
+@pytest.fixture
+def world(caplog: pytest.LogCaptureFixture) -> Iterator[World]:
+    made = World()
+    yield made
+    made.stop()
+    assert "stumbled" not in "".join(record.message for record in caplog.get_records("call"))
+
+
+def transfers(count: int) -> list[Transfer]:
+    return [Transfer(Op.READ, CHUNK) for _ in range(count)]
+
+
+# -- how long it sleeps ---------------------------------------------------------------------------------------------
+
+
+def test_it_sleeps_without_end_when_nothing_is_in_flight(world: World) -> None:
+    assert world.first_pause is None
+    world.submit(1, LOAD)
+    assert world.next(3 * PAUSES.slow_after_s) == PAUSES.poll_s, "what has just begun is looked at soon"
+    world.paths.over += world.paths.begun
+    assert world.next() is None
+    assert world.told().outcomes == (OK,)
+
+
+def test_it_sleeps_longer_with_many_in_flight_and_when_nothing_has_moved_for_long(world: World) -> None:
+    batches = [world.begin(number, LOAD) for number in range(2)]
+    assert world.next() == PAUSES.poll_s
+    batches.append(world.begin(2, LOAD))
+    assert world.next() == PAUSES.crowd_poll_s
+    assert world.next(PAUSES.slow_after_s - 0.001) == PAUSES.crowd_poll_s
+    assert world.next(0.001) == PAUSES.slow_poll_s
+    world.end(batches[0])
+    assert world.next() == PAUSES.poll_s
+
+
+def test_it_sleeps_until_the_mover_may_have_news(world: World) -> None:
+    """At most as long as while nothing moves, and no less than between polls. Nothing is looked at meanwhile."""
+    batch = world.begin(1, LOAD)
+    batch.transfers = transfers(1)
+    world.paths.quiet_s = 3.0
+    assert world.next(STEP_ALL_S) == 3.0
+    world.paths.stepped()
+    for quiet_s, pause_s in ((0.5, 1.0), (20.0, 8.0)):
+        world.paths.quiet_s = quiet_s
+        assert world.next() == pause_s
+        assert world.paths.stepped() == []
+    assert world.next(STEP_ALL_S) == 8.0
+    assert world.paths.stepped() == [batch], "it may have been given up"
+
+
+def test_with_news_those_are_moved_on_that_do_not_wait_for_others(world: World) -> None:
+    one, other = world.begin(1, LOAD), world.begin(2, LOAD)
+    one.transfers, other.transfers = transfers(1), transfers(2)
+    world.paths.quiet_s = 3.0
+    world.next(STEP_ALL_S)
+    one.transfers[0].state = other.transfers[0].state = TransferState.DONE
+    world.paths.stepped()
+    assert world.next() == 3.0
+    assert world.paths.stepped() == [], "the mover has said that there is nothing new"
+    world.paths.quiet_s = 0.0
+    world.next()
+    assert world.paths.stepped() == [one]
+    other.parts_s = world.table.now_s
+    world.next()
+    assert world.paths.stepped() == [one, other]
+
+
+def test_a_batch_that_can_go_on_is_looked_at_between_polls(world: World) -> None:
+    """It waits for a fence, say, of which no mover knows."""
+    waits, goes_on = world.begin(1, LOAD), world.begin(2, LOAD)
+    waits.transfers = transfers(1)
+    world.paths.quiet_s = 3.0
+    world.next(STEP_ALL_S)
+    world.paths.stepped()
+    assert world.next() == PAUSES.poll_s
+    assert world.paths.stepped() == [goes_on]
+
+
+def test_late_chunks_are_parted_from_in_time_although_the_mover_has_no_news(world: World) -> None:
+    batch = world.begin(1, LOAD)
+    batch.transfers, batch.parts_s = transfers(2), 0.0
+    world.paths.quiet_s = 3.0
+    world.next(STEP_ALL_S)
+    world.paths.stepped()
+    world.next()
+    assert world.paths.stepped() == [], "that is to be set when the first has arrived"
+    batch.transfers[0].state = TransferState.DONE
+    batch.parts_s = world.table.now_s + 0.1
+    world.paths.quiet_s = 0.0
+    world.next()
+    world.paths.quiet_s = 3.0
+    world.paths.stepped()
+    world.next(0.099)
+    assert world.paths.stepped() == []
+    world.next(0.001)
+    assert world.paths.stepped() == [batch]
+
+
+def test_what_is_new_is_moved_on_although_all_others_wait(world: World) -> None:
+    batch = world.begin(1, LOAD)
+    batch.transfers = transfers(1)
+    world.paths.quiet_s = 3.0
+    world.next(STEP_ALL_S)
+    world.submit(2, LOAD)
+    assert world.next() == PAUSES.poll_s
+    world.paths.stepped()
+    world.next()
+    assert world.paths.stepped() == [world.paths.begun[-1]]
+
+
+# -- what begins ----------------------------------------------------------------------------------------------------
+
+
+def test_paths_are_told_what_is_in_flight(world: World) -> None:
+    store, load = world.begin(1, STORE, 2), world.begin(2, LOAD, 3)
+    moves = [world.begin(3, WRITE_THROUGH, 4), world.begin(4, FETCH, 5)]
+    world.paths.no_room_for = 5  # and so paths are asked in every pass
+    world.submit(5, FETCH)
+    world.next()
+    assert world.paths.told[-1] == InFlight(batches=4, store_batches=1, chunks=14, stores=2, background=9)
+    world.end(load, moves[0])
+    assert world.paths.told[-1] == InFlight(batches=2, store_batches=1, chunks=7, stores=2, background=5)
+    world.end(store, moves[1])
+    assert world.paths.told[-1] == InFlight()
+
+
+def test_a_load_that_comes_while_stores_begin_overtakes_those_that_have_not(world: World) -> None:
+    """Where each is over with its first step, as a copy is."""
+
+    def at_once(batch: Batch) -> Steps:
+        if len(world.paths.begun) == 1:
+            world.submit(2, LOAD)
+        for chunk in batch.alive:
+            chunk.end(OK)
+        yield from ()
+
+    world.paths.does, world.paths.limit = at_once, 1
+    world.submit(1, STORE, 3)
+    world.next()
+    assert [batch.kind for batch in world.paths.begun] == [STORE, LOAD, STORE, STORE]
+
+
+@pytest.mark.parametrize("lane", [Lane.LOAD, Lane.EXPEDITED_LOAD])
+def test_loads_that_find_no_room_are_refused_where_paths_say_why_and_stores_wait(world: World, lane: Lane) -> None:
+    world.paths.limit, world.paths.refusal = 0, "out of use"
+    world.submit(1, STORE)
+    world.submit(2, LOAD, 2, lane=lane)
+    world.next()
+    told = world.told()
+    assert (told.job_id, told.outcomes, told.errors) == (2, (FAILED,) * 2, ("out of use",))
+    assert world.table.waiting_bytes() == (0, CHUNK, 0)
+
+
+def test_what_cannot_begin_fails_and_the_next_begins(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.paths.is_broken = True
+    world.submit(1, LOAD, 2, promoted=True)
+    world.submit(2, FETCH)
+    world.next()
+    for told, chunks in zip(world.table.drain(), (2, 1), strict=True):
+        assert (told.outcomes, told.slots) == ((FAILED,) * chunks,) * 2
+        assert (told.errors, told.causes) == (("unexpected ValueError",), ((FAILED, "unexpected", chunks),))
+    assert "no batch today" in caplog.text
+    world.paths.is_broken = False
+    world.end(world.begin(3, LOAD))
+    assert world.told().outcomes == (OK,)
+
+
+# -- what ends ------------------------------------------------------------------------------------------------------
+
+
+def hold(batch: Batch, pool: Slots) -> BatchChunk:
+    """Have the first chunk of a batch lie in a staging slot, and in a host slot if its kind of work has one."""
+    slot = pool.acquire()
+    assert slot is not None
+    chunk = batch.chunks[0]
+    chunk.held = ((pool, slot),)
+    chunk.host = slot if batch.kind.fills_slot or batch.kind.in_background else None
+    return chunk
+
+
+class NeverDone:
+    """A fence of a device that is out of order."""
+
+    def done(self) -> bool:
+        return False
+
+
+def pending(batch: Batch) -> None:
+    batch.transfers = transfers(1)
+
+
+def fenced(batch: Batch) -> None:
+    fence: Fence = NeverDone()
+    batch.fences = [fence]
+
+
+def quarantined(batch: Batch) -> None:
+    batch.transfers = transfers(1)
+    batch.transfers[0].state, batch.transfers[0].quarantine = TransferState.FAILED, True
+
+
+def nothing(batch: Batch) -> None:
+    """Nothing is under way."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "under_way", "outcome", "slot", "usable"),
+    [
+        (STORE, nothing, FAILED, None, 2),
+        (STORE, pending, FAILED, None, 1),
+        (WRITE_THROUGH, nothing, FAILED, None, 2),
+        (WRITE_THROUGH, pending, TAINTED, None, 1),
+        (WRITE_THROUGH, fenced, TAINTED, None, 1),
+        (WRITE_THROUGH, quarantined, FAILED, None, 1),
+        (FETCH, nothing, FAILED, FAILED, 2),
+        (FETCH, pending, FAILED, TAINTED, 1),
+        (FETCH, quarantined, FAILED, TAINTED, 1),
+        (PROMOTION, pending, FAILED, TAINTED, 1),
+    ],
+)
+def test_a_batch_that_crashes_gives_back_what_nothing_touches_any_more(
+    world: World,
+    leaked: list[object],
+    caplog: pytest.LogCaptureFixture,
+    kind: WorkKind,
+    under_way: Callable[[Batch], None],
+    outcome: Outcome,
+    slot: Outcome | None,
+    usable: int,
+) -> None:
+    """What may still be written to is never used again, nor freed; a link that does not undo changes nothing."""
+    pool = Slots()
+
+    def crash(batch: Batch) -> Steps:
+        hold(batch, pool)
+        under_way(batch)
+        yield
+        world.paths.is_broken = True
+        raise KeyError("a bug")
+
+    world.paths.does = crash
+    world.submit(1, LOAD if kind is PROMOTION else kind, promoted=kind is PROMOTION)
+    world.next()
+    told = world.told()
+    assert (told.outcomes, told.slots) == ((outcome,), () if slot is None else (slot,))
+    assert told.errors == ("unexpected KeyError",)
+    assert told.causes == ((outcome, "unexpected", 1),)
+    assert (pool.usable, pool.free) == (usable, usable)
+    [batch] = world.paths.begun
+    assert world.paths.abandoned == [batch]
+    assert leaked == ([] if usable == 2 else [(world.paths, batch)])
+    assert "a bug" in caplog.text
+    assert "not to be undone" in caplog.text
+    assert world.next() is None
+    world.paths.is_broken = False
+
+
+def test_chunks_that_were_forgotten_fail_and_the_others_keep_their_outcome(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forgetful(batch: Batch) -> Steps:
+        batch.chunks[0].end(OK)
+        yield
+
+    world.paths.does = forgetful
+    world.submit(1, LOAD, 2)
+    world.next()
+    told = world.told()
+    assert told.outcomes == (OK, FAILED)
+    assert (told.errors, told.causes) == (("unexpected RuntimeError",), ((FAILED, "unexpected", 1),))
+    assert "without an outcome" in caplog.text
+
+
+def test_parts_of_a_batch_go_on_when_it_has_ended(world: World) -> None:
+    def parting(batch: Batch) -> Steps:
+        batch.split([[chunk] for chunk in batch.alive], world.paths.wait)
+        yield from ()
+
+    world.paths.does = parting
+    world.submit(1, LOAD, 2)
+    world.next()
+    parts = world.paths.begun[0].parts
+    assert len(parts) == 2
+    world.paths.does = world.paths.wait
+    world.end(parts[0])
+    assert world.table.drain() == []
+    world.end(parts[1])
+    assert world.told().outcomes == (OK, OK)
+    assert world.next() is None
+
+
+def test_a_load_is_given_up_when_its_time_is_over(world: World) -> None:
+    batch = world.begin(1, LOAD)
+    world.next(LOAD_TIMEOUT_S - 0.1)
+    assert world.table.drain() == []
+    world.next(0.2)
+    assert world.told().outcomes == (FAILED,)
+    world.end(batch)
+
+
+def test_others_may_have_the_interpreter_between_two_pieces_of_work(world: World) -> None:
+    """Of batches that go on, end and begin; and after a sleep another stretch begins."""
+
+    def pieces() -> int:
+        """How many there were since the last call, each but the first after a pause."""
+        events = [event for event in world.paths.events if event != "begin"]
+        assert world.paths.events[0] == "begin"
+        del world.paths.events[:]
+        count, paused = 0, True
+        for event in events:
+            if event == "pause":
+                paused = True
+                continue
+            assert paused, events
+            count, paused = count + 1, False
+        return count
+
+    batches = [world.begin(number, STORE) for number in range(3)]
+    pieces()
+    world.next()
+    assert pieces() == 3
+    world.end(*batches)
+    assert pieces() == 6, "a step and an end of each"
+    world.paths.limit = 1
+    world.submit(4, STORE, 3)
+    world.next()
+    assert pieces() == 9, "three steps of each before the next sleep"
+    world.end(*world.paths.begun[3:])
+
+
+# -- when it stumbles, and its end -----------------------------------------------------------------------------------
+
+
+def test_it_survives_many_failures_but_not_one_in_a_row_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It rests after each, for it must not cost a core."""
+    monkeypatch.setattr(pump, "STUCK_POLL_S", 0.001)
+    left, paths = [MAX_FAILED_PASSES], Paths()
+
+    def look() -> float | None:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("a bug in the mover")
+        return None
+
+    paths.look = look  # type: ignore[method-assign]
+    began_s = time.monotonic()
+    world = World(paths)
+    assert not left[0]
+    assert time.monotonic() - began_s >= MAX_FAILED_PASSES * 0.001
+    assert "a bug in the mover" in caplog.text
+    left[0] = MAX_FAILED_PASSES
+    world.begin(1, LOAD)
+    left[0] = MAX_FAILED_PASSES + 1
+    world.table.goes_on.put(None)
+    world.pump._thread.join(PATIENCE_S)
+    told = world.told()
+    assert (told.outcomes, told.errors) == ((FAILED,), ("the pump ended unexpectedly",))
+
+
+def test_a_mover_that_tells_from_the_first_look_on_stumbles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    paths = Paths()
+    paths.quiet_s = 3.0
+    world = World(paths)
+    world.end(world.begin(1, LOAD))
+    assert world.told().outcomes == (OK,)
+    world.stop()
+    assert "stumbled" not in caplog.text
+
+
+def some_steps(count: int, each: Callable[[], None] = lambda: None) -> Callable[[Batch], Steps]:
+    """What a batch does that has so many steps before its end."""
+
+    def steps(batch: Batch) -> Steps:
+        for _ in range(count):
+            each()
+            yield
+        for chunk in batch.alive:
+            chunk.end(OK)
+
+    return steps
+
+
+def test_it_is_woken_to_end(world: World, leaked: list[object]) -> None:
+    world.table.is_played = False
+    assert world.next() is None
+    world.pump.stop(0.0)
+    assert not world.pump._thread.is_alive()
+    assert (world.paths.closed, leaked) == (1, [])
+
+
+def test_it_finishes_what_is_there_before_it_ends(world: World, leaked: list[object]) -> None:
+    """Also what had no room yet; and then it does not wait for its deadline."""
+    world.paths.does = some_steps(5)
+    world.begin(1, LOAD)
+    world.paths.limit = 1
+    world.submit(2, STORE, 3)
+    world.stop(PATIENCE_S)
+    assert not world.pump._thread.is_alive()
+    assert [told.outcomes for told in world.table.drain()] == [(OK,), (OK,) * 3]
+    assert (world.paths.closed, leaked) == (1, [])
+
+
+def test_it_waits_for_what_is_under_way_of_jobs_that_were_given_up(world: World, leaked: list[object]) -> None:
+    """Their memory is free a moment later."""
+    batch = world.begin(1, LOAD)
+    world.next(LOAD_TIMEOUT_S)
+    assert world.told().outcomes == (FAILED,)
+
+    def look() -> None:
+        if not world.table.is_played and len(world.paths.stepped()) == 1:
+            world.paths.over.append(batch)
+
+    world.paths.look = look  # type: ignore[method-assign]
+    world.stop(PATIENCE_S)
+    assert (world.paths.closed, leaked) == (1, [])
+
+
+def test_it_waits_for_room_for_what_is_queued(world: World) -> None:
+    world.paths.limit = 0
+    world.submit(1, STORE)
+    world.paths.does = some_steps(1)
+    looks = iter(range(10**6))
+
+    def look() -> None:
+        world.paths.limit = int(next(looks) >= 3)
+
+    world.paths.look = look  # type: ignore[method-assign]
+    world.stop(PATIENCE_S)
+    assert world.told().outcomes == (OK,)
+
+
+def test_a_deadline_ends_what_does_not_end_and_its_memory_is_kept(
+    world: World, leaked: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Host slots that something may still touch are TAINTED, those that nothing was begun with are not."""
+    stuck = [world.begin(1, WRITE_THROUGH, 2), world.begin(2, FETCH), world.begin(3, STORE), world.begin(4, LOAD)]
+    stuck.append(world.begin(6, STORE))
+    for batch in stuck[:3]:
+        hold(batch, Slots())
+    stuck[4].chunks[0].host = stuck[0].chunks[0].host  # as in memory, where a store fills one
+    world.paths.limit = 0
+    world.submit(5, WRITE_THROUGH)
+    world.stop(0.0)
+    told = world.table.drain()
+    assert {done.job_id: (done.outcomes, done.slots) for done in told} == {
+        1: ((TAINTED, TAINTED), ()),
+        2: ((FAILED,), (TAINTED,)),
+        3: ((FAILED,), ()),
+        4: ((FAILED,), ()),
+        5: ((DROPPED,), ()),
+        6: ((TAINTED,), ()),
+    }
+    assert {done.errors for done in told} == {("the engine is closed",)}
+    assert {cause for done in told for _, cause, _ in done.causes} == {"closed"}
+    assert leaked == [(world.paths, stuck)]
+    assert world.paths.closed == 0
+    assert "5 transfers did not end" in caplog.text
+
+
+def test_the_deadline_counts_from_stop(world: World) -> None:
+    """By the engine's clock."""
+
+    def tick() -> None:
+        if not world.table.is_played:
+            world.table.now_s += 1.0
+
+    world.paths.does = some_steps(9, tick)
+    world.begin(1, LOAD)
+    world.begin(2, LOAD)
+    world.stop(30.0)
+    assert [told.outcomes for told in world.table.drain()] == [(OK,)] * 2
+
+
+def test_a_pump_that_takes_a_moment_is_waited_for(world: World, leaked: list[object]) -> None:
+    world.begin(1, LOAD)
+    world.paths.does = some_steps(1, lambda: time.sleep(0.05))
+    world.submit(2, LOAD)
+    world.stop(0.0)
+    assert not world.pump._thread.is_alive()
+    assert len(leaked) == 1, "what is in flight, not the pump"
+
+
+def test_a_pump_that_hangs_is_left_behind_with_its_memory(
+    world: World, leaked: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    hang = threading.Event()
+    world.paths.does = some_steps(1, lambda: hang.wait(PATIENCE_S) and None)
+    world.submit(1, STORE)
+    world.table.is_played = False
+    world.table.goes_on.put(None)
+    try:
+        world.pump.stop(0.0, patience_s=0.05)
+        told = world.told()
+        assert (told.outcomes, told.errors) == ((FAILED,), ("the engine was closed while storage hung",))
+        assert leaked == [world.pump]
+        assert world.pump._thread.daemon, "it holds up no end of the process"
+        assert "hangs in a system call" in caplog.text
+    finally:
+        hang.set()
+
+
+def test_what_does_not_close_is_kept(world: World, leaked: list[object], caplog: pytest.LogCaptureFixture) -> None:
+    world.paths.is_broken = True
+    world.stop()
+    assert leaked == [world.paths]
+    assert "Closing links and movers failed" in caplog.text
+
+
+def test_what_is_left_behind_is_known_and_never_freed() -> None:
+    """See also ``tests/faults/test_interpreter_end.py``."""
+
+    class Memory:
+        pass
+
+    memory = Memory()
+    lives = weakref.ref(memory)
+    leak(memory)
+    assert pump.LEAKED.pop() is memory
+    del memory
+    gc.collect()
+    assert lives() is not None
