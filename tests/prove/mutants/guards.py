@@ -55,7 +55,7 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "engine/chain": _CHAIN,
         "engine/jobs": _ENGINE,
         "engine/moves": _CHAIN,
-        "engine/pump": _ENGINE,
+        "engine/pump": _unit("pump"),
         "engine/queued": _ENGINE,
         "engine/records": _ENGINE,
         "engine/shard_chain": _unit("shard_chain"),
