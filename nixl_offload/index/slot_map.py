@@ -75,7 +75,7 @@ class SlotMap:
         if not self._pages:
             return False
         slot_bytes = self.slot_bytes
-        first = np.maximum(starts - slot_bytes + 1, 0) // slot_bytes
+        first = (starts - slot_bytes + 1) // slot_bytes
         last = (ends - 1) // slot_bytes
         # Most ranges of another size class lie where this one has no page at all.
         pages = np.array(sorted(self._pages), dtype=np.int64)
@@ -86,7 +86,7 @@ class SlotMap:
         while len(first):
             numbers, places = np.divmod(first, _PAGE_SLOTS)
             page_starts = self._starts(numbers)
-            nodes = np.where(page_starts >= 0, cells[np.maximum(page_starts, 0) + places], 0)
+            nodes = np.where(page_starts >= 0, cells[page_starts + places], 0)
             there = offsets[nodes]
             if ((nodes != 0) & (there < ends) & (starts < there + slot_bytes)).any():
                 return True
@@ -96,10 +96,8 @@ class SlotMap:
 
     def near(self, start_offset: int, end_offset: int) -> Iterator[int]:
         """Yield the nodes whose offset lies in ``[start_offset, end_offset)``, and perhaps some of a slot around it."""
-        if end_offset <= start_offset:
-            return
-        first = max(start_offset, 0) // self.slot_bytes
-        last = max(end_offset - 1, 0) // self.slot_bytes
+        first = start_offset // self.slot_bytes
+        last = (end_offset - 1) // self.slot_bytes
         first_page, last_page = first // _PAGE_SLOTS, last // _PAGE_SLOTS
         numbers: Iterator[int]
         if last_page - first_page < len(self._pages):
