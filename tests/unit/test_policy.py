@@ -151,6 +151,20 @@ def test_s3fifo_is_its_model(ops: list[tuple[str, int]]) -> None:
     run_both(real, S3FifoModel(), links, names, ops)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_s3fifo_is_its_model_for_long(seed: int) -> None:
+    """While the number of candidates rises and falls, so that victims return, and the ghosts' table is made anew."""
+    chance = random.Random(seed)
+    ops = []
+    for count in (20, 5, 40, 10, 80):
+        for weights in ((12, 6, 3), (3, 6, 6), (6, 6, 3)):
+            words = chance.choices(["add", "touch", "victim", "park", "unpark", "remove"], (*weights, 1, 1, 1), k=400)
+            ops += [(word, chance.randrange(count)) for word in words]
+    links = Links()
+    names: dict[int, str] = {}
+    run_both(S3FifoPolicy(links, lambda node: int(names[node])), S3FifoModel(), links, names, ops)
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["push", "pop", "renew", "remove"]), st.integers(0, 7)))
 )
@@ -187,6 +201,16 @@ def test_ghosts_forget_after_their_capacity_and_after_a_recall() -> None:
         ghosts.remember(fingerprint)
     assert [ghosts.recall(n) for n in range(6)] == [False, False, True, True, True, True]
     assert not any(ghosts.recall(n) for n in range(6))
+
+
+def test_ghosts_that_meet_are_not_taken_for_each_other() -> None:
+    """Of two fingerprints with one place in the table the older is forgotten."""
+    ghosts = Ghosts(4)
+    ghosts.remember(5)
+    assert not ghosts.recall(5 + (1 << 20))
+    ghosts.remember(5 + (1 << 20))
+    assert not ghosts.recall(5)
+    assert ghosts.recall(5 + (1 << 20))
 
 
 def test_ghosts_survive_the_wrap_of_their_clock() -> None:
