@@ -36,7 +36,7 @@ class Links:
         return len(self.after)
 
     def node(self) -> int:
-        """Hand out a node that nobody uses, unlinked and with mark 0."""
+        """Hand out a node that nobody uses, unlinked."""
         if self._free:
             return self._free.pop()
         node = len(self.after)
@@ -46,14 +46,13 @@ class Links:
         return node
 
     def new_nodes(self, count: int) -> int:
-        """Hand out ``count`` nodes as ``node`` does, with numbers in a row. Returns the first."""
+        """Hand out ``count`` nodes as ``node`` does, with numbers in a row and mark 0. Returns the first."""
         first = len(self.after)
         self._extend(count)
         return first
 
     def free(self, node: int) -> None:
         """Take back a node. It must be in no queue."""
-        self.mark[node] = 0
         self._free.append(node)
 
     @property
