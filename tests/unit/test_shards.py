@@ -137,6 +137,7 @@ def test_a_stage_holds_whole_ranges() -> None:
     assert cut_layers(four, two) == LayerCut((0, 2, 4, 6), (range(2), range(2, 4)))
     assert cut_layers(two, four) is None
     assert cut_layers(two, [(0, 4), (4, 4), (4, 8)]) == LayerCut((0, 4), (range(1), range(1, 1), range(1, 2)))
+    assert cut_layers(two, [(0, 8), (8, 8)]) == LayerCut((0, 4), (range(2), range(2, 2)))
     assert cut_layers([(0, 0), (0, 8)], [(0, 8)]) == ONE_RANGE
 
 
@@ -158,7 +159,12 @@ def test_groups_are_held_side_by_side() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "heads", "tp", "would_do"),
-    [(2, 8, 4, "`shards: 8` would do"), ("auto", 16, 16, "`shards: 16` would do"), (4, 8, 3, "no number would do")],
+    [
+        (2, 8, 4, "`shards: 8` would do"),
+        (2, 8, 16, "`shards: 8` would do"),
+        ("auto", 16, 16, "`shards: 16` would do"),
+        (4, 8, 3, "no number would do"),
+    ],
 )
 def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, would_do: str) -> None:
     """A rank that would hold half a shard has none, and the reason is told, with what would be right."""
