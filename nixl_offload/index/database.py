@@ -38,8 +38,6 @@ _CHECKED_BYTES = 64 << 20
 notices damage only where it stumbles over it, and may until then lose what it is given."""
 _WRITE_VERSION_AT, _READ_VERSION_AT = 18, 19
 """Offsets in the file's header; 2 means a write-ahead log."""
-_SQLITE_ERROR = 1
-_NONSENSE = ("no such ", "table ", "unsupported file format", "SQL logic error")
 _NO_MAPPING = "PRAGMA mmap_size=0"
 """The default, unless SQLite was built with another."""
 
@@ -251,9 +249,8 @@ def is_damage(error: Exception) -> bool:
     if isinstance(error, (UnusableError, UnicodeError)):
         return True  # SQLite quotes what it cannot parse, and the module cannot decode the quotation
     if type(error) is sqlite3.OperationalError:
-        # Our statements are right: one that makes no sense met a damaged schema. The code came with Python 3.11.
-        code = getattr(error, "sqlite_errorcode", None)
-        return code == _SQLITE_ERROR if code is not None else str(error).startswith(_NONSENSE)
+        # Our statements are right: one that makes no sense met a damaged schema.
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
     # sqlite3 raises subclasses of DatabaseError for everything but SQLITE_CORRUPT and SQLITE_NOTADB.
     return type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError)
 
