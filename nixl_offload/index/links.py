@@ -100,10 +100,9 @@ class SecondLinks(Links):
 class Queue:
     """A queue of nodes, oldest first. A node is in at most one queue at a time."""
 
-    __slots__ = ("_after", "_before", "_length", "_links", "_root")
+    __slots__ = ("_after", "_before", "_length", "_root")
 
     def __init__(self, links: Links) -> None:
-        self._links = links
         self._before = links.before
         self._after = links.after
         self._root = links.node()
