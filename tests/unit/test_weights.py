@@ -457,24 +457,26 @@ def test_close_ends_the_threads_at_once(model: Path) -> None:
     assert ended.result() == digest_of(model)
 
 
-def test_who_closes_waits_for_one_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_closes_waits_for_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for the rest of a file, which may lie on a slow disk."""
-    with (model / "long.bin").open("wb") as long:
+    with (tmp_path / "long.bin").open("wb") as long:
         long.truncate(LONG_BYTES)
-    held, read = threading.Event(), os.preadv
+    begun, closed, read = threading.Event(), threading.Event(), os.preadv
 
     def reads_while_it_is_closed(fd: int, buffers: list[memoryview], at: int) -> int:
-        assert held.wait(PATIENCE_S)
+        begun.set()
+        assert closed.wait(PATIENCE_S)
         return read(fd, buffers, at)
 
     monkeypatch.setattr(os, "preadv", reads_while_it_is_closed)
-    digest = WeightsDigest(str(model), None, threads=1)
+    digest = WeightsDigest(str(tmp_path), None, threads=1)
+    assert begun.wait(PATIENCE_S)
     digest.close()
-    held.set()
+    closed.set()
     assert digest.wait(PATIENCE_S)
     while any(thread.name == "weights-read-0" for thread in threading.enumerate()):
         time.sleep(0.001)
-    assert digest.progress()[0] <= weights._BUFFER_BYTES
+    assert 0 < digest.progress()[0] <= weights._BUFFER_BYTES
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (6, 3), (64, 4)])
