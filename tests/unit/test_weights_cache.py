@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import stat
@@ -205,6 +207,34 @@ def test_a_memory_of_ours_is_believed(model: Path, tmp_path: Path) -> None:
     assert digest != identify(model, None)[0]
 
 
+def test_a_machine_is_known_by_its_id_or_else_by_its_boot(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers have no id of their own, or an empty one."""
+    read_text = Path.read_text
+
+    def known_as(number: int, machine: str | None, boot: str | None) -> str:
+        names = {"/etc/machine-id": machine, "/proc/sys/kernel/random/boot_id": boot}
+
+        def read(path: Path) -> str:
+            if str(path) not in names:
+                return read_text(path)
+            if (name := names[str(path)]) is None:
+                raise FileNotFoundError(path)
+            return name
+
+        monkeypatch.setattr(Path, "read_text", read)
+        (tmp_path / str(number)).mkdir()
+        (key,) = json.loads(lie(model, tmp_path / str(number)).read_text())["files"]
+        return str(key)
+
+    machines = [("m", "b"), ("m", "c"), ("n", "b"), (None, "b"), ("\n", "b"), (None, "c"), (None, None)]
+    keys = [known_as(number, *names) for number, names in enumerate(machines)]
+    assert keys[0] == keys[1]
+    assert keys[3] == keys[4]
+    assert len(set(keys)) == 5
+
+
 def as_a_link(path: Path) -> None:
     path.symlink_to(path.rename(path.with_name("moved")))
 
@@ -402,6 +432,24 @@ def test_who_has_waited_reads_nothing(model: Path, tmp_path: Path) -> None:
     assert waiting.wait(PATIENCE_S)
     assert waiting.progress() == (2, 2)  # config.json
     assert waiting.result() == identify(model, tmp_path)[0]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_nobody_waits_where_there_are_no_locks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As on some network filesystems: each reads for itself."""
+
+    def lockf(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    digest = WeightsDigest(str(model), tmp_path)
+    try:
+        assert digest.wait(10.0)
+    finally:
+        digest.close()
+    assert known(model, tmp_path)
 
 
 def test_where_digests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
