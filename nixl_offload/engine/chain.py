@@ -292,9 +292,7 @@ class ChainEngine:
                 return [replace(chunk, host_offset=None) for chunk in chunks]
             return chunks
         promoted = [chunk for chunk in chunks if chunk.host_offset is not None]
-        ticket = self._moves.open(
-            number, WorkKind.PROMOTION, self._memory or 0, [chunk.location.slot_bytes for chunk in promoted]
-        )
+        ticket = self._moves.open(number, WorkKind.PROMOTION, [chunk.location.slot_bytes for chunk in promoted])
         of_tier: dict[int, list[int]] = {}
         for position, chunk in enumerate(promoted):
             tier = chunk.location.tier
@@ -309,7 +307,7 @@ class ChainEngine:
         return [replace(chunk, host_offset=None) if chunk.location.tier == self._memory else chunk for chunk in chunks]
 
     def _settle_all(self, number: int, sizes: Sequence[int], outcome: Outcome) -> None:
-        ticket = self._moves.open(number, WorkKind.PROMOTION, self._memory or 0, sizes)
+        ticket = self._moves.open(number, WorkKind.PROMOTION, sizes)
         for position in range(len(sizes)):
             self._moves.settle(ticket, position, outcome)
 

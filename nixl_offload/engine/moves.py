@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
@@ -64,10 +64,9 @@ class _MoveTicket:
     number: int
     kind: WorkKind
     sizes: tuple[int, ...]
-    tier: int
     began_s: float
-    outcomes: list[Outcome | None] = field(default_factory=list)
-    unsettled: int = 0
+    outcomes: list[Outcome | None]
+    unsettled: int
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +123,8 @@ class Moves:
 
     @property
     def relaying(self) -> bool:
-        """Whether some move needs another step of this side."""
-        return bool(self._waiting or self._fetching or self._storing)
+        """Whether some move needs another step of this side. None waits for a slot that is not in use."""
+        return bool(self._fetching or self._storing)
 
     @property
     def idle(self) -> bool:
@@ -139,11 +138,9 @@ class Moves:
 
     # -- what begins ------------------------------------------------------------------------------------------------
 
-    def open(self, number: int, kind: WorkKind, tier: int, sizes: Sequence[int]) -> _MoveTicket:
-        """Open a ticket for chunks of ``sizes`` bytes, on their way to ``tier``; with none of them it is settled at
-        once.
-        """
-        ticket = _MoveTicket(number, kind, tuple(sizes), tier, self._clock(), [None] * len(sizes), len(sizes))
+    def open(self, number: int, kind: WorkKind, sizes: Sequence[int]) -> _MoveTicket:
+        """Open a ticket for chunks of ``sizes`` bytes; with none of them it is settled at once."""
+        ticket = _MoveTicket(number, kind, tuple(sizes), self._clock(), [None] * len(sizes), len(sizes))
         self._open[ticket] = None
         if not sizes:
             self._emit(ticket)
@@ -155,9 +152,8 @@ class Moves:
 
     def submit(self, number: int, moves: Sequence[MoveIO]) -> None:
         """Begin the moves of a ticket: see ``chain.ChainEngine.submit_moves``."""
-        tier = moves[0].target.tier if moves else 0
-        kind = WorkKind.FETCH if tier == self._memory else WorkKind.WRITE_THROUGH
-        ticket = self.open(number, kind, tier, [move.target.slot_bytes for move in moves])
+        kind = WorkKind.FETCH if moves and moves[0].target.tier == self._memory else WorkKind.WRITE_THROUGH
+        ticket = self.open(number, kind, [move.target.slot_bytes for move in moves])
         stores: dict[int, list[int]] = {}
         fetches: dict[int, list[int]] = {}
         for position, move in enumerate(moves):
@@ -197,7 +193,7 @@ class Moves:
 
     def completed(self, tier: int, done: Completion) -> None:
         """An engine has completed a job, or tells of host slots that one was to fill."""
-        if done.ends_job and done.job_id < 0:
+        if done.ends_job:
             self._ended(done.job_id, done.outcomes)
         if done.slots:
             relay = self._fetching.pop(done.job_id, None)
@@ -208,7 +204,7 @@ class Moves:
                 self._settle_part(part, done.slots)
 
     def _ended(self, job_id: int, outcomes: Sequence[Outcome]) -> None:
-        """A job that began here has ended."""
+        """A job has ended, perhaps one that began here."""
         part = self._stores.pop(job_id, None)
         if part is not None:
             self._settle_part(part, outcomes)
@@ -257,8 +253,6 @@ class Moves:
             for position in range(len(ticket.outcomes)):
                 self.settle(ticket, position, Outcome.TAINTED)
         self._usable_slots -= len(self._fetching) + len(self._storing)
-        self._stores.clear()
-        self._promotions.clear()
         self._fetching.clear()
         self._storing.clear()
 

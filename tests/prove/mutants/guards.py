@@ -54,7 +54,7 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "engine/brought": _unit("memory_engine", "late_checksums", "device_sums"),
         "engine/chain": _CHAIN,
         "engine/jobs": _ENGINE,
-        "engine/moves": _CHAIN,
+        "engine/moves": _unit("moves"),
         "engine/pump": _unit("pump"),
         "engine/queued": _ENGINE,
         "engine/records": _ENGINE,
