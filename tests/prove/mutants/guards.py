@@ -52,7 +52,7 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "chunk/shards": _unit("shards", "head_shards"),
         "engine/batch": _ENGINE,
         "engine/brought": _unit("memory_engine", "late_checksums", "device_sums"),
-        "engine/chain": _CHAIN,
+        "engine/chain": _unit("chain"),
         "engine/jobs": _ENGINE,
         "engine/moves": _unit("moves"),
         "engine/pump": _unit("pump"),
