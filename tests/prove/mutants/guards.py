@@ -50,7 +50,7 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "chunk/heads": _unit("head_shards"),
         "chunk/layout": _unit("layout", "head_shards"),
         "chunk/shards": _unit("shards", "head_shards"),
-        "engine/batch": _ENGINE,
+        "engine/batch": _unit("batch"),
         "engine/brought": _unit("memory_engine", "late_checksums", "device_sums"),
         "engine/chain": _unit("chain"),
         "engine/jobs": _ENGINE,
