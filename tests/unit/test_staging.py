@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,8 +46,38 @@ def test_slots_are_aligned_disjoint_and_inside_the_region() -> None:
 def test_a_budget_too_small_for_two_slots_is_exceeded_and_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         pool = StagingPool(slot_bytes=1 << 20, budget_bytes=4096)
-    assert pool.slots_total == 2
-    assert "staging_bytes=4096" in caplog.text
+        assert pool.slots_total == 2
+        assert "staging_bytes=4096" in caplog.text
+        caplog.clear()
+        StagingPool(slot_bytes=1 << 20, budget_bytes=2 << 20)
+        assert not caplog.records, "two are enough"
+
+
+@pytest.mark.parametrize(("begins_at", "asked"), [(0, [5]), (512, [5, 6])])
+def test_page_locked_slots_are_aligned_too_and_take_no_page_more_than_they_must(
+    monkeypatch: pytest.MonkeyPatch, begins_at: int, asked: list[int]
+) -> None:
+    """Torch may give such memory from anywhere in a page."""
+    area = np.frombuffer(mmap.mmap(-1, 16 * PAGE_BYTES), dtype=np.uint8)
+    lengths = []
+
+    def empty(length_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert (dtype, pin_memory) == (torch.uint8, True)
+        lengths.append(length_bytes)
+        return torch.from_numpy(area[begins_at : begins_at + length_bytes])
+
+    monkeypatch.setattr(torch, "empty", empty)
+    pool = StagingPool(slot_bytes=PAGE_BYTES, budget_bytes=5 * PAGE_BYTES, pinned=True)
+    assert [length_bytes // PAGE_BYTES for length_bytes in lengths] == asked
+    assert (pool.slots_total, pool.region.length_bytes) == (5, 5 * PAGE_BYTES)
+    assert pool.region.address % PAGE_BYTES == 0
+    first, *_, last = (pool.acquire() for _ in range(5))
+    assert first is not None
+    assert last is not None
+    first.memory[:], last.memory[:] = 1, 5
+    begin = PAGE_BYTES if begins_at else 0
+    assert (area[begin : begin + PAGE_BYTES] == 1).all()
+    assert (area[begin + 4 * PAGE_BYTES : begin + 5 * PAGE_BYTES] == 5).all()
 
 
 def test_memory_that_cannot_be_had_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,15 +182,17 @@ def test_staging_takes_no_more_than_its_share_of_a_devices_free_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the model may still want is not ours; where two slots are too much, chunks go through host memory."""
-    free_bytes = 32 << 20
-    monkeypatch.setattr(staging, "_free_bytes", lambda _: free_bytes)
-    assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE).slots_total == 8
+    device = Device(torch.device("cuda"), MemoryKind.VRAM, HostStreams())
+    free_bytes, empty = 32 << 20, torch.empty
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, 80 << 30))
+    monkeypatch.setattr(torch, "empty", lambda length_bytes, *, dtype, device: empty(length_bytes, dtype=dtype))
+    assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=device).slots_total == 8
     assert "32MiB were free" in caplog.text
     free_bytes = 8 << 20
-    assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE).slots_total == 2
+    assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=device).slots_total == 2
     free_bytes = (8 << 20) - 1
     with pytest.raises(MoverError, match=r"no room for 2 staging slots of 1MiB.*25% of it may be taken.*host memory"):
-        DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE)
+        DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=device)
 
 
 def test_a_budget_too_small_for_two_slots_on_a_device_is_exceeded_and_said(caplog: pytest.LogCaptureFixture) -> None:

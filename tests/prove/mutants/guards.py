@@ -59,7 +59,7 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "engine/queued": _ENGINE,
         "engine/records": _ENGINE,
         "engine/shard_chain": _unit("shard_chain"),
-        "engine/staging": (*_unit("staging"), *_ENGINE),
+        "engine/staging": _unit("staging"),
         "engine/states": _unit("engine_states"),
         "engine/turn": _unit("turn"),
         "engine/waiting": (*_unit("grace"), *_ENGINE),
