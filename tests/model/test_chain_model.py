@@ -271,7 +271,7 @@ EVERYWHERE = (
     *("evicted or dropped", "reset", "restart", "kill", "found after a restart", "written after the end"),
 )
 """What has to have happened, or the runs prove little."""
-MOST_ROUNDS = 5
+MOST_ROUNDS = 12
 
 
 def test_chain() -> None:
