@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 import os
@@ -254,6 +255,7 @@ def test_what_the_table_excuses_does_not_count(model: Path, pattern: str) -> Non
         "quantize_config.json",
         "something new",
         "transformer/model.safetensors",
+        "torch.pt/model.bin",
         "tekken.json",
         "tokenizer.json",
         "generation_config.json",
@@ -271,6 +273,23 @@ def test_everything_else_counts(model: Path, name: str) -> None:
         path.write_text(content)
         seen.add(digest_of(model))
     assert len(seen) == 4
+
+
+BESIDES = """
+    .gitattributes .cache/huggingface/x.lock lost+found assets/.DS_Store __pycache__/modeling_own.pyc README.md
+    docs/USAGE.md LICENSE LICENSE.txt NOTICE NOTICE.txt USE_POLICY USE_POLICY.txt a.gif a.jpeg a.jpg a.mp4 a.pdf
+    a.png a.svg figures/a.webp chat_template.jinja chat_template.json checkpoint-500/model.safetensors
+    optimizer.bin optimizer.pt scaler.pt scheduler.pt trainer_state.json training_args.bin coreml/a.mlmodel
+    flax_model.msgpack flax_model-00001-of-00002.msgpack metal/model.bin onnx/model.onnx openvino/model.xml
+    original/consolidated.00.pth rust_model.ot tf_model.h5 tf_model-00001-of-00002.h5
+"""
+
+
+def test_what_models_come_with_besides_weights_does_not_count() -> None:
+    """Names from the Hub and from training runs; each excuse is for one of them."""
+    names = BESIDES.split()
+    assert all(is_harmless(name) for name in names)
+    assert all(any(fnmatch.fnmatchcase(name, pattern) for name in names) for pattern in HARMLESS)
 
 
 def test_each_excuse_has_a_reason() -> None:
