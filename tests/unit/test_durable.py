@@ -860,6 +860,13 @@ def test_errors_are_translated_to_one_cause(tmp_path: Path, error: Exception, ca
     assert str(error) in str(translated)
 
 
+def test_whatever_fails_without_the_directory_fails_for_want_of_it(tmp_path: Path) -> None:
+    """SQLite says only that it cannot open the file."""
+    error = sqlite3.OperationalError("unable to open database file")
+    assert translate(error, str(tmp_path / "away" / "index.sqlite")).cause == "missing"
+    assert translate(error, str(tmp_path / "index.sqlite")).cause == "io"
+
+
 def test_damage_is_told_from_trouble() -> None:
     """Only damage costs the database; a full disk must not."""
     assert is_damage(sqlite3.DatabaseError("database disk image is malformed"))
