@@ -357,6 +357,14 @@ def test_a_directory_without_weights_is_told(model: Path) -> None:
     assert bare.result() != digest.result()
 
 
+def test_which_files_hold_weights(tmp_path: Path) -> None:
+    """By the endings that vLLM's loaders look for."""
+    with_weights = ["a.bin", "a.ckpt", "a.gguf", "a.npy", "a.pt", "a.pth", "a.safetensors", "a.tensors"]
+    for name in (*with_weights, "config.json", "tokenizer.model", "model.safetensors.index.json"):
+        (tmp_path / name).touch()
+    assert [file.name for file in list_files(str(tmp_path)) if file.holds_weights] == with_weights
+
+
 def test_what_is_local(model: Path) -> None:
     """As for vLLM: a directory or a file that is there; anything else is a name on a hub."""
     assert is_local(str(model))
