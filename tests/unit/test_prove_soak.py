@@ -85,3 +85,14 @@ def test_the_table_says_who_did_what() -> None:
         "| S3 500 | exact | **hung** |",
     ]
     assert "LMCache fs: LMCache fs (not installed here)" in table
+
+
+def test_looking_for_a_kernel_in_llvmlites_library_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llvmlite")
+    from tests.prove.yardstick import beside_llvmlite
+
+    library = beside_llvmlite.ffi.lib
+    monkeypatch.setattr(library, "_fntab", dict(library._fntab))
+    monkeypatch.setattr(beside_llvmlite, "serve", lambda: 7)
+    assert beside_llvmlite.main() == 7
+    assert vars(library).get("kernel") is None

@@ -2,7 +2,8 @@
 
 Peers are set up as their documentation says, with ``kv_load_failure_policy: recompute``, which is not vLLM's default
 and in their favour. vLLM's tiers need memory before them: it holds less than two prompts, so that what is asked for
-comes from storage. Of LMCache there are two: plain, and with the only check of bytes that it offers, encryption.
+comes from storage. LMCache's keeps nothing that is stored (``skip_l1``). Of LMCache there are two: plain, and with the
+only check of bytes that it offers, encryption.
 
 Threading: plain functions and records. Ownership: directories and buckets are the caller's.
 """
@@ -25,6 +26,7 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import CHUNK_BYTES, PROMPT_CHUNKS, TierFiles
 from tests.vllm.harness import CHUNK_TOKENS, chain_config
+from tests.vllm.zygote import MAIN_MODULE
 
 OURS: Final = ("slab", "shared_dir", "s3")
 PEERS: Final = ("vLLM fs", "vLLM obj", "LMCache fs", "LMCache fs aesgcm")
@@ -74,6 +76,8 @@ class Side:
     """All chunks that are stored now."""
     environment: dict[str, str] = field(default_factory=dict)
     is_ours: bool = False
+    has_memory: bool = False
+    """Before its storage: a prompt must be pushed out of it to come from storage."""
     is_bucket: bool = False
     forget: Callable[[], None] = lambda: None
     """Makes the server look at the files again."""
@@ -156,7 +160,14 @@ def _vllm(name: str, directory: Path, server: RcloneServer | None, endpoint: str
             left.unlink(missing_ok=True)
 
     return Side(
-        name, options, lambda: _files(base), environment, is_bucket=name == "vLLM obj", forget=forget, clean=clean
+        name,
+        options,
+        lambda: _files(base),
+        environment,
+        has_memory=True,
+        is_bucket=name == "vLLM obj",
+        forget=forget,
+        clean=clean,
     )
 
 
@@ -166,9 +177,8 @@ def _lmcache(name: str, directory: Path) -> Side:
         key = directory.parent / "lmcache.key"
         key.write_bytes(secrets.token_bytes(32))
         adapter["serde"] = {"type": "aesgcm", "master_key_path": str(key)}
-    memory_gb = MEMORY_CHUNKS * CHUNK_BYTES / (1 << 30)
     arguments = [
-        f"--l1-size-gb {memory_gb:.4f} --chunk-size {CHUNK_TOKENS} --eviction-policy LRU",
+        f"--l1-size-gb 0.0625 --l2-store-policy skip_l1 --chunk-size {CHUNK_TOKENS} --eviction-policy LRU",
         "--supported-transfer-mode engine_driven",
         f"--l2-adapter {shlex.quote(json.dumps(adapter))}",
         f"--http-port {free_port()}",
@@ -182,7 +192,8 @@ def _lmcache(name: str, directory: Path) -> Side:
         },
         kv_connector_module_path="lmcache.integration.vllm.lmcache_mp_connector",
     )
-    return Side(name, options, lambda: _files(directory))
+    environment = {MAIN_MODULE: "tests.prove.yardstick.beside_llvmlite", "LMCACHE_TRACK_USAGE": "false"}
+    return Side(name, options, lambda: _files(directory), environment)
 
 
 def _transfer(connector: str, extra: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -197,10 +208,10 @@ def _transfer(connector: str, extra: dict[str, Any], **fields: Any) -> dict[str,
 
 
 def _files(base: Path) -> list[Piece]:
-    """Files that are large enough to be chunks, and finished."""
+    """Files that are large enough to be chunks, and finished; the oldest first, so a prompt's are in its order."""
     return [
         Piece(path)
-        for path in sorted(base.rglob("*"))
+        for path in sorted(base.rglob("*"), key=lambda path: (path.stat().st_mtime_ns, path))
         if path.is_file()
         and not path.name.startswith(".")
         and not path.name.endswith(".tmp")

@@ -211,7 +211,7 @@ class Trial:
             mine = next(self._prompts)
             self._ask([mine])
             pieces = self._at_rest(len(before) + PROMPT_CHUNKS)
-            if not self._side.is_ours:
+            if self._side.has_memory:
                 self._ask([next(self._prompts) for _ in range(2)])
             new = [piece for key, piece in pieces.items() if key not in before]
             if len(new) == PROMPT_CHUNKS:
@@ -252,7 +252,7 @@ class Trial:
                     wrong = f"{answer.tokens}, not {self._answers.right(prompt).tokens}"
                 came = right and answer.external_hit_tokens >= FULL_TOKENS - FULL_TOKENS // PROMPT_CHUNKS
                 self._settle(engine)
-                if not came and not self._side.is_ours:
+                if not came and self._side.has_memory:
                     engine.generate([next(self._prompts) for _ in range(2)], timeout_s=2 * HUNG_S)
                     self._settle(engine)
             except EngineError:
