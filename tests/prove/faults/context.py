@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from nixl_offload.index import State
 from tests.prove.cells import Outcome
 from tests.prove.faults.clock import CLOCK, real_s
 from tests.prove.faults.injection import ERRNOS, FOREVER, Armed, Faults, flip_memory
@@ -187,7 +188,7 @@ class Context:
     def _spoil_memory(self, fault: str) -> None:
         """Bits flip in a slot of memory that nobody writes to, or two slots change places."""
         memory = self.server.opened.get(0)
-        ready = [] if memory is None else [key for key in memory._index if memory._index.state(key).value == "ready"]
+        ready = [] if memory is None else [key for key in memory._index if memory._index.state(key) is State.READY]
         if not ready:
             return
         host = self.rng.choice(self.server.ranks).host
