@@ -182,6 +182,18 @@ def test_a_step_that_never_ends_holds_nobody_for_ever(world: World) -> None:
     assert outcomes(table) == [DROPPED]
 
 
+def test_tiers_that_read_on_share_the_limit_and_are_given_up_then(world: World) -> None:
+    """What a mover still reads cannot be stopped; what it writes is worthless."""
+    tables = [world.table() for _ in range(3)]
+    tasks = []
+    for at, table in enumerate(tables):
+        add(table, at, READY)
+        tasks += table.take(Lane.STORE, lambda _: 16)
+        table.advance(tasks[at:], ChunkState.BORROWED)
+    assert world.wait(*((table, [at]) for at, table in enumerate(tables))) == pytest.approx(LIMIT_S)
+    assert [task.state for task in tasks] == [ChunkState.DISOWNED] * 3
+
+
 def test_a_store_that_has_ended_waits_for_no_step(world: World) -> None:
     table = world.table()
     add(table, 1, world.step(1.0))

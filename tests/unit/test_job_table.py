@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nixl_offload.engine.jobs import EXPIRE_EVERY_S, MOVE_QUEUE_LIMIT_S, JobTable
-from nixl_offload.engine.records import ChunkIO, Completion, Ending, Job, Task
+from nixl_offload.engine.records import ChunkIO, Completion, Ending, Job, Task, travel_together
 from nixl_offload.engine.states import ChunkState, Lane, WorkKind
 from nixl_offload.engine.streams import READY
 from nixl_offload.types import Key, Location, Outcome
 
 OK, FAILED, DROPPED, TAINTED = Outcome.OK, Outcome.FAILED, Outcome.DROPPED, Outcome.TAINTED
-STORE, LOAD, WRITE_THROUGH, FETCH = WorkKind.STORE, WorkKind.LOAD, WorkKind.WRITE_THROUGH, WorkKind.FETCH
+STORE, LOAD, PROMOTION = WorkKind.STORE, WorkKind.LOAD, WorkKind.PROMOTION
+WRITE_THROUGH, FETCH = WorkKind.WRITE_THROUGH, WorkKind.FETCH
 CHUNK = 4096
 LANE_OF = {STORE: Lane.STORE, LOAD: Lane.LOAD, WRITE_THROUGH: Lane.BACKGROUND, FETCH: Lane.BACKGROUND}
 
@@ -111,6 +113,29 @@ def test_chunks_of_a_group_are_taken_together_and_as_many_as_there_is_room_for()
     assert table.claim(LOAD) == []
     assert list(table.busy_lanes()) == []
     assert table.waiting_bytes() == (0, 0, 0)
+
+
+ALIKE = {"job": 1, "kind": LOAD, "group": 0, "key_group": 0}
+
+
+@pytest.mark.parametrize("other", [{}, {"job": 2}, {"kind": PROMOTION}, {"group": 1}, {"key_group": 1}])
+def test_only_chunks_that_are_alike_in_all_of_it_travel_together(other: dict[str, Any]) -> None:
+    """A batch has one layout, and headers that name one group."""
+    jobs = {number: Job(number, LOAD, READY, 0.0) for number in (1, 2)}
+
+    def task(number: int, *, job: int, kind: WorkKind, group: int, key_group: int) -> Task:
+        key = Key(bytes([number]) * 32 + key_group.to_bytes(4, "big"))
+        return Task(jobs[job], ChunkIO(key, Location(0, 0, CHUNK), group, np.array([number]), 0), kind, CHUNK)
+
+    assert travel_together(task(1, **ALIKE), task(2, **{**ALIKE, **other})) is not bool(other)
+
+
+def test_a_job_of_no_chunks_ends_at_once() -> None:
+    table = Table()
+    table.submit(1, LOAD, [])
+    told = table.told()
+    assert (told.outcomes, told.slots, told.ends_job) == ((), (), True)
+    assert table.idle()
 
 
 def test_what_is_waited_for_goes_first_by_group_and_once() -> None:
@@ -211,7 +236,13 @@ def test_slots_are_told_of_when_nothing_touches_them_any_more() -> None:
     table.complete([Ending(two, OK, slot=TAINTED), Ending(one, OK, slot=FAILED)])
     later = table.told()
     assert (later.outcomes, later.slots, later.ends_job) == ((), (OK, TAINTED), False)
+    assert (later.bytes_moved, later.seconds) == (0, 0.0), "that was told before"
     assert table.idle()
+    table.submit(2, LOAD, promoted=True)
+    table.complete([Ending(task, FAILED, "no", slot=FAILED) for task in table.claim(LOAD)])
+    told = table.told()
+    assert (told.outcomes, told.slots, told.ends_job) == ((FAILED,), (FAILED,), True), "at once"
+    assert told.causes == ((FAILED, "io", 1),), "where nothing is said of it"
 
 
 def test_of_a_chunk_that_fills_no_slot_no_slot_is_told() -> None:
