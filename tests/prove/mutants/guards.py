@@ -16,7 +16,6 @@ _ENGINE: Final = (
     *_unit("job_table", "engine", "batches", "grace", "transfer_statistics"),
     "tests/faults/test_engine_faults.py",
 )
-_CHAIN: Final = (*_unit("chain_engine", "promotions", "empty_stage"), "tests/faults/test_chain_faults.py")
 _CATALOG: Final = _unit("catalog", "write_through", "prefetch", "retention")
 
 GUARDS: Final[dict[str, tuple[str, ...]]] = {
@@ -51,18 +50,18 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "chunk/layout": _unit("layout", "head_shards"),
         "chunk/shards": _unit("shards", "head_shards"),
         "engine/batch": _unit("batch"),
-        "engine/brought": _unit("memory_engine", "late_checksums", "device_sums"),
+        "engine/brought": _unit("brought"),
         "engine/chain": _unit("chain"),
         "engine/jobs": _ENGINE,
         "engine/moves": _unit("moves"),
         "engine/pump": _unit("pump"),
-        "engine/queued": _ENGINE,
-        "engine/records": _ENGINE,
+        "engine/queued": _unit("queued"),
+        "engine/records": _unit("job_table"),
         "engine/shard_chain": _unit("shard_chain"),
         "engine/staging": _unit("staging"),
         "engine/states": _unit("engine_states"),
         "engine/turn": _unit("turn"),
-        "engine/waiting": (*_unit("grace"), *_ENGINE),
+        "engine/waiting": _unit("grace"),
         "identity/compare": _unit("cli_check_servers"),
         "identity/excused": (*_unit("settings"), "tests/vllm/test_identity_fields.py"),
         "identity/excused_environment": ("tests/vllm/test_identity_fields.py",),
