@@ -248,10 +248,10 @@ def test_what_was_moved_is_counted_by_tier_and_once(rank: Rank) -> None:
     rank.chain.submit_moves(2, [move(3, FILE, MEMORY)])
     rank.chain.submit_load(3, [chunk(4, FILE, host=1)], promotion_ticket=3)
     [load] = [task for tasks in [rank.file.take()] for task in tasks[Lane.LOAD]]
-    rank.file._table.complete([Ending(load, FAILED, "no", "timeout")])
+    rank.file.jobs.complete([Ending(load, FAILED, "no", "timeout")])
     rank.bucket.run()
     rank.chain.finished()
-    rank.file._table.complete([Ending(load, FAILED, slot=DROPPED)])
+    rank.file.jobs.complete([Ending(load, FAILED, slot=DROPPED)])
     rank.chain.finished()
     work = rank.chain.take_work()
     assert work is not None

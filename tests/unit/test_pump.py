@@ -35,6 +35,7 @@ PAUSES = Pauses(poll_s=1.0, crowd_poll_s=2.0, crowd=2, slow_poll_s=8.0, slow_aft
 CHUNK = 4096
 LOAD_TIMEOUT_S = 500.0
 PATIENCE_S = 10.0
+NAME = "nixl-offload-played"
 
 
 class PlayedTable(JobTable):
@@ -155,10 +156,11 @@ class World:
             self.paths,
             load_timeout_s=LOAD_TIMEOUT_S,
             clock=lambda: self.table.now_s,
-            name="nixl-offload-played",
+            name=NAME,
             pauses=PAUSES,
         )
         self.pump.start()
+        [self.thread] = [thread for thread in threading.enumerate() if thread.name == NAME]
         self.first_pause = self.table.pauses.get(timeout=PATIENCE_S)
 
     def next(self, seconds: float = 0.0) -> float | None:
@@ -566,7 +568,7 @@ def test_it_survives_many_failures_but_not_one_in_a_row_more(
     world.begin(1, LOAD)
     left[0] = MAX_FAILED_PASSES + 1
     world.table.goes_on.put(None)
-    world.pump._thread.join(PATIENCE_S)
+    world.thread.join(PATIENCE_S)
     told = world.told()
     assert (told.outcomes, told.errors) == ((FAILED,), ("the pump ended unexpectedly",))
 
@@ -598,7 +600,7 @@ def test_it_is_woken_to_end(world: World, leaked: list[object]) -> None:
     world.table.is_played = False
     assert world.next() is None
     world.pump.stop(0.0)
-    assert not world.pump._thread.is_alive()
+    assert not world.thread.is_alive()
     assert (world.paths.closed, leaked) == (1, [])
 
 
@@ -609,7 +611,7 @@ def test_it_finishes_what_is_there_before_it_ends(world: World, leaked: list[obj
     world.paths.limit = 1
     world.submit(2, STORE, 3)
     world.stop(PATIENCE_S)
-    assert not world.pump._thread.is_alive()
+    assert not world.thread.is_alive()
     assert [told.outcomes for told in world.table.drain()] == [(OK,), (OK,) * 3]
     assert (world.paths.closed, leaked) == (1, [])
 
@@ -690,7 +692,7 @@ def test_a_pump_that_takes_a_moment_is_waited_for(world: World, leaked: list[obj
     world.paths.does = some_steps(1, lambda: time.sleep(0.05))
     world.submit(2, LOAD)
     world.stop(0.0)
-    assert not world.pump._thread.is_alive()
+    assert not world.thread.is_alive()
     assert len(leaked) == 1, "what is in flight, not the pump"
 
 
@@ -707,7 +709,7 @@ def test_a_pump_that_hangs_is_left_behind_with_its_memory(
         told = world.told()
         assert (told.outcomes, told.errors) == ((FAILED,), ("the engine was closed while storage hung",))
         assert leaked == [world.pump]
-        assert world.pump._thread.daemon, "it holds up no end of the process"
+        assert world.thread.daemon, "it holds up no end of the process"
         assert "hangs in a system call" in caplog.text
     finally:
         hang.set()
