@@ -201,7 +201,7 @@ class World:
     def stop(self, deadline_s: float = 0.0) -> None:
         self.table.is_played = False
         self.table.goes_on.put(None)
-        self.pump.stop(deadline_s)
+        self.pump.stop(deadline_s, patience_s=PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)
@@ -599,7 +599,7 @@ def some_steps(count: int, each: Callable[[], None] = lambda: None) -> Callable[
 def test_it_is_woken_to_end(world: World, leaked: list[object]) -> None:
     world.table.is_played = False
     assert world.next() is None
-    world.pump.stop(0.0)
+    world.pump.stop(0.0, patience_s=PATIENCE_S)
     assert not world.thread.is_alive()
     assert (world.paths.closed, leaked) == (1, [])
 
