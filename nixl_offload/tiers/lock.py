@@ -71,13 +71,18 @@ class DirectoryLock:
         self._write_hint()
 
     def is_held(self) -> bool:
-        """Say whether this object holds the lock *on the file that bears the name now*."""
+        """Say whether this object holds the lock *on the file that bears the name now*.
+
+        Where storage does not say which file that is, it is taken to be the same: what is held must not be let go.
+        """
         if self._fd < 0:
             return False
         try:
             status = self.path.stat(follow_symlinks=False)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:
+            return True
         return (status.st_dev, status.st_ino) == self._identity
 
     def release(self) -> None:

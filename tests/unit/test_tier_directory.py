@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
@@ -98,6 +100,30 @@ def test_what_is_taken_back_while_it_is_closed_is_let_go(tmp_path: Path, monkeyp
     first.restore()
     monkeypatch.undo()
     open_tier(path).close()
+
+
+@pytest.mark.parametrize("name", ["lock", ""])
+def test_a_lock_is_not_let_go_while_storage_does_not_say_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Storage fails when the healing thread looks: gc, or another engine, must not get the directory for that."""
+    first = open_tier(tmp_path)
+    fails_at = tmp_path / name if name else first.namespace_path
+    look = Path.stat
+
+    def stat_or_fail(self: Path, **options: bool) -> os.stat_result:
+        if self == fails_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return look(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_or_fail)
+    with contextlib.suppress(TierError):
+        first.restore()
+    monkeypatch.undo()
+    with pytest.raises(TierError, match="in use"):
+        open_tier(tmp_path)
+    assert first.check() is None
+    first.close()
 
 
 def test_an_engine_that_starts_waits_for_a_command_that_mends(tmp_path: Path) -> None:

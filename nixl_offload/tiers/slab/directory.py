@@ -125,7 +125,10 @@ class TierDirectory:
         return self.namespace_path / rank_file_name(rank)
 
     def check(self) -> str | None:
-        """Return None while the lock is on the directory that bears the name; ``missing`` when it is not."""
+        """Return None while the lock is on the directory that bears the name; ``missing`` when it is not.
+
+        Raises OSError: storage does not say.
+        """
         held = all(lock.is_held() for lock in self._locks)
         return None if held and self.namespace_path.is_dir() else "missing"
 
@@ -136,11 +139,11 @@ class TierDirectory:
         engine was quicker: this one must not store any more), or a cause of the operating system. May run on another
         thread than ``close``, and end after it.
         """
-        if self._closed.is_set() or self.check() is None:
-            return
-        if nearest_filesystem(self.root) != self._filesystem:
-            raise TierError(f"the filesystem of {self.root} is not mounted", cause="missing")
         try:
+            if self._closed.is_set() or self.check() is None:
+                return
+            if nearest_filesystem(self.root) != self._filesystem:
+                raise TierError(f"the filesystem of {self.root} is not mounted", cause="missing")
             make_private_directory(self.root)
             for lock in self._locks:
                 lock.acquire(shared=len(self._dp_engines) > 1 and lock is self._locks[0])
