@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from nixl_offload.index import State
 from nixl_offload.tiers.shared import eviction
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.vllm import background, rank_tiers
 from tests.prove.cells import Outcome
 from tests.prove.faults.clock import CLOCK, real_s
@@ -168,8 +169,8 @@ class Cell:
         context.arm(fault)
         server = self._make_server(options)
         try:
-            context.steps_for(self._rng.choice((0.02, 0.1)))
-            if self._rng.random() < 0.5 and server.room >= 2:
+            context.steps_for(1.0 if context.is_sure else self._rng.choice((0.02, 0.1)))
+            if (context.is_sure or self._rng.random() < 0.5) and server.room >= 2:
                 server.store(context.new())
                 server.look_up(context.some(), limit_s=0.1)
             if fault in {"hang", "slow"}:
@@ -263,7 +264,8 @@ class Cell:
             CLOCK.ahead_s += 61.0
             self._context.steps_for(0.01)
         troubles = [[status.trouble for status in rank.chain.statuses()] for rank in server.ranks]
-        self._found_dead(f"no chunk is stored and served again, but {dict(came)}; trouble: {troubles}")
+        slots = f"; {tier.statistics().slots}, {tier.occupancy()}" if isinstance(tier, SlotTier) else ""
+        self._found_dead(f"no chunk is stored and served again, but {dict(came)}; trouble: {troubles}{slots}")
 
     @property
     def _where(self) -> str:
