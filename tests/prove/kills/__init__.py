@@ -21,6 +21,7 @@ from pathlib import Path
 from nixl_offload.errors import TierError
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from tests.prove.cells import Cell, Outcome
+from tests.prove.files import files
 from tests.prove.kills.index import index_cells
 from tests.prove.kills.process import Report, ServerProcess
 from tests.prove.kills.serving import Ledger, Setup, drafts_in, serve, serve_and_close
@@ -151,7 +152,7 @@ def _read_index(root: Path, outcome: Outcome) -> None:
 def _age_drafts_in(root: Path, counts: Counter[str]) -> None:
     """Make drafts, and scratch files, so old that nobody can be writing them."""
     counts["drafts"] += len(drafts_in(root))
-    for path in root.rglob("*"):
+    for path, _ in files(root):
         if path.name.startswith("."):
             with suppress(OSError):
                 os.utime(path, (time.time() - DRAFT_AGE_S,) * 2)

@@ -22,6 +22,7 @@ from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.units import parse_size
 from tests.prove.cells import Outcome
+from tests.prove.files import files
 from tests.prove.kills.process import Report
 from tests.prove.server import Server, config_of, key_of, memory, slab, tree
 
@@ -214,11 +215,11 @@ def _make_sure(setup: Setup, server: Server, stored: int, ledger: Ledger) -> Non
 
 
 def drafts_in(root: Path) -> list[Path]:
-    return [path for path in (root / "tree").rglob(".*") if path.name.endswith(".tmp")]
+    return [path for path, _ in files(root / "tree") if path.name.startswith(".") and path.name.endswith(".tmp")]
 
 
 def _tree_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in (root / "tree").rglob("*") if path.is_file())
+    return sum(told.st_size for _, told in files(root / "tree"))
 
 
 def _tree_capacity(setup: Setup) -> int:

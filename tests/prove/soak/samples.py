@@ -10,9 +10,11 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
+
+from tests.prove.files import files
 
 EVERY_S: Final = 1.0
 MIB: Final = 1 << 20
@@ -87,18 +89,6 @@ def grown_tables(first: Mapping[str, int], last: Mapping[str, int]) -> list[str]
         for path, size in sorted(last.items())
         if size > 1.5 * first.get(path, 0) + 32
     ]
-
-
-def files(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files below ``directory``, but for those that are removed meanwhile."""
-    for base, _, names in os.walk(directory):
-        for name in names:
-            path = Path(base, name)
-            try:
-                told = path.lstat()
-            except OSError:
-                continue
-            yield path, told
 
 
 def taken_bytes(directory: Path) -> int:

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.conftest import SmallFilesystem
-from tests.prove.soak.samples import files
+from tests.prove.files import files
 from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Rule, Stall
 from tests.s3.servers import RcloneServer
 
 LASTS_S: Final = (1.0, 4.0)
 PAUSE_S: Final = (0.5, 2.0)
+UNTIL_ASKED_S: Final = 20.0
+"""So much longer lasts what no request has met: after another fault, the bucket may not be asked for a while."""
 DAMAGED: Final = 6
 """So many files, objects or places of the slab at a time."""
 
@@ -127,6 +129,9 @@ class Troubles:
                         self.now = name
                         self.log.append((time.monotonic(), name))
                         over = self._stopping.wait(self._source.uniform(*LASTS_S))
+                        until_s = time.monotonic() + UNTIL_ASKED_S
+                        while isinstance(what, Rule) and not what.hits and not over and time.monotonic() < until_s:
+                            over = self._stopping.wait(PAUSE_S[0])
                     self.now = ""
                     self.struck[name] += (what.hits if isinstance(what, Rule) else what) > 0
                     if over:
