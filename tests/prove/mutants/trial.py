@@ -3,7 +3,7 @@
 Most mutants differ within functions. For these a process imports and collects all once, learns which test runs which
 lines, and forks: the child replaces the code of the functions that differ, and runs tests, the fastest first. What
 takes effect at import is tried in a process that imports the module's changed source, and collects anew. The first
-test that fails, or takes much longer than it should, ends the process: nothing is torn down, which may hang.
+test that fails, or takes much longer than it should, ends the process; tearing down gets a moment, for it may hang.
 Threading: one thread. No process is left behind.
 """
 
@@ -43,6 +43,8 @@ _FILE_BYTES = 16 << 30
 _GRACE_S = 3.0
 _SLOWER = 4.0
 """A test that has not ended within so many times what it takes without the mutant has noticed it."""
+_TEARDOWN_S = 0.5
+"""For files outside of the cell's directory to be removed, after a test that fails."""
 _IMPORTED_SHARE = 10
 """One mutant in so many differs at import: these take a hundred times as long to try."""
 _LIVES, _UNFIT = 0, 3
@@ -139,6 +141,7 @@ class _Trial:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._setups = item.session._setupstate
         faulthandler.dump_traceback_later(_GRACE_S + _SLOWER * self._seconds_of(item), exit=True)
         result = yield
         faulthandler.cancel_dump_traceback_later()
@@ -146,7 +149,11 @@ class _Trial:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            os._exit(1)
+            faulthandler.dump_traceback_later(_TEARDOWN_S, exit=True)
+            try:
+                self._setups.teardown_exact(None)
+            finally:
+                os._exit(1)
 
     def _seconds_of(self, item: pytest.Item) -> float:
         return self._seconds[item.nodeid]
