@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -166,7 +167,13 @@ def test_s3fifo_is_its_model_for_long(seed: int) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["push", "pop", "renew", "remove"]), st.integers(0, 7)))
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.sampled_from(["push", "push_many", "pop", "renew", "remove"]),
+            st.integers(0, 7),
+        )
+    )
 )
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_queues_share_their_links_without_touching_each_other(ops: list[tuple[str, str, int]]) -> None:
@@ -175,6 +182,7 @@ def test_queues_share_their_links_without_touching_each_other(ops: list[tuple[st
     queues = {name: Queue(links) for name in "abc"}
     lists: dict[str, list[int]] = {name: [] for name in "abc"}
     nodes = [links.node() for _ in range(8)]
+    assert links.in_use == len(queues) + len(nodes)
     for name, op, number in ops:
         node = nodes[number]
         if op == "pop":
@@ -183,6 +191,10 @@ def test_queues_share_their_links_without_touching_each_other(ops: list[tuple[st
         elif op == "push" and not links.linked(node):
             queues[name].push(node)
             lists[name].append(node)
+        elif op == "push_many":
+            many = [each for each in nodes[number:] if not links.linked(each)]
+            queues[name].push_many(np.array(many, dtype=np.uint32))
+            lists[name] += many
         elif op in ("renew", "remove") and node in lists[name]:
             getattr(queues[name], op)(node)
             lists[name].remove(node)
