@@ -161,7 +161,7 @@ def _shift_right(words: torch.Tensor, bits: int) -> torch.Tensor:
 def _words(rows: torch.Tensor) -> torch.Tensor:
     """View rows of bytes as rows of little-endian words, copying only what does not lie at multiples of eight."""
     if rows.stride(1) != 1 or rows.storage_offset() % 8 or rows.stride(0) % 8 or rows.data_ptr() % 8:
-        rows = rows.contiguous() if not rows.is_contiguous() else rows.clone()
+        rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.view(torch.int64)
 
 

@@ -32,6 +32,10 @@ def assert_agreement_on_rows_not_packed(device: str) -> None:
     for begin, end in ((0, 4096), (8, 4104), (3, 4099), (1, 5000)):
         found = block_checksums_torch(tensor[:, begin:end])
         np.testing.assert_array_equal(found, block_checksums(wide[:, begin:end]))
+    flat = tensor.view(-1)
+    for begin in (1, 8):
+        found = block_checksums_torch(flat[begin : begin + 8192].view(2, 4096))
+        np.testing.assert_array_equal(found, block_checksums(wide.reshape(-1)[begin : begin + 8192].reshape(2, 4096)))
     every_second = np.ascontiguousarray(wide[:, ::2])
     np.testing.assert_array_equal(block_checksums_torch(tensor[:, ::2]), block_checksums(every_second))
     np.testing.assert_array_equal(block_checksums_torch(tensor[::2]), block_checksums(wide[::2]))

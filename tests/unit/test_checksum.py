@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nixl_offload.chunk.checksum import block_checksum, block_checksums, payload_checksums
 from nixl_offload.chunk.checksum_torch import SHORT_BYTES, block_checksums_torch, xxh3_64_torch
@@ -66,10 +69,50 @@ def test_torch_reads_rows_that_are_not_packed() -> None:
     assert_agreement_on_rows_not_packed("cpu")
 
 
-def test_torch_sums_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scratch memory is bounded by summing slice after slice; where they are cut changes nothing."""
-    payload = random_rows(3, 20_001)
-    monkeypatch.setattr("nixl_offload.chunk.checksum_torch._SLICE_BYTES", 7 * 1024)
+class Watch(TorchDispatchMode):
+    """Takes down what is copied, and how large the tensors are that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies, self.largest_bytes = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.copies += function.overloadpacket is torch.ops.aten.clone
+        if isinstance(made, torch.Tensor) and not made._is_view():
+            self.largest_bytes = max(self.largest_bytes, made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("slice_bytes", [7 * 1024, 1024])
+@pytest.mark.parametrize(("block_bytes", "copies"), [(65_536, False), (65_537, True)])
+def test_torch_sums_in_place_in_slices(
+    monkeypatch: pytest.MonkeyPatch, block_bytes: int, copies: bool, slice_bytes: int
+) -> None:
+    """The scratch memory is bounded by summing slice after slice; where they are cut changes nothing. Words that do not
+    lie at multiples of eight are copied.
+    """
+    payload = random_rows(3, block_bytes)
+    monkeypatch.setattr("nixl_offload.chunk.checksum_torch._SLICE_BYTES", slice_bytes)
+    tensor = torch.from_numpy(payload)
+    with Watch() as watch:
+        found = block_checksums_torch(tensor)
+    np.testing.assert_array_equal(found, block_checksums(payload))
+    assert 0 < watch.largest_bytes <= 2 * max(slice_bytes, 3 * 1024)
+    assert bool(watch.copies) is copies
+
+
+def test_torch_reads_words_that_lie_right_in_memory_and_wrong_in_their_storage() -> None:
+    """Torch views bytes as words only where they begin at a multiple of eight from the storage's beginning."""
+    memory = random_rows(1, 4096 + 16)[0]
+    storage = memory[(1 - memory.ctypes.data) % 8 :]
+    payload = storage[7:][:4096].reshape(1, 4096)
+    found = block_checksums_torch(torch.from_numpy(storage)[7:][:4096].view(1, 4096))
+    np.testing.assert_array_equal(found, block_checksums(payload))
+
+
+def test_torch_sums_many_short_blocks() -> None:
+    payload = random_rows(300, 100)
     np.testing.assert_array_equal(block_checksums_torch(torch.from_numpy(payload)), block_checksums(payload))
 
 
@@ -87,6 +130,8 @@ def test_wrong_shapes_and_types_are_refused() -> None:
         block_checksums(np.zeros((2, 8), dtype=np.uint8)[:, ::2])
     with pytest.raises(ValueError, match="uint8"):
         block_checksums_torch(torch.zeros((2, 300), dtype=torch.int8))
+    with pytest.raises(ValueError, match="uint8 of shape"):
+        block_checksums_torch(torch.zeros((300, 2, 300), dtype=torch.uint8))
     with pytest.raises(ValueError, match="longer than 240"):
         xxh3_64_torch(torch.zeros((2, 240), dtype=torch.uint8))
 
