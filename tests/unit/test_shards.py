@@ -177,7 +177,7 @@ def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, 
 def test_layers_of_a_group_may_have_other_numbers_of_heads() -> None:
     """Eight heads and four, in one group: four shards at most, and no replicas, for ranks would hold other heads."""
     assert cut(8, [8, 4], 1 << 30) == 4
-    assert hold(4, [8, 4], 2) == GroupShards(4, 2, 1)
+    assert hold(4, [8, 4], 2) == GroupShards(4, 2, 1, ranges=(0,))
     assert hold(4, [8, 4], 8) is None
 
 
