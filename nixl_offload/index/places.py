@@ -118,7 +118,7 @@ class Places:
     def _overlaps(self, starts: Numbers, ends: Numbers) -> bool:
         """Whether one of these ranges overlaps another, or a slot in use."""
         # Here, not where it is raised: as long as an exception keeps its frame, no column of that frame can grow.
-        order = np.argsort(starts, kind="stable")
+        order = np.argsort(starts)
         offsets = np.frombuffer(self.offsets, dtype=np.int64)
         return bool((ends[order][:-1] > starts[order][1:]).any()) or any(
             size_class.slots.clashes(starts, ends, offsets) for size_class in self.classes

@@ -85,8 +85,7 @@ class SlotMap:
         cells = np.frombuffer(self._cells, dtype=np.uint32)
         while len(first):
             numbers, places = np.divmod(first, _PAGE_SLOTS)
-            page_starts = self._starts(numbers)
-            nodes = np.where(page_starts >= 0, cells[page_starts + places], 0)
+            nodes = cells[self._starts(numbers) + places]
             there = offsets[nodes]
             if ((nodes != 0) & (there < ends) & (starts < there + slot_bytes)).any():
                 return True
@@ -118,7 +117,7 @@ class SlotMap:
         return start
 
     def _starts(self, numbers: Numbers) -> Numbers:
-        """Return where each page starts, -1 for one that does not exist."""
+        """Return where each page starts; of one that does not exist, where another does."""
         unique, inverse = np.unique(numbers, return_inverse=True)
-        known = [self._pages.get(number, -1) for number in unique.tolist()]
+        known = [self._pages.get(number, 0) for number in unique.tolist()]
         return np.array(known, dtype=np.int64)[inverse]
