@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -210,10 +211,10 @@ def test_a_memory_of_ours_is_believed(model: Path, tmp_path: Path) -> None:
 def test_a_machine_is_known_by_its_id_or_else_by_its_boot(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Containers have no id of their own, or an empty one."""
+    """Containers have no id of their own, or an empty one. Else by its name: a home directory may serve many."""
     read_text = Path.read_text
 
-    def known_as(number: int, machine: str | None, boot: str | None) -> str:
+    def known_as(number: int, machine: str | None, boot: str | None, host: str) -> str:
         names = {"/etc/machine-id": machine, "/proc/sys/kernel/random/boot_id": boot}
 
         def read(path: Path) -> str:
@@ -224,15 +225,16 @@ def test_a_machine_is_known_by_its_id_or_else_by_its_boot(
             return name
 
         monkeypatch.setattr(Path, "read_text", read)
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
         (tmp_path / str(number)).mkdir()
         (key,) = json.loads(lie(model, tmp_path / str(number)).read_text())["files"]
         return str(key)
 
     machines = [("m", "b"), ("m", "c"), ("n", "b"), (None, "b"), ("\n", "b"), (None, "c"), (None, None)]
-    keys = [known_as(number, *names) for number, names in enumerate(machines)]
+    keys = [known_as(number, *names, "host") for number, names in enumerate(machines)]
     assert keys[0] == keys[1]
     assert keys[3] == keys[4]
-    assert len(set(keys)) == 5
+    assert len({*keys, known_as(len(keys), None, None, "another")}) == 6
 
 
 def as_a_link(path: Path) -> None:
@@ -348,6 +350,16 @@ def test_the_oldest_are_forgotten(model: Path, tmp_path: Path) -> None:
     cache.refresh()
     assert [bool(cache.get(file)) for file in files] == [False] * 88 + [True] * 512
     assert (tmp_path / f"{CACHE_PREFIX}.json").stat().st_size < 64 << 10
+
+
+def test_what_others_have_remembered_meanwhile_stays(model: Path, tmp_path: Path) -> None:
+    """Reading a model may take minutes, and another process may have read another one."""
+    file, first, second = weights_of(model), WeightsCache(tmp_path), WeightsCache(tmp_path)
+    first.refresh()
+    second.add({replace(file, inode=2): LIE}, time.time())
+    first.add({replace(file, inode=1): LIE}, time.time())
+    second.refresh()
+    assert [second.get(replace(file, inode=number)) for number in (1, 2)] == [LIE, LIE]
 
 
 WRITER = """
