@@ -206,6 +206,6 @@ def _write(directory: Path, document: Mapping[str, object]) -> None:
     draft = directory / f"{CACHE_PREFIX}.tmp"
     draft.unlink(missing_ok=True)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        json.dump(document, file)
+    with os.fdopen(fd, "wb") as file:
+        file.write(json.dumps(document).encode())
     draft.replace(directory / f"{CACHE_PREFIX}.json")

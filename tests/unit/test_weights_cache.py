@@ -146,6 +146,17 @@ def test_a_filesystem_that_is_not_known_to_keep_change_times_is_not_trusted(tmp_
     assert not keeps_change_time(str(tmp_path / "nothing"))
 
 
+class Libc:
+    """Every path lies on one filesystem."""
+
+    def __init__(self, filesystem: int) -> None:
+        self._filesystem = filesystem
+
+    def statfs(self, _: bytes, buffer: ctypes.Array[ctypes.c_char]) -> int:
+        ctypes.c_long.from_buffer(buffer).value = self._filesystem
+        return 0
+
+
 @pytest.mark.parametrize(
     ("filesystem", "is_trusted"),
     [
@@ -157,14 +168,19 @@ def test_a_filesystem_that_is_not_known_to_keep_change_times_is_not_trusted(tmp_
 )
 def test_which_filesystems_are_trusted(monkeypatch: pytest.MonkeyPatch, filesystem: int, is_trusted: bool) -> None:
     """By the numbers of statfs(2) and linux/magic.h."""
-
-    class Libc:
-        def statfs(self, path: bytes, buffer: ctypes.Array[ctypes.c_char]) -> int:
-            ctypes.c_long.from_buffer(buffer).value = filesystem
-            return 0
-
-    monkeypatch.setattr(weights_cache, "_libc", Libc())
+    monkeypatch.setattr(weights_cache, "_libc", Libc(filesystem))
     assert keeps_change_time("/") is is_trusted
+
+
+def test_what_lies_on_another_filesystem_is_not_remembered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two images that were made with fixed times could be taken for each other."""
+    monkeypatch.setattr(weights_cache, "_libc", Libc(0x794C7630))
+    first = identify(model, tmp_path)
+    assert first[1]
+    assert identify(model, tmp_path) == first
+    assert not list(tmp_path.iterdir())
 
 
 def known(model: Path, cache: Path, host: str | None = None) -> str | None:
