@@ -68,7 +68,7 @@ _KEEP_CHANGE_TIMES: Final = {
 in two images that were made with fixed times the files of two models can be equal in all of this. They are read at
 each start."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 
 
 def cache_directory_of(config: Config) -> Path | None:

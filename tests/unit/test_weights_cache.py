@@ -7,6 +7,7 @@ import ctypes
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import stat
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -72,8 +74,12 @@ def bytes_read() -> int:
 
 
 def test_what_is_remembered_is_not_read_again(model: Path, tmp_path: Path) -> None:
-    """The second time the digest comes without the bytes, also of a copy of the directory's name elsewhere."""
+    """The second time the digest comes without the bytes, also of a copy of the directory's name elsewhere. Nothing
+    stays open, nor locked for those who wait.
+    """
+    files = os.listdir("/proc/self/fd")
     digest, read = identify(model, tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == len(files)
     assert read
     assert identify(model, tmp_path) == (digest, False)
     link = tmp_path / "link"
@@ -112,7 +118,9 @@ def test_a_large_file_that_a_setting_names_is_remembered_likewise(place: Path, t
 
 
 def test_a_file_that_was_changed_is_read_again(place: Path, tmp_path: Path) -> None:
-    """Though its size is the same and its time of modification was set back: nobody can set the change time."""
+    """Though its size is the same and its time of modification was set back: nobody can set the change time. Nor is it
+    remembered yet.
+    """
     model = place / "edited"
     write_model(model)
     time.sleep(SETTLE_S)
@@ -127,6 +135,7 @@ def test_a_file_that_was_changed_is_read_again(place: Path, tmp_path: Path) -> N
     after, read = identify(model, tmp_path)
     assert read
     assert after != before
+    assert known(model, tmp_path) is None
 
 
 def test_a_file_that_has_just_been_changed_is_not_remembered(place: Path, tmp_path: Path) -> None:
@@ -278,6 +287,7 @@ def with_digest(digest: str) -> Callable[[Path], None]:
         lambda path: path.write_bytes(path.read_bytes() + b"x"),
         with_digest("g" * 64),
         with_digest("0" * 62),
+        lambda path: path.write_text(path.read_text().replace('"files": {', '"files": {"a": "0", ')),
         lambda path: path.write_bytes(os.urandom(1000)),
         lambda path: path.write_text("[" * 100_000),
         lambda path: path.write_text("[]"),
@@ -339,6 +349,12 @@ def test_a_directory_that_cannot_be_written_costs_reading_again(model: Path, tmp
     (tmp_path / "full" / f"{CACHE_PREFIX}.tmp").mkdir()
     assert identify(model, tmp_path / "full") == (right, True)
     assert not (tmp_path / "full" / f"{CACHE_PREFIX}.json").exists()
+
+
+def test_what_a_writer_that_was_killed_has_left_is_replaced(model: Path, tmp_path: Path) -> None:
+    (tmp_path / f"{CACHE_PREFIX}.tmp").write_text("{")
+    right, _ = identify(model, tmp_path)
+    assert identify(model, tmp_path) == (right, False)
 
 
 def test_what_is_made_is_private(model: Path, tmp_path: Path) -> None:
@@ -439,6 +455,9 @@ def test_who_starts_beside_an_engine_that_reads_waits_for_it(model: Path, place:
             assert stopped.wait(1.0)
             time.sleep(SETTLE_S)
             assert identify(other, tmp_path)[1]
+            for number in range(20):
+                with WeightsCache(tmp_path).alone([replace(weights_of(model), inode=number)], time.time(), Event()):
+                    pass
             assert not waiting.wait(0.0)
         finally:
             holder.kill()
@@ -446,19 +465,21 @@ def test_who_starts_beside_an_engine_that_reads_waits_for_it(model: Path, place:
     assert waiting.result() == identify(model, None)[0]
 
 
-def test_who_has_waited_reads_nothing(model: Path, tmp_path: Path) -> None:
-    """What the first has written down serves the others."""
+def test_who_has_waited_reads_nothing(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the first has written down serves the others. Waiting is told once."""
+    caplog.set_level(logging.INFO, logger=weights_cache.__name__)
     with subprocess.Popen([sys.executable, "-c", HOLDER, model, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
             waiting = WeightsDigest(str(model), tmp_path)
-            assert not waiting.wait(0.2)
+            assert not waiting.wait(0.4)
             lie(model, tmp_path)
         finally:
             holder.kill()
     assert waiting.wait(PATIENCE_S)
     assert waiting.progress() == (2, 2)  # config.json
+    assert [line.partition(str(model))[0] for line in caplog.messages] == ["Another process reads "]
     assert waiting.result() == identify(model, tmp_path)[0]
 
 
