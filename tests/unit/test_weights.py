@@ -420,6 +420,26 @@ def test_a_file_that_has_become_a_pipe_is_told(model: Path, monkeypatch: pytest.
     assert error_of(model).endswith("config.json is not a regular file")
 
 
+def test_a_link_that_leads_elsewhere_for_a_while_is_told(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after it is what it was; what was read in between is not."""
+    link = model / "linked.bin"
+
+    def list_and_divert(path: str) -> tuple[ModelFile, ...]:
+        for target in "ab":
+            link.unlink(missing_ok=True)
+            link.symlink_to(tmp_path / target)
+            if target == "a":
+                files = list_files(path)
+        return files
+
+    monkeypatch.setattr(weights, "list_files", list_and_divert)
+    (tmp_path / "b").write_bytes(b"0")
+    (tmp_path / "a").write_bytes(b"1")
+    assert error_of(model).endswith("linked.bin changed while it was read")
+
+
 def append(model: Path) -> None:
     with (model / "long.bin").open("ab") as file:
         file.write(b"1")
@@ -484,31 +504,43 @@ def test_close_ends_the_threads_at_once(model: Path) -> None:
     assert ended.result() == digest_of(model)
 
 
-def test_who_closes_waits_for_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for the rest of a file, which may lie on a slow disk."""
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_who_stops_waits_for_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_closed: bool) -> None:
+    """Not for the rest of a file, which may lie on a slow disk: after ``close``, and where another file failed."""
+    (tmp_path / "bad.bin").touch()
+    os.truncate(tmp_path / "bad.bin", 1)
     with (tmp_path / "long.bin").open("wb") as long:
         long.truncate(LONG_BYTES)
-    begun, closed, read = threading.Event(), threading.Event(), os.preadv
+    begun, ended, read = threading.Event(), threading.Event(), os.preadv
 
-    def reads_while_it_is_closed(fd: int, buffers: list[memoryview], at: int) -> int:
-        begun.set()
-        assert closed.wait(PATIENCE_S)
+    def read_while_it_ends(fd: int, buffers: list[memoryview], at: int) -> int:
+        if len(buffers[0]) == 1:
+            assert begun.wait(PATIENCE_S)
+            if not is_closed:
+                raise OSError(5, "Input/output error")
+        else:
+            begun.set()
+            assert ended.wait(PATIENCE_S)
         return read(fd, buffers, at)
 
-    monkeypatch.setattr(os, "preadv", reads_while_it_is_closed)
-    digest = WeightsDigest(str(tmp_path), None, threads=1)
+    monkeypatch.setattr(os, "preadv", read_while_it_ends)
+    digest = WeightsDigest(str(tmp_path), None, threads=2)
     assert begun.wait(PATIENCE_S)
-    digest.close()
-    closed.set()
+    if is_closed:
+        digest.close()
     assert digest.wait(PATIENCE_S)
-    while any(thread.name == "weights-read-0" for thread in threading.enumerate()):
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("weights-"))
+    ended.set()
+    while any(thread.name.startswith("weights-read-") for thread in threading.enumerate()):
         time.sleep(0.001)
-    assert 0 < digest.progress()[0] <= weights._BUFFER_BYTES
+    assert 0 < digest.progress()[0] <= weights._BUFFER_BYTES + 1
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (6, 3), (64, 4)])
+@pytest.mark.parametrize(
+    ("cores", "asked", "threads"), [(1, None, 1), (2, None, 1), (6, None, 3), (64, None, 4), (2, 3, 3)]
+)
 def test_half_of_the_cores_read_and_four_at_most(
-    model: Path, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+    model: Path, monkeypatch: pytest.MonkeyPatch, cores: int, asked: int | None, threads: int
 ) -> None:
     """What starts beside a model's loader leaves cores to it."""
     with (model / "long.bin").open("wb") as long:
@@ -523,7 +555,7 @@ def test_half_of_the_cores_read_and_four_at_most(
 
     monkeypatch.setattr(os, "preadv", read_together)
     monkeypatch.setattr(os, "sched_getaffinity", {0: set(range(cores))}.__getitem__)  # of this process
-    digest = WeightsDigest(str(model), None)
+    digest = WeightsDigest(str(model), None, threads=asked)
     assert digest.wait(PATIENCE_S)
     assert seen == {f"weights-read-{number}" for number in range(threads)}
 
@@ -542,10 +574,12 @@ def test_before_the_end_there_is_no_result(model: Path) -> None:
 def test_what_takes_long_is_told(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A line now and then while files are read, and one at the end."""
+    """A line now and then while files are read, and one at the end. What is quick is not told."""
+    caplog.set_level(logging.INFO, logger=weights.__name__)
+    digest_of(model)
+    assert not caplog.messages
     monkeypatch.setattr(weights, "_PROGRESS_S", 0.02)
     monkeypatch.setattr(weights, "_SLOW_S", 0.0)
-    caplog.set_level(logging.INFO, logger=weights.__name__)
     with (model / "long.bin").open("wb") as long:
         long.truncate(LONG_BYTES)
     digest_of(model, threads=1)
@@ -553,3 +587,4 @@ def test_what_takes_long_is_told(
     assert during
     assert all(line.startswith(f"Reading the files of {model}, to know which weights they are: ") for line in during)
     assert end.startswith(f"Read the files of {model}, to know which weights they are: 1.0 of 1.0 GiB in ")
+    assert all(int(line.rpartition(" s, ")[0].rpartition(" ")[2]) < PATIENCE_S for line in caplog.messages)

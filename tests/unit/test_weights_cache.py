@@ -475,6 +475,8 @@ def test_who_has_waited_reads_nothing(model: Path, tmp_path: Path, caplog: pytes
             waiting = WeightsDigest(str(model), tmp_path)
             assert not waiting.wait(0.4)
             lie(model, tmp_path)
+            late = WeightsDigest(str(model), tmp_path)
+            assert late.wait(PATIENCE_S), "what is remembered is not waited for"
         finally:
             holder.kill()
     assert waiting.wait(PATIENCE_S)
