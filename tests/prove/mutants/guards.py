@@ -67,7 +67,7 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "identity/excused_environment": ("tests/vllm/test_identity_fields.py",),
         "identity/namespace": _unit("namespace", "sharded_namespace"),
         "identity/settings": _unit("settings"),
-        "identity/weights": _unit("weights"),
+        "identity/weights": _unit("weights", "weights_cache"),
         "identity/weights_cache": _unit("weights_cache"),
         "identity/weights_files": _unit("weights"),
     }.items()
