@@ -8,6 +8,8 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ def changed(source: str) -> list[str]:
     """Return the module with each change."""
     tree = ast.parse(source)
     texts = []
-    for change in changes_of(tree):
+    for change in changes_of(tree, source.splitlines()):
         with change.made():
             texts.append(ast.unparse(tree))
     assert ast.unparse(tree) == ast.unparse(ast.parse(source)), "changes are unmade"
@@ -72,8 +74,9 @@ def test_what_nothing_is_decided_by_is_left_alone(source: str) -> None:
 
 def test_every_change_of_every_module_compiles_and_its_guards_are_there() -> None:
     for module, guards in GUARDS.items():
-        tree = ast.parse((_ROOT / module).read_text())
-        changes = changes_of(tree)
+        source = (_ROOT / module).read_text()
+        tree = ast.parse(source)
+        changes = changes_of(tree, source.splitlines())
         assert changes or module.endswith("__init__.py"), module
         with changes[len(changes) // 2].made():
             compile(tree, module, "exec", dont_inherit=True)
@@ -81,14 +84,35 @@ def test_every_change_of_every_module_compiles_and_its_guards_are_there() -> Non
 
 
 def test_survivors_that_may_live_are_still_there() -> None:
-    """Each names a line of its module and a change that can be made to it, and says why."""
-    for module, text, what in allowed_survivors():
-        lines = (_ROOT / module).read_text().splitlines()
-        found = {
-            change.what for change in changes_of(ast.parse("\n".join(lines))) if lines[change.line - 1].strip() == text
-        }
-        assert what in found, (module, text, what)
-    assert SURVIVORS.read_text().count("why = ") == SURVIVORS.read_text().count("[[survivor]]")
+    """Each names a line of its module and a change that can be made to it, once, in the order of the modules, and says
+    why.
+    """
+    named = tomllib.loads(SURVIVORS.read_text())["survivor"]
+    may_live = [(one["module"], one["text"], what) for one in named for what in one["changes"]]
+    assert len(may_live) == len(set(may_live)), [one for one, count in Counter(may_live).items() if count > 1]
+    assert [one["module"] for one in named] == sorted(one["module"] for one in named)
+    assert all(one["why"] for one in named)
+    for module in {one["module"] for one in named}:
+        source = (_ROOT / module).read_text()
+        there = {(module, change.text, change.what) for change in changes_of(ast.parse(source), source.splitlines())}
+        assert {one for one in may_live if one[0] == module} <= there
+    assert allowed_survivors() == set(may_live)
+
+
+def test_changes_that_read_the_same_are_told_apart() -> None:
+    """Or to let one live would be to let the others live, of which a test may tell."""
+    source = "x = 0, 0\ny = 1\ny = 1\nz = 1"
+    told = [(change.line, change.text, change.what) for change in changes_of(ast.parse(source), source.splitlines())]
+    assert told == [
+        (1, "x = 0, 0", "0 becomes 1 (1 of 2)"),
+        (1, "x = 0, 0", "0 becomes 1 (2 of 2)"),
+        (2, "y = 1", "1 becomes 2 (1 of 2)"),
+        (2, "y = 1", "1 becomes 0 (1 of 2)"),
+        (3, "y = 1", "1 becomes 2 (2 of 2)"),
+        (3, "y = 1", "1 becomes 0 (2 of 2)"),
+        (4, "z = 1", "1 becomes 2"),
+        (4, "z = 1", "1 becomes 0"),
+    ]
 
 
 def test_mutants_are_killed_by_the_tests_of_their_module_and_live_where_there_are_none(tmp_path: Path) -> None:

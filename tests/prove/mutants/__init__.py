@@ -38,9 +38,7 @@ def try_module(module: str, seed: int, count: int = MUTANTS) -> Outcome:
     if verdicts.spared:
         outcome.counts["equivalent"] = verdicts.spared
     outcome.wrong = [f"{name} fails without a mutant" for name in verdicts.broken]
-    outcome.missed = [
-        f"{module}:{one.change.line}: {one.change.what}, in {one.text!r}: no test fails" for one in living
-    ]
+    outcome.missed = [f"{module}:{change.line}: {change.what}, in {change.text!r}: no test fails" for change in living]
     return outcome
 
 

@@ -8,9 +8,10 @@ decided by them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 _COMPARED: Final[dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]]] = {
@@ -53,13 +54,15 @@ class Change:
     line: int
     last_line: int
     what: str
-    """In words, such as ``< becomes <=``."""
+    """In words, such as ``Lt becomes LtE``; with a number where others of the same text and words are there."""
     in_function: bool
     """Whether it takes effect when a function runs, not when the module is imported."""
     owner: ast.AST
     field: str
     index: int | None
     value: Any
+    text: str = ""
+    """Of the line."""
 
     @contextmanager
     def made(self) -> Iterator[None]:
@@ -81,10 +84,20 @@ class Change:
                 getattr(self.owner, self.field)[self.index] = before
 
 
-def changes_of(tree: ast.Module) -> list[Change]:
-    """Return all, in the order of the source."""
-    found = list(_Walk().within(tree, "body", in_function=False))
-    return sorted(found, key=lambda change: change.line)
+def changes_of(tree: ast.Module, lines: Sequence[str]) -> list[Change]:
+    """Return all, in the order of the source, whose ``lines`` are given. No two have both text and words alike: several
+    zeros of a line, or of two lines that read the same, are ``0 becomes 1 (1 of 2)`` and ``(2 of 2)``.
+    """
+    found = sorted(_Walk().within(tree, "body", in_function=False), key=lambda change: change.line)
+    found = [replace(change, text=lines[change.line - 1].strip()) for change in found]
+    alike = Counter((change.text, change.what) for change in found)
+    seen = Counter[tuple[str, str]]()
+    for at, change in enumerate(found):
+        name = (change.text, change.what)
+        seen[name] += 1
+        if alike[name] > 1:
+            found[at] = replace(change, what=f"{change.what} ({seen[name]} of {alike[name]})")
+    return found
 
 
 class _Walk:

@@ -51,15 +51,6 @@ _LIVES, _UNFIT = 0, 3
 _NO_TESTS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Survivor:
-    """A mutant that no test has noticed."""
-
-    change: Change
-    text: str
-    """Of the line."""
-
-
 @dataclass(slots=True)
 class Verdicts:
     """What became of the mutants of a module."""
@@ -67,7 +58,8 @@ class Verdicts:
     killed: int = 0
     spared: int = 0
     """Drawn, but may live."""
-    survivors: list[Survivor] = field(default_factory=list)
+    survivors: list[Change] = field(default_factory=list)
+    """Which no test has noticed."""
     broken: list[str] = field(default_factory=list)
     """Tests that fail without any mutant, and so say nothing."""
 
@@ -83,15 +75,15 @@ class _Test:
     lines: frozenset[int]
 
 
-def sample(module: str, count: int, seed: int) -> tuple[list[Change], list[str], ast.Module]:
-    """Return ``count`` changes of a module (all, if there are no more), its lines, and the tree that they are in."""
+def sample(module: str, count: int, seed: int) -> tuple[list[Change], ast.Module]:
+    """Return ``count`` changes of a module (all, if there are no more), and the tree that they are in."""
     source = (ROOT / module).read_text()
     tree = ast.parse(source)
-    changes = changes_of(tree)
+    changes = changes_of(tree, source.splitlines())
     drawn = random.Random(f"{module} {seed}").sample(changes, len(changes))
     at_import = [change for change in drawn if not change.in_function][: max(1, count // _IMPORTED_SHARE)]
     chosen = [change for change in drawn if change.in_function][: count - len(at_import)] + at_import
-    return chosen, source.splitlines(), tree
+    return chosen, tree
 
 
 def try_mutants(
@@ -104,8 +96,8 @@ def try_mutants(
     assert not any(name.startswith("nixl_offload") for name in sys.modules), "they are to be imported changed"
     settings.register_profile("mutants", derandomize=True, database=None, deadline=None, print_blob=False)
     settings.load_profile("mutants")
-    drawn, lines, tree = sample(module, count, seed)
-    changes = [change for change in drawn if (lines[change.line - 1].strip(), change.what) not in may_live]
+    drawn, tree = sample(module, count, seed)
+    changes = [change for change in drawn if (change.text, change.what) not in may_live]
     verdicts = Verdicts(spared=len(drawn) - len(changes))
     warm = [change for change in changes if change.in_function]
     ended = _in_child(lambda: _Warm(module, tree, warm).run(guards), None)
@@ -124,7 +116,7 @@ def try_mutants(
         if fate == "killed":
             verdicts.killed += 1
         else:
-            verdicts.survivors.append(Survivor(change, lines[change.line - 1].strip()))
+            verdicts.survivors.append(change)
     return verdicts
 
 
