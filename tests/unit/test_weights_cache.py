@@ -23,6 +23,7 @@ from threading import Event
 import pytest
 
 from nixl_offload.config import parse_config
+from nixl_offload.errors import NamespaceError
 from nixl_offload.identity import weights_cache
 from nixl_offload.identity.settings import text_setting
 from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest, cache_directory_of
@@ -115,6 +116,21 @@ def test_a_large_file_that_a_setting_names_is_remembered_likewise(place: Path, t
     with copy.open("r+b") as opened:
         os.pwrite(opened.fileno(), b"1", PIECE_BYTES)
     assert count(copy, cache)[0] != text
+
+
+def test_a_large_file_that_is_not_read_to_its_end_counts_for_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for its name: two files of one name would be taken for one."""
+    with (place / "bad.tensors").open("wb") as file:
+        file.truncate(PIECE_BYTES + 1)
+
+    def preadv(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(NamespaceError, match=r"bad\.tensors: Input/output error"):
+        text_setting("scales", file.name)
 
 
 def test_a_file_that_was_changed_is_read_again(place: Path, tmp_path: Path) -> None:
