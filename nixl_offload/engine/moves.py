@@ -123,7 +123,7 @@ class Moves:
 
     @property
     def relaying(self) -> bool:
-        """Whether some move needs another step of this side. None waits for a slot that is not in use."""
+        """Whether a relay slot is in use. A move waits for one only while others use them all."""
         return bool(self._fetching or self._storing)
 
     @property

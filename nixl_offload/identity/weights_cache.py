@@ -103,7 +103,9 @@ class WeightsCache:
         return self._known.get(self._key(file))
 
     def add(self, digests: Mapping[ModelFile, str], listed_s: float) -> None:
-        """Remember what was read, ``alone``, of files that were listed at ``listed_s``, seconds since the epoch."""
+        """Remember what was read of files that were listed at ``listed_s``, seconds since the epoch. Call it within
+        ``alone``, which makes the directory.
+        """
         if self._directory is None:
             return
         fresh = {self._key(file): digest for file, digest in digests.items() if _may_be_kept(file, listed_s)}

@@ -36,7 +36,7 @@ class Links:
         return len(self.after)
 
     def node(self) -> int:
-        """Hand out a node that nobody uses, unlinked."""
+        """Hand out a node that nobody uses, unlinked. Its mark is what its last user left there."""
         if self._free:
             return self._free.pop()
         node = len(self.after)
