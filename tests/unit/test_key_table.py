@@ -127,3 +127,19 @@ def test_hashes_that_collide_cost_time_and_nothing_else(monkeypatch: pytest.Monk
         table.remove(number)
     assert [table.find(key(number)) for number in range(1, 101)] == [n if n % 3 != 1 else 0 for n in range(1, 101)]
     table.check()
+
+
+def test_a_segment_that_cannot_be_split_keeps_free_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, the search for an absent key would go round for ever."""
+    segment, depth_max = key_table._SEGMENT, key_table._DEPTH_MAX
+    monkeypatch.setattr(key_table, "hash", lambda name: int.from_bytes(name[:8], "big") << depth_max, raising=False)
+    table = KeyTable()
+    table.grow(segment + 1)
+    names = [Key(number.to_bytes(8, "big") + bytes(28)) for number in range(segment + 1)]
+    for node, name in enumerate(names, 1):
+        table.add(name, node)
+    begin = table._starts[0]
+    assert 0 in table._cells[begin : begin + segment]
+    assert [table.find(name) for name in names] == list(range(1, segment + 2))
+    assert table.find(Key(bytes(35) + b"x")) == 0
+    table.check()
