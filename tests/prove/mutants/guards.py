@@ -69,6 +69,6 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "identity/settings": _unit("settings"),
         "identity/weights": _unit("weights", "weights_cache"),
         "identity/weights_cache": _unit("weights_cache"),
-        "identity/weights_files": _unit("weights"),
+        "identity/weights_files": _unit("weights", "weights_cache"),
     }.items()
 }

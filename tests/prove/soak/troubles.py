@@ -48,7 +48,8 @@ Happening = Callable[[], AbstractContextManager[Rule | int]]
 SMALL_BYTES: Final = 1 << 16
 """Files of so much are no shards."""
 OFTEN: Final = 5
-"""Of fewer times, a tier that is still out of use after the fault before explains that nothing asked it."""
+"""Of fewer times, a tier that is still out of use after the fault before explains that nothing asked it. In half an
+hour each kind comes some nine times; in less than a quarter of one this is hardly judged."""
 
 
 class Troubles:

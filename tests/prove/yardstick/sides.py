@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from examples.s3_server import REGION, free_port
 from nixl_offload.chunk.header import HEADER_BYTES
+from tests.prove.files import files
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import CHUNK_BYTES, PROMPT_CHUNKS, TierFiles
 from tests.vllm.harness import CHUNK_TOKENS, chain_config
@@ -211,12 +212,8 @@ def _files(base: Path) -> list[Piece]:
     """Files that are large enough to be chunks, and finished; the oldest first, so a prompt's are in its order."""
     return [
         Piece(path)
-        for path in sorted(base.rglob("*"), key=lambda path: (path.stat().st_mtime_ns, path))
-        if path.is_file()
-        and not path.name.startswith(".")
-        and not path.name.endswith(".tmp")
-        and ".rclone_temp_put_" not in path.name
-        and path.stat().st_size >= CHUNK_BYTES
+        for _, path in sorted((told.st_mtime_ns, path) for path, told in files(base) if told.st_size >= CHUNK_BYTES)
+        if not path.name.startswith(".") and not path.name.endswith(".tmp") and ".rclone_temp_put_" not in path.name
     ]
 
 
@@ -224,5 +221,5 @@ def _slots(base: Path) -> list[Piece]:
     """Slots of the slab whose headers agree with the index."""
     if not any(base.glob("*/manifest.json")):
         return []
-    files = TierFiles(base)
-    return [Piece(files.slab, chunk.offset, HEADER_BYTES + CHUNK_BYTES) for chunk in files.chunks(0)]
+    tier = TierFiles(base)
+    return [Piece(tier.slab, chunk.offset, HEADER_BYTES + CHUNK_BYTES) for chunk in tier.chunks(0)]
