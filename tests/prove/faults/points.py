@@ -177,7 +177,10 @@ def gc(context: Context, fault: str) -> None:
 
 def verify(context: Context, fault: str) -> None:
     """What is stored is verified beside a server."""
-    _command(context, fault, "verify", *context.rng.choice(([], ["--delete-bad"], ["--json"])))
+    if context.is_sure:  # some faults befall only what verify changes, and it changes only what is bad
+        context.spoil("flipped", context.known)
+    arguments = context.rng.choice(([], ["--delete-bad"], ["--json"]))
+    _command(context, fault, "verify", *(["--delete-bad"] if context.is_sure else arguments))
     if context.rng.random() < 0.5:
         _check_verify(context)
 
