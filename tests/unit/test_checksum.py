@@ -35,6 +35,8 @@ def test_bytes_of_a_block_must_lie_side_by_side_and_blocks_need_not() -> None:
     for step in (2, 3, -1):
         with pytest.raises(ValueError, match=f"the stride between them is {step}"):
             block_checksums(wide[:, ::step])
+    with pytest.raises(ValueError, match="the stride between them is 2"):
+        block_checksums(wide[:, :3:2])
 
 
 def test_checksums_of_many_payloads_are_those_of_each() -> None:
