@@ -111,7 +111,9 @@ def list_files(model: str) -> tuple[ModelFile, ...]:
 
 
 def list_alone(path: str) -> tuple[ModelFile, ...]:
-    """Return the file ``path`` by no name. Raises NamespaceError: it cannot be looked at, or is not a regular file."""
+    """Return the file ``path`` without a name, so that its content alone counts. Raises NamespaceError: it cannot be
+    looked at, or is not a regular file.
+    """
     try:
         return (model_file("", path, os.stat(path)),)
     except OSError as error:
