@@ -18,9 +18,9 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, Final
 
 from nixl_offload.identity.namespace import Setting
@@ -40,6 +40,9 @@ _HOLDS_SECRET: Final = re.compile(
 _URL_WITH_USER: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*@", re.IGNORECASE)
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
+DigestFile = Callable[[str], str]
+"""Returns the digest of a file's content, by its path."""
+
 
 @dataclass(slots=True)
 class Settings:
@@ -50,14 +53,16 @@ class Settings:
     """Paths whose values mean nothing in another process: nothing is shared, or found after a restart."""
 
 
-def collect(value: object, excused: Mapping[str, Mapping[str, str]], cache_directory: Path | None = None) -> Settings:
+def collect(
+    value: object, excused: Mapping[str, Mapping[str, str]], digest_file: DigestFile = digest_of_file
+) -> Settings:
     """Return the settings of ``value``: dataclasses, mappings, sequences, and objects by their attributes.
 
     ``excused`` names, by class, the fields that are left out; those of a base class hold for derived classes, those of
-    ``PretrainedConfig`` for everything that has ``to_dict``. ``cache_directory``: as for ``text_setting``.
+    ``PretrainedConfig`` for everything that has ``to_dict``. ``digest_file``: as for ``text_setting``.
     """
     settings = Settings()
-    walk = _Walk(excused, settings.incomparable, cache_directory)
+    walk = _Walk(excused, settings.incomparable, digest_file)
     for path, leaf in walk.leaves(value, ""):
         settings.values[path] = leaf
     return settings
@@ -80,7 +85,7 @@ def plain_text(name: str, text: str) -> str:
 class _Walk:
     excused: Mapping[str, Mapping[str, str]]
     incomparable: list[str]
-    cache_directory: Path | None
+    digest_file: DigestFile
     inside: list[int] = field(default_factory=list)
     """Identities of the objects that are being walked, outermost first."""
     done: dict[int, tuple[object, str]] = field(default_factory=dict)
@@ -90,7 +95,7 @@ class _Walk:
         """Yield the leaves below ``value``, or ``value`` itself where it is one."""
         scalar = _scalar(value)
         if not isinstance(scalar, _NoScalar):
-            yield path, text_setting(path, scalar, self.cache_directory) if isinstance(scalar, str) else scalar
+            yield path, text_setting(path, scalar, self.digest_file) if isinstance(scalar, str) else scalar
         elif id(value) in self.inside:
             yield path, "(itself)"
         elif id(value) in self.done:
@@ -197,12 +202,12 @@ def _item_text(part: Mapping[str, Setting], path: str) -> str:
     )
 
 
-def text_setting(path: str, text: str, cache_directory: Path | None = None) -> str:
+def text_setting(path: str, text: str, digest_file: DigestFile = digest_of_file) -> str:
     """Return what a text counts as: itself, or a digest where ``plain_text`` says so, or where it names a file, which
     counts by its content. Such a file may be another one tomorrow.
 
-    ``cache_directory``: where digests of large files are remembered; None: they are read each time. Raises
-    NamespaceError where one cannot be read to its end, or changes meanwhile.
+    ``digest_file`` is called for a large one, and raises NamespaceError where it cannot be read to its end, or changes
+    meanwhile.
     """
     if (os.path.isabs(text) or path.endswith(("_path", "_file"))) and os.path.isfile(text):
         try:
@@ -211,7 +216,7 @@ def text_setting(path: str, text: str, cache_directory: Path | None = None) -> s
                     return f"file {digest_of(hashlib.file_digest(file, 'sha256').hexdigest())}"
         except OSError:
             return plain_text(path, text)
-        return f"file {digest_of(digest_of_file(text, cache_directory))}"
+        return f"file {digest_of(digest_file(text))}"
     return plain_text(path, text)
 
 

@@ -78,6 +78,12 @@ class WeightsDigest:
         """Wait for the end, good or bad, for ``timeout_s`` at most. Return whether it is there."""
         return self._done.wait(timeout_s)
 
+    def wait_for_result(self) -> str:
+        """Wait for the end, and return ``result``."""
+        while not self.wait(60.0):
+            pass
+        return self.result()
+
     def result(self) -> str:
         """Return the digest, in hex.
 
@@ -219,15 +225,12 @@ class WeightsDigest:
         return whole.digest()
 
 
-def digest_of_file(path: str, cache_directory: Path | None) -> str:
-    """Return the digest of one file's content, in hex, read and remembered as those of weights are. Waits for it.
+def digest_of_file(path: str) -> str:
+    """Return the digest of one file's content, in hex, read as those of weights are. Waits for it; remembers nothing.
 
     Raises NamespaceError: it cannot be read, or changed while it was read.
     """
-    digest = WeightsDigest(path, cache_directory, alone=True)
-    while not digest.wait(60.0):
-        pass
-    return digest.result()
+    return WeightsDigest(path, None, alone=True).wait_for_result()
 
 
 def _count_pieces(file: ModelFile) -> int:

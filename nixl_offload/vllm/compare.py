@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from nixl_offload.identity.compare import Argument, Server, differing
 from nixl_offload.identity.excused import EXCUSED, EXCUSED_WITH_SHARDS
 from nixl_offload.identity.namespace import Setting
 from nixl_offload.identity.settings import collect, plain_text
+from nixl_offload.identity.weights import digest_of_file
 from nixl_offload.vllm.identity import known_by_name_alone, known_fields, models_of, reason_to_stay_off
 from nixl_offload.vllm.plugin import register
 from nixl_offload.vllm.rank_shards import cut_by_config, kv_heads
@@ -114,7 +116,8 @@ def _describe(arguments: argparse.Namespace, transfer: Mapping[str, Any]) -> Ser
     with _own_environment():
         vllm_config = _final(arguments, transfer)
         config = _our_config(vllm_config, transfer)
-        known: dict[str, Any] = dict(known_fields(vllm_config, config, {}, None))
+        digest_file = functools.cache(digest_of_file)
+        known: dict[str, Any] = dict(known_fields(vllm_config, config, {}, digest_file))
         settings = known.pop("settings")
         if config.shards is not None:
             cut = cut_by_config(vllm_config, config.shards)
@@ -134,7 +137,7 @@ def _describe(arguments: argparse.Namespace, transfer: Mapping[str, Any]) -> Ser
             by_name_alone=known_by_name_alone(models["model_config"]),
             files={path: os.path.realpath(each.files) for path, each in models.items() if each.files is not None},
             values={**known, "chunk_tokens": config.chunk_tokens, **settings},
-            incomparable=collect(vllm_config, EXCUSED).incomparable,
+            incomparable=collect(vllm_config, EXCUSED, digest_file).incomparable,
             off=reason_to_stay_off(vllm_config, config),
             arguments={},
         )

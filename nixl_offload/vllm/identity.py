@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 import torch
@@ -37,8 +36,8 @@ from nixl_offload.identity.namespace import (
     ShardedFields,
     make_namespace,
 )
-from nixl_offload.identity.settings import collect, plain_text, text_setting
-from nixl_offload.identity.weights import WeightsDigest, cache_directory_of, is_local
+from nixl_offload.identity.settings import DigestFile, collect, plain_text, text_setting
+from nixl_offload.identity.weights import WeightsDigest, digest_of_file, is_local
 from nixl_offload.tiers.slot_places import ranks_together, replicas_of_slots
 
 if TYPE_CHECKING:
@@ -164,15 +163,17 @@ def build_namespace(
     config: Config,
     ranks: Sequence[RankGeometry],
     weights: Mapping[str, str],
+    digest_file: DigestFile = digest_of_file,
 ) -> Namespace:
     """Return the fingerprint of everything that makes bytes interchangeable between two engines.
 
     ``ranks``: what each has told, in order. ``weights``: digests of the files that ``models_of`` names, by its keys.
+    ``digest_file``: as for ``text_setting``.
     """
     backends = sorted({name for rank in ranks for name in rank.attention_backends})
     is_cut = any(rank.shards is not None for rank in ranks)
     by_rank = NamespaceFields(
-        **known_fields(vllm_config, config, weights, cache_directory_of(config)),
+        **known_fields(vllm_config, config, weights, digest_file),
         attention_backend="+".join(backends) or None,
         weights=weights.get("model_config"),
         dtype=offloading.model.dtype,
@@ -261,16 +262,15 @@ def with_loaded_weights(first: Namespace, loaded_weights: str | None) -> Namespa
 
 
 def known_fields(
-    vllm_config: VllmConfig, config: Config, weights: Mapping[str, str], cache_directory: Path | None
+    vllm_config: VllmConfig, config: Config, weights: Mapping[str, str], digest_file: DigestFile
 ) -> KnownFields:
-    """Return what can be told without ranks. ``weights``: as for ``build_namespace``; ``cache_directory``: as for
-    ``text_setting``.
-    """
+    """Return what can be told without ranks. ``weights``, ``digest_file``: as for ``build_namespace``."""
     models = models_of(vllm_config)
     model = models.pop("model_config")
     parallel = vllm_config.parallel_config
     algorithm, seed = str(vllm_config.cache_config.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")
-    settings = settings_of(vllm_config, cache_directory) | _drafts(models, weights) | _environment() | _libraries()
+    settings = settings_of(vllm_config, digest_file)
+    settings |= _drafts(models, weights) | _environment(digest_file) | _libraries()
     if config.authenticate is not None:
         settings["authenticate"] = SCHEME  # what has no MAC is not looked for, and not said to be there
     return KnownFields(
@@ -290,9 +290,9 @@ def known_fields(
     )
 
 
-def settings_of(vllm_config: VllmConfig, cache_directory: Path | None) -> dict[str, Setting]:
+def settings_of(vllm_config: VllmConfig, digest_file: DigestFile) -> dict[str, Setting]:
     """Return all of vLLM's configuration that is not excused. Says so when some of it differs in every process."""
-    found = collect(vllm_config, EXCUSED, cache_directory)
+    found = collect(vllm_config, EXCUSED, digest_file)
     if found.incomparable:
         logger.warning(
             "Nothing stored now will be found after a restart or by another server: vLLM's configuration holds values "
@@ -309,10 +309,11 @@ def _drafts(models: Mapping[str, ModelName], weights: Mapping[str, str]) -> dict
     return found
 
 
-def _environment() -> dict[str, Setting]:
+def _environment(digest_file: DigestFile) -> dict[str, Setting]:
     """Variables that are set: what they choose may be kernels, layouts, or scales."""
     names = [*(name for name in vllm.envs.environment_variables if name not in EXCUSED_ENVIRONMENT), *ALSO_COUNTED]
-    return {f"environment.{name}": text_setting(name, os.environ[name]) for name in sorted(names) if name in os.environ}
+    found = {name: os.environ[name] for name in sorted(names) if name in os.environ}
+    return {f"environment.{name}": text_setting(name, text, digest_file) for name, text in found.items()}
 
 
 def _libraries() -> dict[str, Setting]:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nixl_offload.config import Config, TierConfig
@@ -19,7 +19,7 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
 from nixl_offload.tiers.kinds import AnyTier
 from nixl_offload.vllm.background import BackgroundOpening
-from nixl_offload.vllm.identity import ModelName, build_namespace, models_of, warn_about_weights
+from nixl_offload.vllm.identity import build_namespace, models_of, warn_about_weights
 from nixl_offload.vllm.open_tiers import open_tier
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ class TierOpening:
         """The namespace is known, or cannot be, and the tiers are being opened."""
         self._lock = threading.Lock()
         """Guards what follows."""
-        self._weights: dict[str, WeightsDigest] = {}
-        """By file or directory; filled once, before anything is awaited."""
+        self._digests: list[WeightsDigest] = []
+        """Of weights, and of large files that settings name."""
         self._closed = False
         self._namespace: Namespace | None = None
         self._error: Exception | None = None
@@ -81,7 +81,7 @@ class TierOpening:
             return False
         if not self._is_prepared.wait(weights_s):
             with self._lock:
-                size_bytes = sum(weights.progress()[1] for weights in self._weights.values())
+                size_bytes = sum(digest.progress()[1] for digest in self._digests)
             if size_bytes > SMALL_BYTES or not self._is_prepared.wait(small_weights_s):
                 return False
         with self._lock:
@@ -120,9 +120,9 @@ class TierOpening:
         """Give up, and close what nobody took. Waits ``CLOSE_S`` at most. Idempotent."""
         with self._lock:
             self._closed = True
-            tiers = list(self._tiers.values())
-        for weights in self._weights.values():
-            weights.close()
+            digests, tiers = list(self._digests), list(self._tiers.values())
+        for digest in digests:
+            digest.close()
         until_s = time.monotonic() + CLOSE_S
         self._preparing.close(CLOSE_S)
         for tier in tiers:
@@ -155,20 +155,28 @@ class TierOpening:
         if self._given is not None:
             return self._given
         models = models_of(self._vllm_config)
-        digests = self._digests(models)
-        warn_about_weights(models, self._weights)
-        return build_namespace(self._vllm_config, self._offloading, self._config, self._ranks, digests)
+        weights = {
+            files: self._digest(files) for files in {model.files for model in models.values()} if files is not None
+        }
+        results = {files: digest.wait_for_result() for files, digest in weights.items()}
+        warn_about_weights(models, weights)
+        return build_namespace(
+            self._vllm_config,
+            self._offloading,
+            self._config,
+            self._ranks,
+            {path: results[model.files] for path, model in models.items() if model.files is not None},
+            lambda path: self._digest(path, alone=True).wait_for_result(),
+        )
 
-    def _digests(self, models: Mapping[str, ModelName]) -> dict[str, str]:
-        cache = cache_directory_of(self._config)
+    def _digest(self, path: str, *, alone: bool = False) -> WeightsDigest:
+        """Begin to read, as ``WeightsDigest`` does, until ``close``."""
         with self._lock:
-            if not self._closed:
-                for files in {model.files for model in models.values() if model.files is not None}:
-                    self._weights[files] = WeightsDigest(files, cache)
-        for weights in self._weights.values():
-            while not weights.wait(60.0):
-                pass
-        return {path: self._weights[model.files].result() for path, model in models.items() if model.files is not None}
+            digest = WeightsDigest(path, cache_directory_of(self._config), alone=alone)
+            self._digests.append(digest)
+            if self._closed:
+                digest.close()
+        return digest
 
 
 def _close(tier: AnyTier) -> None:

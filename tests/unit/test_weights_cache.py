@@ -98,9 +98,12 @@ def test_a_large_file_that_a_setting_names_is_remembered_likewise(place: Path, t
     (copy := place / "copy.tensors").write_bytes(file.read_bytes())
     time.sleep(SETTLE_S)
 
+    def remembered(path: str, cache: Path | None) -> str:
+        return WeightsDigest(path, cache, alone=True).wait_for_result()
+
     def count(path: Path, cache: Path | None) -> tuple[str, bool]:
         before = bytes_read()
-        text = text_setting("scales", str(path), cache)
+        text = text_setting("scales", str(path), lambda path: remembered(path, cache))
         return text, bytes_read() - before >= PIECE_BYTES
 
     text, read = count(file, cache)

@@ -33,10 +33,8 @@ from examples.demo.model import TINY, write_model
 from nixl_offload.chunk.shards import ShardPlan, make_plan
 from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
-from nixl_offload.identity import weights_cache
 from nixl_offload.identity.namespace import Namespace, ShardedFields
-from nixl_offload.identity.weights import PIECE_BYTES
-from nixl_offload.identity.weights_cache import CACHE_PREFIX
+from nixl_offload.identity.weights import PIECE_BYTES, digest_of_file
 from nixl_offload.vllm.identity import (
     build_namespace,
     known_fields,
@@ -200,20 +198,18 @@ def test_the_name_counts_beside_the_weights(build: Build, base: Namespace, model
     assert namespace(build(), weights="others").digest != base.digest
 
 
-def test_the_digest_of_a_large_file_is_remembered(
+def test_a_large_file_counts_alike_for_an_engine_and_a_comparison(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside those of weights, by an engine; what compares two servers writes nothing."""
+    """What compares two servers writes nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(weights_cache, "_SETTLED_S", -1.0)
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as scales:
         scales.truncate(PIECE_BYTES + 1)
         vllm_config = build(additional_config={"scales": scales.name})
-        compared = known_fields(vllm_config, config(), {}, None)["settings"]
-        assert not (tmp_path / "nixl-offload").exists()
+        compared = known_fields(vllm_config, config(), {}, digest_of_file)["settings"]
         served = namespace(vllm_config).fields.settings
     assert served["additional_config.scales"] == compared["additional_config.scales"]
-    assert (tmp_path / "nixl-offload" / f"{CACHE_PREFIX}.json").is_file()
+    assert not (tmp_path / "nixl-offload").exists()
 
 
 def test_a_config_with_keys_of_several_types(build: Build, base: Namespace) -> None:

@@ -4,6 +4,7 @@ lookup is a miss. What goes wrong on the way ends nothing: a tier that cannot be
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from nixl_offload.errors import ConfigError
-from nixl_offload.identity.weights import WeightsDigest
+from nixl_offload.identity import weights_cache
+from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest
 from nixl_offload.vllm import background, opening
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import RankStatus, TicketReport, TicketSpec
@@ -53,8 +55,10 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def manager_of(model: Path, path: Path) -> NixlOffloadManager:
+def manager_of(model: Path, path: Path, **settings: Any) -> NixlOffloadManager:
+    """``settings``: fields of vLLM's configuration, beside those that all of these have."""
     vllm_config: Any = manager_rig.vllm_config()
+    vars(vllm_config).update(settings)
     vllm_config.model_config.model = str(model)
     config = manager_rig.config_of(manager_rig.slab_tier(path))
     return NixlOffloadManager(manager_rig.offloading_config(), config, vllm_config)
@@ -79,6 +83,14 @@ def stored(manager: NixlOffloadManager, *numbers: int) -> tuple[bytes, ...]:
     assert output is not None
     assert isinstance(output.store_spec, TicketSpec)
     return output.store_spec.ticket.keys
+
+
+def wait_for_readers(*, are_there: bool) -> None:
+    """Wait until threads read files for a digest, or none does."""
+    until_s = time.monotonic() + DEADLINE_S
+    while any(thread.name.startswith("weights-read-") for thread in threading.enumerate()) != are_there:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
 
 
 def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, gate: threading.Event) -> None:
@@ -219,6 +231,29 @@ def test_a_shutdown_does_not_wait_for_weights(model: Path, tmp_path: Path, gate:
     manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
     manager.shutdown()
     assert not gate.is_set()
+
+
+def test_a_large_file_that_a_setting_names_is_remembered_beside_the_slab(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_cache, "_SETTLED_S", -1.0)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as scales:
+        scales.truncate(PIECE_BYTES + 1)
+        manager = manager_of(model, tmp_path / "kv", additional_config={"scales": scales.name})
+        manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+        manager.shutdown()
+    assert (tmp_path / "kv" / f"{weights_cache.CACHE_PREFIX}.json").is_file()
+
+
+def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(model: Path, tmp_path: Path) -> None:
+    """It would take minutes."""
+    with (tmp_path / "scales").open("wb") as scales:
+        scales.truncate(1 << 40)
+    manager = manager_of(model, tmp_path / "kv", additional_config={"scales": scales.name})
+    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
+    wait_for_readers(are_there=True)
+    manager.shutdown()
+    wait_for_readers(are_there=False)
 
 
 def test_a_request_with_worthless_keys_is_left_alone(tmp_path: Path) -> None:
