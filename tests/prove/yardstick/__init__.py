@@ -41,18 +41,20 @@ def try_side(name: str, seed: int, faults: str = "") -> Outcome:
     outcome = Outcome()
     with ExitStack() as stack:
         scratch = Path.cwd()
+        disk = None
+        if name not in ("s3", "vLLM obj"):
+            disk = make_disk(scratch, 320 << 20)
+            if disk is None:
+                outcome.note = f"{name}: no filesystem of its own can be made here"
+                outcome.missed += [outcome.note] if name in OURS else []
+                return outcome
+            stack.callback(disk.destroy)
         zygote = Zygote(scratch / "zygote.log", {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE})
         stack.callback(zygote.close)
         workshop = Workshop(zygote)
         stack.callback(workshop.close)
         server = stack.enter_context(RcloneServer())
         proxy = stack.enter_context(FaultProxy(server.port))
-        disk = None
-        if name not in ("s3", "vLLM obj"):
-            disk = make_disk(scratch, 320 << 20)
-            if disk is None:
-                return Outcome(note=f"{name}: no filesystem of its own can be made here")
-            stack.callback(disk.destroy)
         directory = (scratch if disk is None else disk.path) / "kv"
         side = make(name, directory, server, proxy.endpoint)
         trial = Trial(
@@ -78,6 +80,6 @@ def try_side(name: str, seed: int, faults: str = "") -> Outcome:
             if verdict.recovered != YES:
                 outcome.missed.append(f"{verdict}; seed {seed}")
             if not verdict.was_met:
-                outcome.missed.append(f"{verdict.fault}: no load has met the damage; seed {seed}")
+                outcome.missed.append(f"{verdict.fault}: nothing has met it; seed {seed}")
     assert {verdict.what for verdict in verdicts} <= {EXACT, WRONG, DIED, HUNG, REFUSED}
     return outcome

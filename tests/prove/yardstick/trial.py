@@ -19,18 +19,21 @@ from typing import Final
 from examples.demo.engine import Answer, Engine, EngineError
 from tests.prove.yardstick.happenings import DAMAGES, World
 from tests.prove.yardstick.sides import Piece, Side
-from tests.s3.proxy import Delay, Stall
+from tests.s3.proxy import Delay, Rule, Stall
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts, loads_refused
 from tests.vllm.harness import Workshop, close
 
 EXACT, WRONG, DIED, HUNG, REFUSED = "exact", "WRONG ANSWER", "engine died", "hung", "refused to start"
 YES, RESTARTED, NO = "recovered", "recovered by a restart", "not recovered"
+NOT_MET = "not met"
 HUNG_S: Final = 10.0
 """A request that takes longer hangs; alone it takes half a second."""
 LATE_S: Final = 20.0
 """So long after the fault what hung may still be answered; then the engine is started anew."""
 AGAIN_S: Final = 35.0
 """Within so long after the fault a side that recovers serves right answers from its storage."""
+IN_FLIGHT_S: Final = 5.0
+"""Within so long after a question a load is under way."""
 START_S: Final = 60.0
 STORED_S: Final = 8.0
 STORE_ATTEMPTS: Final = 5
@@ -51,10 +54,13 @@ class Verdict:
     """Whether right answers came from storage afterwards: ``YES``, ``RESTARTED`` or ``NO``."""
     why: str = ""
     was_met: bool = True
-    """Of damage to one of ours: whether the engine has said that a chunk is not usable."""
+    """Of damage to one of ours: whether the engine has said that a chunk is not usable. Of what a server's answers
+    suffer: whether a request has. Of the rest nobody can tell.
+    """
 
     def __str__(self) -> str:
-        return f"{self.fault}: {self.what}{'' if self.recovered == YES else f', {self.recovered}'}"
+        told = [self.what, *([] if self.recovered == YES else [self.recovered]), *([] if self.was_met else [NOT_MET])]
+        return f"{self.fault}: {', '.join(told)}"
 
 
 class NoHitsError(Exception):
@@ -79,8 +85,9 @@ class Trial:
         """Try everything. Raises NoHitsError."""
         self._started()
         mine, _ = self._stored()
-        if not self._comes_back(mine):
-            raise NoHitsError("nothing comes from storage with nothing wrong")
+        came, wrong = self._comes_back(mine)
+        if came == NO or wrong:
+            raise NoHitsError(f"with nothing wrong: {wrong or 'nothing comes from storage'}")
         tries: dict[str, Callable[[], Verdict]] = {
             **{name: partial(self._damaged, name, damage) for name, damage in DAMAGES.items()},
             **{name: partial(self._outage, name, outage) for name, outage in self._world.outages().items()},
@@ -114,9 +121,10 @@ class Trial:
     def _outage(self, name: str, outage: Callable[[], AbstractContextManager[object]]) -> Verdict:
         mine, _ = self._stored()
         fresh = next(self._prompts)
-        with outage():
+        with outage() as rule:
             came = self._ask([mine, fresh, mine])
-        return self._verdict(name, came, mine)
+        was_met = not isinstance(rule, Rule) or rule.hits > 0
+        return replace(self._verdict(name, came, mine), was_met=was_met)
 
     def _gone_in_flight(self) -> Verdict:
         mine, _ = self._stored()
@@ -125,12 +133,12 @@ class Trial:
         asking = threading.Thread(target=lambda: told.append(self._ask([mine])))
         asking.start()
         with contextlib.suppress(TimeoutError):
-            rule.wait(timeout_s=5.0)
+            rule.wait(timeout_s=IN_FLIGHT_S)
         with self._world.refused():
             rule.release()
             asking.join()
         [came] = told
-        return self._verdict(GONE_IN_FLIGHT, came, mine)
+        return replace(self._verdict(GONE_IN_FLIGHT, came, mine), was_met=rule.hits > 0)
 
     def _gone_at_start(self) -> Verdict:
         mine, _ = self._stored()
