@@ -45,6 +45,7 @@ __all__ = [
     "Reset",
     "Rule",
     "Stall",
+    "Stretch",
 ]
 
 T = TypeVar("T")
@@ -123,7 +124,18 @@ class Stall:
     at: int | float = 0.5
 
 
-Fault = Delay | Hold | Answer | Redate | Reset | Cut | Flip | Stall
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Send ``by_bytes`` more zeros than the answer's body has; of a HEAD's, which has none, say so.
+
+    ``lying``: the head gives the body's own length, so that they come where the connection's next answer would begin.
+    """
+
+    by_bytes: int
+    lying: bool = False
+
+
+Fault = Delay | Hold | Answer | Redate | Reset | Cut | Flip | Stall | Stretch
 
 
 @dataclass(slots=True)
@@ -529,6 +541,8 @@ class _Exchange:
         on_body = on_body or (isinstance(fault, Flip) and fault.side == "answer")
         if rule is not None and on_body:
             return await self._break_body(server, answer, framing, request, rule)
+        if isinstance(fault, Stretch):
+            return await self._stretch(server, answer, framing, request, fault, method)
         await self._client.send(answer.raw)
         if fault == Reset("headers"):
             await _drained()
@@ -576,6 +590,20 @@ class _Exchange:
         if end < length and not lying:
             self.close()
             return False
+        return True
+
+    async def _stretch(
+        self, server: Wire, answer: Head, framing: int, request: Request, fault: Stretch, method: str
+    ) -> bool:
+        """Pass an answer on with more than its body."""
+        body = b"".join([bytes(piece) async for piece, payload in server.body(framing) if payload])
+        length = int(answer.headers.get("content-length", len(body)))
+        await self._client.send(answer.reframed(length if fault.lying else length + fault.by_bytes))
+        if method != "HEAD" or fault.lying:
+            await self._client.send(body + bytes(fault.by_bytes))
+        request.bytes_down += len(body)
+        if framing == UNTIL_EOF:
+            self.close()
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, ConnectionClosedError, EndpointConnectionError, HTTPClientError
 
-from tests.s3.proxy import Answer, Cut, Delay, FaultProxy, Flip, Hold, Reset, Stall
+from tests.s3.http1 import Head
+from tests.s3.proxy import Answer, Cut, Delay, FaultProxy, Flip, Hold, Reset, Stall, Stretch
 from tests.s3.servers import BUCKET, MotoServer, RcloneServer
 
 BODY = bytes(range(256)) * 4096
@@ -137,6 +139,28 @@ def test_a_cut_body_is_noticed_and_a_lying_one_is_not(proxy: FaultProxy, client:
     with proxy.inject(Cut(at=0, lying=True), operation="GET"):
         assert _get(client, key) == b""
     assert _get(client, key) == BODY
+
+
+def test_a_stretched_body_is_longer_than_the_object(proxy: FaultProxy, client: Any, key: str) -> None:
+    with proxy.inject(Stretch(1000)) as rule:
+        assert _get(client, key) == BODY + bytes(1000)
+        assert client.head_object(Bucket=BUCKET, Key=key)["ContentLength"] == len(BODY) + 1000
+        assert rule.hits == 2
+    assert _get(client, key) == BODY
+
+
+def test_what_a_lying_stretch_sends_comes_before_the_next_answer(proxy: FaultProxy) -> None:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=10.0) as connection:
+        with proxy.inject(Stretch(1000, lying=True), times=1):
+            connection.sendall(b"GET /bucket/key HTTP/1.1\r\nHost: here\r\n\r\n" * 2)  # the server refuses both
+            got = b""
+            while got.count(b"</Error>") < 2:
+                got += connection.recv(1 << 16)
+    assert got.startswith(b"HTTP/1.1 4")
+    head, _, rest = got.partition(b"\r\n\r\n")
+    told = int(Head.parse(head + b"\r\n\r\n").headers["content-length"])
+    assert rest[:told].endswith(b"</Error>")
+    assert rest[told:].startswith(bytes(1000) + b"HTTP/1.1 4")
 
 
 def test_a_flipped_bit(rclone: RcloneServer, proxy: FaultProxy, client: Any, key: str) -> None:
