@@ -86,11 +86,11 @@ class DirectoryLock:
         return (status.st_dev, status.st_ino) == self._identity
 
     def release(self) -> None:
-        """Let go. Idempotent."""
+        """Let go. Idempotent, also for two threads at once."""
         _held.discard(self)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first: a second ``close`` of the number could be of another file
+        if fd >= 0:
+            os.close(fd)
 
     def _write_hint(self) -> None:
         """Write over what was there, then cut off the rest: readers take the first line."""
