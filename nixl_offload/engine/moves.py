@@ -253,6 +253,8 @@ class Moves:
             for position in range(len(ticket.outcomes)):
                 self.settle(ticket, position, Outcome.TAINTED)
         self._usable_slots -= len(self._fetching) + len(self._storing)
+        self._stores.clear()
+        self._promotions.clear()
         self._fetching.clear()
         self._storing.clear()
 

@@ -341,6 +341,7 @@ def test_what_engines_never_tell_of_is_tainted_and_its_slots_are_lost(
     rank.moves.give_up()
     assert rank.told() == {1: (TAINTED, OK, TAINTED), 2: (TAINTED,), 3: (DROPPED,)}
     assert rank.moves.idle
+    assert not {**rank.moves._stores, **rank.moves._promotions}, "a rank that sleeps goes on with the same moves"
     assert "was never settled" in caplog.text
     for engine in rank.engines:
         engine.jobs.clear()
