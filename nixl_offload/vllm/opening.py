@@ -171,8 +171,9 @@ class TierOpening:
 
     def _digest(self, path: str, *, alone: bool = False) -> WeightsDigest:
         """Begin to read, as ``WeightsDigest`` does, until ``close``."""
+        cache = cache_directory_of(self._config)  # may ask who the user is, over a network
         with self._lock:
-            digest = WeightsDigest(path, cache_directory_of(self._config), alone=alone)
+            digest = WeightsDigest(path, cache, alone=alone)
             self._digests.append(digest)
             if self._closed:
                 digest.close()

@@ -251,7 +251,12 @@ def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(model: Path,
         scales.truncate(1 << 40)
     manager = manager_of(model, tmp_path / "kv", additional_config={"scales": scales.name})
     manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
-    wait_for_readers(are_there=True)
+    opening = manager.serving._opening
+    assert opening is not None
+    until_s = time.monotonic() + DEADLINE_S
+    while not any(digest.progress()[1] >= 1 << 40 for digest in tuple(opening._digests)):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
     manager.shutdown()
     wait_for_readers(are_there=False)
 
