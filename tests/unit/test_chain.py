@@ -375,7 +375,7 @@ def test_wait_has_one_limit_for_all_tiers_and_a_least_of_it_for_each(monkeypatch
         rank.bucket.take()
         began_s = time.monotonic()
         rank.chain.wait([number], limit_s)
-        assert least_s <= time.monotonic() - began_s < least_s + 1.0
+        assert least_s <= time.monotonic() - began_s < least_s + 4.0
         assert rank.told().outcomes == (FAILED, FAILED)
 
 
@@ -451,10 +451,10 @@ def test_a_tier_that_does_not_close_well_or_at_all_holds_up_no_other(
     running.chain.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])
     running.chain.submit_store(2, [chunk(3, BUCKET), chunk(4, BUCKET)])
     running.chain.submit_moves(3, [move(5, MEMORY, BUCKET)])
-    began_s = time.monotonic()
+    began_s, others = time.monotonic(), set(threading.enumerate())
     running.chain.close(0.1)
     assert time.monotonic() - began_s >= 0.3
-    [closer] = [thread for thread in threading.enumerate() if thread.name == "nixl-offload-close"]
+    [closer] = [thread for thread in set(threading.enumerate()) - others if thread.name == "nixl-offload-close"]
     assert closer.daemon, "it holds up no end of the process"
     told = {done.job_id: done for done in running.chain.finished()}
     assert {number: done.outcomes for number, done in told.items()} == {1: (DROPPED, FAILED), 2: (FAILED, FAILED)}

@@ -159,8 +159,9 @@ class World:
             name=NAME,
             pauses=PAUSES,
         )
+        others = set(threading.enumerate())
         self.pump.start()
-        [self.thread] = [thread for thread in threading.enumerate() if thread.name == NAME]
+        [self.thread] = [thread for thread in set(threading.enumerate()) - others if thread.name == NAME]
         self.first_pause = self.table.pauses.get(timeout=PATIENCE_S)
 
     def next(self, seconds: float = 0.0) -> float | None:
@@ -699,12 +700,18 @@ def test_a_pump_that_takes_a_moment_is_waited_for(world: World, leaked: list[obj
 def test_a_pump_that_hangs_is_left_behind_with_its_memory(
     world: World, leaked: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    hang = threading.Event()
-    world.paths.does = some_steps(1, lambda: hang.wait(PATIENCE_S) and None)
+    hang, hangs = threading.Event(), threading.Event()
+
+    def step() -> None:
+        hangs.set()
+        hang.wait(PATIENCE_S)
+
+    world.paths.does = some_steps(1, step)
     world.submit(1, STORE)
     world.table.is_played = False
     world.table.goes_on.put(None)
     try:
+        assert hangs.wait(PATIENCE_S)
         world.pump.stop(0.0, patience_s=0.05)
         told = world.told()
         assert (told.outcomes, told.errors) == ((FAILED,), ("the engine was closed while storage hung",))

@@ -576,6 +576,7 @@ def test_what_takes_long_is_told(
 ) -> None:
     """A line now and then while files are read, and one at the end. What is quick is not told."""
     caplog.set_level(logging.INFO, logger=weights.__name__)
+    monkeypatch.setattr(weights, "_SLOW_S", PATIENCE_S)
     digest_of(model)
     assert not caplog.messages
     monkeypatch.setattr(weights, "_PROGRESS_S", 0.02)
