@@ -150,12 +150,12 @@ def test_a_stretched_body_is_longer_than_the_object(proxy: FaultProxy, client: A
 
 
 def test_what_a_lying_stretch_sends_comes_before_the_next_answer(proxy: FaultProxy) -> None:
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=10.0) as connection:
-        with proxy.inject(Stretch(1000, lying=True), times=1):
-            connection.sendall(b"GET /bucket/key HTTP/1.1\r\nHost: here\r\n\r\n" * 2)  # the server refuses both
-            got = b""
-            while got.count(b"</Error>") < 2:
-                got += connection.recv(1 << 16)
+    connecting, stretched = socket.create_connection(("127.0.0.1", proxy.port), timeout=10.0), Stretch(1000, lying=True)
+    with connecting as connection, proxy.inject(stretched, times=1):
+        connection.sendall(b"GET /bucket/key HTTP/1.1\r\nHost: here\r\n\r\n" * 2)  # the server refuses both
+        got = b""
+        while got.count(b"</Error>") < 2:
+            got += connection.recv(1 << 16)
     assert got.startswith(b"HTTP/1.1 4")
     head, _, rest = got.partition(b"\r\n\r\n")
     told = int(Head.parse(head + b"\r\n\r\n").headers["content-length"])
