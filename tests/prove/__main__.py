@@ -7,6 +7,7 @@ was found. Returns 1 when something was found.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ from tests.prove.cells import Outcome
 from tests.prove.report import FINDINGS, drawn, findings, markdown
 from tests.prove.running import cells_of, run
 
+ROOT = Path(__file__).parents[2]
 PARTS: dict[str, str] = {
     name: f"tests.prove.{name}"
     for name in ("soak", "faults", "kills", "power", "races", "fuzz", "security", "mutants", "yardstick")
@@ -38,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument("--results", type=Path, default=Path("build/prove"), help="directory of results and logs")
-    made.add_argument("--markdown", type=Path, help="write the tables to this file")
+    made.add_argument("--markdown", type=Path, help="write all that is shown to this file")
     made.add_argument("--json", action="store_true", help="print results as JSON, no tables")
     made.add_argument("--list", action="store_true", help="print the cells, try none")
     return made
@@ -78,7 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json:
         json.dump(shown, sys.stdout, indent=1)
     else:
-        Console().print(drawn(shown))
+        for told in drawn(shown):
+            Console().print(told, soft_wrap=isinstance(told, str), markup=False, highlight=False)
         for line in findings(shown):
             print(line)
     if chosen.markdown is not None:
@@ -104,11 +107,17 @@ def _write(file: Path, results: dict[str, Any]) -> None:
 
 
 def _commit() -> str:
-    """Return the commit, with a mark when the checkout differs from it."""
-    return subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        check=True, capture_output=True, text=True, cwd=Path(__file__).parent,
-    ).stdout.strip()  # fmt: skip
+    """Return the commit, with a digest of all that differs from it, new files included."""
+    changes = _git("diff", "--binary", "HEAD")
+    for name in filter(None, _git("ls-files", "-z", "--others", "--exclude-standard").split(b"\0")):
+        file = ROOT / os.fsdecode(name)
+        changes += name + (file.read_bytes() if file.is_file() else b"")
+    commit = _git("rev-parse", "--short=12", "HEAD").decode().strip()
+    return f"{commit}-changed-{hashlib.sha256(changes).hexdigest()[:12]}" if changes else commit
+
+
+def _git(*words: str) -> bytes:
+    return subprocess.run(["git", *words], check=True, capture_output=True, cwd=ROOT).stdout
 
 
 def _machine() -> str:
