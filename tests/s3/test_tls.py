@@ -10,9 +10,12 @@ import pytest
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
+from nixl_offload.movers.base import MemoryKind, Op, TransferState
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import Client, open_store
+from nixl_offload.testing.object_mover_rig import ObjectRig
 from nixl_offload.testing.store_suite import read, write
+from tests.contract.object_rigs import RawBucket, bare_mover, tier_of
 
 from .servers import BUCKET
 from .tls import TlsRclone, make_certificate
@@ -61,3 +64,35 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(secured: tuple[TlsRclo
                 use(store)
             assert caught.value.cause == "unreachable"
     assert server.objects() == ["there"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expired", "is_trusted"),
+    [
+        ("127.0.0.1", False, True),
+        ("127.0.0.1", False, False),
+        ("other.example", False, True),
+        ("127.0.0.1", True, True),
+    ],
+    ids=["good", "untrusted", "another name", "expired"],
+)
+def test_nixl_moves_nothing_where_a_certificate_is_not_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expired: bool, is_trusted: bool
+) -> None:
+    """The OBJ plugin has a TLS of its own. What it sends does not arrive, what is there does not come."""
+    certificate, key, authority = make_certificate(tmp_path, name, expired=expired)
+    with TlsRclone(certificate, key) as server:
+        for variable, value in {**server.environment, **LAX, "AWS_MAX_ATTEMPTS": "1"}.items():
+            monkeypatch.setenv(variable, value)
+        fields = {"ca_bundle": str(authority)} if is_trusted else {}
+        mover = bare_mover("obj", tier_of(server, endpoint=f"https://127.0.0.1:{server.port}", **fields))
+        with closing(mover):
+            rig = ObjectRig(mover, RawBucket(server), MemoryKind.DRAM, 4096)
+            there, new, sent = rig.store("there", bytes(4096)), rig.name("new"), rig.memory.tobytes()
+            states = {rig.move(Op.WRITE, 0, rig.open(new, 4096), 0, 4096).state}
+            arrived = rig.raw.exists(new)
+            states.add(rig.move(Op.READ, 0, rig.open(there, 4096), 0, 4096).state)
+            came = rig.memory.tobytes() != sent
+    is_good = is_trusted and not expired and name == "127.0.0.1"
+    assert states == {TransferState.DONE if is_good else TransferState.FAILED}
+    assert (arrived, came) == (is_good, is_good)
