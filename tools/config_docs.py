@@ -30,10 +30,13 @@ _HEADINGS: Final = {
 }
 _LIKE: Final = {"shared_dir": "slab"}
 """A kind whose table leaves out the fields that are the same in another kind's."""
+_NESTED: Final = {"ShardCut": "shards", "AuthenticateOptions": "authenticate", "LookupOptions": "lookup"}
+"""The models of fields that have fields of their own: each has a table, under the name of the field."""
 _TEXT_KINDS: Final = {
     "tenant": "name",
     "path": "absolute path",
     "ca_bundle": "absolute path",
+    "key_file": "absolute path",
     "bucket": "name",
     "prefix": "names with `/` between",
     "endpoint": "URL",
@@ -56,8 +59,7 @@ def render_tables() -> str:
     sections = [_section("The file itself", schema)]
     for kind, like in ((kind, _LIKE.get(kind, "")) for kind in TIER_KINDS):
         sections += [_section(_HEADINGS[kind], models[kind], models.get(like), like)]
-    sections.append(_section("`shards`: in full", models["ShardCut"]))
-    sections.append(_section("`lookup`: of a bucket or a shared directory", models["LookupOptions"]))
+    sections += [_section(f"`{field}`", models[model]) for model, field in _NESTED.items()]
     return "\n".join(sections)
 
 
@@ -95,7 +97,7 @@ def _value(name: str, field: dict[str, Any]) -> str:
     if "enum" in field:
         return ", ".join(f"`{choice}`" for choice in field["enum"])
     if "$ref" in field:
-        return "fields, see below"
+        return f"[fields](#{_NESTED[field['$ref'].rpartition('/')[2]]})"
     if arms[-1].get("pattern") == SIZE_PATTERN:
         return f"size, {format_size(arms[0]['minimum'])} or more"
     if len(arms) > 1:

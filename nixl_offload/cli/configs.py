@@ -22,7 +22,7 @@ Lists the sample configs, or prints one, with comments that say what each line i
 """
 SAMPLES: Final = {
     "local-nvme": "one server with NVMe",
-    "gds": "one server with NVMe, with GPUDirect Storage or no server",
+    "gds": "one server with NVMe that must not start without GPUDirect Storage",
     "several-engines": "one server with NVMe and several engines: data parallel, or a server for each GPU",
     "nvme-with-memory": "one server with NVMe, and host memory to spare",
     "memory": "host memory only",

@@ -64,11 +64,11 @@ class ShardCut(_Model):
     """A range of KV heads in a range of layers is one shard."""
 
     heads: HeadRanges = "auto"
-    """Into how many ranges of KV heads; ``auto``: up to 8, of 1 MiB or more; ``distinct``: one for each head, where no
-    rank has several."""
+    """The number of ranges of KV heads. ``auto``: up to 8, of 1 MiB or more each. ``distinct``: one for each head, if
+    no rank has several."""
     layers: LayerRanges | None = None
-    """Into the ranges of layers that a server with so many pipeline stages has; without it, those of the server's own
-    stages. Servers whose own stages begin within such a range store rank by rank."""
+    """Split the layers as a server with this many pipeline stages would. If omitted, use the server's own stages. A
+    server with a stage that begins inside one of these ranges falls back to ``per_rank``."""
 
 
 def _plain_cut(cut: ShardCut | None) -> str | int | dict[str, Any]:
@@ -118,8 +118,8 @@ class MemoryConfig(_Tier):
     ttl_s: ClassVar[None] = None
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """Host memory for chunks, over all ranks and data-parallel engines of the server: of one on several machines, each
-    gives its ranks' part. Allocated whole at start."""
+    """Host memory for the chunks of all ranks together, those of the data-parallel engines on this machine included.
+    Allocated whole at start. If an engine spans several machines, each machine provides the share of its own ranks."""
     policy: PolicyName = "lru"
     """What to evict: ``lru``, the least recently used; ``s3fifo``, likewise, and one-time prompts first."""
     share_per_salt_percent: Percent | None = Field(default=None, alias="share_per_salt")
@@ -267,13 +267,14 @@ TierConfig = Annotated[MemoryConfig | SlabConfig | SharedDirConfig | S3Config, F
 
 
 class AuthenticateOptions(_Model):
-    """Chunks in ``shared_dir`` and ``s3`` get a MAC, and no other is loaded from there: who can write there and lacks
-    the key can cause misses, and nothing else. They go through host memory, and a core checks about 5 GB per second.
+    """Each chunk in a ``shared_dir`` or ``s3`` tier carries a MAC, and servers load only chunks with a valid one.
+    Whoever can write to the storage without a key can cause misses, and nothing else. These chunks go through host
+    memory; a core checks about 5 GB per second.
     """
 
     key_file: AbsoluteFile
-    """Secret keys, one a line, 64 hex digits each (``openssl rand -hex 32``); the first makes MACs, all verify. A file
-    of the server's user or root's, which others cannot read."""
+    """File of secret keys, one a line, 64 hex digits each (``openssl rand -hex 32``). The first signs, all verify. The
+    file must belong to the server's user or to root, with mode 0600 or 0400; one of root's may have 0440."""
 
 
 class Config(_Model):
@@ -289,8 +290,8 @@ class Config(_Model):
     memory identity and length. ``always``: every byte of those, too; stores to and loads from memory are slower then.
     ``header``: only identity and length, everywhere; does not notice flipped bits or writes torn by a crash."""
     authenticate: AuthenticateOptions | None = None
-    """Have chunks in storage that others can write to prove that a server of ours has made them. If omitted, whoever
-    can write there is trusted like whoever can write the model's weights."""
+    """Sign chunks in ``shared_dir`` and ``s3`` tiers with a secret key, and load only chunks with a valid signature. If
+    omitted, anyone who can write to that storage is trusted as much as someone who can write the model's weights."""
     on_load_failure: Literal["recompute", "fail"] = "recompute"
     """When a load fails: compute what is missing, or fail the request."""
     staging_bytes: SizeBytes = Field(default=256 << 20, alias="staging", ge=1 << 20)
@@ -308,13 +309,13 @@ class Config(_Model):
     shards: Annotated[ShardCut | None, BeforeValidator(shard_cut), PlainSerializer(_plain_cut, when_used="json")] = (
         ShardCut(heads="distinct")
     )
-    """How a chunk is cut. ``per_rank``: each rank stores what it has as it lies there; only servers of the same size
-    find it. ``distinct``: likewise, but what ranks have alike (MLA; copies, where there are more ranks than KV heads)
-    is stored once, and found by servers of every ``--tensor-parallel-size`` that have it so. A number: into so many
-    ranges of KV heads, which servers of every size that divides it find. ``auto``: up to 8 ranges, of 1 MiB or more.
-    With pipeline stages, those of each apart, so that servers of the same stages share; ``heads`` and ``layers``: so
-    that servers of other numbers of stages share, too. Where a model or a server does not allow it, the log says why,
-    and it is ``per_rank``."""
+    """How a chunk is split into shards. ``per_rank``: each rank stores its own part; only servers of the same size find
+    it. ``distinct``: the same, but data that several ranks hold identically (MLA, or KV heads copied because there are
+    more ranks than heads) is stored once; servers of any ``--tensor-parallel-size`` that hold it identically find it. A
+    number N: N ranges of KV heads, found by every server whose tensor-parallel size divides N. ``auto``: up to 8
+    ranges, of 1 MiB or more each. With pipeline parallelism each stage is split separately, so only servers with the
+    same stages share; set ``heads`` and ``layers`` to share between different numbers of stages. If the model or the
+    server does not allow the setting, the log says why, and ``per_rank`` is used."""
     slow_hits: Literal["skip", "take"] = "skip"
     """A hit that would take longer to load than to compute, as measured by this server: ``skip`` computes it, ``take``
     loads it anyway."""
