@@ -148,7 +148,7 @@ CAPACITY: Final = _of(
     "gauge",
     TIER,
     "bytes per rank",
-    "Space in memory and in slabs. Buckets and shared directories have no limit of their own: see nixl-offload gc.",
+    "Space in memory and in slabs. Of a bucket or a shared directory it is not reported.",
     "With used_bytes",
 )
 RETIRED: Final = _of(
@@ -173,7 +173,7 @@ SHARE_EVICTED: Final = _of(
     "counter",
     TIER,
     "chunks",
-    "Of evicted_chunks, those whose cache_salt held more than share_per_salt. Told where that is set.",
+    "Of evicted_chunks, those evicted because their salt exceeded share_per_salt. Reported only where that is set.",
     "Near evicted_chunks: a few salts take all the room there is, and spare the others",
 )
 KNOWN: Final = _of(
