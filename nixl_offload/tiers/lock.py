@@ -25,13 +25,15 @@ _HINT_MAX_BYTES = 4096
 _LOOK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock takes it for microseconds: an engine that starts just then tries again for so long."""
 _LOOK_PAUSE_S = 0.01
+_NAMELESS_PATIENCE_S = 2.0
+"""Who has a lock and has written no name looks, or is about to write it, also on a machine that is short of cores."""
 _BRIEF_PATIENCE_S = 30.0
 """Who holds a lock briefly says so in it: a command that repairs something, for which no engine must fail to start."""
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """flock on a file. The file's content says who holds it: for people, and for ``require_owner`` while it is held."""
+    """flock on a file. The file's content says who holds it: for people, and for ``is_held_by`` while it is held."""
 
     def __init__(self, path: Path, *, brief: bool = False) -> None:
         """Name the lock file; ``acquire`` takes it. ``brief``: for seconds at most, so that others may wait."""
@@ -58,7 +60,9 @@ class DirectoryLock:
             except BlockingIOError as error:
                 hint = _hint(self._fd)
                 self.release()
-                patience_s = _BRIEF_PATIENCE_S if hint.get("brief") is True else _LOOK_PATIENCE_S
+                patience_s = _LOOK_PATIENCE_S if "owner" in hint else _NAMELESS_PATIENCE_S
+                if hint.get("brief") is True:
+                    patience_s = _BRIEF_PATIENCE_S
                 if time.monotonic() - began_s < patience_s:
                     time.sleep(_LOOK_PAUSE_S)
                     continue
@@ -117,17 +121,16 @@ def holder_of(path: Path) -> str | None:
     return None if hint is None else _words(hint)
 
 
-def require_owner(path: Path, owner: str) -> None:
-    """Raise TierError while another than ``owner`` holds the lock ``path`` alone (``locked``), or if it cannot be read.
+def is_held_by(path: Path, owner: str) -> bool:
+    """Say whether ``owner`` holds the lock ``path`` alone, or somebody who could not write its name.
 
-    Who is not known passes: a lock that nobody holds, as on a machine without the engine's scheduler, or a holder that
-    could not write its name. With ``owner`` "" nothing is looked at.
+    False where nobody does, as on a machine without the engine's scheduler, and with ``owner`` "". Raises TierError
+    while another holds it (``locked``), or if it cannot be read.
     """
-    if not owner:
-        return
-    hint = _holders_hint(path)
+    hint = _holders_hint(path) if owner else None
     if hint is not None and hint.get("owner", owner) != owner:
         raise TierError(_in_use(path, hint), cause="locked")
+    return hint is not None
 
 
 def _holders_hint(path: Path) -> dict[str, Any] | None:

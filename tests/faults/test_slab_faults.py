@@ -21,7 +21,7 @@ import pytest
 
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.identity.namespace import Namespace
-from nixl_offload.tiers.lock import DirectoryLock, require_owner
+from nixl_offload.tiers.lock import DirectoryLock, is_held_by
 from nixl_offload.tiers.slab import file as slab_file
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
@@ -173,10 +173,10 @@ def test_a_lock_on_a_full_disk_says_nothing_wrong(tmp_path: Path, monkeypatch: p
         full.setattr(os, "pwrite", refuse)
         lock.acquire()
     assert (tmp_path / "lock").read_bytes() == b""
-    require_owner(tmp_path / "lock", lock.owner)
+    is_held_by(tmp_path / "lock", lock.owner)
     lock.acquire()
     with pytest.raises(TierError, match="in use by another engine"):
-        require_owner(tmp_path / "lock", "another")
+        is_held_by(tmp_path / "lock", "another")
     lock.release()
 
 

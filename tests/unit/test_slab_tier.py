@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from nixl_offload.errors import TierError
 from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.index import State
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.lock import DirectoryLock, holder_of, require_owner
+from nixl_offload.tiers.lock import DirectoryLock, holder_of, is_held_by
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.kind import open_link
@@ -242,15 +243,16 @@ def test_a_directory_made_anew_between_two_looks(
     """Another engine takes it after the first look at the lock: its file is opened, found out, and not cut."""
     tier, looks = open_tier(), list[Path]()
 
-    def look(path: Path, owner: str) -> None:
-        require_owner(path, owner)
+    def look(path: Path, owner: str) -> bool:
+        held = is_held_by(path, owner)
         looks.append(path)
         if len(looks) == 1:
             (tmp_path / "kv").rename(tmp_path / "gone")
             theirs = Path(open_tier().place.directory) / rank_file_name(0)
             theirs.write_bytes(bytes(4 * SLOT))
+        return held
 
-    monkeypatch.setattr("nixl_offload.tiers.slab.file.require_owner", look)
+    monkeypatch.setattr("nixl_offload.tiers.slab.file.is_held_by", look)
     slab = SlabFile(Path(tier.place.directory) / rank_file_name(0), SLOT, SLOT, owner=tier.place.owner)
     with pytest.raises(TierError, match="in use by another engine"):
         slab.open()
@@ -311,6 +313,32 @@ def test_storing_resumes_in_a_directory_taken_back(open_tier: OpenTier, open_ran
     assert os.path.samestat(os.fstat(rank.slab._fd), rank.path.stat())
     with pytest.raises(TierError, match="in use by another engine"):
         open_tier()
+
+
+def test_a_vanished_directory_is_locked_before_anything_is_stored_there(
+    open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path
+) -> None:
+    """A rank that made it anew by itself would store there without failing, and nobody would ever look at the lock."""
+    tier = open_tier()
+    rank = open_rank(tier)
+    shutil.rmtree(tmp_path / "kv")
+    assert not rank.may_store()
+    assert rank.link.trouble == "missing"
+    assert not (tmp_path / "kv").exists()
+    heal(tier, 100.0)
+    assert rank.may_store()
+    assert holder_of(tmp_path / "kv" / "lock") is not None
+    assert (rank.path.parent / "manifest.json").is_file()
+
+
+def test_ranks_of_another_machine_make_their_directory_anew(open_tier: OpenTier, tmp_path: Path) -> None:
+    """There is no scheduler's half, and no lock."""
+    place = open_tier().place
+    slab = SlabFile(tmp_path / "elsewhere" / "ns" / rank_file_name(0), SLOT, SLOT, owner=place.owner)
+    slab.open()
+    shutil.rmtree(tmp_path / "elsewhere")
+    assert slab.reopen()
+    slab.close()
 
 
 @pytest.mark.parametrize("before", ["", '{"pid": 1, "host": "a name", "since": "' + "x" * 500 + '"}\n'])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.tiers.lock import require_owner
+from nixl_offload.tiers.lock import is_held_by
 from nixl_offload.tiers.os_errors import cause_of, tier_error
 from nixl_offload.types import PAGE_BYTES, align_up
 
@@ -102,6 +102,8 @@ class SlabFile:
         self._fd = -1
         self._identity = (0, 0)
         self._filesystem: int | None = None
+        self._has_lock_here = False
+        """The engine's scheduler runs on this machine, too, and locks the directory."""
         self._backed = bytearray(-(-rank_bytes // extent_bytes))
         self._short_bytes = 0
         """What the last refused preallocation needed; 0 when none was refused."""
@@ -114,7 +116,7 @@ class SlabFile:
         """
         self.close()
         try:
-            self._require_owner()
+            self._check_lock()
             make_private_directory(self.path.parent)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             status = os.fstat(self._fd)
@@ -122,7 +124,7 @@ class SlabFile:
                 raise TierError(f"{self.path} is not a regular file", cause="io")
             if status.st_nlink > 1:
                 raise TierError(f"{self.path} has another name (a hard link); remove it", cause="io")
-            self._require_owner()  # it may be in a directory that another engine has made meanwhile
+            is_locked = self._check_lock()  # it may be in a directory that another engine has made meanwhile
             if stat.S_IMODE(status.st_mode) != 0o600:
                 os.fchmod(self._fd, 0o600)
             self.discard_beyond(self.rank_bytes)
@@ -135,6 +137,7 @@ class SlabFile:
             raise
         self._identity = (status.st_dev, status.st_ino)
         self._filesystem = status.st_dev
+        self._has_lock_here |= is_locked
         self._short_bytes = 0
 
     def close(self) -> None:
@@ -173,7 +176,7 @@ class SlabFile:
         is still not the space that the last refused ``ensure`` wanted. ``locked``: the directory is another engine's.
         """
         try:
-            self._require_owner()
+            self._check_lock()
         except TierError as error:
             return error.cause
         try:
@@ -197,16 +200,20 @@ class SlabFile:
         """Make storing possible again after trouble. True: a different file is open now, without the chunks.
 
         A vanished directory is made anew, but only on the filesystem where it was; nothing is created under an empty
-        mount point. Raises TierError with the cause that still stands against it.
+        mount point, nor before the engine has locked the directory again. Raises TierError with the cause that still
+        stands against it.
         """
         cause = self.check()
         if cause is None:
             return False
         if cause != "missing":
-            self._require_owner()  # says it better
+            self._check_lock()  # says it better
             raise TierError(f"{self.path} is not usable yet", cause=cause)
         if self._filesystem is not None and nearest_filesystem(self.path.parent) != self._filesystem:
             raise TierError(f"the filesystem of {self.path} is not mounted", cause="missing")
+        if self._has_lock_here and not self._check_lock():
+            # What fails for it has the scheduler's half look: see ``SlabTier.heal``. Else nobody would ever lock it.
+            raise TierError(f"the directory of {self.path} is gone, and with it the engine's lock", cause="missing")
         before, held = self._identity, self._fd
         self._fd = -1
         try:
@@ -275,8 +282,9 @@ class SlabFile:
             self._short_bytes = needed_bytes
         raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}") from error
 
-    def _require_owner(self) -> None:
-        require_owner(self.path.parent.parent / "lock", self._owner)
+    def _check_lock(self) -> bool:
+        """Say whether the engine has locked the directory. Raises TierError: another has."""
+        return is_held_by(self.path.parent.parent / "lock", self._owner)
 
     def _require_same_file(self) -> None:
         try:
