@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from nixl_offload.engine import pump
+from nixl_offload.movers.base import Op
 from tests.prove import faults
+from tests.prove.cells import Outcome
+from tests.prove.faults.injection import _arrive_object
+from tests.prove.faults.leaks import Leaks
+from tests.prove.faults.media import Medium, Piece, damage
 from tests.prove.faults.table import FAULTS, POINTS, TIERS, faults_at, why_not
 from tests.prove.running import cells_of, run
 
@@ -35,8 +46,53 @@ def test_a_few_cells(tmp_path: Path, names: tuple[str, ...]) -> None:
     for part, cell, outcome, _ in run(wanted, 1, workers=2, logs=tmp_path):
         assert outcome.is_good(), (cell.name, outcome)
         assert outcome.counts["faults"] >= 3, outcome
+        assert outcome.counts["rounds"] >= outcome.counts["rounds struck"] >= 3, outcome
         results[f"{part}/{cell.name}"] = {"counts": outcome.counts}
     assert len(results) == len(names)
     lines = faults.matrix({"cells": results}).splitlines()
     assert len(lines) == 2 + len(names)
     assert all(line.count("|") == len(FAULTS) + 2 for line in lines)
+
+
+@pytest.mark.parametrize("lengths", [(100, 100, 100), (100, 100, 300)])
+def test_a_shard_of_the_wrong_length_has_another_length(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    medium = Medium("shared_dir", tmp_path, is_small=False)
+    pieces = [Piece(tmp_path / str(at), 0, length) for at, length in enumerate(lengths)]
+    for seed in range(40):
+        for piece in pieces:
+            piece.path.write_bytes(random.Random(seed).randbytes(piece.length))
+        spoilt = damage("wrong length", medium, pieces, random.Random(seed), {})
+        assert spoilt
+        assert all(piece.path.stat().st_size != piece.length for piece in spoilt)
+
+
+def test_a_late_put_replaces_an_object_and_a_late_get_fills_memory(tmp_path: Path) -> None:
+    medium, memory = Medium("s3", tmp_path, is_small=False), np.arange(8, dtype=np.uint8)
+    places = [(memory.ctypes.data, memory.nbytes)]
+    _arrive_object(medium, Op.READ, places, "folder/object", [(0, 8)])
+    assert memory.tolist() == [*range(8)], "there is no such object"
+    _arrive_object(medium, Op.WRITE, places, "folder/object", [(0, 8)])
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["object"]
+    memory[:] = 0
+    _arrive_object(medium, Op.READ, places, "folder/object", [(0, 8)])
+    assert memory.tolist() == [*range(8)]
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_files_are_judged_although_some_are_left_behind_with_storage_that_hung(
+    monkeypatch: pytest.MonkeyPatch, leaks: bool
+) -> None:
+    monkeypatch.setattr(pump, "LEAKED", [])
+    outcome = Outcome()
+    context = SimpleNamespace(faults=SimpleNamespace(spared=contextlib.nullcontext), outcome=outcome, where="here")
+    looks = Leaks(context)  # type: ignore[arg-type]
+    with contextlib.ExitStack() as opened:
+        for server in range(12):
+            if server in {3, 6, 9}:
+                pump.LEAKED.append(object())
+                opened.enter_context(open(os.devnull))
+            if leaks:
+                opened.enter_context(open(os.devnull))
+            looks.check_after()
+    assert looks.judged >= 1
+    assert bool(outcome.leaks) == leaks

@@ -5,7 +5,8 @@ Threading: one thread, beside the product's own. Ownership: ``lift`` ends what w
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import gc
 import os
 import random
 import signal
@@ -24,7 +25,10 @@ from tests.prove.faults.server import Server
 from tests.prove.faults.table import ANSWERS, RESTING
 from tests.s3.proxy import Rule
 
-GIVES_UP_OF: Final = 8
+GIVES_UP_OF: Final = 3
+"""With so many staging slots one may be gone for good."""
+LEAVES_S: Final = 2.0
+"""Within so long a forked child has exited."""
 KNOWN: Final = 24
 """So many chunks are asked for again and again."""
 
@@ -52,12 +56,16 @@ class Context:
         """How often each fault struck, beside those that ``faults`` counts."""
         self.medium: Medium
         if tier.startswith("s3"):
-            self.medium = Bucket(tier, root)
+            self.medium = self.faults.bucket = Bucket(tier, root)
         else:
             self.medium = Medium("slab" if tier == "memory" else tier, root, is_small=point == "eviction")
         self._old: dict[Piece, bytes] = {}
         self._last = 0
         self._children: list[int] = []
+        self._leaving: list[int] = []
+        """Those that exit by themselves."""
+        self.exits: Counter[int] = Counter()
+        """How children ended that were to exit by themselves, by exit code; those that did not have -SIGKILL."""
         self._gave_up: Server | None = None
         """Where a transfer was given up already."""
         self._rule: Rule | None = None
@@ -153,11 +161,17 @@ class Context:
         if rule is not None:
             self.counts[self._rule_fault] += rule.hits
             rule.release()
-        for child in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        until_s = real_s() + LEAVES_S
+        for child in self._leaving:
+            while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and real_s() < until_s:
+                time.sleep(0.005)
+        for child in [*self._children, *self._leaving]:
+            os.kill(child, signal.SIGKILL)  # nobody has waited for it, so the number is still its own
+            _, status = os.waitpid(child, 0)
+            if child in self._leaving:
+                self.exits[os.waitstatus_to_exitcode(status)] += 1
         self._children.clear()
+        self._leaving.clear()
 
     def spoil(self, fault: str, numbers: Sequence[int]) -> None:
         """Damage some of these chunks where they rest, if ``fault`` is of that kind."""
@@ -208,12 +222,18 @@ class Context:
         self.counts[fault] += 1
 
     def _fork(self) -> None:
-        """A child that holds what it has inherited until the fault is lifted."""
+        """A child that holds what it has inherited until the fault is lifted; or frees it, and exits as others do."""
+        leaves = self.rng.random() < 0.5
         child = os.fork()
         if not child:
             try:
+                if leaves:
+                    if "server" in vars(self):
+                        vars(self.server).clear()
+                    gc.collect()
+                    ctypes.pythonapi.Py_Exit(0)  # what an uncaught SystemExit ends in
                 signal.pause()
             finally:
-                os._exit(0)
-        self._children.append(child)
+                os._exit(1)
+        (self._leaving if leaves else self._children).append(child)
         self.counts["fork"] += 1

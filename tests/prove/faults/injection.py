@@ -27,6 +27,7 @@ from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Move
 from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.shared_dir import files as tree_files
 from nixl_offload.tiers.slab import file as slab_file
+from tests.prove.faults.media import Medium
 
 ERRNOS: Final = {
     "EIO": errno.EIO,
@@ -82,6 +83,8 @@ class Faults:
         self._armed: Armed | None = None
         self._mine = threading.local()
         self._movers: list[SeededMover] = []
+        self.bucket: Medium | None = None
+        """Where objects rest, if there are any."""
         self.counts: Counter[str] = Counter()
         for name in _WRAPPED:
             setattr(os, name, self._around(name, getattr(os, name)))
@@ -255,15 +258,20 @@ class SeededMover(FaultyMover):
         """See FaultyMover."""
         self._total_bytes = max(1, int(memory_extents[:, 1].sum()))
         armed, region = self._faults.armed, self._regions[memory]
-        may_give_up = file in self._paths and region.kind is MemoryKind.DRAM
+        may_give_up = region.kind is MemoryKind.DRAM
         if armed is None or not (armed.gives_up and armed.transfers and may_give_up and armed.strikes()):
             return super().submit(op, memory, memory_extents, file, file_extents)
-        with self._faults.spared():
-            descriptor = os.open(self._paths[file], (os.O_RDONLY if op is Op.READ else os.O_RDWR) | os.O_CLOEXEC)
         transfer = Transfer(op, self._total_bytes)
         places = [(region.address + int(offset), int(length)) for offset, length in memory_extents]
         extents = [(int(offset), int(length)) for offset, length in file_extents]
         self._given_up.add(transfer)
+        if file in self._objects:
+            assert self._faults.bucket is not None
+            name = self._objects[file]
+            self._late.append(functools.partial(_arrive_object, self._faults.bucket, op, places, name, extents))
+            return transfer
+        with self._faults.spared():
+            descriptor = os.open(self._paths[file], (os.O_RDONLY if op is Op.READ else os.O_RDWR) | os.O_CLOEXEC)
         self._late.append(functools.partial(_arrive, op, places, descriptor, extents))
         return transfer
 
@@ -321,6 +329,22 @@ def _arrive(op: Op, places: Sequence[tuple[int, int]], descriptor: int, extents:
             os.pwrite(descriptor, data[:length], offset)
             data = data[length:]
     os.close(descriptor)
+
+
+def _arrive_object(
+    bucket: Medium, op: Op, places: Sequence[tuple[int, int]], name: str, extents: Sequence[tuple[int, int]]
+) -> None:
+    """Likewise, of an object, which a PUT replaces whole."""
+    path = bucket.root / name
+    if op is Op.READ:
+        with contextlib.suppress(FileNotFoundError):
+            _arrive(op, places, os.open(path, os.O_RDONLY | os.O_CLOEXEC), extents)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.late")
+    _arrive(op, places, os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), extents)
+    draft.replace(path)
+    bucket.changed()
 
 
 _TRANSFERS: Final = {

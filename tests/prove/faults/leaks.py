@@ -35,6 +35,12 @@ class Leaks:
         self._context = context
         self._files: list[list[str]] = []
         """What was open after each server, by names."""
+        self._counts: list[int] = []
+        """How much that was, without what had been left behind."""
+        self.judged = 0
+        """How often there were servers enough to say whether their files are closed."""
+        self._left_behind = 0
+        """So many files."""
         self._kept: list[object] = []
         self._excused: set[threading.Thread | str] = set()
         """Threads and files that were told of, or are left behind with storage that hung."""
@@ -57,13 +63,18 @@ class Leaks:
             self._kept += pump.LEAKED
             pump.LEAKED.clear()
             self._excused.update(files)
-            self._files.clear()
+            if self._counts:
+                self._left_behind += max(0, len(files) - self._left_behind - self._counts[-1])
         self._files.append(files)
-        counts = [len(each) for each in self._files]
-        if len(counts) > FIRST.stop + 1 and min(counts[LAST]) > max(counts[FIRST]):
-            more = sorted(set(files).difference(*self._files[FIRST]))
-            self._tell([f"file descriptors by server: {counts}; new are {more}"])
-            self._files.clear()
+        self._counts.append(len(files) - self._left_behind)
+        counts = self._counts
+        if len(counts) > FIRST.stop + 1:
+            self.judged += 1
+            if min(counts[LAST]) > max(counts[FIRST]):
+                more = sorted(set(files).difference(*self._files[FIRST], self._excused))
+                self._tell([f"file descriptors by server: {counts}; new are {more}"])
+                self._files.clear()
+                counts.clear()
 
     def _open_shards(self, server: Server) -> list[str]:
         """Return the files of a shared directory that stay open; a slab's one, and what was given up, is for good."""

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Rule
+from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Rule, Stretch
 from tests.s3.servers import RcloneServer
 
 PREFIX: Final = "kv"
 SHARED_DIR_BYTES: Final = 512 << 10
 """Where chunks are evicted; else far more."""
-LOOKUP: Final = {"timeout": "1s", "absent_for": "1ms", "present_for": "10m"}
+PRESENT_S: Final = 600.0
+"""So long a lookup's answer is believed."""
+LOOKUP: Final = {"timeout": "1s", "absent_for": "1ms", "present_for": f"{PRESENT_S:.0f}s"}
 MEMORY_BYTES: Final = 768 << 10
 
 
@@ -109,12 +111,13 @@ class Bucket(Medium):
         if made is None:
             return None
         share = rng.choice((0.3, 0.7, 1.0))
-        operation = "GET" if isinstance(made, Cut | Flip) else None
+        operation = {Cut: "GET", Flip: "GET", Stretch: "GET|HEAD"}.get(type(made))
         times = 3 if isinstance(made, Hold) else None
         return self.proxy.inject(made, operation=operation, probability=share, seed=rng.randrange(1 << 30), times=times)
 
     def _fault(self, fault: str, rng: random.Random) -> Fault | None:
         at = rng.choice(("request", "upload", "answer", "headers", "body"))
+        more = rng.choice((1, 100, 4096, 65_536))
         answers: dict[str, Fault] = {
             "500": Answer(500, "InternalError"),
             "503": Answer(503, "SlowDown"),
@@ -125,6 +128,8 @@ class Bucket(Medium):
             "hang": Hold("request"),
             "short": Cut(rng.random(), lying=rng.random() < 0.5),
             "flipped": Flip(rng.random()),
+            "long": Stretch(more),
+            "wrong length": Stretch(more, lying=True),
         }
         return answers.get(fault)
 
@@ -160,7 +165,14 @@ def damage(
         elif fault == "long":
             with piece.path.open("ab") as file:
                 file.write(rng.randbytes(rng.choice((1, 100, 4096, 8192))))
-        elif fault == "swapped" or (fault == "wrong length" and medium.is_shared):
+        elif fault == "wrong length":
+            others = [other.read() for other in pieces if other.path.exists()]
+            others = [other for other in others if len(other) != piece.length]
+            if not others or rng.random() < 0.5:
+                length = rng.choice((1, piece.length // 2, piece.length - 1, piece.length + 1, 2 * piece.length))
+                others = [(data * (length // len(data) + 1))[:length]]
+            piece.path.write_bytes(rng.choice(others))
+        elif fault == "swapped":
             other = rng.choice(pieces)
             if other.path.exists() and other.read() != data:
                 _swap(piece, other, whole=medium.is_shared)

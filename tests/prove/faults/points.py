@@ -10,6 +10,7 @@ import io
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.slab.tier import SlabTier
 from tests.prove.faults.clock import CLOCK
 from tests.prove.faults.context import Context
+from tests.prove.faults.media import PRESENT_S
 from tests.prove.faults.server import JUMP_S
 
 GRACE_S: Final = 3600.0
@@ -28,12 +30,20 @@ GRACE_S: Final = 3600.0
 
 
 def lookup(context: Context, fault: str) -> None:
-    """The fault is there while a prompt is looked up; what was found is loaded once it is gone."""
+    """The fault is there while a prompt is looked up; what was found is loaded once it is gone.
+
+    Damage comes before the lookup, which believes nothing that it was told before, or between it and the load.
+    """
     asked = [*context.some(), *context.new()]
+    is_early = context.rng.random() < 0.5
+    if is_early:
+        CLOCK.ahead_s += PRESENT_S + 1.0
+        context.spoil(fault, asked)
     context.arm(fault, transfers=False)
     context.server.look_up(asked)
     context.lift()
-    context.spoil(fault, asked)
+    if not is_early:
+        context.spoil(fault, asked)
     context.server.serve(asked)
 
 
@@ -54,13 +64,10 @@ def store(context: Context, fault: str) -> None:
 
 def load(context: Context, fault: str) -> None:
     """The fault is there while chunks are loaded, which lookups have found whole."""
-    asked = context.some()
-    context.spoil(fault, asked)
-    found = context.server.look_up(asked)[: context.server.room]
-    if not found:
-        return
+    found = _found(context, fault, list)
     context.arm(fault)
-    context.server.load(found)
+    if found:
+        context.server.load(found)
     context.while_it_lasts(0.05)
     if fault == "hang":
         CLOCK.ahead_s += context.rng.choice((0.0, 2.0, JUMP_S))
@@ -71,9 +78,7 @@ def load(context: Context, fault: str) -> None:
 
 def promotion(context: Context, fault: str) -> None:
     """Likewise; most are not in memory any more, and shall be kept there."""
-    asked = _out_of_memory(context)
-    context.spoil(fault, asked)
-    found = context.server.look_up(asked)[: context.server.room]
+    found = _found(context, fault, partial(_out_of_memory, context))
     context.arm(fault)
     if found:
         context.server.load(found)
@@ -82,14 +87,25 @@ def promotion(context: Context, fault: str) -> None:
         _wait_in_vain(context)
 
 
-def _out_of_memory(context: Context) -> list[int]:
-    """Return some chunks, most of which memory has let go of."""
-    memory, some = context.server.opened[0], context.some()
-    for number in some if isinstance(memory, MemoryTier) else ():
+def _found(context: Context, fault: str, prepare: Callable[[list[int]], list[int]]) -> list[int]:
+    """Return what lookups find of chunks that the fault may have damaged; of others where nothing is left of these."""
+    asked = prepare(context.some())
+    context.spoil(fault, asked)
+    found = context.server.look_up(asked)[: context.server.room]
+    if not found:
+        context.fill()
+        found = context.server.look_up(prepare(context.known[-4:]))[: context.server.room]
+    return found
+
+
+def _out_of_memory(context: Context, numbers: list[int]) -> list[int]:
+    """Have memory let go of most of these chunks; return them."""
+    memory = context.server.opened[0]
+    for number in numbers if isinstance(memory, MemoryTier) else ():
         if context.rng.random() < 0.8 and memory.state(context.server.key(number)) is not None:
             with contextlib.suppress(NixlOffloadError):
                 memory.drop(context.server.key(number))
-    return some
+    return numbers
 
 
 def _wait_in_vain(context: Context) -> None:
@@ -121,7 +137,7 @@ def sleep(context: Context, fault: str) -> None:
     """KV memory goes away while something is under way, and comes back."""
     server, rng = context.server, context.rng
     fresh = context.new(rng.randint(1, 3))
-    found = server.look_up(_out_of_memory(context))[: max(0, server.room - len(fresh))]
+    found = server.look_up(_out_of_memory(context, context.some()))[: max(0, server.room - len(fresh))]
     is_early = rng.random() < 0.5
     if is_early:
         context.arm(fault)

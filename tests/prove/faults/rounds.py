@@ -55,6 +55,9 @@ class Cell:
         self._context = Context(tier, point, self._rng, root, self._outcome)
         self._shape, self._ranks = "two_groups", 1
         self._epoch_number = 0
+        self._tried = {"rounds": 0, "rounds struck": 0}
+        """A fault that is there once is a round, however often it strikes."""
+        self._struck_before = Counter[str]()
         self._leaks = Leaks(self._context)
 
     def run(self) -> Outcome:
@@ -75,8 +78,17 @@ class Cell:
         finally:
             self._context.medium.close()
         struck = self._struck
-        self._outcome.counts = {"faults": struck.total(), **dict(sorted(struck.items()))}
+        self._outcome.counts = {
+            **self._tried,
+            "faults": struck.total(),
+            **dict(sorted(struck.items())),
+            "descriptors judged": self._leaks.judged,
+        }
+        if self._context.exits:
+            self._outcome.note = f"exits of forked children: {dict(self._context.exits)}"
         if self._rounds > 1 and not self._is_over:
+            if not self._leaks.judged:
+                self._outcome.missed.append("nothing said whether files are closed: too few servers")
             self._outcome.missed += [f"{fault} never struck" for fault in faults if not struck[fault]]
             if self._point == "sleep" and not self._context.slept:
                 self._outcome.missed.append("no rank ever slept")
@@ -129,7 +141,7 @@ class Cell:
                 if self._point == "sleep" or number == 0 or rng.random() < 0.2:
                     context.fill()
                 POINTS[self._point](context, fault)
-                context.lift()
+                self._lift(fault)
                 self._settle(server)
                 if self._is_over:
                     return
@@ -177,7 +189,7 @@ class Cell:
                 server.look_up(context.some(), limit_s=0.1)
             if fault in {"hang", "slow"}:
                 context.steps_for(0.1)
-            context.lift()
+            self._lift(fault)
             self._settle(server)
         finally:
             context.lift()
@@ -208,13 +220,21 @@ class Cell:
         context.spoil(fault, context.known)
         self._end(server)
         context.keep(fresh)
-        context.lift()
+        self._lift(fault)
         # The next server finds what is whole, and nothing else.
         after = self._make_server(options)
         try:
             self._settle(after)
         finally:
             self._end(after)
+
+    def _lift(self, fault: str) -> None:
+        """A round's fault is over."""
+        self._context.lift()
+        struck = self._struck
+        self._tried["rounds"] += 1
+        self._tried["rounds struck"] += struck[fault] > self._struck_before[fault]
+        self._struck_before = struck
 
     def _end(self, server: Server) -> None:
         began_s = real_s()
