@@ -26,6 +26,7 @@ from nixl_offload.types import Outcome as ChunkOutcome
 from tests.prove.cells import Cell, Outcome
 from tests.prove.security.attacks import FORGERIES, REFUSED, Attack, Loot, longer
 from tests.prove.security.manifests import try_manifests
+from tests.prove.security.memory import MOST_BYTES, peak_bytes
 from tests.unit.chain_rig import make_host
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, Rig
 from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, objects, tree
@@ -137,8 +138,10 @@ def _attack(
         return result, rig.bytes_of(blocks, group), set(others) != {EMPTY}
 
     def refused(name: str) -> None:
-        begin = drawn.randrange(first, CHUNK_BLOCKS)
+        begin, before_bytes = drawn.randrange(first, CHUNK_BLOCKS), peak_bytes()
         result, found, touched = load(reader, begin)
+        if (grown_bytes := peak_bytes() - before_bytes) > MOST_BYTES:
+            outcome.wrong.append(f"{words}: {name} made the server ask for {grown_bytes >> 20} MiB")
         if result is ChunkOutcome.OK or set(found) != {EMPTY} or touched:
             outcome.wrong.append(f"{words}: {name} was used, from block {begin} on: {result}")
         host = hosts["known"]

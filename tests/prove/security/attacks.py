@@ -16,6 +16,7 @@ import numpy as np
 from nixl_offload.chunk.authentication import KEY_ID_AT, MAC_AT, ChunkKeys
 from nixl_offload.chunk.checksum import block_checksum
 from nixl_offload.chunk.header import CHECKSUMS_AT, HEADER_BYTES, OWN_CHECKSUM_AT
+from tests.prove.security.memory import PROMISED_BYTES
 
 NAMESPACE, GROUP, BLOCKS, FIRST, BLOCK_BYTES, CREATED, KEY = 16, 48, 52, 54, 56, 72, 80
 """Offsets of fields in a header page, of docs/format.md."""
@@ -75,6 +76,15 @@ def _signed(loot: Loot, image: bytearray) -> bytes:
     end = HEADER_BYTES + blocks * block_bytes
     rows = page[HEADER_BYTES + first * block_bytes : end].reshape(-1, block_bytes)
     return ChunkKeys([loot.attackers_key]).signed(page[:HEADER_BYTES], rows).tobytes() + bytes(image[HEADER_BYTES:])
+
+
+def promising(image: bytes) -> bytes:
+    """Return a shard whose header says that its blocks have ``PROMISED_BYTES``, its own checksum right."""
+    made = bytearray(image)
+    (blocks,) = struct.unpack_from("<H", made, BLOCKS)
+    struct.pack_into("<QQ", made, BLOCK_BYTES, PROMISED_BYTES // blocks, PROMISED_BYTES // blocks * blocks)
+    struct.pack_into("<Q", made, OWN_CHECKSUM_AT, block_checksum(memoryview(made)[:OWN_CHECKSUM_AT]))
+    return bytes(made)
 
 
 def payload(loot: Loot) -> bytes:
@@ -212,6 +222,11 @@ def giant(loot: Loot) -> bytes:
     return bytes(image)
 
 
+def large(loot: Loot) -> bytes:
+    """The header promises more than was stored, but not more than there is memory for. See ``promising``."""
+    return promising(loot.target)
+
+
 def retired(loot: Loot) -> bytes:
     """The right payload, signed by a key that servers trust no more."""
     return loot.retired
@@ -241,6 +256,6 @@ FORGERIES: Final[tuple[Attack, ...]] = (
 """Those that a server without ``authenticate`` takes for what it asked for, and that have other bytes."""
 REFUSED: Final[tuple[Attack, ...]] = (
     *FORGERIES, unsigned, header_of_another, another_key, another_namespace, another_rank, time_changed,
-    fields_changed, first_block_given_up, giant, retired, retired_by_a_known_id, cut,
+    fields_changed, first_block_given_up, giant, large, retired, retired_by_a_known_id, cut,
 )  # fmt: skip
 """Those of which no byte is used. ``longer`` is refused where the length of a file is looked at."""

@@ -1,4 +1,6 @@
-"""Forged manifests, and whatever else can lie in a manifest's place: commands survive, and believe none of it."""
+"""Forged manifests, whatever else can lie in a manifest's place, and shards that promise much: commands survive, and
+believe none of it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,13 @@ from typing import Any, Final
 
 import yaml
 
+from nixl_offload.chunk.header import slot_bytes
 from nixl_offload.cli.main import main
 from nixl_offload.identity.namespace import make_namespace
 from nixl_offload.stores.directory import TreeStore
 from tests.prove.cells import Outcome
+from tests.prove.security.attacks import promising
+from tests.prove.security.memory import MOST_BYTES, PROMISED_BYTES, peak_bytes
 from tests.unit import warm_rig
 
 MOST_KIB: Final = 200 << 10
@@ -114,14 +119,32 @@ def try_manifests(seed: int, rounds: int) -> Outcome:
         outcome.missed.append("with the genuine manifest a chunk without a MAC is not bad")
     # A server that wants no MAC takes the same chunk: so it is the MAC that is missed, and nothing else.
     plain, root = warm_rig.namespace(), Path("plain").absolute()
+    path = root / plain.name / "manifest.json"
     with closing(TreeStore(str(root))) as unsigned:
         warm_rig.put_chunk(unsigned, plain, 1)
-    Path(root, plain.name, "manifest.json").write_text(json.dumps(plain.manifest()))
+        path.write_text(json.dumps(plain.manifest()))
     Path("kv.yaml").write_text(yaml.safe_dump({"tiers": [{**tier, "path": str(root)}]}))
     if _verified("without authenticate", outcome) != {"good": 1}:
         outcome.missed.append("without authenticate the chunk is not good")
+    with closing(TreeStore(str(root))) as unsigned:
+        _try_large_shard(path, root / warm_rig.put_chunk(unsigned, plain, 3)[0], outcome)
     store.close()
     return outcome
+
+
+def _try_large_shard(manifest: Path, shard: Path, outcome: Outcome) -> None:
+    """Have ``verify`` meet a shard of which header and length say that it is large: first by a manifest that says
+    otherwise, then without one, so that all of it is read.
+    """
+    shard.write_bytes(promising(shard.read_bytes()))
+    os.truncate(shard, slot_bytes(warm_rig.BLOCKS, PROMISED_BYTES // warm_rig.BLOCKS))
+    for words in ("a large shard", "a large shard without a manifest"):
+        before_bytes = peak_bytes()
+        if (verified := _verified(words, outcome)) != {"good": 1, "bad": 1}:
+            outcome.wrong.append(f"{words}: {verified}")
+        if (grown_bytes := peak_bytes() - before_bytes) > MOST_BYTES:
+            outcome.wrong.append(f"{words}: verify asked for {grown_bytes >> 20} MiB")
+        manifest.unlink(missing_ok=True)
 
 
 def _commands(words: str, outcome: Outcome) -> None:
