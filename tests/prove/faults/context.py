@@ -27,7 +27,7 @@ from tests.s3.proxy import Rule
 
 GIVES_UP_OF: Final = 3
 """With so many staging slots one may be gone for good."""
-LEAVES_S: Final = 2.0
+LEAVES_S: Final = 5.0
 """Within so long a forked child has exited."""
 KNOWN: Final = 24
 """So many chunks are asked for again and again."""
@@ -129,7 +129,9 @@ class Context:
             self.counts[fault] += 1
         elif fault == "fork":
             self._fork()
-        elif isinstance(self.medium, Bucket) and (fault in ANSWERS or not transfers or not rng.randrange(3)):
+        elif isinstance(self.medium, Bucket) and (
+            fault in ANSWERS or not transfers or not rng.randrange(2 if fault in RESTING else 3)
+        ):
             self._rule = self.medium.inject(fault, rng)
             self._rule_fault = fault
         at_rest = fault in RESTING and fault != "flipped" and not (fault == "stale" and self.tier == "shared_dir")
