@@ -16,7 +16,7 @@ def test_forged_shards_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     outcome = try_forgeries(kind, way, 1, ["two_groups", "direct_blocks"], 1)
     assert outcome.is_good(), outcome
-    assert outcome.counts["forgeries"] == 48
+    assert outcome.counts["forgeries"] == 50
 
 
 def test_forged_manifests_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
