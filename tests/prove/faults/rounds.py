@@ -140,9 +140,11 @@ class Cell:
                 self._where = f"epoch {self._epoch_number}, round {number}, {fault}"
                 if self._point == "sleep" or number == 0 or rng.random() < 0.2:
                     context.fill()
+                whole = server.serve(context.some()) if fault == "fork" and self._keeps_all else []
                 POINTS[self._point](context, fault)
                 self._lift(fault)
                 self._settle(server)
+                self._check_kept(server, whole)
                 if self._is_over:
                     return
             if rng.random() < 0.3:
@@ -265,6 +267,23 @@ class Cell:
         self._leaks.check_held(server)
         self._take_wrong(server)
 
+    @property
+    def _keeps_all(self) -> bool:
+        """Whether what was stored stays where nothing is damaged: there is room, and nobody deletes."""
+        return self._context.medium.is_shared and self._point not in {"eviction", "gc", "verify"}
+
+    def _check_kept(self, server: Server, whole: Sequence[int]) -> None:
+        """What was whole before a fork is so when the child is gone; a lookup may be late, and is tried again."""
+        lost = set(whole)
+        for _ in range(AGAIN if whole else 0):
+            lost -= {*server.serve(sorted(lost))}
+            if not lost:
+                return
+            CLOCK.ahead_s += 61.0
+            self._context.steps_for(0.01)
+        if lost:
+            self._outcome.missed.append(f"{self._where}: chunks {sorted(lost)} are lost to a forked child")
+
     def _take_wrong(self, server: Server) -> None:
         self._outcome.wrong += [f"{self._where}: {sentence}" for sentence in server.wrong]
         server.wrong.clear()
@@ -273,6 +292,7 @@ class Cell:
         """A new chunk is stored, in the farthest tier, too, and served."""
         tier, until_s, came = server.serving[-1], real_s() + RECOVERS_S, Counter[str]()
         while real_s() < until_s:
+            server.check_guards()  # blocks of a load that failed are kept until then; with none left nothing is stored
             [number] = self._context.new()
             if not server.store([number]):
                 came["refused"] += 1
