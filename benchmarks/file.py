@@ -1,4 +1,4 @@
-"""Movers against fio on one file: store and load of 256 × 2 MiB and 4096 × 64 KiB, same sizes, depth and O_DIRECT.
+"""Movers against fio on one file: store and load of pieces of 2 MiB, 512 and 64 KiB, same sizes, depth and O_DIRECT.
 
 ``python -m benchmarks.file [--dir DIR] [--json] [--rounds N] [--movers posix_aio,posix_uring,copy]``. Ours and fio take
 turns on the same written file, in random order of pieces, so a noisy disk is equally unkind to both: believe the ratio.
@@ -60,7 +60,9 @@ class Shape:
         return self.pieces * self.piece_bytes
 
 
-SHAPES = (Shape("256 × 2 MiB", 256, 2 * MIB, 32, 8), Shape("4096 × 64 KiB", 4096, 64 * KIB, 256, 64))
+TINY = Shape("4096 × 64 KiB", 4096, 64 * KIB, 256, 64)
+"""No model has chunks of so little by default, 256 tokens; few have less than half a MiB."""
+SHAPES = (Shape("256 × 2 MiB", 256, 2 * MIB, 32, 8), Shape("1024 × 512 KiB", 1024, 512 * KIB, 64, 16), TINY)
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ def summary(name: str, shape: Shape, op: Op, pairs: list[tuple[Run, Run]]) -> Re
 
 def submit_cost(name: str, path: Path) -> float:
     """Microseconds that ``submit`` of one batch of 64 × 64 KiB takes, I/O apart; the median."""
-    ours = Ours(name, path, SHAPES[1])
+    ours = Ours(name, path, TINY)
     costs: list[float] = []
     rows = np.arange(64, dtype=np.int32)
     random = np.random.default_rng(0)
