@@ -146,7 +146,12 @@ def main() -> int:
     """Serve requests from stdin; see ``engine_process``. What kills the process leaves its stacks in the log."""
     from vllm import _custom_ops
 
+    from nixl_offload.tiers.shared import tier
+
     faulthandler.enable()
     # vLLM's oneDNN keeps 0.3 MiB for each number of tokens that a step had, for long: that would hide leaks of ours.
     _custom_ops._supports_onednn = False
+    # All clocks are this machine's. With the five minutes of a fleet, directory and bucket would be asked in vain until
+    # the end of a short soak, and no fault would meet a load from them.
+    tier.RESET_MARGIN_S = 2.0
     return serve(SoakHost)

@@ -19,6 +19,7 @@ from unittest import mock
 from examples.demo.engine import Engine, EngineError, quick_environment
 from examples.demo.model import TINY
 from nixl_offload.cli.main import main as nixl_offload
+from nixl_offload.tiers.shared.sweep import make_plan
 from tests.prove.cells import Outcome
 from tests.prove.files import files
 from tests.prove.soak import laps
@@ -41,8 +42,9 @@ BACK_S: Final = 90.0
 """Within so long all tiers are in use again."""
 SLOWER: Final = 0.05
 GC_LAPS: Final = 8
-RESET_LAPS: Final = 5
-YOUNG_S: Final = 600.0
+RESET_LAPS: Final = 12
+"""More than the longest of ``laps.BACK``: after a reset of the connector nothing older counts in directory and bucket.
+"""
 LAP_S: Final = 120.0
 """A lap that takes longer hangs."""
 HEAP_MIB: Final = 2.0
@@ -114,7 +116,9 @@ def soak(seed: int, seconds: float, only: str = "") -> Outcome:
         stack.enter_context(mock.patch.dict(os.environ, server.environment))
         proxy = stack.enter_context(FaultProxy(server.port))
         disk = make_disk(scratch, 192 * MIB)
-        if disk is not None:
+        if disk is None:
+            outcome.missed.append("no filesystem can be made here: none was full or read-only")
+        else:
             stack.callback(disk.destroy)
         base = scratch / "kv" if disk is None else disk.path
         config = _config(base, server.tier("soak", endpoint=proxy.endpoint, request_timeout="1s"))
@@ -162,9 +166,10 @@ def _go(run: _Run, seconds: float, troubles: Troubles, samples: Samples) -> None
         troubles.stop()
     outcome.counts["faults"] = sum(troubles.struck.values())
     outcome.missed += troubles.idle
+    calm_lap = len(run.salts) + max(laps.BACK)
     took_s = _until_back(run)
     run.laps_until(time.monotonic() + CALM * seconds)
-    while len(run.salts) % laps.VARIANTS != first_lap % laps.VARIANTS:
+    while len(run.salts) <= calm_lap or len(run.salts) % laps.VARIANTS != first_lap % laps.VARIANTS:
         run.lap()
     last_lap = len(run.salts)
     last = run.laps_until(time.monotonic() + WINDOW * seconds)
@@ -274,19 +279,17 @@ def _pids(engine: Engine, server: RcloneServer) -> dict[str, int]:
 def _collector(scratch: Path, server: RcloneServer, proxy: FaultProxy) -> Callable[[], None]:
     """Return what an operator's timer does: shrink the bucket. What it cannot do now it does the next time.
 
-    gc spares what was written within ten minutes, so objects are made older than they are.
+    gc spares what was written within ten minutes, which would be all there is: here it does not. Objects are not made
+    to look older instead: after a reset the connector goes by their age.
     """
     file = scratch / "gc.yaml"
     file.write_text(json.dumps({"tiers": [server.tier("soak", endpoint=server.endpoint, capacity=BUCKET)]}))
 
     def collect() -> None:
         proxy.forget()
-        young_s = time.time() - 2 * YOUNG_S
-        for path, told in files(server.directory):
-            if told.st_mtime > young_s:
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(path, (told.st_atime, told.st_mtime - 4 * YOUNG_S))
-        with contextlib.suppress(Exception):
+        defaults = make_plan.__kwdefaults__
+        assert "grace_s" in defaults
+        with mock.patch.dict(defaults, grace_s=0.0), contextlib.suppress(Exception):
             nixl_offload(["gc", str(file), "--delete"])
 
     return collect
