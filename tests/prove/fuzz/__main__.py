@@ -38,6 +38,7 @@ def main() -> int:
     parsing.add_argument("--corpus", type=Path, help="keep inputs that reach something new here")
     chosen = parsing.parse_args()
     chosen.scratch, chosen.found = chosen.scratch.absolute(), chosen.found.absolute()  # a target may go elsewhere
+    chosen.corpus = (chosen.corpus or chosen.scratch / "corpus").absolute()
     chosen.scratch.mkdir(parents=True, exist_ok=True)
     if chosen.inputs:
         from tests.prove.fuzz.targets import TARGETS
@@ -59,9 +60,8 @@ def _fuzz(chosen: argparse.Namespace) -> int:
     target = TARGETS[chosen.target]
     one = target.begin(chosen.scratch)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    corpus = chosen.corpus or chosen.scratch / "corpus"
+    corpus: Path = chosen.corpus
     corpus.mkdir(parents=True, exist_ok=True)
-    kept = corpus if chosen.corpus else None
     for number, seed in enumerate([*target.seeds(), *(file.read_bytes() for file in target.corpus())]):
         (corpus / f"seed-{number}").write_bytes(seed)
     words = chosen.scratch / "words"
@@ -81,7 +81,7 @@ def _fuzz(chosen: argparse.Namespace) -> int:
         return atheris.Mutate(data, most) if changed is None or len(changed) > most else changed
 
     extra = {} if change is None else {"custom_mutator": mutate}
-    atheris.Setup([sys.argv[0], *options, str(kept or corpus)], _noting(one, chosen.found), **extra)
+    atheris.Setup([sys.argv[0], *options, str(corpus)], _noting(one, chosen.found), **extra)
     atheris.Fuzz()
     return 0
 

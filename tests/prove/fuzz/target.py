@@ -43,9 +43,14 @@ class Target:
     input_s: int = 5
     """Longer than that for one input is a finding."""
 
+    @property
+    def directory(self) -> str:
+        """The name of a directory of inputs."""
+        return self.name.replace("/", "-")
+
     def corpus(self) -> list[Path]:
         """Return the kept inputs."""
-        return sorted((CORPUS / self.name.replace("/", "-")).glob("*"))
+        return sorted((CORPUS / self.directory).glob("*"))
 
 
 def expect(holds: object, promise: str) -> None:
