@@ -28,6 +28,7 @@ def drawn(results: Mapping[str, Any]) -> Iterator[Table | str]:
         yield table
         yield _table("faults that make no sense", _REASON_HEAD, _reasons(results))
     yield from _notes(results)
+    yield from _rates(results)
     yield _table(_title(results), _PART_HEAD, _part_lines(results))
 
 
@@ -50,7 +51,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     ]
     if table := _matrix(results):
         told += [table, _markdown_table(_REASON_HEAD, _reasons(results))]
-    told.append("".join(f"- {note}\n" for note in _notes(results)))
+    told.append("".join(f"- {line}\n" for line in (*_notes(results), *_rates(results))))
     return "\n".join(told)
 
 
@@ -118,3 +119,18 @@ def _reasons(results: Mapping[str, Any]) -> list[list[str]]:
 def _notes(results: Mapping[str, Any]) -> list[str]:
     """Return what cells say beside their counts: why they make no sense, what was cut short."""
     return [f"{name}: {row['note']}" for name, row in results["cells"].items() if row["note"]]
+
+
+def _rates(results: Mapping[str, Any]) -> list[str]:
+    """Return what share of mutants was killed; nothing where none was tried."""
+    counts: Counter[str] = Counter()
+    for name, row in results["cells"].items():
+        counts.update(row["counts"] if name.startswith("mutants/") else {})
+    killed, tried = counts["killed"], counts["mutants"]
+    if not tried:
+        return []
+    with_listed = tried + counts["listed"]
+    return [
+        f"mutants: killed {killed:,}: {killed / tried:.1%} of {tried:,} tried, "
+        f"{killed / with_listed:.1%} of {with_listed:,} with those drawn that are listed"
+    ]

@@ -5,6 +5,7 @@ and a file of keys that others can touch is refused.
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import os
 import pickle
@@ -92,8 +93,12 @@ def test_keys_are_rotated() -> None:
     assert stated_key_id(new) == key_id(NEW) == during.first_id
     assert key_id(OLD).hex() in refusal(after, old)
     assert during.signed(old, BLOCKS).tobytes() == new.tobytes(), "signed anew"
+    assert during.knows(old)
     assert not after.knows(old)
     assert "there is no MAC" in refusal(after, page_of())
+    page = page_of()
+    page[191] = 1
+    assert "by key 0000000000000001, which is not in key_file" in refusal(after, page)
 
 
 def test_another_key_s_id_does_not_help() -> None:
@@ -113,9 +118,10 @@ def test_keys_are_not_shown_and_not_sent() -> None:
     for send in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="sent nowhere"):
             send(keys)
-    with pytest.raises(ValueError, match="32 bytes") as caught:
-        ChunkKeys([b"secret!"])
-    assert "secret!" not in str(caught.value)
+    for wrong in ([], [b"secret!"], [OLD, b"secret!"]):
+        with pytest.raises(ValueError, match="32 bytes") as caught:
+            ChunkKeys(wrong)
+        assert "secret!" not in str(caught.value)
 
 
 # -- the file --------------------------------------------------------------------------------
@@ -137,9 +143,17 @@ def file_refusal(path: Path | str) -> str:
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
 def test_a_file_of_keys(tmp_path: Path, mode: int) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
     keys = read_key_file(str(key_file(tmp_path, mode=mode)))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     assert keys.first_id == key_id(NEW)
     keys.verify(ChunkKeys([OLD]).signed(page_of(), BLOCKS), BLOCKS)
+
+
+def test_how_large_a_file_may_be(tmp_path: Path) -> None:
+    content = OLD.hex().ljust(1 << 16, "\n")
+    assert read_key_file(str(key_file(tmp_path, content))).first_id == key_id(OLD)
+    assert "is larger than 65536 bytes" in file_refusal(key_file(tmp_path, content + "\n"))
 
 
 def test_a_secret_of_kubernetes_lies_behind_links(tmp_path: Path) -> None:
@@ -162,13 +176,17 @@ def test_whose_the_file_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Ours or root's. A group may read root's file: so Kubernetes gives secrets to users."""
     path = key_file(tmp_path, mode=0o440)
     read_key_file(str(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4711)
+        read_key_file(str(path))
     os.chown(path, 4711, -1)
     path.chmod(0o600)
     assert "belongs to user 4711" in file_refusal(path)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     read_key_file(str(path))
-    path.chmod(0o640)
-    assert "mode 0640" in file_refusal(path)
+    for mode in (0o640, 0o601):
+        path.chmod(mode)
+        assert f"mode {mode:04o}" in file_refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -203,3 +221,13 @@ def test_reading_logs_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.DEBUG)
     read_key_file(str(key_file(tmp_path)))
     assert NEW.hex() not in caplog.text
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it could be opened."""
+
+    def failing(fd: int, size: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "read", failing)
+    assert "cannot be read: Input/output error" in file_refusal(key_file(tmp_path))

@@ -83,6 +83,8 @@ def test_the_matrix_and_the_reasons_are_shown(capsys: pytest.CaptureFixture[str]
         "faults/slab/load": {"counts": {"faults": 19, "EIO": 12, "slow": 7}, "note": "", **untold},
         "faults/memory/gc": {"counts": {}, "note": "no command looks there", **untold},
         "fuzz/stored/names": {"counts": {"inputs": 1234}, "note": "stopped early", **untold},
+        "mutants/a": {"counts": {"mutants": 10, "killed": 9, "listed": 5}, "note": "", **untold},
+        "mutants/b": {"counts": {"mutants": 10, "killed": 10}, "note": "", **untold},
     }
     shown = {"cells": cells, "commit": "c", "seed": 1, "machine": "m"}
     for told in drawn(shown):
@@ -96,6 +98,7 @@ def test_the_matrix_and_the_reasons_are_shown(capsys: pytest.CaptureFixture[str]
             assert (fault in counts) == ((why_not("slab", "load", fault) or "no reason") not in text)
         assert "faults/memory/gc: no command looks there" in text
         assert "fuzz/stored/names: stopped early" in text
+        assert "killed 19: 95.0% of 20 tried, 76.0% of 25 with those drawn that are listed" in text
     assert "| slab | load | 500, 503, 403, reset | no server answers for a directory |" in file
     assert "| faults/slab/load | 19 faults | 0 |" in file, "kinds of faults are in the matrix"
     assert "| faults | 2 | 19 faults, 1 cells left out | 0 |" in file

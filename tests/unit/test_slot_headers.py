@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import CHECKSUMS_AT, HEADER_BYTES, MAX_BLOCKS_PER_CHUNK
 from nixl_offload.chunk.header_rows import ExpectedRows, add_checksums, check_headers, encode_headers, lacks_checksums
@@ -101,10 +102,26 @@ def test_pages_are_completed_under_the_eyes_of_readers() -> None:
     assert pages.shape == (400, HEADER_BYTES)
 
 
+def test_a_page_gets_what_it_lacks() -> None:
+    """Checksums; and a MAC by the key of today where there are tiers that want one, though it has checksums."""
+    pages, expect = lacking(1)
+    page, keys = pages[0], ChunkKeys([bytes(range(32))])
+    plain, signing, rotated = SlotHeaders(), SlotHeaders(keys), SlotHeaders(ChunkKeys([bytes(range(1, 33))]))
+    assert plain.lacks_something(page)
+    plain.complete(page, ROWS)
+    assert not plain.lacks_something(page)
+    assert signing.lacks_something(page)
+    signing.complete(page, ROWS)
+    assert not signing.lacks_something(page)
+    assert rotated.lacks_something(page)
+    keys.verify(page, ROWS)
+    assert not check_headers([page], expect).errors
+
+
 def test_a_slot_is_claimed_by_one_thread_at_a_time() -> None:
     headers, inside, most = SlotHeaders(), [0], [0]
     assert headers.claim(0)
-    assert not headers.claim(0)
+    assert headers.claim(0) is False
     assert headers.claim(4096)
     headers.release(0)
 

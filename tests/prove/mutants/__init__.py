@@ -36,7 +36,7 @@ def try_module(module: str, seed: int, count: int = MUTANTS) -> Outcome:
     living = verdicts.survivors
     outcome = Outcome(counts={"mutants": verdicts.killed + len(living), "killed": verdicts.killed})
     if verdicts.spared:
-        outcome.counts["equivalent"] = verdicts.spared
+        outcome.counts["listed"] = verdicts.spared
     outcome.wrong = [f"{name} fails without a mutant" for name in verdicts.broken]
     outcome.missed = [f"{module}:{change.line}: {change.what}, in {change.text!r}: no test fails" for change in living]
     return outcome
