@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.engine import pump
+from nixl_offload.movers import nixl
 from nixl_offload.movers.base import Op
 from tests.prove import faults
 from tests.prove.cells import Outcome
@@ -83,13 +84,18 @@ def test_files_are_judged_although_some_are_left_behind_with_storage_that_hung(
     monkeypatch: pytest.MonkeyPatch, leaks: bool
 ) -> None:
     monkeypatch.setattr(pump, "LEAKED", [])
+    monkeypatch.setattr(nixl, "keep_forever", nixl.keep_forever)
+    monkeypatch.setattr("tests.prove.faults.leaks.SOON_S", 0.1)
     outcome = Outcome()
     context = SimpleNamespace(faults=SimpleNamespace(spared=contextlib.nullcontext), outcome=outcome, where="here")
     looks = Leaks(context)  # type: ignore[arg-type]
     with contextlib.ExitStack() as opened:
         for server in range(12):
             if server in {3, 6, 9}:
-                pump.LEAKED.append(object())
+                if server == 6:
+                    nixl.keep_forever(object())
+                else:
+                    pump.LEAKED.append(object())
                 opened.enter_context(open(os.devnull))
             if leaks:
                 opened.enter_context(open(os.devnull))

@@ -16,6 +16,8 @@ import traceback
 from typing import Final
 
 from nixl_offload.engine import Engine, pump
+from nixl_offload.movers import nixl
+from nixl_offload.movers.keep import keep_forever
 from tests.prove.faults.clock import CLOCK, real_s
 from tests.prove.faults.context import Context
 from tests.prove.faults.server import Server
@@ -42,6 +44,9 @@ class Leaks:
         self._left_behind = 0
         """So many files."""
         self._kept: list[object] = []
+        self._movers_kept = 0
+        """How much movers have left behind since the last look."""
+        nixl.keep_forever = self._keep
         self._excused: set[threading.Thread | str] = set()
         """Threads and files that were told of, or are left behind with storage that hung."""
 
@@ -57,11 +62,12 @@ class Leaks:
         """A server has ended: so have its threads, and its files are closed."""
         self._check_threads()
         gc.collect()
-        files = self._open_files()
-        if pump.LEAKED:
+        files = self._closed_soon()
+        if pump.LEAKED or self._movers_kept:
             # What hung when a server ended is kept until the process ends, for something may still write to it.
             self._kept += pump.LEAKED
             pump.LEAKED.clear()
+            self._movers_kept = 0
             self._excused.update(files)
             if self._counts:
                 self._left_behind += max(0, len(files) - self._left_behind - self._counts[-1])
@@ -75,6 +81,22 @@ class Leaks:
                 self._tell([f"file descriptors by server: {counts}; new are {more}"])
                 self._files.clear()
                 counts.clear()
+
+    def _keep(self, what: object) -> None:
+        """See ``keep_forever``."""
+        keep_forever(what)
+        self._movers_kept += 1
+
+    def _closed_soon(self) -> list[str]:
+        """Return what is open once it is no more than at first, or some time has passed: libraries close later."""
+        until_s = real_s() + SOON_S
+        while True:
+            files = self._open_files()
+            is_judged = len(self._counts) > FIRST.stop and not pump.LEAKED and not self._movers_kept
+            at_first = max(self._counts[FIRST], default=0) + self._left_behind
+            if not is_judged or len(files) <= at_first or real_s() > until_s:
+                return files
+            time.sleep(0.02)
 
     def _open_shards(self, server: Server) -> list[str]:
         """Return the files of a shared directory that stay open; a slab's one, and what was given up, is for good."""
