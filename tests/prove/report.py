@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from tests.prove.faults import matrix
 from tests.prove.faults.table import FAULTS, POINTS, TIERS, senseless, why_not
@@ -60,7 +60,7 @@ def _title(results: Mapping[str, Any]) -> str:
 
 
 def _table(title: str, head: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
-    table = Table(*head, title=title)
+    table = Table(Column(head[0], overflow="fold"), *head[1:], title=title)
     for line in lines:
         table.add_row(*line)
     return table
