@@ -1,10 +1,11 @@
 """Power loss: what servers write, sync, rename and delete is recorded, and replayed to disks that lack any of what no
 ``fsync`` had made certain; a server opens each of them.
 
-Checked on each disk: the server opens; every chunk that it finds is what was stored or a miss; in a shared directory a
-name leads to a whole file; nothing is left that nobody would ever remove; storing goes on. On the disk that lacks
-nothing everything must be there, and it must be, byte for byte, what the recorded process has left: so nothing was
-missed in recording. ``disk.py`` says which losses are possible, ``histories.py`` what is recorded.
+Checked on each disk: the server opens; every chunk that it finds is what was stored or a miss; what was surely durable
+is there; in a shared directory a name leads to a whole file; nothing is left that nobody would ever remove; storing
+goes on. On the disk that lacks nothing everything must be there, and it must be, byte for byte, what the recorded
+process has left: so nothing was missed in recording. ``disk.py`` says which losses are possible, ``histories.py`` what
+is recorded.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab import other_namespaces
 from tests.prove.cells import Cell, Outcome
-from tests.prove.power.disk import Crash, Disk, Naming, crash_times, samples, small
+from tests.prove.power.disk import Crash, Disk, Naming, crash_times, samples, whole_calls
 from tests.prove.power.histories import NUMBERS, STORIES, Story
 from tests.prove.power.pages import page_cells
 from tests.prove.power.recording import History, build, record
+from tests.prove.server import Server
 
 DISKS = 100
-"""How many are opened of each history and way to keep names; of small histories some samples more."""
+"""How many are opened of each history and way to keep names; of small histories some samples more, of the shortest all
+that there may be."""
+LIMIT_S = 600.0
 FRESH = (NUMBERS, NUMBERS + 1)
 """Chunks that no history has."""
 GO_ON_EVERY = 8
@@ -36,7 +41,7 @@ def cells(seed: int) -> Iterator[Cell]:
     """Return the cells of this part."""
     for name, story in STORIES.items():
         for naming in story.names:
-            yield Cell(f"{name}, names: {naming}", partial(try_story, name, story, naming, f"{seed} {name}"))
+            yield Cell(f"{name}, names: {naming}", partial(try_story, name, story, naming, f"{seed} {name}"), LIMIT_S)
     yield from page_cells()
 
 
@@ -52,16 +57,30 @@ def try_story(name: str, story: Story, naming: Naming, seed: str, most: int = DI
     judge = Judge(story, history, outcome, counts)
     judge.judge(whole, is_whole=True)
     if story.is_small:
-        every = _unlike(small(history, naming, since))
-        counts["possible"] = len(every)
-        disks = every if len(every) <= most else random.Random(seed).sample(every, most)
-        disks += itertools.islice(samples(history, naming, since, seed), most // 3)
+        every = _unlike(_torn(history, naming, since, story.torn, counts))
+        tried = every if story.torn or len(every) <= most else random.Random(seed).sample(every, most)
+        counts["possible"], counts["of these tried"] = len(every), len(tried)
+        disks = tried + list(itertools.islice(samples(history, naming, since, seed), most // 3))
     else:
         disks = list(itertools.islice(samples(history, naming, since, seed), most))
     for disk in disks:
         judge.judge(disk)
+    if not counts["whole"]:
+        outcome.missed.append("no chunk was whole on any disk")
     outcome.counts = {"histories": 1, "calls": len(history.calls), **counts}
     return outcome
+
+
+def _torn(history: History, naming: Naming, since: int, most: int, counts: Counter[str]) -> Iterator[Disk]:
+    """Yield the disks of a small history: at each time all, by pages, where these are not more than ``most``, else by
+    whole calls.
+    """
+    for at in crash_times(history, since):
+        crash = Crash(history, at, naming, since)
+        every = crash.every_disk(most)
+        counts["times"] += 1
+        counts["times by pages"] += every is not None
+        yield from whole_calls(crash) if every is None else every
 
 
 class Judge:
@@ -71,8 +90,13 @@ class Judge:
         self._story = story
         self._outcome = outcome
         self._counts = counts
-        self._marks = [(time, *words.split()) for time, words in history.marks if words != "begin"]
+        self._marks = [(said, *words.split()) for said, words in history.marks if words != "begin"]
         self._seen: set[bytes] = set()
+        begun = history.since("begin")
+        self._lasting = self._ready(begun) - {
+            int(number) for said, what, number in self._marks if what == "gone" and said > begun
+        }
+        """Chunks that were stored and synced before, and are never evicted."""
 
     def judge(self, disk: Disk, *, is_whole: bool = False) -> None:
         """Open a disk, unless an equal one was opened before."""
@@ -91,6 +115,10 @@ class Judge:
                 ready = self._ready(disk.crashed)
                 self._counts["whole"] += len(whole & ready)
                 self._counts["missed"] += len(ready - whole)
+                sure = self._sure(disk, server)
+                self._counts["sure"] += len(sure)
+                if lost := sure - whole:
+                    missed.append(f"chunks {sorted(lost)} were surely durable, and are not found")
                 self._counts["found but a miss"] += len(bad)
                 # What evicts meanwhile is not told: engines, and of three tiers what loads leave in memory.
                 evicts = self._story.small_tree or len(self._story.tiers) == 3
@@ -114,6 +142,23 @@ class Judge:
         shutil.rmtree(root)
         for kind, found in (("wrong", wrong), ("dead", dead), ("leaks", leaks), ("missed", missed)):
             getattr(self._outcome, kind).extend(f"{disk.told}: {what}" for what in found)
+
+    def _sure(self, disk: Disk, server: Server) -> set[int]:
+        """Return the chunks that were durable: in a slab, which never syncs its data, those from before the recording;
+        in a shared directory those whose files and names were synced.
+        """
+        if "m" in self._story.tiers:
+            return set()  # lookups promote, and what memory evicts meanwhile is a miss
+        if "s" in self._story.tiers:
+            return self._lasting
+        name = server.namespace.name
+        return {
+            number
+            for number in range(NUMBERS)
+            if all(
+                f"tree/{shard_name(name, server.key(number), rank)}" in disk.sure for rank in range(self._story.ranks)
+            )
+        }
 
     def _ready(self, time: int) -> set[int]:
         ready = set[int]()

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +43,8 @@ class Disk:
     """The time of the crash."""
     told: str
     """How to see it again, in words."""
+    sure: frozenset[str] = frozenset()
+    """Files that all disks of this crash have, with the same content."""
 
     @cached_property
     def digest(self) -> bytes:
@@ -97,6 +100,20 @@ class Crash:
         self.loose_names = [at for at, (_, certain) in enumerate(self.names) if not certain]
         self.loose_data = [at for at, (_, certain) in enumerate(self.data) if not certain]
 
+    @cached_property
+    def sure(self) -> frozenset[str]:
+        """The files that are on each of these disks, with the same content."""
+        loose = [self.names[at][0] for at in self.loose_names]
+        named = {name for call in loose for name in (call.path, call.other) if name}
+        written = {self.data[at][0].file for at in self.loose_data}
+        return frozenset(
+            path
+            for path, file in self._found(frozenset()).items()
+            if file is not None
+            and file not in written
+            and not any(path == name or path.startswith(f"{name}/") for name in named)
+        )
+
     def all_names(self) -> list[frozenset[int]]:
         """Return each set of uncertain calls on names that may have been done, or of very many those that lack, or
         have, two of them at most.
@@ -120,22 +137,75 @@ class Crash:
         ``data``: position of a call -> which of its units. ``sizes``: writes of which the length of the file is there,
         however little of what they wrote; ``rest``: what lies there then.
         """
+        found = self._found(names)
+        contents = {
+            file: self._content(file, data, unit, sizes, rest) for file in {*found.values()} if file is not None
+        }
+        return self._disk(found, contents, told)
+
+    def every_disk(self, most: int) -> list[Disk] | None:
+        """Return all disks there may be, but for tears within pages; None where that are more than ``most``.
+
+        What a file has that was not written is zeros, or all 0xFF.
+        """
+        sets = 1 << len(self.loose_names) if self.naming == "any" else 0
+        if sets > most:
+            return None
+        every = _subsets(self.loose_names, len(self.loose_names)) if sets else self.all_names()
+        namings = {tuple(found.items()): found for found in map(self._found, every)}
+        contents: dict[int, list[bytes]] = {}
+        disks: list[Disk] = []
+        for found in namings.values():
+            files = sorted({file for file in found.values() if file is not None})
+            for file in files:
+                if file not in contents:
+                    if (some := self._contents(file, most)) is None:
+                        return None
+                    contents[file] = some
+            if len(disks) + math.prod(len(contents[file]) for file in files) > most:
+                return None
+            for chosen in itertools.product(*(range(len(contents[file])) for file in files)):
+                content = {file: contents[file][which] for file, which in zip(files, chosen, strict=True)}
+                disks.append(self._disk(found, content, f", names {sorted(found)}, contents {chosen}"))
+        return disks
+
+    def _found(self, names: frozenset[int]) -> Names:
+        """Return the names when of the uncertain calls on them these were done."""
         found: Names = {"": None}
         for at, (call, certain) in enumerate(self.names):
             if certain or at in names:
                 apply_to_names(found, call)
-        wanted = {file for file in found.values() if file is not None}
-        contents: dict[int, bytearray] = {file: bytearray() for file in wanted}
+        return found
+
+    def _content(self, file: int, data: Mapping[int, Part], unit: int, sizes: Collection[int], rest: bytes) -> bytes:
+        """Return what a file holds: see ``disk``."""
+        content = bytearray()
         for at, (call, certain) in enumerate(self.data):
-            if call.file in wanted:
-                content = contents[call.file]
+            if call.file == file:
                 if certain or at in data:
                     _apply(content, call, None if certain else data[at], unit, rest)
                 if at in sizes and call.kind is Kind.WRITE:
                     _extend(content, call.offset + len(call.data), rest)
-        files = {path: bytes(contents[file]) for path, file in found.items() if file is not None}
+        return bytes(content)
+
+    def _contents(self, file: int, most: int) -> list[bytes] | None:
+        """Return all that a file may hold, by pages; None where the choices are more than ``most``."""
+        loose = [at for at in self.loose_data if self.data[at][0].file == file]
+        choices = [_choices(self.data[at][0]) for at in loose]
+        if math.prod(map(len, choices)) > most:
+            return None
+        found: dict[bytes, None] = {}
+        for chosen in itertools.product(*choices):
+            data = {at: part for at, (part, _) in zip(loose, chosen, strict=True) if part is None or part}
+            sizes = {at for at, (_, is_as_long) in zip(loose, chosen, strict=True) if is_as_long}
+            for rest in (b"\0", b"\xff"):
+                found[self._content(file, data, PAGE, sizes, rest)] = None
+        return list(found)
+
+    def _disk(self, found: Names, contents: Mapping[int, bytes], told: str) -> Disk:
+        files = {path: contents[file] for path, file in found.items() if file is not None}
         directories = tuple(sorted(path for path, file in found.items() if file is None and path))
-        return Disk(files, directories, self.at, f"crash at {self.at}, names: {self.naming}{told}")
+        return Disk(files, directories, self.at, f"crash at {self.at}, names: {self.naming}{told}", self.sure)
 
     def whole(self) -> Disk:
         """Return the disk on which everything is."""
@@ -153,23 +223,27 @@ def crash_times(history: History, since: int = 0) -> list[int]:
 
 
 def small(history: History, naming: Naming, since: int) -> Iterator[Disk]:
-    """Yield the disks of a small history: at each time each set of names with each set of whole calls on data; of very
-    many sets those described in ``_subsets``, each with all names, and all data with each set of names.
-    """
+    """Yield the disks of a small history: ``whole_calls`` at each time."""
     for at in crash_times(history, since):
-        crash = Crash(history, at, naming, since)
-        every_name, every_data = crash.all_names(), _subsets(crash.loose_data)
-        most_names = frozenset(crash.loose_names)
-        pairs = itertools.chain(
-            ((most_names, data) for data in every_data),
-            ((names, frozenset(crash.loose_data)) for names in every_name),
-            ((names, frozenset[int]()) for names in every_name),
-        )
-        if len(every_name) * len(every_data) <= 4096:
-            pairs = itertools.chain(itertools.product(every_name, every_data))
-        for names, data in pairs:
-            told = f", names {sorted(names)} of {len(crash.names)}, calls {sorted(data)} of {len(crash.data)}"
-            yield crash.disk(names, dict.fromkeys(data), told=told)
+        yield from whole_calls(Crash(history, at, naming, since))
+
+
+def whole_calls(crash: Crash) -> Iterator[Disk]:
+    """Yield the disks with each set of names and each set of whole calls on data; of very many sets those described in
+    ``_subsets``, each with all names, and all data with each set of names.
+    """
+    every_name, every_data = crash.all_names(), _subsets(crash.loose_data)
+    most_names = frozenset(crash.loose_names)
+    pairs = itertools.chain(
+        ((most_names, data) for data in every_data),
+        ((names, frozenset(crash.loose_data)) for names in every_name),
+        ((names, frozenset[int]()) for names in every_name),
+    )
+    if len(every_name) * len(every_data) <= 4096:
+        pairs = itertools.chain(itertools.product(every_name, every_data))
+    for names, data in pairs:
+        told = f", names {sorted(names)} of {len(crash.names)}, calls {sorted(data)} of {len(crash.data)}"
+        yield crash.disk(names, dict.fromkeys(data), told=told)
 
 
 def samples(history: History, naming: Naming, since: int, seed: str) -> Iterator[Disk]:
@@ -244,6 +318,15 @@ def _subsets(items: Sequence[int], most: int = 9) -> list[frozenset[int]]:
     for count in range(1, len(items)):
         found[frozenset(items[: count - 1]) | frozenset(items[count : count + 1])] = None
     return list(found)
+
+
+def _choices(call: Call) -> list[tuple[Part, bool]]:
+    """Return what may be there of an uncertain call on data: which of its pages, and whether its file is as long."""
+    if call.kind is not Kind.WRITE:
+        return [(None, False), (frozenset(), False)]
+    pages = range((call.offset + len(call.data) - 1) // PAGE - call.offset // PAGE + 1)
+    parts = [frozenset(some) for count in range(len(pages)) for some in itertools.combinations(pages, count)]
+    return [(None, False), *itertools.product(parts, (False, True))]
 
 
 def _extend(content: bytearray, end: int, rest: bytes) -> None:

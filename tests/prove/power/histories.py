@@ -1,4 +1,4 @@
-"""What servers do while they are recorded: small histories, every loss of which is tried, and long ones.
+"""What servers do while they are recorded: short histories, every loss of which is tried, small and long ones.
 
 ``python -m tests.prove.power.histories ROOT NAME``, with the recording library preloaded. The process says in the log
 when what matters begins (``begin``), and which chunks may be loaded from a stored tier (``ready 5``, ``gone 5``).
@@ -20,8 +20,10 @@ from tests.prove.power.disk import Naming
 from tests.prove.power.recording import mark
 from tests.prove.server import Server, config_of, key_of, memory, slab, tree
 
-NUMBERS = 40
-"""Chunks there are in any history. A slab has room for about 14 of them, and so has an evicting tree."""
+NUMBERS = 60
+"""Chunks there are in any history. A slab has room for 40 of them, two ranks' for 36, an evicting tree for some 14."""
+SLAB = {1: "36MiB", 2: "35MiB"}
+"""By ranks: the least capacity, most of which is promised to the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,10 @@ class Story:
     mover: str = "copy"
     small_tree: bool = False
     is_small: bool = False
-    """All its losses are known, and as many tried as there is time for, drawn by the seed; of others samples."""
+    """All its losses of whole calls are known, and as many tried as there is time for, drawn by the seed; of others
+    samples."""
+    torn: int = 0
+    """Above 0: all its losses are tried, and of pages, too, at each time at which these make no more disks."""
     names: tuple[Naming, ...] = ("journal", "any")
     """Ways in which names may be lost that make a difference."""
 
@@ -43,7 +48,7 @@ class Story:
         aio = {} if self.mover == "copy" else {"mover": "posix", "posix_api": self.mover}
         made: dict[str, dict[str, Any]] = {
             "m": memory("512KiB"),
-            "s": {**slab(root / "slab"), **aio},
+            "s": {**slab(root / "slab", SLAB[self.ranks]), **aio},
             "t": {**tree(root / "tree", "300KiB" if self.small_tree and not judging else "64MiB"), **aio},
         }
         return config_of(*(made[kind] for kind in self.tiers))
@@ -61,7 +66,7 @@ class Told:
         self.server = story.open(root)
         self._numbers = {key_of(number): number for number in range(NUMBERS)}
         self._stored = [at for at, kind in enumerate(story.tiers) if kind != "m"]
-        self._ready = set(range(NUMBERS))  # whatever the server before has said
+        self.ready = set(range(NUMBERS))  # whatever the server before has said
         self._tell()
 
     def store(self, numbers: Sequence[int]) -> None:
@@ -92,11 +97,11 @@ class Told:
 
     def _tell(self) -> None:
         ready = {number for at in self._stored for number in self.server.ready(at, range(NUMBERS))}
-        for number in ready - self._ready:
+        for number in ready - self.ready:
             mark(f"ready {number}")
-        for number in self._ready - ready:
+        for number in self.ready - ready:
             mark(f"gone {number}")
-        self._ready = ready
+        self.ready = ready
 
 
 def _first_start(root: Path, story: Story) -> None:
@@ -106,16 +111,24 @@ def _first_start(root: Path, story: Story) -> None:
     server.close()
 
 
+def _one_chunk(root: Path, story: Story) -> None:
+    """All that a server writes before it is cut off is one chunk."""
+    server = Told(root, story)
+    server.store([1])
+    server.flush()
+
+
 def _overwriting(root: Path, story: Story) -> None:
     """A full slab, of which slots get other chunks; some come back, to other slots."""
     server = Told(root, story)
-    server.store(range(20))
+    server.store(range(42))
     server.flush()
     mark("begin")
-    server.store([21, 23])
+    server.store([43, 45])
     server.flush()
-    server.store([1, 22])
+    server.store([1, 44])
     server.flush()
+    assert not {2, 3, 5, 7} & server.ready, "the slab was not full"
 
 
 def _reopening(root: Path, story: Story) -> None:
@@ -161,6 +174,7 @@ def _long(root: Path, story: Story) -> None:
     choose = random.Random(1)
     server = Told(root, story)
     server.store(range(16))
+    server.flush()
     mark("begin")
     for number in range(150):
         server.store(choose.sample(range(NUMBERS), 2))
@@ -185,7 +199,7 @@ def _evicting(root: Path, story: Story) -> None:
 
 
 STORIES = {
-    "slab/first start": Story("s", _first_start, is_small=True),
+    "slab/first start": Story("s", _first_start, is_small=True, torn=60),
     "slab/overwriting": Story("s", _overwriting, is_small=True, names=("journal",)),
     "slab/overwriting, aio": Story("s", _overwriting, mover="aio", is_small=True, names=("journal",)),
     "slab/reopening": Story("s", _reopening, is_small=True),
@@ -194,7 +208,8 @@ STORIES = {
     "slab/long": Story("s", _long),
     "slab/long, two ranks": Story("s", _long, ranks=2),
     "slab/long, behind memory": Story("ms", _long),
-    "tree/first start": Story("t", _first_start, is_small=True),
+    "tree/one chunk": Story("t", _one_chunk, is_small=True, torn=1000),
+    "tree/first start": Story("t", _first_start, is_small=True, torn=300),
     "tree/first start, aio": Story("t", _first_start, mover="aio", is_small=True),
     "tree/evicting": Story("t", _evicting, small_tree=True),
     "tree/long, two ranks, behind memory": Story("mt", _long, ranks=2),
