@@ -28,7 +28,8 @@ from tests.prove.server import Server, config_of, key_of, memory, slab, tree
 
 NUMBERS = 120
 """Chunks there are."""
-SLAB = "41MiB"
+SLAB = "36MiB"
+"""The least: room for a third of the chunks, of two ranks for two thirds, so that servers evict."""
 TREE, SMALL_TREE = "64MiB", "1MiB"
 IN_A_CALL = 12
 """Chunks that one call may evict: for those that it stores, or writes through."""
