@@ -35,6 +35,8 @@ class Watch(AbstractContextManager["Watch"]):
         self._kept: dict[int, object] = {}
         """Objects, so that no other gets the identity of one that is gone."""
         self.races: list[str] = []
+        self.shared = 0
+        """Accesses to attributes that another thread has used, too."""
 
     def __enter__(self) -> Watch:
         for watched in self._classes:
@@ -77,6 +79,7 @@ class Watch(AbstractContextManager["Watch"]):
         shared = known is not None and (
             len(known.reads) > 1 or (known.write and known.write[0] != scheduler.current.number)
         )
+        self.shared += bool(shared)
         if shared or len(scheduler.threads) > 1:
             scheduler.point(f"{'sets' if is_write else 'reads'} {key} at {place}")
         thread = scheduler.current

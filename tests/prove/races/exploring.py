@@ -25,6 +25,8 @@ SHRINK_RUNS = 150
 """So many runs at most to shorten a schedule."""
 PREEMPTS = (0.02, 0.1, 0.3)
 """Of random walks, in turn."""
+PROGRAMS = 5
+"""So many choices of the scenario's own share the bounded schedules, or more where these have few deviations."""
 
 
 @dataclass(slots=True)
@@ -66,6 +68,8 @@ class Ran:
 
     scheduler: Scheduler
     failure: Failure | None
+    shared: int
+    """How often a watched attribute was met that several threads use."""
 
 
 class _Errors(logging.Handler):
@@ -109,22 +113,26 @@ def run_once(scenario: Scenario, strategy: Strategy, seed: int = 0, *, fine: boo
         logger.propagate = before
     if scheduler.failure is None and watch.races:
         scheduler.failure = Failure("wrong", f"{watch.races[0]}")
-    return Ran(scheduler, scheduler.failure)
+    return Ran(scheduler, scheduler.failure, watch.shared)
 
 
 def explore(scenario: Scenario, name: str, *, schedules: int, bounded: int, seed: int, fine: int = 0) -> Outcome:
-    """Try ``schedules`` at random (walks and priorities), ``fine`` of them with watched attributes, and ``bounded`` of
+    """Try ``schedules`` at random (walks and priorities), ``fine`` more with watched attributes, and ``bounded`` of
     those that deviate from the default once, then twice; what is found is shortened.
+
+    Counted are the deviations tried, and how many the same programs have, and pairs of them where all were tried; and
+    how often watched attributes were met that threads share: to watch, and to meet none, is a finding.
     """
-    outcome = Outcome(counts={"schedules": 0, "switch points": 0, "switches": 0})
+    outcome = Outcome(counts={"schedules": 0, "switch points": 0, "switches": 0, "shared accesses": 0})
     seen: set[str] = set()
-    for number, (strategy, own, is_fine) in enumerate(_plan(scenario, schedules, bounded, seed, fine)):
+    for number, (strategy, own, is_fine) in enumerate(_plan(scenario, schedules, bounded, seed, fine, outcome.counts)):
         if number % 50 == 0:
             gc.collect()
         ran = run_once(scenario, strategy, own, fine=is_fine)
         outcome.counts["schedules"] += 1
         outcome.counts["switch points"] += ran.scheduler.step
         outcome.counts["switches"] += ran.scheduler.switches
+        outcome.counts["shared accesses"] += ran.shared
         if isinstance(strategy, _Level):
             strategy.add(ran)
         if ran.failure is not None and (kind := _kind(ran.failure)) not in seen:
@@ -136,6 +144,8 @@ def explore(scenario: Scenario, name: str, *, schedules: int, bounded: int, seed
             getattr(outcome, ran.failure.kind).append(words)
             if len(seen) >= MOST_FINDINGS:
                 break
+    if fine and not seen and not outcome.counts["shared accesses"]:
+        outcome.missed.append(f"{fine} schedules were to watch what threads share, and met nothing of it")
     outcome.missed += [f"locks are taken in different orders: {cycle}" for cycle in primitives.LockOrder.cycles()]
     return outcome
 
@@ -195,21 +205,32 @@ class _Level(Replay):
 
 
 def _plan(
-    scenario: Scenario, schedules: int, bounded: int, seed: int, fine: int
+    scenario: Scenario, schedules: int, bounded: int, seed: int, fine: int, counts: dict[str, int]
 ) -> Iterator[tuple[Strategy, int, bool]]:
-    once: list[Deviations] = []
-    yield _Level({}, once), 0, False
-    twice: list[Deviations] = []
-    left = bounded
-    choose = random.Random(seed)
-    # All that deviate once, or so many of them as there is time for; then those that deviate twice.
-    for deviations in once if len(once) <= left else choose.sample(once, left):
+    """Yield strategies, with the scenario's own choices and whether attributes are watched."""
+    choose, length, left = random.Random(seed), 100, bounded
+    programs = max(1, min(scenario.seeds, PROGRAMS, bounded // 20))
+    for program in range(scenario.seeds):
+        own = (seed * programs + program) % scenario.seeds
+        once: list[Deviations] = []
+        twice: list[Deviations] = []
+        yield _Level({}, once), own, False
+        length = max([length, *(step for each in once for step in each)])
+        budget = min(left, -(-bounded // programs)) - 1
+        # All that deviate once, or so many of them as there is time for; then those that deviate twice.
+        for what, found, further in (("deviations", once, twice), ("pairs", twice, None)):
+            tried = found if len(found) <= budget else choose.sample(found, max(0, budget))
+            budget -= len(tried)
+            left -= len(tried)
+            for name, count in ((f"{what} tried", len(tried)), (f"{what} possible", len(found))):
+                counts[name] = counts.get(name, 0) + count
+            for deviations in tried:
+                yield _Level(deviations, further), own, False
+            if budget <= 0:
+                break
         left -= 1
-        yield _Level(deviations, twice), 0, False
-    if left > 0 and twice:
-        for deviations in twice if len(twice) <= left else choose.sample(twice, left):
-            yield _Level(deviations, None), 0, False
-    length = max((step for step, _ in _steps(once)), default=100)
+        if left <= 0:
+            break
     for number in range(schedules + fine):
         own = number % scenario.seeds
         is_fine = number >= schedules
@@ -219,11 +240,6 @@ def _plan(
         else:
             strategy = RandomWalk(seed * 1_000_003 + number, PREEMPTS[number % 4])
         yield strategy, own, is_fine
-
-
-def _steps(deviations: list[Deviations]) -> Iterator[tuple[int, int]]:
-    for each in deviations:
-        yield from each.items()
 
 
 def timed(scenario: Scenario, count: int = 20) -> float:

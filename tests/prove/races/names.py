@@ -11,7 +11,9 @@ class Share(NamedTuple):
     random: int
     """Random walks and priorities."""
     bounded: int
-    """That deviate from the default schedule once, or twice where fewer do once."""
+    """That deviate from the default schedule once, or twice where fewer do once: shared by several of the programs that
+    the scenario's own choices make, by others for another seed.
+    """
     fine: int
     """At random, with switch points at attributes, too."""
 

@@ -117,9 +117,7 @@ class Lock:
         if blocking and timeout < 0:
             LockOrder.took(me, self)
         me.held.append(self)
-        for number, time in self.clock.items():
-            if time > me.clock.get(number, 0):
-                me.clock[number] = time
+        _join(me.clock, self.clock)
         return True
 
     def release(self) -> None:
@@ -137,9 +135,7 @@ class Lock:
             for thread in scheduler.threads:
                 if self in thread.held:
                     thread.held.remove(self)
-        for number, time in me.clock.items():
-            if time > self.clock.get(number, 0):
-                self.clock[number] = time
+        _join(self.clock, me.clock)
         me.clock[me.number] += 1
         if self._is_shared(scheduler):
             scheduler.point(f"gave back {self.site}")
@@ -283,6 +279,36 @@ def _caller() -> str:
     return "?"
 
 
+def _join(clock: dict[int, int], other: Mapping[int, int]) -> None:
+    """What comes after this clock comes after the other, too."""
+    for number, time in other.items():
+        if time > clock.get(number, 0):
+            clock[number] = time
+
+
+def _ordered(base: Any) -> type:
+    """Return a queue in which a get comes after the put of what it got. The Python version takes one put's count and
+    another's item; the one in C, which the product uses, does both in one step.
+    """
+
+    class SimpleQueue(base):  # type: ignore[misc]
+        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+            me = Scheduler.active and Scheduler.active.current
+            clock = dict(me.clock) if me else {}
+            if me:
+                me.clock[me.number] += 1
+            super().put((item, clock), block, timeout)
+
+        def get(self, block: bool = True, timeout: float | None = None) -> object:
+            item, clock = super().get(block, timeout)
+            me = Scheduler.active and Scheduler.active.current
+            if me:
+                _join(me.clock, clock)
+            return item
+
+    return SimpleQueue
+
+
 def _module(name: str, **attributes: object) -> ModuleType:
     made = ModuleType(name)
     made.__dict__.update(attributes)
@@ -367,7 +393,7 @@ def install() -> None:
     threading.__dict__["excepthook"] = _uncaught
     found: dict[str, ModuleType] = {"_thread": thread, "time": clock, "threading": threading}
     queue = _copy("queue", {**found, "_queue": _module("_queue", Empty=real_queue.Empty)})
-    queue.__dict__["SimpleQueue"] = queue.__dict__["_PySimpleQueue"]
+    queue.__dict__["SimpleQueue"] = _ordered(queue.__dict__["_PySimpleQueue"])
     found["queue"] = queue
     base = _copy("concurrent.futures._base", found)
     pool = _copy(

@@ -12,7 +12,7 @@ from nixl_offload.tiers.shared.chain_search import AskAll, ChainSearch
 from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.prober_events import ProbeAnswer, ProbeResult, SearchEnd, TaskEnd, TrialEnd
-from nixl_offload.tiers.shared.tier import RESET_MARGIN_S
+from nixl_offload.tiers.shared.tier import RESET_MARGIN_S, SharedTier
 from nixl_offload.types import Key, Lookup
 from tests.prove.races.exploring import Run, Scenario
 from tests.unit.shared_rig import SLOT, MemoryStore, Rig, key_of, keys_of
@@ -178,7 +178,7 @@ def _load(rig: Rig, keys: list[Key]) -> None:
     rig.tier.loaded(ready, {}, rig.now())
 
 
-WATCHED = (Prober,)
+WATCHED = (Prober, SharedTier)
 ALLOWED = {
     "Prober.since_s": "set by the scheduler's thread when everything is forgotten: searches that are out are given up",
 }

@@ -177,7 +177,7 @@ def _scenario(play: Callable[[Run], None]) -> Scenario:
         play,
         early_s=0.002,
         seeds=1000,
-        watched=(BackgroundOpening, WeightsDigest),
+        watched=(BackgroundOpening, RankTiers, WeightsDigest),
         allowed={
             "BackgroundOpening._breaker": "the thread's own, once there is one",
             "WeightsDigest._error": "read once _done is set",

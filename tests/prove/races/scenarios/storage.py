@@ -19,6 +19,7 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.launcher import Launcher
 from nixl_offload.movers.retry import RetryingMover
 from nixl_offload.movers.store import StoreMover
+from nixl_offload.movers.tracked import ExtentTransfer
 from nixl_offload.tiers.shared_dir.calls import Call, CallThreads
 from nixl_offload.types import Key, Location
 from tests.model.chain_world import Bucket, ObjectStore
@@ -239,10 +240,16 @@ def _refuse() -> None:
 
 
 def _scenario(play: Callable[[Run], None], seeds: int = 100, early_s: float = 0.002) -> Scenario:
-    return Scenario(play, early_s=early_s, seeds=seeds, watched=(DurableIndex,), allowed=ALLOWED)
+    return Scenario(play, early_s=early_s, seeds=seeds, watched=WATCHED, allowed=ALLOWED)
 
 
+WATCHED = (Call, CallThreads, CopyMover, DurableIndex, ExtentTransfer, Launcher, RetryingMover, StoreMover)
 ALLOWED = {
+    "Call._error": "read once it has ended",
+    "Call._value": "read once it has ended",
+    "CallThreads.ended_s": "set by whichever thread has ended a call: of two that end at once either will do",
+    "_StoreTransfer.absent": "read once it has ended",
+    "_StoreTransfer.failure": "read once it has ended",
     "DurableIndex._abandoned": "looked at between two batches: one that is being written cannot be stopped",
     "DurableIndex._stopping": "a call that comes while it is closed or abandoned may be written or not",
 }
