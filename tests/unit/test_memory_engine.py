@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
 from nixl_offload.engine import WorkKind
 from nixl_offload.engine import memory_tier as memory_module
+from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.pump import LEAKED
-from nixl_offload.errors import FormatError
+from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
+from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import Location, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, assert_every_part_loads, until
 from tests.unit.memory_rig import MemoryRig
@@ -153,6 +156,16 @@ def test_jobs_larger_than_a_batch_go_in_several(make: Make, monkeypatch: pytest.
         assert rig.bytes_of(range(4 * n, 4 * n + 4)) == wanted[n]
 
 
+def test_a_chunk_larger_than_a_batch_goes_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make("per_layer", slow=True)
+    monkeypatch.setattr(memory_module, "STORE_BATCH_BYTES", 1)
+    rig.engine.submit_store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(2)])
+    until(lambda: len(rig.fences) == 2)
+    for fence in rig.fences:
+        fence.go()
+    assert rig.collect(0).outcomes == (OK, OK)
+
+
 # -- never a wrong token --------------------------------------------------------------------------------------------
 
 
@@ -239,13 +252,14 @@ def test_a_flip_outside_the_wanted_tail_does_no_harm(make: Make) -> None:
     assert rig.collect(2).errors == ("corrupt: checksum",)
 
 
-def test_swapped_slots_and_foreign_shards_are_corrupt(make: Make) -> None:
+def test_swapped_slots_and_foreign_shards_are_corrupt(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """The right bytes of the wrong key, and the right key of another namespace, group or geometry."""
     rig = make("shared_tensors")
     assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(1, [5, 6, 7, 8])]) == (OK, OK)
     rig.wipe(0xEE)
     swapped = [rig.chunk(0, [10, 11, 12, 13], slot=1), rig.chunk(1, [14, 15, 16, 17], slot=0)]
     assert rig.load(1, swapped) == (CORRUPT, CORRUPT)
+    assert "A chunk in memory was refused and will be recomputed" in caplog.text
     assert rig.load(2, [rig.chunk(0, [10, 11, 12, 13], group=1)]) == (CORRUPT,)
     assert rig.load(3, [rig.chunk(7, [10, 11, 12, 13])]) == (CORRUPT,)
     assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
@@ -294,6 +308,22 @@ def test_places_outside_the_tier_are_refused(make: Make, change: dict[str, int],
     assert words in rig.collect(0).errors[0]
 
 
+def test_tensors_that_are_not_those_of_the_layout_are_refused(make: Make) -> None:
+    rig = make("per_layer")
+    with pytest.raises(LayoutError, match="0 KV tensors"):
+        MemoryEngine(tensors=[], layout=rig.layout, host=rig.host, rank_namespace=NAMESPACE)
+
+
+def test_a_header_names_its_group_s_shard(make: Make) -> None:
+    shards = [SimpleNamespace(digest=bytes([group]) * 32) for group in (1, 2)]
+    rig = make("two_groups", shards=shards)
+    for group, shard in enumerate(shards):
+        assert rig.store(group, [rig.chunk(group, [1, 2, 3, 4], group=group)]) == (OK,)
+        block_bytes = rig.layout.groups[group].block_bytes
+        expected = Expected(shard.digest, rig.key(group, group), group, CHUNK_BLOCKS, block_bytes)
+        check_header(rig.memory(group)[:HEADER_BYTES], expected, may_lack_checksums=True)
+
+
 def test_relay_slots_are_no_place_of_the_tier(make: Make) -> None:
     """They lie in the same slab, behind it, and belong to moves between farther tiers."""
     rig = make("per_layer", slots=3, relay_slots=2)
@@ -301,6 +331,7 @@ def test_relay_slots_are_no_place_of_the_tier(make: Make) -> None:
     assert chunk.location.offset == rig.host.relay_offsets[0]
     assert rig.store(0, [chunk]) == (FAILED,)
     assert not rig.memory(3).any()
+    assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4], slot=2)]) == (OK,), "the last slot of the tier"
 
 
 @pytest.mark.parametrize("blocks", [[], [1, 2, 3, 4, 5], [-1, 2, 3, 4], [0, 1, 2, NUM_BLOCKS]])
@@ -310,9 +341,12 @@ def test_blocks_that_do_not_exist_are_refused(make: Make, blocks: list[int], is_
     assert (rig.store if is_store else rig.load)(0, [rig.chunk(0, blocks)]) == (FAILED,)
 
 
-def test_chunks_of_no_group_and_stores_without_an_end_are_refused(make: Make) -> None:
+def test_chunks_of_no_group_and_stores_without_an_end_are_refused(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     rig = make("per_layer")
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4], group=3), rig.chunk(1, [1, 2, 3])]) == (FAILED, FAILED)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4], group=1), rig.chunk(1, [1, 2, 3])]) == (FAILED, FAILED)
+    assert any("there is no group 1" in words for words in rig.collect(0).errors)
+    assert rig.collect(0).causes == ((FAILED, "layout", 2),)
+    assert "A chunk could not be moved: " in caplog.text
     assert rig.load(1, [replace(rig.chunk(0, [1, 2, 3, 4]), group=-1)]) == (FAILED,)
 
 
@@ -326,6 +360,11 @@ def test_moves_and_landings_are_not_made_here(make: Make) -> None:
     rig.engine.submit_background(2, [chunk], WorkKind.FETCH)
     assert rig.collect(2).outcomes == (FAILED,)
     assert [rig.collect(job).slots for job in range(3)] == [(FAILED,), (), (FAILED,)]
+    assert rig.store(3, [chunk]) == (FAILED,)
+    rig.engine.submit_background(4, [replace(chunk, host_offset=None)], WorkKind.WRITE_THROUGH)
+    assert {rig.collect(job).errors[0] for job in range(5)} == {
+        "the memory tier copies between its own slots and KV blocks only"
+    }
     assert rig.engine.idle()
 
 
@@ -373,6 +412,8 @@ def test_wait_drops_what_has_not_begun(make: Make) -> None:
     for job in range(5):
         rig.engine.submit_store(job, [rig.chunk(job, range(4 * job, 4 * job + 4))])
     until(lambda: len(rig.fences) == memory_module.MAX_STORE_BATCHES)
+    waiting = Waiting(store_bytes=CHUNK_BLOCKS * rig.layout.groups[0].block_bytes)
+    assert rig.engine.status() == TierStatus(waiting, "", TierAccess("copy", ("host",)))
     rig.engine.wait([4, 777])
     assert rig.collect(4).outcomes == (DROPPED,)
     for fence in rig.fences:
@@ -394,6 +435,8 @@ def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: M
     assert not rig.engine.idle()
     rig.fences[0].go()
     assert rig.collect(0).outcomes == (FAILED,)
+    assert rig.collect(0).errors == ("its blocks were given away while they were copied",)
+    assert rig.collect(0).causes == ((FAILED, "needed_back", 1),)
     assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
 
 
@@ -516,6 +559,31 @@ def test_a_group_that_cannot_be_copied_fails_its_job_when_the_others_are_over(
     assert rig.collect(1).outcomes == (OK,)
 
 
+def test_a_chunk_that_cannot_be_copied_fails_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The chunks of its batch are tried again one by one. One that was alone is not."""
+    rig = make("per_layer", slow=True)
+    assert rig.packer is not None
+    bad, good, asked, gather_many = [1, 2, 3, 4], [5, 6, 7, 8], list[list[list[int]]](), rig.packer.gather_many
+
+    def gather(group: int, parts: Any, fence: Any) -> Any:
+        asked.append([ids.tolist() for ids, _ in parts])
+        if bad in asked[-1]:
+            raise RuntimeError("a block is out of order")
+        return gather_many(group, parts, fence)
+
+    monkeypatch.setattr(rig.packer, "gather_many", gather)
+    rig.engine.submit_store(0, [rig.chunk(0, bad), rig.chunk(1, good)])
+    until(lambda: len(rig.fences) == 1)
+    rig.fences[0].go()
+    assert rig.collect(0).outcomes == (FAILED, OK)
+    assert asked == [[bad, good], [bad], [good]]
+    assert "A chunk failed unexpectedly: RuntimeError('a block is out of order')" in caplog.text
+    assert rig.store(1, [rig.chunk(0, bad)]) == (FAILED,)
+    assert asked[3:] == [[bad]]
+
+
 def test_a_fence_that_breaks_taints_what_the_device_may_still_write_to(make: Make) -> None:
     """A dead device tells no more. Slots it was to write are never used again; the slab stays for ever."""
     rig = make("per_layer", slow=True)
@@ -523,11 +591,11 @@ def test_a_fence_that_breaks_taints_what_the_device_may_still_write_to(make: Mak
     def dead() -> bool:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(2, [5, 6, 7, 8])])
     until(lambda: len(rig.fences) == 1)
     kept = len(LEAKED)
     rig.fences[0].done = dead  # type: ignore[method-assign]
-    assert rig.collect(0).outcomes == (TAINTED,)
+    assert rig.collect(0).outcomes == (TAINTED, TAINTED)
     assert len(LEAKED) == kept + 1
     del LEAKED[kept:]
     rig.engine.submit_store(1, [rig.chunk(1, [1, 2, 3, 4])])
@@ -561,6 +629,7 @@ def test_a_copier_that_dies_fails_every_job(make: Make, monkeypatch: pytest.Monk
 def test_close_finishes_what_there_is_and_ends_the_thread(make: Make) -> None:
     rig = make("per_layer")
     rig.engine.submit_store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(9)])
+    assert any(thread.name == "nixl-offload-memory" for thread in threading.enumerate())
     rig.engine.close()
     assert rig.collect(0).outcomes == (OK,) * 9
     assert not any(thread.name == "nixl-offload-memory" for thread in threading.enumerate())

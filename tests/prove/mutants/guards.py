@@ -55,6 +55,7 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "engine/brought": _unit("brought"),
         "engine/chain": _unit("chain"),
         "engine/jobs": _ENGINE,
+        "engine/memory_tier": _unit("memory_engine", "device_sums"),
         "engine/moves": _unit("moves"),
         "engine/pump": _unit("pump"),
         "engine/queued": _unit("queued"),
