@@ -209,7 +209,7 @@ STORIES = {
     "slab/long, two ranks": Story("s", _long, ranks=2),
     "slab/long, behind memory": Story("ms", _long),
     "tree/one chunk": Story("t", _one_chunk, is_small=True, torn=1000),
-    "tree/first start": Story("t", _first_start, is_small=True, torn=300),
+    "tree/first start": Story("t", _first_start, is_small=True, torn=1000),
     "tree/first start, aio": Story("t", _first_start, mover="aio", is_small=True),
     "tree/evicting": Story("t", _evicting, small_tree=True),
     "tree/long, two ranks, behind memory": Story("mt", _long, ranks=2),
