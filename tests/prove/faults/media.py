@@ -166,12 +166,14 @@ def damage(
             with piece.path.open("ab") as file:
                 file.write(rng.randbytes(rng.choice((1, 100, 4096, 8192))))
         elif fault == "wrong length":
-            others = [other.read() for other in pieces if other.path.exists()]
-            others = [other for other in others if len(other) != piece.length]
-            if not others or rng.random() < 0.5:
-                length = rng.choice((1, piece.length // 2, piece.length - 1, piece.length + 1, 2 * piece.length))
-                others = [(data * (length // len(data) + 1))[:length]]
-            piece.path.write_bytes(rng.choice(others))
+            length = rng.choice((1, piece.length // 2, piece.length - 1, piece.length + 1, 2 * piece.length))
+            made = (data * (length // len(data) + 1))[:length]
+            try:
+                others = [other.read() for other in pieces if other.path.exists()]
+                others = [other for other in others if len(other) != piece.length]
+                piece.path.write_bytes(rng.choice(others) if others and rng.random() < 0.5 else made)
+            except FileNotFoundError:  # evicted meanwhile
+                continue
         elif fault == "swapped":
             other = rng.choice(pieces)
             if other.path.exists() and other.read() != data:
