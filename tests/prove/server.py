@@ -398,7 +398,7 @@ def _ids(blocks: range) -> npt.NDArray[np.int32]:
 
 
 def slab(path: Path, capacity: str | int = "40MiB") -> dict[str, Any]:
-    """Return the config of a slab tier: the least capacity, most of which is promised to the index."""
+    """Return the config of a slab tier. Most of 40 MiB is promised to the index; what is left holds some 200 chunks."""
     return {"kind": "slab", "path": str(path), "capacity": capacity}
 
 
