@@ -5,6 +5,7 @@ Threading: one thread, beside the product's own. Ownership: ``lift`` ends what w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -193,9 +194,10 @@ class Context:
                 self.counts[fault] += 1
                 return
             if pieces:
-                spoilt = damage(fault, self.medium, list(pieces), self.rng, old)
-                self.counts[fault] += len(spoilt)
-                self.spoilt |= {pieces[piece][0] for piece in spoilt}
+                with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                    spoilt = damage(fault, self.medium, list(pieces), self.rng, old)
+                    self.counts[fault] += len(spoilt)
+                    self.spoilt |= {pieces[piece][0] for piece in spoilt}
             if not self.medium.is_shared:
                 for piece in pieces:
                     if piece.path.exists() and self.rng.random() < 0.5:
