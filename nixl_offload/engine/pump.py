@@ -21,7 +21,7 @@ from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Ending, Task
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.turn import Turn
-from nixl_offload.movers.keep import keep_forever
+from nixl_offload.keep import keep_forever
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)

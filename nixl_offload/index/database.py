@@ -21,6 +21,7 @@ import numpy.typing as npt
 from nixl_offload.chunk.header import MAX_KEY_BYTES
 from nixl_offload.errors import TierError
 from nixl_offload.index.rows import Row, Rows
+from nixl_offload.keep import keep_in_children
 from nixl_offload.types import Key
 
 BATCH_OPS = 1024
@@ -78,6 +79,7 @@ class Database:
         self._geometry = dict(geometry)
         self._connection: sqlite3.Connection | None = None
         self._file_id = (0, 0)
+        keep_in_children(self)  # SQLite's word: a connection must not even be closed there
 
     def connect(self) -> None:
         """Open the file, or create it, mode 0600. Raises UnusableError, sqlite3.Error, OSError; then it is not open."""

@@ -25,9 +25,9 @@ from typing import Any, Literal
 import numpy as np
 
 from nixl_offload.errors import MoverError
+from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import UNLIMITED, Extents, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
-from nixl_offload.movers.keep import keep_forever
 from nixl_offload.movers.kvikio_library import KVIKIO_ERRORS, load_kvikio, words_of
 from nixl_offload.movers.launcher import Launcher
 from nixl_offload.movers.library_lock import LIBRARIES

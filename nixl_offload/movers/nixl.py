@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.errors import MoverError
+from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain, total_bytes
-from nixl_offload.movers.keep import keep_forever
 from nixl_offload.movers.library_lock import LIBRARIES
 from nixl_offload.movers.limits import split_at
 from nixl_offload.movers.nixl_agent import NixlAgent, descriptors, words

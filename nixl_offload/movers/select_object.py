@@ -16,8 +16,8 @@ from typing import Final
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError, StoreError
+from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import MemoryKind, Mover, Op
-from nixl_offload.movers.keep import keep_forever
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import object_plugin

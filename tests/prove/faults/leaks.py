@@ -16,8 +16,8 @@ import traceback
 from typing import Final
 
 from nixl_offload.engine import Engine, pump
+from nixl_offload.keep import keep_forever
 from nixl_offload.movers import nixl
-from nixl_offload.movers.keep import keep_forever
 from tests.prove.faults.clock import CLOCK, real_s
 from tests.prove.faults.context import Context
 from tests.prove.faults.server import Server
