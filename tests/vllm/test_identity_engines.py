@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from examples.demo.model import TINY, write_model
@@ -169,6 +170,10 @@ def test_the_name_counts(engines: Engines, base: Path, common: Medium, stored: l
     engines.assert_shares_nothing(stored, common.config(), model=renamed)
 
 
+@pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM's CPU build has an fp8 KV cache only on processors with AVX-512 or AMX",
+)
 def test_layers_without_fp8(engines: Engines) -> None:
     """Two engines leave different layers of the KV cache unquantized; a block has the same length in both."""
     slab = file_tier(engines.scratch / "kv-fp8")
