@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.errors import MoverError
-from nixl_offload.keep import keep_forever
+from nixl_offload.keep import keep_forever, keep_in_children
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain, total_bytes
 from nixl_offload.movers.library_lock import LIBRARIES
@@ -61,6 +61,7 @@ class NixlMover(TrackedMover[_NixlTransfer]):
         self._cuts: dict[MemoryEntry, npt.NDArray[np.int64]] = {}
         """Of regions that are registered in several pieces: where one ends and the next begins."""
         self._quarantined: list[_NixlTransfer] = []
+        keep_in_children(self)  # agents do not survive a fork, and handles that are collected release themselves
 
     def connect(self) -> None:
         """Start NIXL and its plugin now, which reaches nothing yet. Raises MoverUnavailableError."""

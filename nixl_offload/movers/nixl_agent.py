@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
-from nixl_offload.keep import keep_in_children
 from nixl_offload.movers.base import Extents, MemoryKind
 from nixl_offload.movers.library_lock import LIBRARIES
 from nixl_offload.movers.nixl_plugins import NixlPlugin
@@ -46,7 +45,6 @@ class NixlAgent:
         self._plugin = plugin
         self._params = dict(params)
         self._agent: Any = None
-        keep_in_children(self)  # agents and their threads do not survive a fork
 
     def get(self) -> Any:
         """Return NIXL's agent. Raises MoverUnavailableError when NIXL or its plugin cannot run here."""

@@ -25,8 +25,8 @@ _HINT_MAX_BYTES = 4096
 _LOOK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock takes it for microseconds: an engine that starts just then tries again for so long."""
 _LOOK_PAUSE_S = 0.01
-_NAMELESS_PATIENCE_S = 2.0
-"""Who has a lock and has written no name looks, or is about to write it, also on a machine that is short of cores."""
+_LOOKED_AT_PATIENCE_S = 2.0
+"""Where nobody has it alone, or whoever has it is about to write a name: on a machine that is short of cores."""
 _BRIEF_PATIENCE_S = 30.0
 """Who holds a lock briefly says so in it: a command that repairs something, for which no engine must fail to start."""
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
@@ -58,11 +58,12 @@ class DirectoryLock:
                 os.fchmod(self._fd, 0o600)
                 fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                hint = _hint(self._fd)
-                self.release()
-                patience_s = _LOOK_PATIENCE_S if "owner" in hint else _NAMELESS_PATIENCE_S
+                hint, patience_s = _hint(self._fd), _LOOK_PATIENCE_S
                 if hint.get("brief") is True:
                     patience_s = _BRIEF_PATIENCE_S
+                elif "owner" not in hint or not _is_held_alone(self._fd):
+                    patience_s = _LOOKED_AT_PATIENCE_S  # a name may be that of an engine that has ended
+                self.release()
                 if time.monotonic() - began_s < patience_s:
                     time.sleep(_LOOK_PAUSE_S)
                     continue
@@ -70,6 +71,8 @@ class DirectoryLock:
             except OSError as error:
                 self.release()
                 raise tier_error(error, f"cannot lock {self.path}") from error
+            except ValueError as error:  # another thread has let go meanwhile, so there is no descriptor
+                raise TierError(f"cannot lock {self.path}: {error}", cause="io") from error
             self._identity = (status.st_dev, status.st_ino)
         _held.add(self)
         self._write_hint()
@@ -150,6 +153,14 @@ def _holders_hint(path: Path) -> dict[str, Any] | None:
     finally:
         os.close(fd)
     return None
+
+
+def _is_held_alone(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
 
 
 def _hint(fd: int) -> dict[str, Any]:

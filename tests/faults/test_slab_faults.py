@@ -173,7 +173,7 @@ def test_a_lock_on_a_full_disk_says_nothing_wrong(tmp_path: Path, monkeypatch: p
         full.setattr(os, "pwrite", refuse)
         lock.acquire()
     assert (tmp_path / "lock").read_bytes() == b""
-    is_held_by(tmp_path / "lock", lock.owner)
+    assert is_held_by(tmp_path / "lock", lock.owner)
     lock.acquire()
     with pytest.raises(TierError, match="in use by another engine"):
         is_held_by(tmp_path / "lock", "another")

@@ -57,4 +57,4 @@ def test_a_child_does_not_close_the_index(tmp_path: Path) -> None:
 
 def connections() -> int:
     gc.collect()
-    return sum(isinstance(each, sqlite3.Connection) for each in gc.get_objects())
+    return sum(type(each) is sqlite3.Connection for each in gc.get_objects())

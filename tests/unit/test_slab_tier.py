@@ -331,6 +331,16 @@ def test_a_vanished_directory_is_locked_before_anything_is_stored_there(
     assert (rank.path.parent / "manifest.json").is_file()
 
 
+def test_a_lock_that_somebody_deleted_is_taken_again(open_tier: OpenTier, tmp_path: Path) -> None:
+    """Nothing fails without it."""
+    tier = open_tier()
+    (tmp_path / "kv" / "lock").unlink()
+    tier.stored([], {}, 100.0)
+    assert tier._healer is not None
+    tier._healer.join(WAIT_S)
+    assert holder_of(tmp_path / "kv" / "lock") is not None
+
+
 def test_ranks_of_another_machine_make_their_directory_anew(open_tier: OpenTier, tmp_path: Path) -> None:
     """There is no scheduler's half, and no lock."""
     place = open_tier().place

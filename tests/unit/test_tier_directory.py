@@ -157,8 +157,10 @@ def test_an_engine_that_starts_waits_for_a_command_that_mends(tmp_path: Path) ->
     first.close()
 
 
-def test_a_lock_that_is_merely_looked_at_is_not_another_engine_s(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [b"", b'{"owner": "an engine that has ended"}'])
+def test_a_lock_that_is_merely_looked_at_is_not_another_engine_s(tmp_path: Path, before: bytes) -> None:
     """Whoever looks may lose its core meanwhile. An engine that took it for an owner would never store again."""
+    (tmp_path / "lock").write_bytes(before)
     looking = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(looking, fcntl.LOCK_SH)
     ends = threading.Timer(0.3, os.close, [looking])
@@ -172,7 +174,7 @@ def test_a_lock_that_is_merely_looked_at_is_not_another_engine_s(tmp_path: Path)
 
 @pytest.mark.parametrize("hint", [b"[" * 4000, b'{"pid": Infinity, "host": "h", "since": "s"}', b"[1]", b""])
 def test_a_lock_says_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hint: bytes) -> None:
-    monkeypatch.setattr("nixl_offload.tiers.lock._NAMELESS_PATIENCE_S", 0.1)
+    monkeypatch.setattr("nixl_offload.tiers.lock._LOOKED_AT_PATIENCE_S", 0.1)
     first = open_tier(tmp_path)
     (tmp_path / "lock").write_bytes(hint)
     with pytest.raises(TierError, match="which one is not known") as caught:

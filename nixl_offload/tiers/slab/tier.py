@@ -28,7 +28,9 @@ from nixl_offload.types import NO_SALT, Key, Location, Outcome, Salt
 logger = logging.getLogger(__name__)
 
 HEAL_EVERY_S = 5.0
-"""A directory that vanished is looked for this often, and only while stores fail."""
+"""A directory that vanished is looked for this often at most, while stores fail."""
+LOOK_EVERY_S = 60.0
+"""And so often while none fails: none does without the lock's file, or where the engine slept meanwhile."""
 
 STALE_PER_FLUSH = 100_000
 STALE_FLUSH_S = 60.0
@@ -71,7 +73,7 @@ class SlabTier(SlotTier):
         self.place = place
         self._directory = directory
         self._durable = durable
-        self._next_heal_s = 0.0
+        self._next_heal_s = self._next_look_s = 0.0
         self._healer: threading.Thread | None = None
         self._lost = threading.Event()
         """Another engine owns the directory now."""
@@ -180,12 +182,13 @@ class SlabTier(SlotTier):
         return self._durable.flush(timeout_s)
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
-        """A store is over: where storage failed it, look whether the directory is still there."""
-        if not {Outcome.FAILED, Outcome.TAINTED}.isdisjoint(failed.values()):
+        """A store is over: where storage failed it, and now and then, look whether the directory is still there."""
+        if now_s >= self._next_look_s or not {Outcome.FAILED, Outcome.TAINTED}.isdisjoint(failed.values()):
+            self._next_look_s = now_s + LOOK_EVERY_S
             self.heal(now_s)
 
     def heal(self, now_s: float) -> None:
-        """After failed stores: look on a thread of its own whether the directory vanished, and take it back if so.
+        """Look on a thread of its own whether the directory, or its lock, vanished, and take it back if so.
 
         At most one such thread, at most every ``HEAL_EVERY_S`` seconds (``now_s``: monotonic). Never raises. When
         another engine has taken the place meanwhile, nothing is stored any more; what can still be read is served.
