@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from nixl_offload.cli.verify import judge
 from nixl_offload.index import State
+from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.vllm import background, rank_tiers
@@ -269,8 +270,11 @@ class Cell:
 
     @property
     def _keeps_all(self) -> bool:
-        """Whether what was stored stays where nothing is damaged: there is room, and nobody deletes."""
-        return self._context.medium.is_shared and self._point not in {"eviction", "gc", "verify"}
+        """Whether what was served can be served again: there is room, nobody deletes, and it did not come from memory,
+        behind which it may be damaged since an earlier round.
+        """
+        has_memory = isinstance(self._context.server.opened[0], MemoryTier)
+        return self._context.medium.is_shared and not has_memory and self._point not in {"eviction", "gc", "verify"}
 
     def _check_kept(self, server: Server, whole: Sequence[int]) -> None:
         """What was whole before a fork is so when the child is gone; a lookup may be late, and is tried again."""
