@@ -278,15 +278,13 @@ class Cell:
 
     def _check_kept(self, server: Server, whole: Sequence[int]) -> None:
         """What was whole before a fork is so when the child is gone; a lookup may be late, and is tried again."""
-        lost = set(whole)
-        for _ in range(AGAIN if whole else 0):
-            lost -= {*server.serve(sorted(lost))}
-            if not lost:
+        lost, until_s = {*whole}, real_s() + RECOVERS_S
+        while lost := lost - {*server.serve(sorted(lost))}:
+            if real_s() > until_s:
+                self._outcome.missed.append(f"{self._where}: chunks {sorted(lost)} are lost to a forked child")
                 return
             CLOCK.ahead_s += 61.0
             self._context.steps_for(0.01)
-        if lost:
-            self._outcome.missed.append(f"{self._where}: chunks {sorted(lost)} are lost to a forked child")
 
     def _take_wrong(self, server: Server) -> None:
         self._outcome.wrong += [f"{self._where}: {sentence}" for sentence in server.wrong]
