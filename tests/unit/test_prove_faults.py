@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from nixl_offload.movers.base import Op
 from tests.prove import faults
 from tests.prove.cells import Outcome
 from tests.prove.faults.injection import _arrive_object
-from tests.prove.faults.leaks import Leaks
+from tests.prove.faults.leaks import SOCKETS_PER_MOVER, Leaks
 from tests.prove.faults.media import Medium, Piece, damage
 from tests.prove.faults.table import FAULTS, POINTS, TIERS, faults_at, why_not
 from tests.prove.running import cells_of, run
@@ -102,3 +103,25 @@ def test_files_are_judged_although_some_are_left_behind_with_storage_that_hung(
             looks.check_after()
     assert looks.judged >= 1
     assert bool(outcome.leaks) == leaks
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("more", [1, SOCKETS_PER_MOVER, SOCKETS_PER_MOVER + 1])
+def test_a_mover_that_is_left_behind_may_open_some_sockets_later(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, more: int
+) -> None:
+    monkeypatch.setattr(pump, "LEAKED", [])
+    monkeypatch.setattr(nixl, "keep_forever", nixl.keep_forever)
+    monkeypatch.setattr("tests.prove.faults.leaks.SOON_S", 0.02)
+    outcome = Outcome()
+    context = SimpleNamespace(faults=SimpleNamespace(spared=contextlib.nullcontext), outcome=outcome, where="here")
+    looks = Leaks(context)  # type: ignore[arg-type]
+    with contextlib.ExitStack() as opened:
+        for server in range(12):
+            if server == 6 and kept:
+                nixl.keep_forever(object())
+            if server == 8:
+                for _ in range(more):
+                    opened.enter_context(socket.socket())
+            looks.check_after()
+    assert bool(outcome.leaks) == (not kept or more > SOCKETS_PER_MOVER)
