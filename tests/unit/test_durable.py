@@ -25,6 +25,7 @@ from nixl_offload.errors import TierError
 from nixl_offload.index.database import BATCH_OPS, Database, UnusableError, is_damage, max_bytes, translate
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.index.rows import Rows
+from nixl_offload.testing.mover_rig import open_paths
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.types import Key, Location
 
@@ -366,6 +367,20 @@ def test_another_geometry_starts_empty(path: str, other: dict[str, str], caplog:
     assert reread(path, other) == []
     assert "another geometry" in caplog.text
     assert reread(path) == []
+
+
+@pytest.mark.parametrize("spoil", [other_version, cut_short, bad_first_page])
+def test_a_database_that_cannot_be_used_is_not_open(path: str, spoil: Callable[[str], None]) -> None:
+    """Each try looks at it anew and leaves no descriptor: a batch never goes where the first try failed."""
+    spoil(path)
+    content = Path(path).read_bytes()
+    database = Database(path, GEOMETRY)
+    for again in (database.connect, lambda: database.write([row(1, 1)])):
+        with pytest.raises((UnusableError, sqlite3.DatabaseError)) as raised:
+            again()
+        assert is_damage(raised.value)
+        assert path not in open_paths()
+    assert Path(path).read_bytes() == content
 
 
 def test_damage_met_while_reading_costs_rows_and_nothing_else(
