@@ -82,9 +82,10 @@ class Leaks:
         counts = self._counts
         if len(counts) > FIRST.stop + 1:
             self.judged += 1
-            if min(counts[LAST]) > max(counts[FIRST]):
+            if (excess := min(counts[LAST]) - max(counts[FIRST])) > 0:
                 more = sorted(set(files).difference(*self._files[FIRST], self._excused))
-                if len(more) > self._sockets_to_come or not all(name.startswith("socket") for name in more):
+                only_sockets = len(more) >= excess and all(name.startswith("socket") for name in more)
+                if not only_sockets or excess > self._sockets_to_come:
                     self._tell([f"file descriptors by server: {counts}; new are {more}"])
                     self._files.clear()
                     counts.clear()
