@@ -48,7 +48,7 @@ from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.kinds import AnyPlace, open_link
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
 from nixl_offload.tiers.os_errors import tier_error
-from nixl_offload.tiers.slab.file import make_private_directory
+from nixl_offload.tiers.slab.file import make_private_directory, require_lock
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import PAGE_BYTES
 
@@ -249,6 +249,8 @@ def _open_mover(
 ) -> OpenedMover:
     if tier.kind in ("slab", "shared_dir"):
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
+        if isinstance(place, SlabPlace) and place.locked_here:
+            require_lock(Path(directory), place.owner)
         try:
             make_private_directory(Path(directory))
         except OSError as error:

@@ -19,6 +19,7 @@ from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.kinds import AnyPlace, AnyTier
+from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Key
 from nixl_offload.vllm.closed_tier import ClosedTier
 from nixl_offload.vllm.messages import RankGeometry, RankStatus
@@ -186,6 +187,10 @@ class ServingTiers:
             if is_start:
                 self._put(position, ClosedTier(tier))
             self._ranks.add(position, tier.place, now_s)
+        for position in self._ranks.failed():
+            tier = self._opened[position]
+            if isinstance(tier, SlabTier):
+                tier.heal(now_s)  # else nobody would: ranks open nothing in a directory that lost its lock
         for position in self._ranks.take_open():
             self._put(position, self._opened[position])
             self._required.discard(position)

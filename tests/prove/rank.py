@@ -25,7 +25,7 @@ from nixl_offload.stores.select import open_store
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
 from nixl_offload.tiers.os_errors import tier_error
-from nixl_offload.tiers.slab.file import make_private_directory
+from nixl_offload.tiers.slab.file import make_private_directory, require_lock
 from nixl_offload.tiers.slab.tier import SlabPlace
 from tests.unit.engine_rig import Shape, kv_cache
 
@@ -127,6 +127,8 @@ class Rank:
         if tier.kind == "s3":
             return open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
+        if isinstance(place, SlabPlace) and place.locked_here:
+            require_lock(Path(directory), place.owner)
         try:
             make_private_directory(Path(directory))
         except OSError as error:

@@ -177,7 +177,9 @@ class Rank:
     def __init__(self, place: SlabPlace) -> None:
         self.path = Path(place.directory) / rank_file_name(0)
         self.now_s = 0.0
-        self.slab = SlabFile(self.path, place.rank_bytes, place.extent_bytes, owner=place.owner)
+        self.slab = SlabFile(
+            self.path, place.rank_bytes, place.extent_bytes, owner=place.owner, locked_here=place.locked_here
+        )
         self._mover = CopyMover()
         self.slab.open()
         self.link = SlabLink(self.slab, self._mover, lambda: self.now_s)
@@ -325,6 +327,7 @@ def test_a_vanished_directory_is_locked_before_anything_is_stored_there(
     assert not rank.may_store()
     assert rank.link.trouble == "missing"
     assert not (tmp_path / "kv").exists()
+    assert stat.S_ISREG(os.fstat(rank.slab._fd).st_mode), "held: its number must not go to the file that comes"
     heal(tier, 100.0)
     assert rank.may_store()
     assert holder_of(tmp_path / "kv" / "lock") is not None
@@ -339,6 +342,47 @@ def test_a_lock_that_somebody_deleted_is_taken_again(open_tier: OpenTier, tmp_pa
     assert tier._healer is not None
     tier._healer.join(WAIT_S)
     assert holder_of(tmp_path / "kv" / "lock") is not None
+
+
+def open_and_close(place: SlabPlace, path: Path) -> None:
+    """Open a rank's half as a rank does."""
+    (config,) = parse_config({"tiers": [{"kind": "slab", "path": str(path), "capacity": "128MiB"}]}).tiers
+    assert isinstance(config, SlabConfig)
+    mover = CopyMover()
+    try:
+        open_link(config, place, 0, mover).close()
+    finally:
+        mover.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_makes_nothing_under_an_empty_mount_point(open_tier: OpenTier, tmp_path: Path, is_first: bool) -> None:
+    """Nor does one that never had the file open. It opens once the drive is back, and with it the lock."""
+    place = open_tier().place
+    if not is_first:
+        open_and_close(place, tmp_path / "kv")
+    (tmp_path / "kv").rename(tmp_path / "not mounted")
+    (tmp_path / "kv").mkdir()
+    with pytest.raises(TierError, match="not mounted") as caught:
+        open_and_close(place, tmp_path / "kv")
+    assert caught.value.cause == "missing"
+    assert not any((tmp_path / "kv").iterdir())
+    (tmp_path / "kv").rmdir()
+    (tmp_path / "not mounted").rename(tmp_path / "kv")
+    open_and_close(place, tmp_path / "kv")
+    assert (Path(place.directory) / rank_file_name(0)).is_file()
+
+
+@pytest.mark.parametrize("other", [{"machine": "another"}, {"machine": ""}, {"owner": ""}])
+def test_a_rank_that_cannot_see_the_lock_makes_its_directory(
+    open_tier: OpenTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, str]
+) -> None:
+    """The scheduler runs on another machine, or nobody knows where, or nobody has a lock."""
+    place = replace(open_tier().place, directory=str(tmp_path / "there" / "ns"), **other)
+    if place.machine == "":
+        monkeypatch.setattr("nixl_offload.tiers.slab.tier.machine_token", str)
+    open_and_close(place, tmp_path / "there")
+    assert (Path(place.directory) / rank_file_name(0)).is_file()
 
 
 def test_ranks_of_another_machine_make_their_directory_anew(open_tier: OpenTier, tmp_path: Path) -> None:
@@ -370,7 +414,7 @@ def test_an_old_directory_is_taken_over(open_tier: OpenTier, open_rank: OpenRank
 def test_a_lock_that_nobody_holds_keeps_no_rank_out(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path) -> None:
     """A rank on another machine than the scheduler: no lock there, or what an earlier engine left."""
     tier = open_tier()
-    place = replace(tier.place, directory=str(tmp_path / "kv there" / "ns"))
+    place = replace(tier.place, directory=str(tmp_path / "kv there" / "ns"), machine="another")
     tier.place = place
     assert open_rank(tier).may_store()
     lock = DirectoryLock(tmp_path / "kv there" / "lock")

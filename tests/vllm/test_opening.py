@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import TierError
+from nixl_offload.tiers.lock import holder_of
 from nixl_offload.vllm import background, closed_tier, rank_opening, rank_tiers, serving_tiers
 from nixl_offload.vllm import opening as opening_module
 from nixl_offload.vllm import worker as worker_module
@@ -228,6 +230,21 @@ def test_a_tier_that_a_rank_cannot_open_holds_nothing_up_and_joins_later(restart
     assert not asked.scheduler.has_pending_push_work()
     hear(asked, OPEN)
     assert asked.ask() == HIT
+
+
+def test_a_directory_that_vanishes_before_ranks_open_is_locked_again(
+    restarted: Callable[[], Matching], tmp_path: Path
+) -> None:
+    """They make nothing there without its lock, and no store would ever have the scheduler's half look."""
+    asked = restarted()
+    step(asked)
+    (lock,) = tmp_path.rglob("lock")
+    shutil.rmtree(lock.parent)
+    hear(asked, FAILED)
+    until_s = time.monotonic() + 20
+    while holder_of(lock) is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 REQUIRED = "required: true allows no server without it"

@@ -36,10 +36,12 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
 from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.movers import select, select_object
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_agent import NixlAgent
 from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.shared.tier import SharedPlace
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.tier import SlabPlace
@@ -231,6 +233,35 @@ def test_sleep_lets_go_of_everything_and_waking_up_takes_it_again(rig: Rig, tmp_
     (item,) = rig.results()
     assert item.result.outcomes == (Outcome.OK, Outcome.OK)
     assert [rig.block(block) for block in range(8)] == before
+
+
+def test_waking_up_while_the_drive_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made under the empty mount point, by the mover's opening neither. What was stored is there again."""
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(background, "LONGEST_PAUSE_S", 0.05)
+    drive = tmp_path / "kv"
+    drive.mkdir()
+    lock = DirectoryLock(drive / "lock")
+    lock.acquire()
+    rig = Rig(drive / "ns", is_open=False)
+    rig.place = dataclasses.replace(rig.place, owner=lock.owner, machine=machine_token())
+    assert rig.open(rig.place).open
+    rig.store([0, 1, 2, 3], 0)
+    rig.worker.sleep()
+    drive.rename(tmp_path / "not mounted")
+    drive.mkdir()
+    rig.worker.wake_up()
+    assert rig.status().failed == {0}
+    assert not any(drive.iterdir())
+    drive.rmdir()
+    (tmp_path / "not mounted").rename(drive)
+    while not rig.status().open:
+        pass
+    rig.worker.submit_load(2, rig.to_load(0), gpu([0, 1, 2, 3], 0))
+    (item,) = rig.results()
+    assert item.result.outcomes == (Outcome.OK,)
+    rig.worker.shutdown()
+    lock.release()
 
 
 def test_tiers_are_opened_anew_for_other_weights(rig: Rig) -> None:

@@ -65,6 +65,16 @@ def warn_of_others(directory: str) -> None:
             )
 
 
+def require_lock(directory: Path, owner: str) -> None:
+    """Raise TierError where ``owner`` has not locked the directory above ``directory``; ``locked``: another has.
+
+    For processes on the machine of the engine's scheduler: without its lock the path leads elsewhere than the scheduler
+    went, as to an empty mount point, or somebody has removed what was there.
+    """
+    if not is_held_by(directory.parent / "lock", owner):
+        raise TierError(f"{directory} is gone, or not mounted, and with it the engine's lock", cause="missing")
+
+
 def nearest_filesystem(directory: Path) -> int:
     """Return the device number of the filesystem that ``directory`` is on, or would be made on."""
     while not directory.is_dir():
@@ -86,10 +96,12 @@ class SlabFile:
         *,
         direct_io: bool = True,
         owner: str = "",
+        locked_here: bool = False,
     ) -> None:
         """Remember the geometry, which is that of the allocator. Nothing is touched before ``open``.
 
         ``owner``: who may hold the lock of the directory above that of the file (``SlabPlace.owner``); "": anybody.
+        ``locked_here``: nothing is made before it does (``SlabPlace.locked_here``).
         """
         self.path = Path(path)
         self.rank_bytes = rank_bytes
@@ -102,7 +114,7 @@ class SlabFile:
         self._fd = -1
         self._identity = (0, 0)
         self._filesystem: int | None = None
-        self._has_lock_here = False
+        self._has_lock_here = locked_here
         """The engine's scheduler runs on this machine, too, and locks the directory."""
         self._backed = bytearray(-(-rank_bytes // extent_bytes))
         self._short_bytes = 0
@@ -111,12 +123,13 @@ class SlabFile:
     def open(self) -> None:
         """Open or create the file (0600, directories 0700). What is there stays, except beyond ``rank_bytes``.
 
-        Raises TierError; ``locked``: the directory is another engine's, whose files are left as they are. After a
-        failure the file is closed and ``open`` or ``reopen`` may be tried again.
+        Raises TierError; ``locked``: the directory is another engine's, whose files are left as they are; ``missing``:
+        the engine's lock must be there and is not, so nothing is made. After a failure the file is closed and ``open``
+        or ``reopen`` may be tried again.
         """
         self.close()
         try:
-            self._check_lock()
+            self._require_lock()
             make_private_directory(self.path.parent)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             status = os.fstat(self._fd)
@@ -211,9 +224,7 @@ class SlabFile:
             raise TierError(f"{self.path} is not usable yet", cause=cause)
         if self._filesystem is not None and nearest_filesystem(self.path.parent) != self._filesystem:
             raise TierError(f"the filesystem of {self.path} is not mounted", cause="missing")
-        if self._has_lock_here and not self._check_lock():
-            # What fails for it has the scheduler's half look: see ``SlabTier.heal``. Else nobody would ever lock it.
-            raise TierError(f"the directory of {self.path} is gone, and with it the engine's lock", cause="missing")
+        self._require_lock()
         before, held = self._identity, self._fd
         self._fd = -1
         try:
@@ -285,6 +296,16 @@ class SlabFile:
     def _check_lock(self) -> bool:
         """Say whether the engine has locked the directory. Raises TierError: another has."""
         return is_held_by(self.path.parent.parent / "lock", self._owner)
+
+    def _require_lock(self) -> None:
+        """Raise TierError where another has locked the directory, or the engine had to and has not.
+
+        What fails for it has the scheduler's half look: see ``SlabTier.heal``. Else nobody would ever lock it.
+        """
+        if self._has_lock_here:
+            require_lock(self.path.parent, self._owner)
+        else:
+            self._check_lock()
 
     def _require_same_file(self) -> None:
         try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import TierError
+from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
 from nixl_offload.index.durable import DurableIndex
@@ -49,11 +50,18 @@ class SlabPlace:
     """As ``SlotPlaces.replicas``."""
     owner: str = ""
     """Who holds the directory's lock: a rank stores nothing while somebody else does. "": it does not look."""
+    machine: str = ""
+    """Where the owner runs (``hardware.same_machine``); "": not known."""
 
     @property
     def slots(self) -> SlotPlaces:
         """Where slots lie."""
         return SlotPlaces(self.rank_bytes, self.extent_bytes, self.replicas)
+
+    @property
+    def locked_here(self) -> bool:
+        """Whether the owner's lock can be seen from this process, so that without it nothing may be made there."""
+        return bool(self.owner and self.machine) and self.machine == machine_token()
 
 
 class SlabTier(SlotTier):
@@ -148,6 +156,7 @@ class SlabTier(SlotTier):
             extent_bytes=allocator.extent_bytes,
             replicas=dict(replicas or {}),
             owner=directory.owner,
+            machine=machine_token(),
         )
         return cls(position, place, index, allocator, durable, directory)
 
