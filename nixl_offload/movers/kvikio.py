@@ -5,7 +5,8 @@ bounce buffers: its compatibility mode. cuFile, for its part, has such a mode as
 
 Threading: driven by one thread. A thread of the mover's own opens files and hands pieces to KvikIO, because that may
 block: with cuFile, KvikIO waits for the device's default stream first. KvikIO's pool moves the bytes. One process: its
-threads do not survive a fork.
+threads do not survive a fork, and a forked child that ends by ``exit`` (``sys.exit``) waits for them for ever, in
+KvikIO's own destructors, once a mover has been used before the fork: it has to end by ``os._exit``.
 Process-wide in KvikIO, set by the mover that starts last and left so: the number of threads, the size of bounce
 buffers, O_DIRECT where a file takes it, no size below which the calling thread would do the I/O itself. Whether cuFile
 may be used stays as ``KVIKIO_COMPAT_MODE`` says (auto, unless set).
@@ -25,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from nixl_offload.errors import MoverError
-from nixl_offload.keep import keep_forever
+from nixl_offload.keep import keep_forever, keep_in_children
 from nixl_offload.movers.base import UNLIMITED, Extents, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
 from nixl_offload.movers.kvikio_library import KVIKIO_ERRORS, load_kvikio, words_of
@@ -103,6 +104,7 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
         self._opened: dict[FileEntry, Future[_OpenFile]] = {}
         self._in_cufile: dict[MemoryId, bool] = {}
         """Device regions; whether cuFile knows the allocation by this one (else by another region of the same)."""
+        keep_in_children(self)  # handles that are collected deregister their files with cuFile
 
     def connect(self) -> None:
         """Load KvikIO and set its defaults now. Raises MoverUnavailableError."""

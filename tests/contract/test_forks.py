@@ -1,4 +1,4 @@
-"""A forked child that collects what it has inherited, and ends, does no harm to movers of NIXL, nor they
+"""A forked child that collects what it has inherited, and ends, does no harm to movers of NIXL and KvikIO, nor they
 to it.
 """
 
@@ -18,6 +18,7 @@ import pytest
 from nixl_offload.testing.mover_rig import MIB
 from tests.s3.servers import RcloneServer
 
+from .emulation.build import Control
 from .object_rigs import PREFIX
 
 UNHARMED = {"child": "ended with 0", "begun before": "done", "afterwards": "done"}
@@ -67,3 +68,18 @@ def test_a_child_that_ends_leaves_nixl_alone(content: Path, cufile_emulation: Pa
         del found["posix_uring"]
         movers.remove("posix_uring")
     assert found == dict.fromkeys(movers, UNHARMED)
+
+
+def test_a_child_leaves_the_files_that_cufile_knows(
+    content: Path, cufile_emulation: Path, driver_emulation: Path
+) -> None:
+    """KvikIO's handles, where they are collected, tell cuFile that the file is to be forgotten."""
+    pytest.importorskip("kvikio")
+    control = Control(cufile_emulation / "control")
+    control.reset()
+    environment = {"CUFILE_EMULATION_CONTROL": str(cufile_emulation / "control"), "KVIKIO_COMPAT_MODE": "OFF"}
+    libraries = [driver_emulation, cufile_emulation]
+    files = control["files"]
+    found = fork_with("kvikio", content=content, libraries=libraries, environment=environment)
+    assert found == {"kvikio": UNHARMED}
+    assert control["files"] == files
