@@ -36,8 +36,9 @@ would delete. Run it every hour or so, from one machine:
     nixl-offload gc kv.yaml --tier s3 --delete           # CONFIG has a shared directory and a bucket: one run each
 
 Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing of the last ten minutes is deleted, by
-the clock of this machine, and nothing that is not named like a chunk of ours. A chunk is as old as its last write;
-only in a bucket with a ttl do servers refresh what they use.
+the clock of this machine, and nothing that is not named like a chunk of ours. A chunk is as old as its last write.
+In a bucket with a ttl, and only there, servers refresh what they use: it counts as written anew. They do so once it is
+older than half the ttl, so --older-than below the ttl, or too small a size, may delete what is in use.
 A namespace that has been empty for a day loses its manifest; a shared directory loses what writers that died more than
 an hour ago left. Memory does not grow with the number of objects; the listing is read twice.
 
