@@ -249,7 +249,7 @@ def _open_mover(
 ) -> OpenedMover:
     if tier.kind in ("slab", "shared_dir"):
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
-        if isinstance(place, SlabPlace) and place.locked_here:
+        if isinstance(place, SlabPlace) and place.is_locked_here():
             require_lock(Path(directory), place.owner)
         try:
             make_private_directory(Path(directory))

@@ -23,6 +23,8 @@ class RankOpening:
         self._added_s: dict[int, float] = {}
         """Since when the ranks are to open a tier; for those that are not open on all of them."""
         self._ranks: dict[int, RankStatus] = {}
+        self.failed: frozenset[int] = frozenset()
+        """The tiers that some rank could not open, as far as it has tried; also anew, after it has slept."""
 
     def add(self, position: int, place: AnyPlace, now_s: float) -> None:
         """A tier is open here; the ranks are to open theirs."""
@@ -37,6 +39,7 @@ class RankOpening:
     def update(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the word of ranks whose status has changed."""
         self._ranks.update({rank: status for rank, status in ranks.items() if status.opening == self.number})
+        self.failed = frozenset(at for status in self._ranks.values() for at in status.failed)
 
     def take_open(self) -> list[int]:
         """Return the tiers that every rank has opened, each once."""
@@ -47,15 +50,10 @@ class RankOpening:
             del self._added_s[position]
         return is_open
 
-    def failed(self) -> set[int]:
-        """Return the tiers that some rank could not open, as far as it has tried."""
-        return {at for at in self._added_s if any(at in status.failed for status in self._ranks.values())}
-
     def awaited(self, now_s: float, longer_than_s: float = 0.0) -> set[int]:
         """Return the tiers that not all ranks have opened, as of now, since longer than that."""
         return {at for at, added_s in self._added_s.items() if now_s - added_s >= longer_than_s}
 
     def is_under_way(self, now_s: float) -> bool:
         """Whether some rank is just opening a tier. Nobody waits for one that has taken ``RANKS_WAIT_S``: it hangs."""
-        failed = self.failed()
-        return any(at not in failed and now_s - added_s < RANKS_WAIT_S for at, added_s in self._added_s.items())
+        return any(at not in self.failed and now_s - added_s < RANKS_WAIT_S for at, added_s in self._added_s.items())

@@ -171,6 +171,10 @@ class ServingTiers:
         Called in every step: costs nothing where nothing has changed. Requests wait for ranks at a start only, not amid
         traffic. Raises TierError where a tier with ``required: true`` could not be opened.
         """
+        for position in self._ranks.failed:
+            tier = self._opened[position]
+            if isinstance(tier, SlabTier):
+                tier.heal(time.monotonic())  # ranks open nothing in a directory that has lost its lock
         if self.is_whole or self._opening is None or self.is_off:
             return
         if self._required:
@@ -187,10 +191,6 @@ class ServingTiers:
             if is_start:
                 self._put(position, ClosedTier(tier))
             self._ranks.add(position, tier.place, now_s)
-        for position in self._ranks.failed():
-            tier = self._opened[position]
-            if isinstance(tier, SlabTier):
-                tier.heal(now_s)  # else nobody would: ranks open nothing in a directory that lost its lock
         for position in self._ranks.take_open():
             self._put(position, self._opened[position])
             self._required.discard(position)
@@ -204,7 +204,7 @@ class ServingTiers:
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the word of ranks whose status has changed. Raises as ``update``."""
         self._ranks.update(ranks)
-        for position in self._ranks.failed():
+        for position in self._ranks.failed:
             tier = self.tiers[position]
             if isinstance(tier, ClosedTier):
                 tier.give_up()
@@ -248,7 +248,7 @@ class ServingTiers:
             error = errors[position]
             cause = getattr(error, "cause", "io")
             raise TierError(self._refusal(position, str(error)), cause=cause) from error
-        for position in sorted(self._required & self._ranks.failed()):
+        for position in sorted(self._required & self._ranks.failed):
             raise TierError(self._refusal(position, "some rank cannot open it, and its log says why"), cause="io")
         for position in sorted(self._required & self._ranks.awaited(time.monotonic(), REQUIRED_WAIT_S)):
             why = f"some rank has not opened it within {REQUIRED_WAIT_S:.0f} s; does storage answer where it runs?"

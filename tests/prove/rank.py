@@ -127,7 +127,7 @@ class Rank:
         if tier.kind == "s3":
             return open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
-        if isinstance(place, SlabPlace) and place.locked_here:
+        if isinstance(place, SlabPlace) and place.is_locked_here():
             require_lock(Path(directory), place.owner)
         try:
             make_private_directory(Path(directory))

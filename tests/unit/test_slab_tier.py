@@ -178,7 +178,7 @@ class Rank:
         self.path = Path(place.directory) / rank_file_name(0)
         self.now_s = 0.0
         self.slab = SlabFile(
-            self.path, place.rank_bytes, place.extent_bytes, owner=place.owner, locked_here=place.locked_here
+            self.path, place.rank_bytes, place.extent_bytes, owner=place.owner, is_locked_here=place.is_locked_here()
         )
         self._mover = CopyMover()
         self.slab.open()

@@ -232,12 +232,15 @@ def test_a_tier_that_a_rank_cannot_open_holds_nothing_up_and_joins_later(restart
     assert asked.ask() == HIT
 
 
+@pytest.mark.parametrize("has_slept", [False, True])
 def test_a_directory_that_vanishes_before_ranks_open_is_locked_again(
-    restarted: Callable[[], Matching], tmp_path: Path
+    restarted: Callable[[], Matching], tmp_path: Path, has_slept: bool
 ) -> None:
     """They make nothing there without its lock, and no store would ever have the scheduler's half look."""
     asked = restarted()
     step(asked)
+    if has_slept:
+        hear(asked, OPEN)
     (lock,) = tmp_path.rglob("lock")
     shutil.rmtree(lock.parent)
     hear(asked, FAILED)

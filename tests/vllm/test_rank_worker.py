@@ -244,24 +244,26 @@ def test_waking_up_while_the_drive_is_away(tmp_path: Path, monkeypatch: pytest.M
     lock = DirectoryLock(drive / "lock")
     lock.acquire()
     rig = Rig(drive / "ns", is_open=False)
-    rig.place = dataclasses.replace(rig.place, owner=lock.owner, machine=machine_token())
-    assert rig.open(rig.place).open
-    rig.store([0, 1, 2, 3], 0)
-    rig.worker.sleep()
-    drive.rename(tmp_path / "not mounted")
-    drive.mkdir()
-    rig.worker.wake_up()
-    assert rig.status().failed == {0}
-    assert not any(drive.iterdir())
-    drive.rmdir()
-    (tmp_path / "not mounted").rename(drive)
-    while not rig.status().open:
-        pass
-    rig.worker.submit_load(2, rig.to_load(0), gpu([0, 1, 2, 3], 0))
-    (item,) = rig.results()
-    assert item.result.outcomes == (Outcome.OK,)
-    rig.worker.shutdown()
-    lock.release()
+    try:
+        rig.place = dataclasses.replace(rig.place, owner=lock.owner, machine=machine_token())
+        assert rig.open(rig.place).open
+        rig.store([0, 1, 2, 3], 0)
+        rig.worker.sleep()
+        drive.rename(tmp_path / "not mounted")
+        drive.mkdir()
+        rig.worker.wake_up()
+        assert rig.status().failed == {0}
+        assert not any(drive.iterdir())
+        drive.rmdir()
+        (tmp_path / "not mounted").rename(drive)
+        while not rig.status().open:
+            pass
+        rig.worker.submit_load(2, rig.to_load(0), gpu([0, 1, 2, 3], 0))
+        (item,) = rig.results()
+        assert item.result.outcomes == (Outcome.OK,)
+    finally:
+        rig.worker.shutdown()
+        lock.release()
 
 
 def test_tiers_are_opened_anew_for_other_weights(rig: Rig) -> None:

@@ -71,8 +71,9 @@ def require_lock(directory: Path, owner: str) -> None:
     For processes on the machine of the engine's scheduler: without its lock the path leads elsewhere than the scheduler
     went, as to an empty mount point, or somebody has removed what was there.
     """
-    if not is_held_by(directory.parent / "lock", owner):
-        raise TierError(f"{directory} is gone, or not mounted, and with it the engine's lock", cause="missing")
+    lock = directory.parent / "lock"
+    if not is_held_by(lock, owner):
+        raise TierError(f"the engine's lock {lock} is gone: deleted, moved or not mounted", cause="missing")
 
 
 def nearest_filesystem(directory: Path) -> int:
@@ -96,12 +97,12 @@ class SlabFile:
         *,
         direct_io: bool = True,
         owner: str = "",
-        locked_here: bool = False,
+        is_locked_here: bool = False,
     ) -> None:
         """Remember the geometry, which is that of the allocator. Nothing is touched before ``open``.
 
         ``owner``: who may hold the lock of the directory above that of the file (``SlabPlace.owner``); "": anybody.
-        ``locked_here``: nothing is made before it does (``SlabPlace.locked_here``).
+        ``is_locked_here``: nothing is made before it does (``SlabPlace.is_locked_here``).
         """
         self.path = Path(path)
         self.rank_bytes = rank_bytes
@@ -114,7 +115,7 @@ class SlabFile:
         self._fd = -1
         self._identity = (0, 0)
         self._filesystem: int | None = None
-        self._has_lock_here = locked_here
+        self._is_locked_here = is_locked_here
         """The engine's scheduler runs on this machine, too, and locks the directory."""
         self._backed = bytearray(-(-rank_bytes // extent_bytes))
         self._short_bytes = 0
@@ -150,7 +151,7 @@ class SlabFile:
             raise
         self._identity = (status.st_dev, status.st_ino)
         self._filesystem = status.st_dev
-        self._has_lock_here |= is_locked
+        self._is_locked_here |= is_locked
         self._short_bytes = 0
 
     def close(self) -> None:
@@ -300,9 +301,9 @@ class SlabFile:
     def _require_lock(self) -> None:
         """Raise TierError where another has locked the directory, or the engine had to and has not.
 
-        What fails for it has the scheduler's half look: see ``SlabTier.heal``. Else nobody would ever lock it.
+        After it was raised, the scheduler's half takes the lock again if it can (``SlabTier.heal``).
         """
-        if self._has_lock_here:
+        if self._is_locked_here:
             require_lock(self.path.parent, self._owner)
         else:
             self._check_lock()

@@ -44,7 +44,7 @@ def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> 
                     extent_bytes=place.extent_bytes,
                     direct_io=config.direct_io,
                     owner=place.owner,
-                    locked_here=place.locked_here,
+                    is_locked_here=place.is_locked_here(),
                 )
             )
             slabs[-1].open()  # whoever comes first makes it

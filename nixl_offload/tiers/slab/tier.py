@@ -29,7 +29,7 @@ from nixl_offload.types import NO_SALT, Key, Location, Outcome, Salt
 logger = logging.getLogger(__name__)
 
 HEAL_EVERY_S = 5.0
-"""A directory that vanished is looked for this often at most, while stores fail."""
+"""A directory that vanished is looked for this often at most, while stores fail, or a rank cannot open its slab."""
 LOOK_EVERY_S = 60.0
 """And so often while none fails: none does without the lock's file, or where the engine slept meanwhile."""
 
@@ -58,9 +58,11 @@ class SlabPlace:
         """Where slots lie."""
         return SlotPlaces(self.rank_bytes, self.extent_bytes, self.replicas)
 
-    @property
-    def locked_here(self) -> bool:
-        """Whether the owner's lock can be seen from this process, so that without it nothing may be made there."""
+    def is_locked_here(self) -> bool:
+        """Whether the owner's lock can be seen from this process, so that without it nothing may be made there.
+
+        Threading: any. Reads from /proc.
+        """
         return bool(self.owner and self.machine) and self.machine == machine_token()
 
 
