@@ -77,6 +77,7 @@ def tell(name: str, target: str, content: bytes, tier: dict[str, Any]) -> dict[s
         warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is the point here
         child = os.fork()
     if child == 0:
+        signal.alarm(round(2 * WAIT_S))  # whoever waits for it may be killed
         held.clear()
         under_way.clear()
         gc.collect()

@@ -44,10 +44,15 @@ def fork_with(
     told = subprocess.run(
         [sys.executable, "-m", "tests.contract.forking", str(content), json.dumps(dict(tier or {})), *movers],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, **environment, "LD_LIBRARY_PATH": os.pathsep.join([*map(str, libraries), *known])},
+        env={
+            **os.environ,
+            "NIXL_LOG_LEVEL": "FATAL",
+            **environment,
+            "LD_LIBRARY_PATH": os.pathsep.join([*map(str, libraries), *known]),
+        },
         stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=240,
         check=True,
     )
     found: dict[str, Any] = json.loads(told.stdout)

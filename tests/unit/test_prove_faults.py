@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,12 +87,8 @@ def test_a_late_put_replaces_an_object_and_a_late_get_fills_memory(tmp_path: Pat
 def test_files_are_judged_although_some_are_left_behind_with_storage_that_hung(
     monkeypatch: pytest.MonkeyPatch, leaks: bool
 ) -> None:
-    monkeypatch.setattr(pump, "LEAKED", [])
-    monkeypatch.setattr(nixl, "keep_forever", nixl.keep_forever)
-    monkeypatch.setattr("tests.prove.faults.leaks.SOON_S", 0.1)
     outcome = Outcome()
-    context = SimpleNamespace(faults=SimpleNamespace(spared=contextlib.nullcontext), outcome=outcome, where="here")
-    looks = Leaks(context)  # type: ignore[arg-type]
+    looks = _looks(monkeypatch, "slab", outcome)
     with contextlib.ExitStack() as opened:
         for server in range(12):
             if server in {3, 6, 9}:
@@ -107,21 +106,35 @@ def test_files_are_judged_although_some_are_left_behind_with_storage_that_hung(
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("more", [1, SOCKETS_PER_MOVER, SOCKETS_PER_MOVER + 1])
-def test_a_mover_that_is_left_behind_may_open_some_sockets_later(
+def test_a_mover_that_is_left_behind_may_open_some_sockets_later_but_no_files(
     monkeypatch: pytest.MonkeyPatch, kept: bool, more: int
 ) -> None:
-    monkeypatch.setattr(pump, "LEAKED", [])
-    monkeypatch.setattr(nixl, "keep_forever", nixl.keep_forever)
-    monkeypatch.setattr("tests.prove.faults.leaks.SOON_S", 0.02)
+    assert _leaks_of(monkeypatch, kept, [socket.socket] * more) == (not kept or more > SOCKETS_PER_MOVER)
+    assert _leaks_of(monkeypatch, kept, [functools.partial(open, os.devnull)])
+
+
+def _leaks_of(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, opening: Sequence[Callable[[], AbstractContextManager[object]]]
+) -> bool:
     outcome = Outcome()
-    context = SimpleNamespace(faults=SimpleNamespace(spared=contextlib.nullcontext), outcome=outcome, where="here")
-    looks = Leaks(context)  # type: ignore[arg-type]
+    looks = _looks(monkeypatch, "s3_obj", outcome)
     with contextlib.ExitStack() as opened:
         for server in range(12):
             if server == 6 and kept:
                 nixl.keep_forever(object())
             if server == 8:
-                for _ in range(more):
-                    opened.enter_context(socket.socket())
+                for one in opening:
+                    opened.enter_context(one())
             looks.check_after()
-    assert bool(outcome.leaks) == (not kept or more > SOCKETS_PER_MOVER)
+    return bool(outcome.leaks)
+
+
+def _looks(monkeypatch: pytest.MonkeyPatch, tier: str, outcome: Outcome) -> Leaks:
+    monkeypatch.setattr(pump, "LEAKED", [])
+    monkeypatch.setattr(nixl, "keep_forever", nixl.keep_forever)
+    monkeypatch.setattr("tests.prove.faults.leaks.SOON_S", 0.1)
+    monkeypatch.setattr("tests.prove.faults.leaks.gc", SimpleNamespace(collect=lambda: None))  # half a second each
+    unharmed = SimpleNamespace(spared=contextlib.nullcontext)
+    looks = Leaks(SimpleNamespace(faults=unharmed, outcome=outcome, where="here", tier=tier))  # type: ignore[arg-type]
+    monkeypatch.setattr(looks, "_check_threads", lambda: None)  # of other tests
+    return looks

@@ -6,6 +6,7 @@ Threading: the cell's thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -13,6 +14,8 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from nixl_offload.engine import Engine, pump
@@ -41,12 +44,11 @@ class Leaks:
         self._context = context
         self._files: list[list[str]] = []
         """What was open after each server, by names."""
-        self._counts: list[int] = []
-        """How much that was, without what had been left behind."""
+        self._counts: list[Counter[str]] = []
+        """How much that was by kind, without what had been left behind."""
         self.judged = 0
         """How often there were servers enough to say whether their files are closed."""
-        self._left_behind = 0
-        """So many files."""
+        self._left_behind = Counter[str]()
         self._kept: list[object] = []
         self._movers_kept = 0
         """How much movers have left behind since the last look."""
@@ -76,25 +78,26 @@ class Leaks:
             self._movers_kept = 0
             self._excused.update(files)
             if self._counts:
-                self._left_behind += max(0, len(files) - self._left_behind - self._counts[-1])
+                self._left_behind += _by_kind(files) - self._left_behind - self._counts[-1]
         self._files.append(files)
-        self._counts.append(len(files) - self._left_behind)
-        counts = self._counts
-        if len(counts) > FIRST.stop + 1:
+        self._counts.append(_by_kind(files) - self._left_behind)
+        if len(self._counts) > FIRST.stop + 1:
             self.judged += 1
-            if (excess := min(counts[LAST]) - max(counts[FIRST])) > 0:
-                more = sorted(set(files).difference(*self._files[FIRST], self._excused))
-                only_sockets = len(more) >= excess and all(name.startswith("socket") for name in more)
-                if not only_sockets or excess > self._sockets_to_come:
-                    self._tell([f"file descriptors by server: {counts}; new are {more}"])
+            for kind, to_come in (("files", 0), ("sockets", self._sockets_to_come)):
+                counts = [each[kind] for each in self._counts]
+                if min(counts[LAST]) > max(counts[FIRST]) + to_come:
+                    more = sorted(set(files).difference(*self._files[FIRST], self._excused))
+                    self._tell([f"open {kind} by server: {counts}; new are {_with_ports(more)}"])
                     self._files.clear()
-                    counts.clear()
+                    self._counts.clear()
+                    return
 
     def _keep(self, what: object) -> None:
         """See ``keep_forever``."""
         keep_forever(what)
         self._movers_kept += 1
-        self._sockets_to_come += SOCKETS_PER_MOVER
+        if self._context.tier == "s3_obj":
+            self._sockets_to_come += SOCKETS_PER_MOVER
 
     def _closed_soon(self) -> list[str]:
         """Return what is open once it is no more than at first, or some time has passed: libraries close later."""
@@ -102,8 +105,10 @@ class Leaks:
         while True:
             files = self._open_files()
             is_judged = len(self._counts) > FIRST.stop and not pump.LEAKED and not self._movers_kept
-            at_first = max(self._counts[FIRST], default=0) + self._left_behind
-            if not is_judged or len(files) <= at_first or real_s() > until_s:
+            if not is_judged or real_s() > until_s:
+                return files
+            at_first = functools.reduce(Counter.__or__, self._counts[FIRST])  # the most of each kind
+            if _by_kind(files) <= at_first + self._left_behind:
                 return files
             time.sleep(0.02)
 
@@ -122,11 +127,9 @@ class Leaks:
         """Return what this process has open, by names; a draft that was deleted since has the one it had."""
         found = []
         with self._context.faults.spared():
-            sockets = _sockets()
             for descriptor in os.listdir("/proc/self/fd"):
                 with contextlib.suppress(OSError):
-                    name = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
-                    found.append(sockets.get(name, name))
+                    found.append(os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)"))
         return found
 
     def _check_threads(self) -> None:
@@ -147,13 +150,16 @@ class Leaks:
         self._context.outcome.leaks += [f"{self._context.where}: {sentence}" for sentence in found]
 
 
-def _sockets() -> dict[str, str]:
-    """Return what the kernel knows of this machine's TCP sockets, by the names that their descriptors have."""
-    found = {}
+def _by_kind(files: Sequence[str]) -> Counter[str]:
+    return Counter("sockets" if name.startswith("socket:") else "files" for name in files)
+
+
+def _with_ports(files: Sequence[str]) -> list[str]:
+    """Return the names, those of TCP sockets with what the kernel knows of them."""
+    known = {}
     with open("/proc/self/net/tcp") as table:
         for line in table.readlines()[1:]:
             _, local, peer, state, *_ = words = line.split()
             ports = [int(end.rpartition(":")[2], 16) for end in (local, peer)]
-            name = f"socket:[{words[9]}]"
-            found[name] = f"{name} of port {ports[0]} with {ports[1]}, {_STATES.get(state, state)}"
-    return found
+            known[f"socket:[{words[9]}]"] = f" of port {ports[0]} with {ports[1]}, {_STATES.get(state, state)}"
+    return [name + known.get(name, "") for name in files]
