@@ -13,7 +13,7 @@ import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,9 @@ def namespace_of(manifest: Any) -> Namespace:
     return make_namespace(NamespaceFields(**fields))
 
 
-def locations_of(tier: dict[str, Any], namespace: Namespace, chunks: Sequence[Chunk]) -> tuple[list[Any], Any]:
-    """Open the scheduler's half, ask for every chunk until it is a hit, and return where each rests, and what the ranks
+@contextmanager
+def serving(tier: dict[str, Any], namespace: Namespace, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Any], Any]]:
+    """Open the scheduler's half, ask for every chunk until it is a hit, and yield where each rests, and what the ranks
     need to know to find it.
     """
     from vllm.config import ParallelConfig
@@ -114,7 +115,7 @@ def locations_of(tier: dict[str, Any], namespace: Namespace, chunks: Sequence[Ch
         absent = Key(bytes(32) + bytes(4))
         until(lambda: opened.lookup(absent, LookupContext("absent"), now_s()) is not Lookup.RETRY, opened.flush)
         assert opened.lookup(absent, LookupContext("absent"), now_s()) is Lookup.MISS
-        return found, opened.place
+        yield found, opened.place
     finally:
         opened.close()
 
@@ -189,11 +190,11 @@ def test_every_chunk_hits_and_loads_on_every_rank(name: str, medium: str, archiv
     pytest.importorskip("vllm", reason="vLLM is not installed")
     model, namespace = MODELS[name], namespace_of(manifest_of(archive / name / medium))
     assert namespace.name == model.namespace
-    locations, place = locations_of(tier, namespace, model.chunks)
-    for rank in range(model.ranks):
-        payloads = loaded(tier, model, rank, model.chunks, locations, place)
-        for chunk, payload in zip(model.chunks, payloads, strict=True):
-            assert payload == model.payload(chunk, rank), (chunk, rank)
+    with serving(tier, namespace, model.chunks) as (locations, place):
+        for rank in range(model.ranks):
+            payloads = loaded(tier, model, rank, model.chunks, locations, place)
+            for chunk, payload in zip(model.chunks, payloads, strict=True):
+                assert payload == model.payload(chunk, rank), (chunk, rank)
 
 
 @pytest.mark.parametrize(("name", "medium"), CASES)
