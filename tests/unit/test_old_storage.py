@@ -66,7 +66,8 @@ def tier(name: str, medium: str, archive: Path, server: RcloneServer, tmp_path: 
         prefix = f"{tmp_path.name}-{name}"
         shutil.copytree(archive / name / medium, server.directory / prefix)
         server.forget()
-        return server.tier(prefix, mover="obstore")
+        # A first answer may take longer on a busy machine than a request would wait for it.
+        return server.tier(prefix, mover="obstore", lookup={"timeout": "5s"})
     shutil.copytree(archive / name / medium, tmp_path / medium)
     if medium == "slab":
         return {"kind": "file", "path": str(tmp_path / medium), "capacity": "48MiB"}
