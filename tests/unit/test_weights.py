@@ -526,10 +526,12 @@ def test_who_stops_waits_for_one_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "preadv", read_while_it_ends)
     digest = WeightsDigest(str(tmp_path), None, threads=2)
     assert begun.wait(PATIENCE_S)
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("weights-")]
+    assert is_closed or "weights-digest" in {thread.name for thread in ours}
+    assert all(thread.daemon for thread in ours), "a process may end meanwhile"
     if is_closed:
         digest.close()
     assert digest.wait(PATIENCE_S)
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("weights-"))
     ended.set()
     while any(thread.name.startswith("weights-read-") for thread in threading.enumerate()):
         time.sleep(0.001)
