@@ -36,6 +36,7 @@ def test_what_is_found_is_kept_as_a_fixture_and_the_corpus_for_the_next_run(
     """An input that found something, and that which ended the process. A target that ran out of time says so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fuzz, "KEPT", tmp_path / "build" / "prove")
+    monkeypatch.setattr(fuzz, "_SECONDS", 30)
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         assert f"--corpus={tmp_path}/build/prove/corpus/stored-names" in command

@@ -69,6 +69,8 @@ def try_side(name: str, seed: int, faults: str = "") -> Outcome:
             outcome.note = f"{version(name)}: {error}"
             if side.is_ours:
                 outcome.missed.append(str(error))
+                for log in sorted(workshop.scratch.glob("engine-*.log")):
+                    print(log.name, log.read_text(errors="replace"), sep="\n")
             return outcome
     outcome.counts = {"faults": len(verdicts), **Counter(verdict.what for verdict in verdicts)}
     outcome.counts |= Counter(verdict.recovered for verdict in verdicts if verdict.recovered != YES)
