@@ -34,6 +34,10 @@ PEERS: Final = ("vLLM fs", "vLLM obj", "LMCache fs", "LMCache fs aesgcm")
 SIDES: Final = (*OURS, *PEERS)
 MEMORY_CHUNKS: Final = PROMPT_CHUNKS + 2
 """Of the memory before a peer's tier."""
+_CAPACITY: Final = "192MiB"
+"""Room for all prompts of a trial, some twenty of 4 MiB, for where one is evicted a trial cannot tell the next from it.
+A slab's index may take 33 MiB.
+"""
 _LOOKUP: Final = {"timeout": "2s", "present_for": "200ms", "absent_for": "300ms"}
 
 
@@ -112,7 +116,7 @@ def _ours(name: str, directory: Path, server: RcloneServer | None, endpoint: str
         tier = server.tier("ours", endpoint=endpoint, request_timeout="1s", lookup=_LOOKUP)
         base, environment, forget = server.directory / "ours", server.environment, server.forget
     else:
-        tier = {"kind": name, "path": str(directory), "capacity": "96MiB"}
+        tier = {"kind": name, "path": str(directory), "capacity": _CAPACITY}
         if name == "shared_dir":
             tier["lookup"] = _LOOKUP
         base, environment, forget = directory, {}, lambda: None

@@ -214,6 +214,7 @@ class Trial:
         """Have a new prompt stored, and pushed out of memory before the storage. Returns it, and its chunks where they
         rest. Raises NoHitsError when that does not succeed with nothing wrong.
         """
+        found = ""
         for _ in range(STORE_ATTEMPTS):
             before = self._at_rest(0)
             mine = next(self._prompts)
@@ -224,7 +225,8 @@ class Trial:
             new = [piece for key, piece in pieces.items() if key not in before]
             if len(new) == PROMPT_CHUNKS:
                 return mine, new
-        raise NoHitsError(f"{STORE_ATTEMPTS} prompts were not stored, with nothing wrong")
+            found = f"of the last, {len(new)} new chunks were found beside {len(before)}"
+        raise NoHitsError(f"{STORE_ATTEMPTS} prompts were not stored, with nothing wrong; {found}")
 
     def _at_rest(self, least: int) -> dict[tuple[str, int], Piece]:
         """Return all chunks once there are so many and no more come; or what there is after ``STORED_S``."""
