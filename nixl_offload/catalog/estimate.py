@@ -100,6 +100,7 @@ class _OpenLoad(NamedTuple):
     size_bytes: int
     queued_bytes: int
     """Of the loads that were out when it began."""
+    began_s: float
     due_s: float
     """When it was expected to end; infinite: nothing was known."""
 
@@ -155,7 +156,7 @@ class TierSpeed:
         """Record that a load goes out."""
         expected_s = self._line.at(self.queued_bytes + size_bytes)
         due_s = math.inf if expected_s is None else now_s + expected_s
-        self._open[ticket] = _OpenLoad(size_bytes, self.queued_bytes, due_s)
+        self._open[ticket] = _OpenLoad(size_bytes, self.queued_bytes, now_s, due_s)
         self.queued_bytes += size_bytes
 
     def begin_trial(self, now_s: float) -> None:
@@ -190,14 +191,17 @@ class TierSpeed:
     def seconds(self, size_bytes: int, now_s: float = 0.0) -> float | None:
         """Return how long a load of so many bytes would take from now on, behind those that are out.
 
-        None: too little known, or nothing of that size, which one load at a time may find out, unless the tier was
-        judged too slow: its trial speaks for all sizes.
+        Too little known: as long as the oldest of those has taken so far, at least. None: none is out, and too little
+        known, or nothing of that size, which one load at a time may find out, unless the tier was judged too slow: its
+        trial speaks for all sizes.
         """
         is_slow = self.patience_s > TRIAL_INTERVAL_S
         seconds = self._line.at(self.queued_bytes + size_bytes, extrapolates=is_slow or bool(self._open))
-        if seconds is None or not self._open:
+        if not self._open:
             return seconds
         oldest = next(iter(self._open.values()))
+        if seconds is None:
+            return max(0.0, now_s - oldest.began_s)
         return seconds + max(0.0, now_s - oldest.due_s)  # a load that is late delays those behind it
 
 

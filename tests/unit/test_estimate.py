@@ -248,6 +248,20 @@ def test_a_tier_of_unknown_speed_gets_a_few_loads_at_a_time(knows_prefill: bool)
             judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
 
 
+def test_a_tier_of_unknown_speed_gets_no_load_while_one_takes_longer_than_computing() -> None:
+    """1,024 tokens are computed in a second, once more for each request that waits: so long nothing is held against it.
+
+    At the beginning three slow loads, one beside the other, would cost as many requests many times what one costs.
+    """
+    judged = judge(None)
+    judged.tiers[0].begin(1, 1024 * TOKEN_BYTES, 10.0)
+    taken = [bool(judged.choose([part(0, 1024)], 0, now_s).tokens) for now_s in (10.0, 10.9, 11.2, 15.0)]
+    assert taken == [True, True, False, False]
+    assert judged.choose([part(0, 1024)], 0, 11.2, waiting=1).tokens, "computing would delay another one, too"
+    judged.tiers[0].end(1)
+    assert judged.choose([part(0, 1024)], 0, 15.0).tokens, "none is out: the next one says more of the tier"
+
+
 def test_a_slow_tier_behind_a_fast_one_is_left_out() -> None:
     choice = judge(1e9, 1e5).choose([part(0, 1024), part(1, 1024)], 0, 1.0)
     assert choice.tokens == 1024
