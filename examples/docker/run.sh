@@ -32,7 +32,7 @@ if [[ -d $drive ]]; then
     [[ -e $node ]] && options+=(--device "$node")
   done
 else
-  echo "run.sh: no directory $drive here: no drive is mounted (a file tier needs one: DRIVE=/path)" >&2
+  echo "run.sh: no directory $drive here: no drive is mounted (tiers slab and shared_dir need one: DRIVE=/path)" >&2
 fi
 # By name only: the values stay in the environment, out of the command line and of the process list.
 for name in HF_TOKEN AWS_REGION AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN; do

@@ -38,7 +38,7 @@ which engine has it open; how full the tier is. Servers go on meanwhile; nothing
     nixl-offload ls kv.yaml --keys --json                  # a line of JSON per chunk, or per tier that failed
 
 A memory tier lives in the server's processes and cannot be looked at from outside. Nothing stores how often a chunk was
-hit; the server counts hits by tier in its metrics (vllm:nixl_offload_hit_decisions_total). A slab's namespace is
+hit; the server counts hits by tier in its metrics (vllm:nixl_offload_lookup_tokens_total). A slab's namespace is
 counted by its index, which lags behind a running server by a moment; --keys reads each slot's header too. In a bucket
 or a shared directory a chunk is as old as its last write or refresh.
 

@@ -295,7 +295,8 @@ class Config(_Model):
     on_load_failure: Literal["recompute", "fail"] = "recompute"
     """When a load fails: compute what is missing, or fail the request."""
     staging_bytes: SizeBytes = Field(default=256 << 20, alias="staging", ge=1 << 20)
-    """Host or GPU memory for chunks between storage and KV blocks, per rank; never exceeded."""
+    """Host or GPU memory for chunks between storage and KV blocks, per rank, divided among the tiers other than memory.
+    Each of these takes room for two chunks at least, even if that is more."""
     load_timeout_s: DurationSeconds = Field(default=30.0, alias="load_timeout")
     """How long a request waits for its load. What has not arrived by then is computed."""
     drain_timeout_s: DurationSeconds = Field(default=3.0, alias="drain_timeout")

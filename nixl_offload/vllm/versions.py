@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 SUPPORTED: Final = ((0, 32), (0, 33))
-"""Minor versions that the tests have run against."""
+"""Minor versions that are accepted. Tests have run on 0.32 alone."""
 
 
 def minor_version(text: str) -> tuple[int, int] | None:

@@ -76,7 +76,7 @@ def s3_section(
         section.add("permissions", unknown("not tried before that is fixed"))
         return section
     if tier.ttl_s is None and tier.capacity_bytes is None:
-        fix = f"ttl: 7d, then nixl-offload bucket init {config_file}; or capacity: 10TiB, and gc by a timer"
+        fix = f"ttl: 7d, then nixl-offload bucket init {config_file}; with capacity: 10TiB, gc by a timer, too"
         section.add("growth", warning("neither ttl nor capacity is set: nothing ever removes objects", fix))
     section.add("lifecycle", find_lifecycle(tier, config_file))
     if works:
