@@ -4,7 +4,10 @@ A discrete simulation of a server, no clock: vLLM's steps with a token budget (r
 loads beside the GPU), and a tier that serves one load after the other. Closed loop: as many requests at a time as asked
 for. The rule is the real ``catalog.estimate.LoadOrRecompute``; it learns from what the simulation observes.
 
-    python -m benchmarks.load_or_recompute [--requests 300] [--output-tokens 100] [--json FILE]
+    python -m benchmarks.load_or_recompute [--cold] [--requests 300] [--output-tokens 100] [--json FILE]
+
+With ``--cold`` nothing is known at the beginning, when all requests come at once, and everything is measured: what the
+first moments of an engine cost whose cache has outlived the last one.
 """
 
 from __future__ import annotations
@@ -52,9 +55,9 @@ class Request:
 
 
 class Policy(Protocol):
-    """Decides how many tokens of a hit are loaded, and observes what became of it."""
+    """Decides how many tokens of a hit are loaded (None: asks to be asked later), and observes what became of it."""
 
-    def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int: ...
+    def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int | None: ...
     def loaded(self, request: Request, now_s: float) -> None: ...
     def computed(self, tokens: int, context_tokens: int, seconds: float) -> None: ...
 
@@ -78,9 +81,11 @@ class Rule:
     def __init__(self) -> None:
         self._rule = LoadOrRecompute(1)
 
-    def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int:
+    def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int | None:
         size = request.hit_tokens * TOKEN_BYTES
         part = Part(0, request.hit_tokens, size)
+        if self._rule.must_wait([part], 0, now_s):
+            return None
         tokens = self._rule.choose([part], 0, now_s, waiting=waiting, running=running).tokens
         if tokens:
             self._rule.tiers[0].begin(request.number, size, now_s)
@@ -113,7 +118,13 @@ class Figures(NamedTuple):
 
 
 def simulate(
-    server: Server, policy: Policy, *, requests: int = 300, output_tokens: int = 100, seed: int = 1
+    server: Server,
+    policy: Policy,
+    *,
+    requests: int = 300,
+    output_tokens: int = 100,
+    seed: int = 1,
+    warm_share: float = _WARM_SHARE,
 ) -> Figures:
     """Serve ``requests`` one after the other as room becomes free, and return what was measured after the warm-up."""
     source = random.Random(seed)
@@ -136,7 +147,7 @@ def simulate(
     ready: deque[Request] = deque()
     running: list[Request] = []
     done: list[Request] = []
-    warm = int(requests * _WARM_SHARE)
+    warm = int(requests * warm_share)
     while len(done) < requests:
         for request in [request for request in loading if request.ready_s <= now_s]:
             loading.remove(request)
@@ -145,6 +156,7 @@ def simulate(
             ready.append(request)
         budget = _BUDGET_TOKENS
         step: list[tuple[Request, int]] = []
+        held: list[Request] = []
         for request in running:
             tokens = min(budget, request.rest_tokens or 1)
             if tokens:
@@ -155,7 +167,11 @@ def simulate(
                 request = ready.popleft()
             else:
                 request = waiting.popleft()
-                request.loaded_tokens = policy.choose(request, len(waiting), len(running), now_s)
+                tokens_to_load = policy.choose(request, len(waiting) + len(held), len(running), now_s)
+                if tokens_to_load is None:
+                    held.append(request)
+                    continue
+                request.loaded_tokens = tokens_to_load
                 if request.loaded_tokens:
                     tier_free_s = (
                         max(tier_free_s, now_s) + request.loaded_tokens * TOKEN_BYTES / server.tier_bytes_per_s
@@ -168,8 +184,10 @@ def simulate(
             tokens = min(budget, request.rest_tokens)
             step.append((request, tokens))
             budget -= tokens
+        waiting.extendleft(reversed(held))
         if not step:
-            now_s = min(request.ready_s for request in loading)
+            next_s = min(request.ready_s for request in loading)
+            now_s = min(next_s, now_s + _BASE_S) if held else next_s
             continue
         total = sum(tokens for _, tokens in step)
         seconds = _BASE_S + total / server.prefill_tokens_per_s
@@ -216,17 +234,21 @@ class Cell(NamedTuple):
         return self.ours.ttft_s / max(self.always, self.never).ttft_s
 
 
-def measure(server: Server, *, requests: int = 300, output_tokens: int = 100) -> Cell:
-    """Simulate one server under each policy."""
+def measure(server: Server, *, requests: int = 300, output_tokens: int = 100, is_cold: bool = False) -> Cell:
+    """Simulate one server under each policy. ``is_cold``: nothing is left out as a warm-up."""
     policies: Sequence[Callable[[], Policy]] = (Rule, lambda: Fixed(loads=True), lambda: Fixed(loads=False))
-    return Cell(
-        server, *(simulate(server, make(), requests=requests, output_tokens=output_tokens) for make in policies)
-    )
+    warm_share = 0.0 if is_cold else _WARM_SHARE
+    figures = [
+        simulate(server, make(), requests=requests, output_tokens=output_tokens, warm_share=warm_share)
+        for make in policies
+    ]
+    return Cell(server, *figures)
 
 
 def main() -> None:
     """Print the grid: our requests per second and TTFT by the better fixed policy's, and what part of hits we load."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cold", action="store_true", help="measure from the first request on")
     parser.add_argument("--requests", type=int, default=300, help="requests per cell")
     parser.add_argument("--output-tokens", type=int, default=100, help="tokens that a request decodes, on average")
     parser.add_argument("--json", metavar="FILE", help="also write every figure to FILE")
@@ -241,6 +263,7 @@ def main() -> None:
                     Server(at_a_time, prefill, speed * 1e9),
                     requests=arguments.requests,
                     output_tokens=arguments.output_tokens,
+                    is_cold=arguments.cold,
                 )
                 for speed in TIER_GB_PER_S
             ]

@@ -26,7 +26,10 @@ TRIAL_SHARE: Final = 0.01
 """... and sooner while trials take no more than this part of the time that is spent on computing what the tier could
 have loaded."""
 LOADS_AT_ONCE: Final = 4
-"""Most loads that are out at a time on a tier of unknown speed."""
+"""Most loads that are out at a time on a tier of unknown speed, or while that of computing is unknown."""
+WAIT_S: Final = 0.5
+"""While the speed of computing is unknown, a hit waits for these loads to end while none is out for longer; otherwise
+while none is out for longer than computing would take."""
 
 _TOLERANCE: Final = 1.05
 """A load is preferred while it costs at most this many times as much as computing."""
@@ -188,6 +191,10 @@ class TierSpeed:
         self._line.add(work_bytes, seconds, weight=self._share, keep=keep)
         self.observed_s = max(self.observed_s, now_s)
 
+    def waited_s(self, now_s: float) -> float:
+        """Return how long the oldest load has been out, 0 if there is none."""
+        return max((0.0, *(now_s - load.began_s for load in self._open.values())))
+
     def seconds(self, size_bytes: int, now_s: float = 0.0) -> float | None:
         """Return how long a load of so many bytes would take from now on, behind those that are out.
 
@@ -199,9 +206,9 @@ class TierSpeed:
         seconds = self._line.at(self.queued_bytes + size_bytes, extrapolates=is_slow or bool(self._open))
         if not self._open:
             return seconds
-        oldest = next(iter(self._open.values()))
         if seconds is None:
-            return max(0.0, now_s - oldest.began_s)
+            return self.waited_s(now_s)
+        oldest = next(iter(self._open.values()))
         return seconds + max(0.0, now_s - oldest.due_s)  # a load that is late delays those behind it
 
 
@@ -292,7 +299,7 @@ class LoadOrRecompute:
         trial: call it once per request, and remember the answer.
         """
         weight = 1.0 + waiting + min(_RUNNING_WEIGHT * running, _MOST_RUNNING)
-        allowed = next((at for at, part in enumerate(parts) if self._is_full(part.tier)), len(parts))
+        allowed = self._allowed(parts)
         taken = self._least(parts, allowed, computed_tokens, now_s, weight, on_trial=None)
         trial = None
         if taken < allowed and self._may_try(parts[taken], now_s):
@@ -313,14 +320,29 @@ class LoadOrRecompute:
         self._counts.update(decisions.keys())
         return Choice(sum(part.tokens for part in parts[:taken]), tuple(decisions))
 
+    def must_wait(self, parts: Sequence[Part], computed_tokens: int, now_s: float) -> bool:
+        """Whether ``choose`` is better called later: loads that are out will soon say how fast a tier is.
+
+        Else, where many requests find an idle server at once, most would be computed, however fast the tier is.
+        """
+        allowed = self._allowed(parts)
+        if allowed == len(parts):
+            return False
+        context_tokens = computed_tokens + sum(part.tokens for part in parts[:allowed])
+        limit_s = self.prefill.seconds(sum(part.tokens for part in parts[allowed:]), context_tokens)
+        return self.tiers[parts[allowed].tier].waited_s(now_s) < (WAIT_S if limit_s is None else limit_s)
+
     def counts(self) -> Mapping[tuple[int, Decision], int]:
         """How often it was decided so about a tier, in requests, since the beginning."""
         return dict(self._counts)
 
-    def _is_full(self, tier: int) -> bool:
-        """Whether as many loads are out as may be while a tier's speed, or that of computing, is unknown."""
-        speed = self.tiers[tier]
-        return speed.loads >= LOADS_AT_ONCE and not (speed.is_known and self.prefill.is_known)
+    def _allowed(self, parts: Sequence[Part]) -> int:
+        """Return how many parts lie before the first whose tier has as many loads out as it may."""
+
+        def is_full(speed: TierSpeed) -> bool:
+            return speed.loads >= LOADS_AT_ONCE and not (speed.is_known and self.prefill.is_known)
+
+        return next((at for at, part in enumerate(parts) if is_full(self.tiers[part.tier])), len(parts))
 
     def _least(
         self,

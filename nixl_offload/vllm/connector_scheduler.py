@@ -229,6 +229,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             self._windows,
             self._load.beside(request.request_id),
         )
+        if wanted is None:
+            return None, False
         if wanted >= found:
             return found, is_async
         # Asked again with a limit, for vLLM remembers what it has answered. Where there are windows it takes one token

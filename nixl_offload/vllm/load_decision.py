@@ -64,7 +64,7 @@ class LoadDecider:
         allowed: frozenset[int] | None,
         now_s: float,
         server: ServerLoad,
-    ) -> int:
+    ) -> int | None:
         """As the manager's. ``allowed``: the tiers that the request may load from; None: all."""
         asked = req_context.get_state(LoadDecision)
         if asked is not None and asked[:2] == (first_token, tokens):
@@ -74,6 +74,8 @@ class LoadDecider:
             return tokens
         loaded = tokens
         if self._skips_slow:
+            if self._speeds.must_wait(parts, first_token, now_s):
+                return None
             waiting, running = server
             loaded = self._speeds.choose(parts, first_token, now_s, waiting=waiting, running=running).tokens
         req_context.set_state(LoadDecision(first_token, tokens, loaded, tuple(parts)))

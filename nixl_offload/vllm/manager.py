@@ -320,8 +320,10 @@ class NixlOffloadManager(OffloadingManager):
         chunk_tokens: int,
         windows: Mapping[int, int] = _NO_WINDOWS,
         server: ServerLoad = _IDLE,
-    ) -> int:
+    ) -> int | None:
         """Return how many of ``tokens``, which ``keys`` hold from ``first_token`` on, are better loaded than computed.
+
+        None: ask again in a later step, for loads that are out will tell.
 
         ``keys`` are the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token,
         and what lies behind the last is taken with it, or not at all. ``windows``: the tokens at most that are loaded

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.catalog.estimate import LOADS_AT_ONCE, Decision, LoadOrRecompute, Part, PrefillSpeed, TierSpeed
+from nixl_offload.catalog.estimate import (
+    LOADS_AT_ONCE,
+    WAIT_S,
+    Decision,
+    LoadOrRecompute,
+    Part,
+    PrefillSpeed,
+    TierSpeed,
+)
 
 MIB = 1 << 20
 TOKEN_BYTES = 4096
@@ -260,6 +268,35 @@ def test_a_tier_of_unknown_speed_gets_no_load_while_one_takes_longer_than_comput
     assert judged.choose([part(0, 1024)], 0, 11.2, waiting=1).tokens, "computing would delay another one, too"
     judged.tiers[0].end(1)
     assert judged.choose([part(0, 1024)], 0, 15.0).tokens, "none is out: the next one says more of the tier"
+
+
+@pytest.mark.parametrize(("knows_prefill", "limit_s"), [(False, WAIT_S), (True, 1.024)])
+def test_a_hit_waits_for_the_first_loads_to_tell(knows_prefill: bool, limit_s: float) -> None:
+    """While none of them has taken longer than computing the hit would, or half a second where that is not known.
+
+    Of a burst at the start of an engine most would be computed otherwise, however fast the tier is.
+    """
+    judged, burst = judge(None, token_s=1e-3 if knows_prefill else None), [part(0, 1024)]
+    for ticket in range(LOADS_AT_ONCE):
+        assert not judged.must_wait(burst, 0, 1.0)
+        judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
+    assert judged.must_wait(burst, 0, 1.0 + 0.99 * limit_s)
+    assert not judged.must_wait(burst, 0, 1.0 + 1.01 * limit_s)
+    assert not judged.choose(burst, 0, 1.0 + 1.01 * limit_s).tokens
+    judged.tiers[0].end(0)
+    assert not judged.must_wait(burst, 0, 1.0), "there is room for one more"
+
+
+def test_nothing_waits_for_a_tier_that_is_known() -> None:
+    judged = judge(1e9, None)
+    for ticket in range(2 * LOADS_AT_ONCE):
+        judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
+    assert not judged.must_wait([part(0, 1024)], 0, 1.0)
+    assert not judged.must_wait([], 0, 1.0)
+    for ticket in range(LOADS_AT_ONCE):
+        judged.tiers[1].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
+    assert judged.must_wait([part(0, 1024), part(1, 1024)], 0, 2.0), "1.024 s are those of the second part alone"
+    assert not judged.must_wait([part(0, 1024), part(1, 1024)], 0, 2.1)
 
 
 def test_a_slow_tier_behind_a_fast_one_is_left_out() -> None:

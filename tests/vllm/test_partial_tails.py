@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 from vllm.v1.request import Request
 
+from nixl_offload.catalog.estimate import LOADS_AT_ONCE
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, TicketReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
@@ -117,3 +118,20 @@ def test_a_hit_that_ends_within_a_block_is_loaded_where_that_is_quicker(
     for _ in range(5):
         manager.observe_prefill(256, 0, 0.01)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
+
+
+def test_a_hit_waits_while_the_first_loads_are_to_tell_how_fast_the_tier_is(scheduler: NixlOffloadScheduler) -> None:
+    """It is asked about again in the next step; once one of them has ended, the answer is what was found."""
+    hasher = get_request_block_hasher(HASH_TOKENS, sha256)
+    request = Request("asks", list(range(TAIL + 5)), SamplingParams(max_tokens=9), None, block_hasher=hasher)
+    scheduler.on_new_request(request)
+    ends = [BLOCK_TOKENS, TAIL]
+    keys = [make_offload_key(request.block_hashes[end // HASH_TOKENS - 1], group) for end in ends for group in (0, 1)]
+    manager = scheduler.offload_manager
+    output = manager.prepare_store(keys, manager_rig.request("stores"))
+    assert output is not None
+    manager.settle({output.store_spec.ticket.ticket: TicketReport()})  # type: ignore[attr-defined]
+    out = [manager.prepare_load(keys, manager_rig.request(str(number))).ticket for number in range(LOADS_AT_ONCE)]
+    assert [scheduler.get_num_new_matched_tokens(request, 0) for _ in range(3)] == [(None, False)] * 3
+    manager.settle({out[0].ticket: TicketReport()}, [LoadSample(0, SLOT, 0.0001, False)])
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (TAIL, True)
