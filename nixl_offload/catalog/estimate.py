@@ -103,9 +103,10 @@ class _OpenLoad(NamedTuple):
     size_bytes: int
     queued_bytes: int
     """Of the loads that were out when it began."""
-    began_s: float
+    due_elsewhere_s: float
+    """When its parts on other tiers were expected to end; when it began, if it has none."""
     due_s: float
-    """When it was expected to end; infinite: nothing was known."""
+    """When all of it was expected to end; infinite: nothing was known."""
 
 
 class TierSpeed:
@@ -155,11 +156,15 @@ class TierSpeed:
         """How many loads are out."""
         return len(self._open)
 
-    def begin(self, ticket: int, size_bytes: int, now_s: float) -> None:
-        """Record that a load goes out."""
+    def begin(self, ticket: int, size_bytes: int, now_s: float, beside_s: float = 0.0) -> None:
+        """Record that a load goes out. ``beside_s``: what its parts on other tiers are expected to take.
+
+        A load ends with its last part: until then, that it is out says nothing of this tier.
+        """
         expected_s = self._line.at(self.queued_bytes + size_bytes)
-        due_s = math.inf if expected_s is None else now_s + expected_s
-        self._open[ticket] = _OpenLoad(size_bytes, self.queued_bytes, now_s, due_s)
+        due_elsewhere_s = now_s + beside_s
+        due_s = math.inf if expected_s is None else max(due_elsewhere_s, now_s + expected_s)
+        self._open[ticket] = _OpenLoad(size_bytes, self.queued_bytes, due_elsewhere_s, due_s)
         self.queued_bytes += size_bytes
 
     def begin_trial(self, now_s: float) -> None:
@@ -192,13 +197,13 @@ class TierSpeed:
         self.observed_s = max(self.observed_s, now_s)
 
     def waited_s(self, now_s: float) -> float:
-        """Return how long the oldest load has been out, 0 if there is none."""
-        return max((0.0, *(now_s - load.began_s for load in self._open.values())))
+        """Return how long some load has been out for nothing but its part on this tier, 0 if none has."""
+        return max((0.0, *(now_s - load.due_elsewhere_s for load in self._open.values())))
 
     def seconds(self, size_bytes: int, now_s: float = 0.0) -> float | None:
         """Return how long a load of so many bytes would take from now on, behind those that are out.
 
-        Too little known: as long as the oldest of those has taken so far, at least. None: none is out, and too little
+        Too little known: as long as one of those has taken so far, at least. None: none is out, and too little
         known, or nothing of that size, which one load at a time may find out, unless the tier was judged too slow: its
         trial speaks for all sizes.
         """
@@ -208,8 +213,8 @@ class TierSpeed:
             return seconds
         if seconds is None:
             return self.waited_s(now_s)
-        oldest = next(iter(self._open.values()))
-        return seconds + max(0.0, now_s - oldest.due_s)  # a load that is late delays those behind it
+        late_s = max(now_s - load.due_s for load in self._open.values())
+        return seconds + max(0.0, late_s)  # a load that is late delays those behind it
 
 
 class PrefillSpeed:

@@ -5,6 +5,7 @@ Threading: the scheduler's thread. Reads no clock: time is passed in.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -91,8 +92,14 @@ class LoadDecider:
         for location in ticket.locations:
             if location.tier >= 0:
                 sizes[location.tier] += location.slot_bytes
+        expected_s: dict[int, float] = {}
         for tier, size in sizes.items():
-            self._speeds.tiers[tier].begin(ticket.ticket, size, now_s)
+            speed = self._speeds.tiers[tier]
+            seconds = speed.seconds(size, now_s) if speed.is_known else None
+            expected_s[tier] = math.inf if seconds is None else seconds
+        for tier, size in sizes.items():
+            beside_s = max((seconds for other, seconds in expected_s.items() if other != tier), default=0.0)
+            self._speeds.tiers[tier].begin(ticket.ticket, size, now_s, beside_s)
 
     def end_load(self, ticket: int) -> None:
         """Record that a load has ended on all ranks."""

@@ -245,6 +245,21 @@ def test_a_load_that_is_late_makes_those_behind_it_late() -> None:
     assert tier.seconds(10 * MIB, 5.1) == pytest.approx(5.2)
 
 
+@pytest.mark.parametrize("beside_s", [4.9, math.inf])
+def test_a_load_that_waits_for_another_tier_makes_none_late_here(beside_s: float) -> None:
+    """It ends with its last part: memory has done its own long before the bucket has."""
+    known, unknown = tier_speed(0.0, 100 * MIB), TierSpeed()
+    for tier in (known, unknown):
+        tier.begin(1, 10 * MIB, 0.0, beside_s)
+    late_s = 0.1 if beside_s < 5.0 else 0.0
+    assert known.seconds(10 * MIB, 5.0) == pytest.approx(0.2 + late_s)
+    assert unknown.seconds(10 * MIB, 5.0) == pytest.approx(late_s)
+    known.begin(2, 10 * MIB, 5.0)
+    assert known.seconds(10 * MIB, 6.0) == pytest.approx(0.3 + (1.1 if beside_s < 5.0 else 0.8)), (
+        "nor hides one that is"
+    )
+
+
 @pytest.mark.parametrize("knows_prefill", [False, True])
 def test_a_tier_of_unknown_speed_gets_a_few_loads_at_a_time(knows_prefill: bool) -> None:
     """Else the first burst of requests would all wait for a tier that nobody has seen yet."""

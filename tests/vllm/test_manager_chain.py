@@ -26,7 +26,8 @@ from nixl_offload.engine import TierStatus
 from nixl_offload.hardware.mounts import Mount
 from nixl_offload.tiers.shared_dir import kind
 from nixl_offload.types import Key, Outcome
-from nixl_offload.vllm.messages import RankStatus
+from nixl_offload.vllm.load_decision import LoadDecider
+from nixl_offload.vllm.messages import LoadSample, RankStatus
 from nixl_offload.vllm.server_load import ServerLoad
 from tests.vllm.manager_rig import (
     CHUNK_TOKENS,
@@ -435,6 +436,29 @@ def test_what_lies_behind_the_last_chunk_goes_with_it(tmp_path: Path, open_rig: 
     rig.observe_prefill(0.1)
     assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS + 64, CHUNK_TOKENS) == CHUNK_TOKENS + 64
     assert rig.manager.tokens_to_load([], request("tail"), CHUNK_TOKENS, 64, CHUNK_TOKENS) == 64
+
+
+def test_a_load_from_two_tiers_speaks_for_the_slower_one(tmp_path: Path, open_rig: Open) -> None:
+    """A part in files keeps a load out; that says nothing of memory, whose part ended long ago."""
+    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
+    on_disk(rig, 1)
+    rig.store(2, 3)
+    catalog = rig.manager.catalog
+    assert catalog is not None
+    decider = LoadDecider(catalog, {0: SLOT / CHUNK_TOKENS}, tiers=2, ranks=1, skips_slow=True)
+    for _ in range(5):
+        decider.observe_prefill(CHUNK_TOKENS, 0, 1.0)
+        decider.observe_loads([LoadSample(MEMORY, SLOT, 0.01, False)], 0.0)
+    ticket = catalog.prepare_load([Key(key(2)), Key(key(1))], 0.0)
+    decider.begin_load(ticket, 0.0)
+
+    def wanted(number: int, now_s: float) -> int | None:
+        return decider.tokens_to_load(
+            keys(number), request(f"{number} {now_s}"), 0, CHUNK_TOKENS, CHUNK_TOKENS, {}, None, now_s, ServerLoad()
+        )
+
+    assert [wanted(number, 0.5) for number in (1, 3)] == [CHUNK_TOKENS, CHUNK_TOKENS]
+    assert [wanted(number, 5.0) for number in (1, 3)] == [0, CHUNK_TOKENS]
 
 
 def test_of_a_window_only_what_is_loaded_counts(tmp_path: Path, open_rig: Open) -> None:
