@@ -23,7 +23,7 @@ from tests.prove.cells import Outcome
 from tests.prove.faults.clock import CLOCK, real_s
 from tests.prove.faults.context import Context
 from tests.prove.faults.leaks import Leaks
-from tests.prove.faults.media import MEMORY_BYTES
+from tests.prove.faults.media import MEMORY_BYTES, PRESENT_S
 from tests.prove.faults.points import POINTS
 from tests.prove.faults.server import Server, least_slab_bytes
 from tests.prove.faults.table import faults_at
@@ -141,7 +141,7 @@ class Cell:
                 self._where = f"epoch {self._epoch_number}, round {number}, {fault}"
                 if self._point == "sleep" or number == 0 or rng.random() < 0.2:
                     context.fill()
-                whole = server.serve(context.some()) if fault == "fork" and self._keeps_all else []
+                whole = self._whole(server) if fault == "fork" and self._keeps_all else []
                 POINTS[self._point](context, fault)
                 self._lift(fault)
                 self._settle(server)
@@ -275,6 +275,13 @@ class Cell:
         """
         has_memory = isinstance(self._context.server.opened[0], MemoryTier)
         return self._context.medium.is_shared and not has_memory and self._point not in {"eviction", "gc", "verify"}
+
+    def _whole(self, server: Server) -> list[int]:
+        """Return some that are whole. Each is asked about anew: what an earlier round has made longer is served until
+        then, and gone afterwards.
+        """
+        CLOCK.ahead_s += PRESENT_S + 1.0
+        return server.serve(self._context.some())
 
     def _check_kept(self, server: Server, whole: Sequence[int]) -> None:
         """What was whole before a fork is so when the child is gone; a lookup may be late, and is tried again."""

@@ -255,7 +255,7 @@ class Server(server.Server):
             tiers.take_opened()
         for position in {failed for tiers in self.rank_tiers for failed in tiers.failed}:
             tier = self.opened[position]
-            if isinstance(tier, SlabTier) and isinstance(self.serving[position], ClosedTier):
+            if isinstance(tier, SlabTier):  # also after sleep, when the tier still serves
                 tier.heal(time.monotonic())
         for position in self.opened:
             is_on_all = all(position in rank.chain.open_tiers for rank in self.ranks)
