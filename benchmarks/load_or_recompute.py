@@ -80,11 +80,13 @@ class Rule:
 
     def __init__(self) -> None:
         self._rule = LoadOrRecompute(1)
+        self._asked_s: dict[int, float] = {}
+        """By request: when it was asked about first."""
 
     def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int | None:
         size = request.hit_tokens * TOKEN_BYTES
         part = Part(0, request.hit_tokens, size)
-        if self._rule.must_wait([part], 0, now_s):
+        if self._rule.must_wait([part], 0, now_s, self._asked_s.setdefault(request.number, now_s)):
             return None
         tokens = self._rule.choose([part], 0, now_s, waiting=waiting, running=running).tokens
         if tokens:

@@ -28,8 +28,8 @@ have loaded."""
 LOADS_AT_ONCE: Final = 4
 """Most loads that are out at a time on a tier of unknown speed, or while that of computing is unknown."""
 WAIT_S: Final = 0.5
-"""While the speed of computing is unknown, a hit waits for these loads to end while none is out for longer; otherwise
-while none is out for longer than computing would take."""
+"""A hit waits for such loads to end no longer than this, nor for one that is out for longer, while the speed of
+computing is unknown; once it is known, what computing the hit would take is the limit."""
 
 _TOLERANCE: Final = 1.05
 """A load is preferred while it costs at most this many times as much as computing."""
@@ -103,10 +103,11 @@ class _OpenLoad(NamedTuple):
     size_bytes: int
     queued_bytes: int
     """Of the loads that were out when it began."""
-    due_elsewhere_s: float
-    """When its parts on other tiers were expected to end; when it began, if it has none."""
+    began_s: float
     due_s: float
-    """When all of it was expected to end; infinite: nothing was known."""
+    """When it was expected to end; infinite: nothing was known, or another tier has the slowest part."""
+    is_slowest: bool
+    """No other tier was expected to take longer over its part."""
 
 
 class TierSpeed:
@@ -156,15 +157,13 @@ class TierSpeed:
         """How many loads are out."""
         return len(self._open)
 
-    def begin(self, ticket: int, size_bytes: int, now_s: float, beside_s: float = 0.0) -> None:
-        """Record that a load goes out. ``beside_s``: what its parts on other tiers are expected to take.
-
-        A load ends with its last part: until then, that it is out says nothing of this tier.
+    def begin(self, ticket: int, size_bytes: int, now_s: float, *, is_slowest: bool = True) -> None:
+        """Record that a load goes out. ``is_slowest``: false where another tier is expected to take longer over its
+        part. A load ends with its last part, so how long it is out says something of the slowest tier alone.
         """
         expected_s = self._line.at(self.queued_bytes + size_bytes)
-        due_elsewhere_s = now_s + beside_s
-        due_s = math.inf if expected_s is None else max(due_elsewhere_s, now_s + expected_s)
-        self._open[ticket] = _OpenLoad(size_bytes, self.queued_bytes, due_elsewhere_s, due_s)
+        due_s = math.inf if expected_s is None or not is_slowest else now_s + expected_s
+        self._open[ticket] = _OpenLoad(size_bytes, self.queued_bytes, now_s, due_s, is_slowest)
         self.queued_bytes += size_bytes
 
     def begin_trial(self, now_s: float) -> None:
@@ -196,9 +195,9 @@ class TierSpeed:
         self._line.add(work_bytes, seconds, weight=self._share, keep=keep)
         self.observed_s = max(self.observed_s, now_s)
 
-    def waited_s(self, now_s: float) -> float:
-        """Return how long some load has been out for nothing but its part on this tier, 0 if none has."""
-        return max((0.0, *(now_s - load.due_elsewhere_s for load in self._open.values())))
+    def oldest_s(self, now_s: float) -> float:
+        """Return how long the oldest load has been out, 0 if none is."""
+        return max((now_s - load.began_s for load in self._open.values()), default=0.0)
 
     def seconds(self, size_bytes: int, now_s: float = 0.0) -> float | None:
         """Return how long a load of so many bytes would take from now on, behind those that are out.
@@ -212,7 +211,7 @@ class TierSpeed:
         if not self._open:
             return seconds
         if seconds is None:
-            return self.waited_s(now_s)
+            return max((0.0, *(now_s - load.began_s for load in self._open.values() if load.is_slowest)))
         late_s = max(now_s - load.due_s for load in self._open.values())
         return seconds + max(0.0, late_s)  # a load that is late delays those behind it
 
@@ -325,17 +324,19 @@ class LoadOrRecompute:
         self._counts.update(decisions.keys())
         return Choice(sum(part.tokens for part in parts[:taken]), tuple(decisions))
 
-    def must_wait(self, parts: Sequence[Part], computed_tokens: int, now_s: float) -> bool:
+    def must_wait(self, parts: Sequence[Part], computed_tokens: int, now_s: float, since_s: float) -> bool:
         """Whether ``choose`` is better called later: loads that are out will soon say how fast a tier is.
 
-        Else, where many requests find an idle server at once, most would be computed, however fast the tier is.
+        Otherwise, where many requests find an idle server at once, most would be computed, however fast the tier is.
+        ``since_s``: when this request was first told to wait; ``now_s`` if it was not.
         """
         allowed = self._allowed(parts)
         if allowed == len(parts):
             return False
         context_tokens = computed_tokens + sum(part.tokens for part in parts[:allowed])
         limit_s = self.prefill.seconds(sum(part.tokens for part in parts[allowed:]), context_tokens)
-        return self.tiers[parts[allowed].tier].waited_s(now_s) < (WAIT_S if limit_s is None else limit_s)
+        waited_s = max(self.tiers[parts[allowed].tier].oldest_s(now_s), now_s - since_s)
+        return waited_s < (WAIT_S if limit_s is None else limit_s)
 
     def counts(self) -> Mapping[tuple[int, Decision], int]:
         """How often it was decided so about a tier, in requests, since the beginning."""

@@ -62,6 +62,8 @@ def _no_prefix_cache() -> object:
 ANSWER_S: Final = 0.1
 """So long at most a request that waits is told again what it was told, without being looked up. Tiers that others
 write to change by themselves."""
+WAIT_ANSWER_S: Final = 0.01
+"""Likewise for one that waits for the loads of others, which may take no longer than this."""
 
 
 class _LastAnswer(NamedTuple):
@@ -73,7 +75,8 @@ class _LastAnswer(NamedTuple):
     version: int
     """``NixlOffloadManager.version`` at that time."""
     until_s: float
-    found: int
+    found: int | None
+    """None: to wait for the loads of others."""
 
 
 class NixlOffloadScheduler(ChunkwiseScheduler):
@@ -190,7 +193,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             and request.lora_request is None
             and time.monotonic() < known.until_s
         ):
-            return known.found, known.found > 0
+            return known.found, bool(known.found)
         found, is_async = self._look_up(request, num_computed_tokens, max_num_new_tokens)
         if found is not None:
             until_s = time.monotonic() + ANSWER_S
@@ -230,6 +233,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             self._load.beside(request.request_id),
         )
         if wanted is None:
+            until_s = time.monotonic() + WAIT_ANSWER_S
+            self._answers[request.request_id] = _LastAnswer(
+                num_computed_tokens, max_num_new_tokens, self.offload_manager.version, until_s, None
+            )
             return None, False
         if wanted >= found:
             return found, is_async

@@ -33,6 +33,12 @@ class LoadDecision(NamedTuple):
     """Which tiers have them, from the beginning on; empty where it was not asked."""
 
 
+class WaitsSince(NamedTuple):
+    """When a request was first told to wait for the loads of others. Kept with it, so that it waits once."""
+
+    at_s: float
+
+
 class LookupStatistics(NamedTuple):
     """What a request asked about and found. Kept with the request, and counted once it is scheduled."""
 
@@ -75,7 +81,10 @@ class LoadDecider:
             return tokens
         loaded = tokens
         if self._skips_slow:
-            if self._speeds.must_wait(parts, first_token, now_s):
+            waits = req_context.get_state(WaitsSince)
+            if self._speeds.must_wait(parts, first_token, now_s, now_s if waits is None else waits.at_s):
+                if waits is None:
+                    req_context.set_state(WaitsSince(now_s))
                 return None
             waiting, running = server
             loaded = self._speeds.choose(parts, first_token, now_s, waiting=waiting, running=running).tokens
@@ -97,9 +106,10 @@ class LoadDecider:
             speed = self._speeds.tiers[tier]
             seconds = speed.seconds(size, now_s) if speed.is_known else None
             expected_s[tier] = math.inf if seconds is None else seconds
+        slowest_s = max(expected_s.values(), default=0.0)
         for tier, size in sizes.items():
-            beside_s = max((seconds for other, seconds in expected_s.items() if other != tier), default=0.0)
-            self._speeds.tiers[tier].begin(ticket.ticket, size, now_s, beside_s)
+            is_slowest = expected_s[tier] >= slowest_s
+            self._speeds.tiers[tier].begin(ticket.ticket, size, now_s, is_slowest=is_slowest)
 
     def end_load(self, ticket: int) -> None:
         """Record that a load has ended on all ranks."""

@@ -323,7 +323,7 @@ class NixlOffloadManager(OffloadingManager):
     ) -> int | None:
         """Return how many of ``tokens``, which ``keys`` hold from ``first_token`` on, are better loaded than computed.
 
-        None: ask again in a later step, for loads that are out will tell.
+        None: ask again in a later step, for loads that are out will tell how fast a tier is.
 
         ``keys`` are the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token,
         and what lies behind the last is taken with it, or not at all. ``windows``: the tokens at most that are loaded

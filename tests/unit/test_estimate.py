@@ -245,19 +245,17 @@ def test_a_load_that_is_late_makes_those_behind_it_late() -> None:
     assert tier.seconds(10 * MIB, 5.1) == pytest.approx(5.2)
 
 
-@pytest.mark.parametrize("beside_s", [4.9, math.inf])
-def test_a_load_that_waits_for_another_tier_makes_none_late_here(beside_s: float) -> None:
+def test_a_load_that_waits_for_another_tier_makes_none_late_here() -> None:
     """It ends with its last part: memory has done its own long before the bucket has."""
     known, unknown = tier_speed(0.0, 100 * MIB), TierSpeed()
     for tier in (known, unknown):
-        tier.begin(1, 10 * MIB, 0.0, beside_s)
-    late_s = 0.1 if beside_s < 5.0 else 0.0
-    assert known.seconds(10 * MIB, 5.0) == pytest.approx(0.2 + late_s)
-    assert unknown.seconds(10 * MIB, 5.0) == pytest.approx(late_s)
-    known.begin(2, 10 * MIB, 5.0)
-    assert known.seconds(10 * MIB, 6.0) == pytest.approx(0.3 + (1.1 if beside_s < 5.0 else 0.8)), (
-        "nor hides one that is"
-    )
+        tier.begin(1, 10 * MIB, 0.0, is_slowest=False)
+    assert known.seconds(10 * MIB, 5.0) == pytest.approx(0.2)
+    assert unknown.seconds(10 * MIB, 5.0) == 0.0
+    for tier in (known, unknown):
+        tier.begin(2, 10 * MIB, 5.0)
+    assert known.seconds(10 * MIB, 6.0) == pytest.approx(0.3 + 0.8), "nor hides one that is"
+    assert unknown.seconds(10 * MIB, 6.0) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("knows_prefill", [False, True])
@@ -293,25 +291,31 @@ def test_a_hit_waits_for_the_first_loads_to_tell(knows_prefill: bool, limit_s: f
     """
     judged, burst = judge(None, token_s=1e-3 if knows_prefill else None), [part(0, 1024)]
     for ticket in range(LOADS_AT_ONCE):
-        assert not judged.must_wait(burst, 0, 1.0)
-        judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
-    assert judged.must_wait(burst, 0, 1.0 + 0.99 * limit_s)
-    assert not judged.must_wait(burst, 0, 1.0 + 1.01 * limit_s)
-    assert not judged.choose(burst, 0, 1.0 + 1.01 * limit_s).tokens
-    judged.tiers[0].end(0)
-    assert not judged.must_wait(burst, 0, 1.0), "there is room for one more"
+        assert not judged.must_wait(burst, 0, 1.0, 1.0)
+        judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0, is_slowest=bool(ticket % 2))
+    early_s, late_s = 1.0 + 0.99 * limit_s, 1.0 + 1.01 * limit_s
+    assert judged.must_wait(burst, 0, early_s, early_s)
+    assert not judged.must_wait(burst, 0, late_s, late_s)
+    assert not judged.choose(burst, 0, late_s).tokens
+    for ticket in range(LOADS_AT_ONCE):
+        judged.tiers[0].end(ticket)
+        assert not judged.must_wait(burst, 0, early_s, early_s), "there is room for one more"
+        judged.tiers[0].begin(LOADS_AT_ONCE + ticket, 1024 * TOKEN_BYTES, early_s)
+    assert judged.must_wait(burst, 0, late_s, early_s)
+    assert not judged.must_wait(burst, 0, late_s, 1.0), "it has waited for the first four"
 
 
 def test_nothing_waits_for_a_tier_that_is_known() -> None:
     judged = judge(1e9, None)
     for ticket in range(2 * LOADS_AT_ONCE):
         judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
-    assert not judged.must_wait([part(0, 1024)], 0, 1.0)
-    assert not judged.must_wait([], 0, 1.0)
+    assert not judged.must_wait([part(0, 1024)], 0, 1.0, 1.0)
+    assert not judged.must_wait([], 0, 1.0, 1.0)
     for ticket in range(LOADS_AT_ONCE):
         judged.tiers[1].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
-    assert judged.must_wait([part(0, 1024), part(1, 1024)], 0, 2.0), "1.024 s are those of the second part alone"
-    assert not judged.must_wait([part(0, 1024), part(1, 1024)], 0, 2.1)
+    both = [part(0, 1024), part(1, 1024)]
+    assert judged.must_wait(both, 0, 2.0, 2.0), "1.024 s are those of the second part alone"
+    assert not judged.must_wait(both, 0, 2.1, 2.1)
 
 
 def test_a_slow_tier_behind_a_fast_one_is_left_out() -> None:

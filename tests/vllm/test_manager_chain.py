@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import NOWHERE
+from nixl_offload.catalog.estimate import WAIT_S
 from nixl_offload.config import Config
 from nixl_offload.engine import TierStatus
 from nixl_offload.hardware.mounts import Mount
@@ -459,6 +460,28 @@ def test_a_load_from_two_tiers_speaks_for_the_slower_one(tmp_path: Path, open_ri
 
     assert [wanted(number, 0.5) for number in (1, 3)] == [CHUNK_TOKENS, CHUNK_TOKENS]
     assert [wanted(number, 5.0) for number in (1, 3)] == [0, CHUNK_TOKENS]
+
+
+def test_a_hit_waits_once_however_many_loads_end_meanwhile(tmp_path: Path, open_rig: Open) -> None:
+    """Where nothing is ever computed, as on a server that only decodes, four at a time would be all for ever."""
+    rig = open_rig(config_of(memory_tier()))
+    rig.store(1)
+    catalog = rig.manager.catalog
+    assert catalog is not None
+    decider = LoadDecider(catalog, {0: SLOT / CHUNK_TOKENS}, tiers=1, ranks=1, skips_slow=True)
+    asks, loads = request(), [catalog.prepare_load([Key(key(1))], 0.0) for _ in range(9)]
+
+    def wanted(now_s: float) -> int | None:
+        return decider.tokens_to_load(keys(1), asks, 0, CHUNK_TOKENS, CHUNK_TOKENS, {}, None, now_s, ServerLoad())
+
+    for load in loads[:4]:
+        decider.begin_load(load, 0.0)
+    answers = []
+    for number, now_s in enumerate((0.0, 0.4 * WAIT_S, 0.8 * WAIT_S, 1.2 * WAIT_S)):
+        answers.append(wanted(now_s))
+        decider.end_load(loads[number].ticket)
+        decider.begin_load(loads[4 + number], now_s)
+    assert answers == [None, None, None, 0]
 
 
 def test_of_a_window_only_what_is_loaded_counts(tmp_path: Path, open_rig: Open) -> None:
