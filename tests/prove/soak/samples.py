@@ -18,6 +18,10 @@ from tests.prove.files import files
 
 EVERY_S: Final = 1.0
 MIB: Final = 1 << 20
+LOOP: Final = "loop, µs"
+"""The processor time of a loop that is always the same: how fast the core is. One of a virtual machine may be half of a
+real one, and is the slower the more the other half has to do.
+"""
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 LIMITS: Final = {"anonymous memory, MiB": 32.0, "shared memory, MiB": 1.0, "threads": 16.0, "descriptors": 16.0}
@@ -69,6 +73,7 @@ class Samples:
             "shared memory, MiB": _field(status, "RssShmem:") / 1024,
             "threads": _field(status, "Threads:"),
             "descriptors": len(os.listdir(f"/proc/{self._pid}/fd")),
+            LOOP: _loop_us(),
             **{f"{name} on disk, MiB": taken_bytes(path) / MIB for name, path in self._directories.items()},
         }
 
@@ -116,6 +121,12 @@ def busy_s() -> float:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, values[:8])
             total += user + nice + system + irq + softirq + steal
     return total / _TICKS / len(cores)
+
+
+def _loop_us() -> float:
+    began_ns = time.thread_time_ns()
+    sum(range(50_000))
+    return (time.thread_time_ns() - began_ns) / 1000
 
 
 def _field(status: str, name: str) -> float:
