@@ -25,7 +25,7 @@ from tests.prove.fuzz.target import Target
 _ROOT = Path(__file__).parents[3]
 KEPT = _ROOT / "build" / "prove"
 """Directory of what outlives a run."""
-_SECONDS = 15
+_SECONDS = 12
 """No target gets more, however many inputs are left."""
 _ARTIFACT = "*-" + "[0-9a-f]" * 40
 """How libFuzzer names an input that ended it."""

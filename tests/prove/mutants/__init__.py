@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.prove.cells import Cell, Outcome
 from tests.prove.mutants.guards import GUARDS
 
-MUTANTS = 10
+MUTANTS = 8
 """Tried of each module."""
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 
