@@ -245,6 +245,16 @@ def test_a_load_that_is_late_makes_those_behind_it_late() -> None:
     assert tier.seconds(10 * MIB, 5.1) == pytest.approx(5.2)
 
 
+def test_the_oldest_load_is_the_one_that_began_first() -> None:
+    tier = TierSpeed()
+    assert tier.oldest_s(5.0) == 0.0
+    tier.begin(1, MIB, 1.0)
+    tier.begin(2, MIB, 3.0)
+    assert tier.oldest_s(5.0) == 4.0
+    tier.end(1)
+    assert tier.oldest_s(5.0) == 2.0
+
+
 def test_a_load_that_waits_for_another_tier_makes_none_late_here() -> None:
     """It ends with its last part: memory has done its own long before the bucket has."""
     known, unknown = tier_speed(0.0, 100 * MIB), TierSpeed()
