@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.config import OffloadingGroupConfig
 from vllm.v1.request import Request
 
 from nixl_offload.catalog.estimate import LOADS_AT_ONCE
+from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, TicketReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
@@ -120,8 +121,11 @@ def test_a_hit_that_ends_within_a_block_is_loaded_where_that_is_quicker(
     assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
 
 
-def test_a_hit_waits_while_the_first_loads_are_to_tell_how_fast_the_tier_is(scheduler: NixlOffloadScheduler) -> None:
-    """It is asked about again in the next step; once one of them has ended, the answer is what was found."""
+def test_a_hit_waits_while_the_first_loads_are_to_tell_how_fast_the_tier_is(
+    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the next steps it is told the same, without a look; once one of them has ended, what was found."""
+    monkeypatch.setattr(connector_scheduler, "WAIT_ANSWER_S", 60.0)
     hasher = get_request_block_hasher(HASH_TOKENS, sha256)
     request = Request("asks", list(range(TAIL + 5)), SamplingParams(max_tokens=9), None, block_hasher=hasher)
     scheduler.on_new_request(request)
@@ -132,6 +136,10 @@ def test_a_hit_waits_while_the_first_loads_are_to_tell_how_fast_the_tier_is(sche
     assert output is not None
     manager.settle({output.store_spec.ticket.ticket: TicketReport()})  # type: ignore[attr-defined]
     out = [manager.prepare_load(keys, manager_rig.request(str(number))).ticket for number in range(LOADS_AT_ONCE)]
+    looks: list[Any] = []
+    decide = manager.tokens_to_load
+    monkeypatch.setattr(manager, "tokens_to_load", lambda *told: looks.append(told) or decide(*told))
     assert [scheduler.get_num_new_matched_tokens(request, 0) for _ in range(3)] == [(None, False)] * 3
+    assert len(looks) == 1
     manager.settle({out[0].ticket: TicketReport()}, [LoadSample(0, SLOT, 0.0001, False)])
     assert scheduler.get_num_new_matched_tokens(request, 0) == (TAIL, True)
