@@ -511,11 +511,12 @@ def test_who_stops_waits_for_one_read(tmp_path: Path, monkeypatch: pytest.Monkey
     os.truncate(tmp_path / "bad.bin", 1)
     with (tmp_path / "long.bin").open("wb") as long:
         long.truncate(LONG_BYTES)
-    begun, ended, read = threading.Event(), threading.Event(), os.preadv
+    begun, seen, ended, read = threading.Event(), threading.Event(), threading.Event(), os.preadv
 
     def read_while_it_ends(fd: int, buffers: list[memoryview], at: int) -> int:
         if len(buffers[0]) == 1:
             assert begun.wait(PATIENCE_S)
+            assert seen.wait(PATIENCE_S)
             if not is_closed:
                 raise OSError(5, "Input/output error")
         else:
@@ -527,10 +528,11 @@ def test_who_stops_waits_for_one_read(tmp_path: Path, monkeypatch: pytest.Monkey
     digest = WeightsDigest(str(tmp_path), None, threads=2)
     assert begun.wait(PATIENCE_S)
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("weights-")]
-    assert is_closed or "weights-digest" in {thread.name for thread in ours}
+    assert "weights-digest" in {thread.name for thread in ours}
     assert all(thread.daemon for thread in ours), "a process may end meanwhile"
     if is_closed:
         digest.close()
+    seen.set()
     assert digest.wait(PATIENCE_S)
     ended.set()
     while any(thread.name.startswith("weights-read-") for thread in threading.enumerate()):
