@@ -88,10 +88,10 @@ class Rule:
         part = Part(0, request.hit_tokens, size)
         if self._rule.must_wait([part], 0, now_s, self._asked_s.setdefault(request.number, now_s)):
             return None
-        tokens = self._rule.choose([part], 0, now_s, waiting=waiting, running=running).tokens
-        if tokens:
-            self._rule.tiers[0].begin(request.number, size, now_s)
-        return tokens
+        choice = self._rule.choose([part], 0, now_s, waiting=waiting, running=running)
+        if choice.tokens:
+            self._rule.tiers[0].begin(request.number, size, now_s, on_trial=choice.trial == 0)
+        return choice.tokens
 
     def loaded(self, request: Request, now_s: float) -> None:
         size, seconds = request.loaded_tokens * TOKEN_BYTES, request.ready_s - request.began_s

@@ -62,7 +62,7 @@ class Catalog:
         ``store_after``: a chunk is stored when it is offered for the N-th time.
         """
         self._tiers = list(tiers)
-        """Shared with the two parts below."""
+        """Shared with the parts below, so that they see what ``join`` puts there."""
         self._numbered = tuple(enumerate(self._tiers))
         self.is_chain = len(self._tiers) > 1
         """Whether ``begin_write_throughs`` can have something to begin."""
@@ -215,6 +215,9 @@ class Catalog:
                 continue
             if not self._admission.admits(key):
                 self._not_admitted += 1
+                continue
+            if None not in states:  # being written, or on its way out, everywhere: room for others there may be
+                self._unanswered += bool(doubtful)
                 continue
             location = None if is_full else self._placing.place(key, states, refused, now_s, salt)
             if location is None:

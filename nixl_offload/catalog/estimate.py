@@ -1,8 +1,9 @@
 """Load or recompute: how much of a request's hit to load, so that the server as a whole gets on fastest.
 
 The GPU and each tier are queues. A load waits for the loads that are out already; it does not use the GPU. A prefill
-uses the GPU, and delays every request that waits for it and every request that decodes. So a load costs the time until
-it is done, queue included, and computing costs its time on the GPU, counted once for each request that it delays.
+uses the GPU, and delays the requests that wait for it and those that decode. So a load costs the time until it is done,
+queue included, and computing costs its time on the GPU, counted once for each request that waits for it, and in part
+for those that decode.
 
 Threading: no lock, no clock, no I/O; one owner (the scheduler's half), who passes the time in. Estimates come from
 recent observations: older ones fade, an outlier counts only in part, and a tier that is judged too slow is tried again
@@ -20,11 +21,14 @@ from typing import Final, NamedTuple
 
 TRIAL_INTERVAL_S: Final = 30.0
 """A tier that is judged too slow is left alone for at least this long. The first trial, which may find that it was only
-cold, comes then, whatever it costs; the next ones after four times as long each, up to ..."""
+cold, comes then, whatever it costs; each of the next ones after four times as long as the one before."""
 TRIAL_LIMIT_S: Final = 600.0
+"""Two trials lie no farther apart than this, whatever they cost."""
 TRIAL_SHARE: Final = 0.01
-"""... and sooner while trials take no more than this part of the time that is spent on computing what the tier could
+"""Trials come sooner while they take no more than this part of the time that is spent on computing what the tier could
 have loaded."""
+SLOW_FAILURE_S: Final = 1.0
+"""A load that fails sooner was refused, and says nothing of how long loads take."""
 LOADS_AT_ONCE: Final = 4
 """Most loads that are out at a time on a tier of unknown speed, or while that of computing is unknown."""
 WAIT_S: Final = 0.5
@@ -157,36 +161,40 @@ class TierSpeed:
         """How many loads are out."""
         return len(self._open)
 
-    def begin(self, ticket: int, size_bytes: int, now_s: float, *, is_slowest: bool = True) -> None:
+    def begin(
+        self, ticket: int, size_bytes: int, now_s: float, *, is_slowest: bool = True, on_trial: bool = False
+    ) -> None:
         """Record that a load goes out. ``is_slowest``: false where another tier is expected to take longer over its
         part. A load ends with its last part, so how long it is out says something of the slowest tier alone.
+        ``on_trial``: the tier was judged too slow, and the next load to end alone says how fast it is.
         """
+        if on_trial:
+            self.tried_s, self.computed_s, self._is_on_trial = now_s, 0.0, True
+            self.patience_s = min(4 * self.patience_s, TRIAL_LIMIT_S)
         expected_s = self._line.at(self.queued_bytes + size_bytes)
         due_s = math.inf if expected_s is None or not is_slowest else now_s + expected_s
         self._open[ticket] = _OpenLoad(size_bytes, self.queued_bytes, now_s, due_s, is_slowest)
         self.queued_bytes += size_bytes
-
-    def begin_trial(self, now_s: float) -> None:
-        """Let the next load alone say how fast the tier is."""
-        self.tried_s, self.computed_s, self._is_on_trial = now_s, 0.0, True
-        self.patience_s = min(4 * self.patience_s, TRIAL_LIMIT_S)
 
     def end(self, ticket: int) -> None:
         """Record that a load has ended on all ranks."""
         if (load := self._open.pop(ticket, None)) is not None:
             self.queued_bytes -= load.size_bytes
 
-    def observe(self, size_bytes: int, seconds: float, now_s: float, ticket: int = 0) -> None:
-        """Learn from a load that has ended, whether well or not: one that stalled is told with the time it took.
+    def observe(self, size_bytes: int, seconds: float, now_s: float, ticket: int = 0, *, failed: bool = False) -> None:
+        """Learn from a load that ends; call it before ``end``.
 
         What was queued when ``ticket`` began counts with it, so that a tier is not judged by what its queue did to a
-        load. An observation of no bytes or no time says nothing and is left out.
+        load. One that ``failed`` would have taken longer than ``seconds``: that says something only where it was
+        expected to take less. An observation of no bytes or no time says nothing and is left out.
         """
         if size_bytes <= 0 or not 0.0 < seconds < math.inf:
             return
         load = self._open.get(ticket)
         work_bytes = size_bytes + (load.queued_bytes if load is not None else 0)
         expected_s = self._line.at(work_bytes)
+        if failed and seconds <= max(SLOW_FAILURE_S, expected_s or 0.0):
+            return
         if expected_s is not None:
             seconds = min(seconds, _OUTLIER * max(expected_s, _LEAST_S))
         age_s = max(0.0, now_s - self.observed_s)
@@ -199,12 +207,14 @@ class TierSpeed:
         """Return how long the oldest load has been out, 0 if none is."""
         return max((now_s - load.began_s for load in self._open.values()), default=0.0)
 
-    def seconds(self, size_bytes: int, now_s: float = 0.0) -> float | None:
+    def seconds(self, size_bytes: int, now_s: float) -> float | None:
         """Return how long a load of so many bytes would take from now on, behind those that are out.
 
-        Too little known: as long as one of those has taken so far, at least. None: none is out, and too little
-        known, or nothing of that size, which one load at a time may find out, unless the tier was judged too slow: its
-        trial speaks for all sizes.
+        - Enough is known: what the line says. Loads that are late delay it further.
+        - Too little is known, and loads are out: at least as long as the oldest of them of which this tier has the
+          slowest part has taken; 0 where it has that of none.
+        - Too little is known and none is out, or nothing of that size: None. One load at a time may find out. A tier
+          that was judged too slow is not asked anew for each size: its trial speaks for all.
         """
         is_slow = self.patience_s > TRIAL_INTERVAL_S
         seconds = self._line.at(self.queued_bytes + size_bytes, extrapolates=is_slow or bool(self._open))
@@ -258,6 +268,8 @@ class Decision(Enum):
     TAKEN = "taken"
     SKIPPED = "skipped"
     """Computing is expected to be faster."""
+    UNKNOWN = "unknown"
+    """Computed without knowing: as many loads are out as a tier of unknown speed may have."""
     TRIAL = "trial"
     """Judged too slow, and taken to see whether that is still so."""
 
@@ -281,6 +293,8 @@ class Choice:
     decisions: tuple[tuple[int, Decision], ...]
     """What was decided about each tier, for those who count: a tier that serves several parts may stand there twice,
     taken and skipped."""
+    trial: int | None
+    """The tier that is tried. Its trial begins with the load, see ``TierSpeed.begin``."""
 
 
 class LoadOrRecompute:
@@ -299,8 +313,8 @@ class LoadOrRecompute:
         """Decide about one request's hit: consecutive parts, nearest the prompt's beginning first.
 
         ``computed_tokens`` lie before them and need neither load nor computing. ``waiting``: other requests that wait
-        for the GPU; ``running``: requests that decode. Each call is a decision that counts, and may use up a tier's
-        trial: call it once per request, and remember the answer.
+        for the GPU; ``running``: requests that decode. Each call is a decision that counts: call it once per request,
+        and remember the answer.
         """
         weight = 1.0 + waiting + min(_RUNNING_WEIGHT * running, _MOST_RUNNING)
         allowed = self._allowed(parts)
@@ -312,7 +326,9 @@ class LoadOrRecompute:
         decisions: dict[tuple[int, Decision], None] = {}
         context_tokens = computed_tokens
         for at, part in enumerate(parts):
-            if at >= taken:
+            if at >= taken == allowed:
+                decisions[part.tier, Decision.UNKNOWN] = None
+            elif at >= taken:
                 decisions[part.tier, Decision.SKIPPED] = None
                 self.tiers[part.tier].computed_s += self.prefill.seconds(part.tokens, context_tokens) or 0.0
             elif part.tier == trial:
@@ -322,7 +338,7 @@ class LoadOrRecompute:
                 self.tiers[part.tier].patience_s = TRIAL_INTERVAL_S
             context_tokens += part.tokens
         self._counts.update(decisions.keys())
-        return Choice(sum(part.tokens for part in parts[:taken]), tuple(decisions))
+        return Choice(sum(part.tokens for part in parts[:taken]), tuple(decisions), trial)
 
     def must_wait(self, parts: Sequence[Part], computed_tokens: int, now_s: float, since_s: float) -> bool:
         """Whether ``choose`` is better called later: loads that are out will soon say how fast a tier is.
@@ -384,13 +400,10 @@ class LoadOrRecompute:
         return best
 
     def _may_try(self, part: Part, now_s: float) -> bool:
-        """Whether a tier that is judged too slow is tried with this part; if so, its next trial is counted from now."""
+        """Whether a tier that is judged too slow is tried with this part."""
         speed = self.tiers[part.tier]
         idle_s = now_s - max(speed.observed_s, speed.tried_s)
         if speed.loads or idle_s < TRIAL_INTERVAL_S:
             return False
         cost_s = speed.seconds(part.size_bytes, now_s) or 0.0
-        if cost_s > TRIAL_SHARE * speed.computed_s and idle_s < speed.patience_s:
-            return False
-        speed.begin_trial(now_s)
-        return True
+        return cost_s <= TRIAL_SHARE * speed.computed_s or idle_s >= speed.patience_s

@@ -265,23 +265,11 @@ def split_job(
     return [chunk for chunk in chunks if chunk is not None]
 
 
-def chunk_extents(
-    layout: KVLayout, group: int, block_ids: npt.NDArray[np.integer], first_block: int, *, coalesce: bool = True
-) -> ChunkExtents:
-    """Return the extents of one chunk's blocks, in payload order.
-
-    ``block_ids``: shape ``(n,)``; they are blocks ``first_block`` onwards of the chunk. ``coalesce`` joins neighbours
-    that touch both in memory and in the payload. Raises LayoutError for ids outside the tensors or blocks outside the
-    chunk.
-    """
-    ids = np.asarray(block_ids, dtype=np.int32)
-    return job_extents(layout, [ChunkBlocks(0, group, ids, first_block)], coalesce=coalesce).extents
-
-
 def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks], *, coalesce: bool = True) -> JobExtents:
-    """Return the extents of many chunks at once: what ``chunk_extents`` gives for each, in the order of ``chunks``.
+    """Return the extents of the chunks' blocks, in payload order, chunk by chunk in the order of ``chunks``.
 
-    Extents of different chunks are never joined. Raises LayoutError as ``chunk_extents`` does.
+    ``coalesce`` joins neighbours in one chunk that touch both in memory and in the payload. Raises LayoutError for ids
+    outside the tensors or blocks outside the chunk.
     """
     by_group: dict[int, list[int]] = {}
     for index, chunk in enumerate(chunks):
@@ -298,17 +286,6 @@ def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks], *, coalesce: bo
         ids = np.concatenate([chunks[index].block_ids for index in members])
         parts.append(_group_extents(layout._tables[group], ids, positions, owners, coalesce))
     return _assemble(parts, len(chunks))
-
-
-def is_direct_capable(extents: ChunkExtents, alignment_bytes: int, base_addresses: npt.NDArray[np.integer]) -> bool:
-    """Say whether every address, payload offset and length is a multiple of ``alignment_bytes``, a power of two.
-
-    ``base_addresses``: shape ``(tensors,)``. The header page before the payload keeps the alignment up to 4 KiB.
-    """
-    _check_alignment(alignment_bytes)
-    bases = np.asarray(base_addresses, dtype=np.int64)
-    bits = (bases[extents.tensor_index] + extents.memory_offset) | extents.payload_offset | extents.length
-    return int(np.bitwise_or.reduce(bits, initial=0)) % alignment_bytes == 0
 
 
 _Part = tuple[Int64Array, ChunkExtents]

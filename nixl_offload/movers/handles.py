@@ -97,6 +97,14 @@ def fork_message(mover: str, pid: int) -> str:
     return f"{mover}: made in process {pid}, used in its fork {os.getpid()}; make the mover in the process that uses it"
 
 
+def check_usable(mover: str, pid: int, is_closed: bool) -> None:
+    """Raise MoverError in a fork of ``pid``, where the mover was made, and after it is closed."""
+    if os.getpid() != pid:
+        raise MoverError(fork_message(mover, pid))
+    if is_closed:
+        raise MoverError(f"{mover}: this mover is closed")
+
+
 def drain(in_flight: Collection[T], poll: Callable[[T], object], timeout_s: float) -> None:
     """Poll what is in flight until nothing is, ``timeout_s`` at most. ``poll`` takes out of it what is final."""
     deadline_s = time.monotonic() + timeout_s

@@ -26,7 +26,15 @@ from nixl_offload.movers.base import (
     Transfer,
     TransferState,
 )
-from nixl_offload.movers.handles import FileEntry, HandleTable, MemoryEntry, check_limits, fork_message, total_bytes
+from nixl_offload.movers.handles import (
+    FileEntry,
+    HandleTable,
+    MemoryEntry,
+    check_limits,
+    check_usable,
+    fork_message,
+    total_bytes,
+)
 from nixl_offload.movers.poll_schedule import PollSchedule
 
 
@@ -232,10 +240,7 @@ class LimitedMover(Mover):
 
     def _check_usable(self) -> None:
         """Raise MoverError in a fork and after ``close``."""
-        if os.getpid() != self._pid:
-            raise MoverError(fork_message(self.name, self._pid))
-        if self._closed:
-            raise MoverError(f"{self.name}: this mover is closed")
+        check_usable(self.name, self._pid, self._closed)
 
     def poll(self, transfer: Transfer) -> TransferState:
         """While parts of it wait in the queue this pushes everything on, so that their turn comes."""

@@ -32,6 +32,7 @@ from nixl_offload.movers.handles import (
     HandleTable,
     MemoryEntry,
     check_adopted,
+    check_usable,
     fork_message,
     open_regular_file,
 )
@@ -94,10 +95,7 @@ class TrackedMover(Mover, Generic[TransferT]):
 
     def _check_usable(self) -> None:
         """Raise MoverError in a fork and after ``close``."""
-        if os.getpid() != self._pid:
-            raise MoverError(fork_message(self.name, self._pid))
-        if self._closed:
-            raise MoverError(f"{self.name}: this mover is closed")
+        check_usable(self.name, self._pid, self._closed)
 
     def _finish(self, transfer: TransferT, error: str | None, *, quarantine: bool = False) -> None:
         """Make a transfer final. A quarantined one holds its region and file for ever."""

@@ -111,6 +111,13 @@ class Place(Protocol):
         ...
 
 
+def not_arrived(keys: Sequence[Key], failed: Mapping[Key, Outcome]) -> list[Key]:
+    """Return which chunks of a load did not arrive as they were stored, of a prefix its end first. DROPPED is a load
+    that was given up, and says nothing of the chunk.
+    """
+    return [key for key in reversed(keys) if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED]
+
+
 class Tier(Protocol):
     """One tier's index and capacity. None of it blocks, none of it raises for reasons of storage."""
 

@@ -80,7 +80,6 @@ class SlabAllocator:
         self.places = SlotPlaces(self.rank_bytes, extent, dict(replicas or {}))
         self._stride = self.places.stride_bytes
         self._slots = [self.places.slots_per_extent(size) for size in classes]
-        self._may_grow = True
         self._retired: dict[int, int] = {}
         """Offset -> size of what is never given away again."""
         self._start_empty()
@@ -123,10 +122,6 @@ class SlabAllocator:
     def used_slots(self, slot_bytes: int) -> int:
         """Slots of this class that are taken."""
         return self._taken_slots[self._class(slot_bytes)]
-
-    def set_growth(self, allowed: bool) -> None:
-        """Allow (the default) or forbid taking extents from the pool: on a full disk only backed extents are of use."""
-        self._may_grow = allowed
 
     def allocate(self, slot_bytes: int) -> int | None:
         """Take a free slot and return its byte offset; None when the class has no room and the pool is empty.
@@ -327,7 +322,7 @@ class SlabAllocator:
             if self._used[roomy[0]] < slots:
                 return roomy[0]
             self._in_roomy[heappop(roomy)] = 0
-        while self._may_grow and self._pool:
+        while self._pool:
             extent = self._pool[0]
             if self._owner[extent] == _POOL:
                 if lend:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from nixl_offload.index import Index, Occupancy, State
-from nixl_offload.tiers.base import SlotStatistics, TierStatistics
+from nixl_offload.tiers.base import SlotStatistics, TierStatistics, not_arrived
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import NO_SALT, Key, Location, Lookup, LookupContext, Outcome, Salt
 
@@ -189,8 +189,7 @@ class SlotTier:
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """A load is over: drop what did not arrive, or not as it was stored. Returns what was dropped."""
-        bad = [key for key in reversed(keys) if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED]
-        dropped = [key for key in bad if self.state(key) is State.READY]
+        dropped = [key for key in not_arrived(keys, failed) if self.state(key) is State.READY]
         for key in dropped:
             self.drop(key)
         return dropped

@@ -19,9 +19,6 @@ from nixl_offload.types import Key
 from nixl_offload.vllm.messages import LoadSample
 from nixl_offload.vllm.server_load import ServerLoad
 
-SLOW_FAILURE_S = 1.0
-"""A load that fails sooner was refused, and says nothing of how long loads take."""
-
 
 class LoadDecision(NamedTuple):
     """What was decided about a request's hit. Kept with the request, so that it is decided once."""
@@ -31,6 +28,8 @@ class LoadDecision(NamedTuple):
     loaded_tokens: int
     parts: tuple[Part, ...] = ()
     """Which tiers have them, from the beginning on; empty where it was not asked."""
+    trial: int | None = None
+    """The tier that this load tries, though it was judged too slow."""
 
 
 class WaitsSince(NamedTuple):
@@ -79,7 +78,7 @@ class LoadDecider:
         parts = self._parts(keys, first_token, tokens, chunk_tokens, windows, allowed)
         if not parts:
             return tokens
-        loaded = tokens
+        loaded, trial = tokens, None
         if self._skips_slow:
             waits = req_context.get_state(WaitsSince)
             if self._speeds.must_wait(parts, first_token, now_s, now_s if waits is None else waits.at_s):
@@ -87,16 +86,21 @@ class LoadDecider:
                     req_context.set_state(WaitsSince(now_s))
                 return None
             waiting, running = server
-            loaded = self._speeds.choose(parts, first_token, now_s, waiting=waiting, running=running).tokens
-        req_context.set_state(LoadDecision(first_token, tokens, loaded, tuple(parts)))
+            choice = self._speeds.choose(parts, first_token, now_s, waiting=waiting, running=running)
+            loaded, trial = choice.tokens, choice.trial
+        req_context.set_state(LoadDecision(first_token, tokens, loaded, tuple(parts), trial))
         return loaded
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
         """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
         self._speeds.prefill.observe(tokens, seconds, context_tokens)
 
-    def begin_load(self, ticket: LoadTicket, now_s: float) -> None:
-        """Record that a load goes out."""
+    def begin_load(self, ticket: LoadTicket, req_context: ReqContext, now_s: float) -> None:
+        """Record that a load goes out, for a request that was asked about before or not."""
+        asked = req_context.get_state(LoadDecision)
+        trial = None if asked is None else asked.trial
+        if asked is not None and trial is not None:
+            req_context.set_state(asked._replace(trial=None))  # it may be loaded again after a preemption
         sizes: Counter[int] = Counter()
         for location in ticket.locations:
             if location.tier >= 0:
@@ -109,7 +113,8 @@ class LoadDecider:
         slowest_s = max(expected_s.values(), default=0.0)
         for tier, size in sizes.items():
             is_slowest = expected_s[tier] >= slowest_s
-            self._speeds.tiers[tier].begin(ticket.ticket, size, now_s, is_slowest=is_slowest)
+            speed = self._speeds.tiers[tier]
+            speed.begin(ticket.ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
 
     def end_load(self, ticket: int) -> None:
         """Record that a load has ended on all ranks."""
@@ -117,14 +122,11 @@ class LoadDecider:
             speed.end(ticket)
 
     def observe_loads(self, samples: Iterable[LoadSample], now_s: float) -> None:
-        """A load that failed says only that it would have taken longer; one that failed quickly says nothing."""
+        """Learn how long loads took; before ``end_load`` of their tickets."""
         for sample in samples:
-            if sample.tier >= len(self._speeds.tiers):
-                continue  # of a rank with another config
-            speed = self._speeds.tiers[sample.tier]
-            least_s = max(speed.seconds(sample.size_bytes) or 0.0, SLOW_FAILURE_S) if sample.failed else 0.0
-            if sample.seconds > least_s:
-                speed.observe(sample.size_bytes, sample.seconds, now_s, sample.ticket)
+            if sample.tier < len(self._speeds.tiers):  # else of a rank with another config
+                speed = self._speeds.tiers[sample.tier]
+                speed.observe(sample.size_bytes, sample.seconds, now_s, sample.ticket, failed=sample.failed)
 
     def counts(self) -> Mapping[tuple[int, Decision], int]:
         """Return how often each was decided, by tier."""

@@ -374,7 +374,7 @@ class NixlOffloadManager(OffloadingManager):
         allowed = allowed_tiers(req_context, self._labels)
         ticket = self._catalog.prepare_load(wanted, now_s, allowed, salt_of(req_context))
         if self._decider is not None:
-            self._decider.begin_load(ticket, now_s)
+            self._decider.begin_load(ticket, req_context, now_s)
         return TicketSpec(ticket, _adapter_of(req_context))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:

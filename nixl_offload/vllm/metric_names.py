@@ -53,7 +53,7 @@ LOOKUPS: Final = _of(
     ("tier", "result"),
     "tokens",
     "Prompt tokens looked up in a tier, in whole chunks, after vLLM's own prefix cache and the nearer tiers: hit "
-    "(loaded from here), skipped (found, but computing was expected to be faster) or miss (the next tier is asked).",
+    "(loaded from here), skipped (found, but computed: see hit_decisions) or miss (the next tier is asked).",
     "Is it worth it? Hit ratio: hit / (hit + skipped + miss)",
 )
 DECISIONS: Final = _of(
@@ -61,8 +61,9 @@ DECISIONS: Final = _of(
     "counter",
     ("tier", "decision"),
     "requests",
-    "Requests with a hit, by tier and decision: taken, skipped (computing is expected to be faster) or trial (loaded "
-    "to measure the tier again). Only with slow_hits: skip.",
+    "Requests with a hit, by tier and decision: taken, skipped (computing is expected to be faster), trial (loaded to "
+    "measure the tier again) or unknown (computed, because as many loads were out as a tier of unknown speed may "
+    "have). Only with slow_hits: skip.",
     "Mostly skipped: the tier is too slow for this model",
 )
 PAYLOAD: Final = _of(

@@ -67,8 +67,10 @@ class MetricsReporter:
         """By rank."""
 
     def restart(self) -> None:
-        """The tiers are opened anew, and count from 0 again."""
-        self._told.clear()
+        """The tiers are opened anew, and count from 0 again. The exporter shows gauges until it is told otherwise."""
+        gauges = {metric.name for metric in names.METRICS if metric.kind == "gauge"}
+        self._told = {told: value for told, value in self._told.items() if told[0] in gauges}
+        self._statuses.clear()
 
     def settled(self, settled: Settled) -> None:
         """Count the chunks of a ticket."""

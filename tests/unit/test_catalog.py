@@ -204,6 +204,20 @@ def test_a_smaller_chunk_is_not_stored_behind_one_that_has_no_room(tmp_path: Pat
     tier.close()
 
 
+def test_a_chunk_on_its_way_out_leaves_room_to_the_others(make: MakeCatalog) -> None:
+    """Dropped while a load reads it, a chunk is stored anew once that has ended. Those behind it need not wait."""
+    catalog = make(slots=4)
+    _store(catalog, 0)
+    load = catalog.prepare_load([_key(0)], 0.0)
+    catalog.drop([_key(0)])
+    store = catalog.reserve([_key(0), _key(1)], 0.0)
+    assert store is not None
+    assert store.keys == (_key(1),)
+    assert catalog.counts().no_room == 0
+    catalog.report(load.ticket, 1, {}, 0.0)
+    assert catalog.reserve([_key(0)], 0.0) is not None
+
+
 def test_stuck_storage_does_not_hold_requests_back(make: MakeCatalog) -> None:
     catalog = make()
     catalog.reserve([_key(1)], 10.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from nixl_offload.catalog.estimate import (
     LOADS_AT_ONCE,
+    SLOW_FAILURE_S,
     WAIT_S,
+    Choice,
     Decision,
     LoadOrRecompute,
     Part,
@@ -66,8 +69,8 @@ def part(tier: int, tokens: int) -> Part:
 
 def test_latency_and_bandwidth_are_told_apart() -> None:
     tier = tier_speed(0.050, 200 * MIB)
-    assert tier.seconds(MIB) == pytest.approx(0.055)
-    assert tier.seconds(1000 * MIB) == pytest.approx(5.05)
+    assert tier.seconds(MIB, 0.0) == pytest.approx(0.055)
+    assert tier.seconds(1000 * MIB, 0.0) == pytest.approx(5.05)
 
 
 def test_too_few_observations_say_nothing_and_void_ones_do_not_count() -> None:
@@ -76,9 +79,9 @@ def test_too_few_observations_say_nothing_and_void_ones_do_not_count() -> None:
         tier.observe(bytes_moved, seconds, 0.0)
     tier.observe(MIB, 0.01, 0.0)
     tier.observe(2 * MIB, 0.02, 0.0)
-    assert tier.seconds(MIB) is None
+    assert tier.seconds(MIB, 0.0) is None
     tier.observe(3 * MIB, 0.03, 0.0)
-    assert tier.seconds(MIB) == pytest.approx(0.01)
+    assert tier.seconds(MIB, 0.0) == pytest.approx(0.01)
 
 
 def test_loads_of_one_size_tell_nothing_of_far_larger_ones() -> None:
@@ -86,22 +89,22 @@ def test_loads_of_one_size_tell_nothing_of_far_larger_ones() -> None:
     tier = TierSpeed()
     for number in range(10):
         tier.observe(MIB, 0.010 if number % 2 else 0.012, 0.0)
-    assert tier.seconds(MIB) == pytest.approx(0.011, rel=0.01)
-    assert tier.seconds(2 * MIB) == pytest.approx(0.022, rel=0.01)
-    assert tier.seconds(100 * MIB) is None
+    assert tier.seconds(MIB, 0.0) == pytest.approx(0.011, rel=0.01)
+    assert tier.seconds(2 * MIB, 0.0) == pytest.approx(0.022, rel=0.01)
+    assert tier.seconds(100 * MIB, 0.0) is None
     tier.begin(1, MIB, 0.0)
-    assert tier.seconds(100 * MIB) == pytest.approx(1.111, rel=0.01), "one load at a time may find out"
+    assert tier.seconds(100 * MIB, 0.0) == pytest.approx(1.111, rel=0.01), "one load at a time may find out"
     tier.end(1)
-    assert tier.seconds(100 * MIB) is None
+    assert tier.seconds(100 * MIB, 0.0) is None
     tier.observe(100 * MIB, 0.110, 0.0)
-    assert tier.seconds(100 * MIB) == pytest.approx(0.110, rel=0.1), "a point far out turns latency into bandwidth"
+    assert tier.seconds(100 * MIB, 0.0) == pytest.approx(0.110, rel=0.1), "a point far out turns latency into bandwidth"
 
 
 def test_larger_loads_that_were_faster_make_no_negative_bandwidth() -> None:
     tier = TierSpeed()
     for size, seconds in ((1, 1.0), (2, 0.5), (4, 0.2), (8, 0.1)):
         tier.observe(size * MIB, seconds, 0.0)
-    times = [tier.seconds(size * MIB) for size in (1, 8, 1000)]
+    times = [tier.seconds(size * MIB, 0.0) for size in (1, 8, 1000)]
     assert all(time_s is not None and 0.1 < time_s < 1.0 for time_s in times)
     assert times == sorted(times, key=lambda time_s: time_s or 0.0)
 
@@ -110,30 +113,31 @@ def test_a_stall_raises_the_estimate_but_not_for_ever() -> None:
     """One stalled load is bounded in what it does, several are believed, and good ones mend it within a minute."""
     tier = tier_speed(0.0, 100 * MIB)
     tier.observe(32 * MIB, 600.0, 0.0)
-    once = tier.seconds(32 * MIB)
+    once = tier.seconds(32 * MIB, 0.0)
     assert once is not None
     assert 0.5 < once < 1.5, "raised, and nowhere near ten minutes"
     for _ in range(5):
         tier.observe(32 * MIB, 600.0, 0.0)
-    often = tier.seconds(32 * MIB)
+    often = tier.seconds(32 * MIB, 0.0)
     assert often is not None
     assert often > 30.0
     for second in range(60):
         size = 16 + second % 3 * 16
         tier.observe(size * MIB, size / 100, float(second))
-    assert tier.seconds(32 * MIB) == pytest.approx(0.32, rel=0.1)
+    assert tier.seconds(32 * MIB, 0.0) == pytest.approx(0.32, rel=0.1)
 
 
 def test_a_trial_speaks_for_all_sizes_and_its_first_load_alone() -> None:
     tier = TierSpeed()
     for _ in range(10):
         tier.observe(MIB, 1.0, 0.0)
-    tier.begin_trial(100.0)
+    tier.begin(1, MIB, 100.0, on_trial=True)
+    tier.end(1)
     for _ in range(10):
         tier.observe(MIB, 0.01, 100.0)
-    assert tier.seconds(100 * MIB) == pytest.approx(1.0), "as slow as it was it is not any more"
+    assert tier.seconds(100 * MIB, 0.0) == pytest.approx(1.0), "as slow as it was it is not any more"
     tier.observe(MIB, 600.0, 100.0)
-    assert (tier.seconds(MIB) or math.inf) < 0.08, "a stall later on counts as any other"
+    assert (tier.seconds(MIB, 0.0) or math.inf) < 0.08, "a stall later on counts as any other"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -143,7 +147,7 @@ def test_many_ranks_that_tell_of_one_load_count_as_one(ranks: int) -> None:
     for number, seconds in enumerate([0.1] * 20 + [30.0]):
         for _ in range(ranks):
             speed.observe(MIB, seconds, number * 0.1)
-    assert 0.1 < (speed.seconds(MIB) or math.inf) < 0.6
+    assert 0.1 < (speed.seconds(MIB, 0.0) or math.inf) < 0.6
 
 
 def test_what_is_old_fades_faster() -> None:
@@ -151,7 +155,7 @@ def test_what_is_old_fades_faster() -> None:
     old, young = tier_speed(0.0, MIB), tier_speed(0.0, MIB)
     teach_tier(old, 0.0, 100 * MIB, count=4, now_s=60.0)
     teach_tier(young, 0.0, 100 * MIB, count=4, now_s=0.0)
-    after_a_minute, at_once = old.seconds(16 * MIB), young.seconds(16 * MIB)
+    after_a_minute, at_once = old.seconds(16 * MIB, 0.0), young.seconds(16 * MIB, 0.0)
     assert after_a_minute is not None
     assert at_once is not None
     assert after_a_minute < at_once / 2
@@ -232,7 +236,7 @@ def test_a_tier_is_not_judged_by_its_queue() -> None:
             tier.observe(10 * MIB, 0.1 * (number + 1), 10.0 * burst + 0.1 * (number + 1), 8 * burst + number)
             tier.end(8 * burst + number)
     assert tier.queued_bytes == 0
-    assert tier.seconds(10 * MIB) == pytest.approx(0.1)
+    assert tier.seconds(10 * MIB, 0.0) == pytest.approx(0.1)
     tier.begin(99, 30 * MIB, 30.0)
     assert tier.seconds(10 * MIB, 30.0) == pytest.approx(0.4)
 
@@ -277,6 +281,27 @@ def test_a_tier_of_unknown_speed_gets_a_few_loads_at_a_time(knows_prefill: bool)
         assert bool(tokens) == (ticket <= LOADS_AT_ONCE)
         if tokens:
             judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
+    beyond = 9 - LOADS_AT_ONCE
+    assert judged.counts() == {(0, Decision.TAKEN): LOADS_AT_ONCE, (0, Decision.UNKNOWN): beyond}
+
+
+def test_a_failed_load_says_that_it_would_have_taken_longer() -> None:
+    """That is news only where less was expected of the load, behind those that were out when it began."""
+    tier = tier_speed(0.0, MIB)
+    for ticket in range(1, 9):
+        tier.begin(ticket, MIB, 0.0)
+    before_s = tier.seconds(MIB, 0.0)
+    tier.observe(MIB, 1.9, 1.9, 2, failed=True)
+    assert tier.seconds(MIB, 0.0) == before_s, "two seconds were expected of the second one"
+    tier.observe(MIB, 5.0, 5.0, 1, failed=True)
+    after_s = tier.seconds(MIB, 0.0)
+    assert before_s is not None
+    assert after_s is not None
+    assert after_s > 1.05 * before_s, "one second of the first, however many came behind it"
+    unknown = TierSpeed()
+    for _ in range(3):
+        unknown.observe(MIB, SLOW_FAILURE_S, 0.0, failed=True)
+    assert not unknown.is_known, "refused"
 
 
 def test_a_tier_of_unknown_speed_gets_no_load_while_one_takes_longer_than_computing() -> None:
@@ -360,6 +385,16 @@ def test_a_long_context_makes_loading_worth_more() -> None:
     assert judged.choose([part(0, 1024)], 6000, 1.0).tokens == 1024
 
 
+def try_once(judged: LoadOrRecompute, parts: Sequence[Part], now_s: float) -> Choice:
+    """Decide about a hit, and begin and end its load where a tier is tried with it."""
+    choice = judged.choose(parts, 0, now_s)
+    if choice.trial is not None:
+        tier = judged.tiers[choice.trial]
+        tier.begin(1, parts[0].size_bytes, now_s, on_trial=True)
+        tier.end(1)
+    return choice
+
+
 def test_decisions_are_counted_once_per_request_and_tier() -> None:
     judged = judge(1e9, 1e5)
     for _ in range(3):
@@ -371,7 +406,7 @@ def test_decisions_are_counted_once_per_request_and_tier() -> None:
 def test_the_first_trial_comes_after_thirty_seconds_the_next_ones_later() -> None:
     """A request in ten seconds, whose load would take an hour: trials after 30 s, 2 min, 8 min, then 10 min each."""
     judged = judge(1e3)
-    trials = [second for second in range(0, 2500, 10) if judged.choose([part(0, 1024)], 0, float(second)).tokens]
+    trials = [second for second in range(0, 2500, 10) if try_once(judged, [part(0, 1024)], float(second)).tokens]
     assert trials == [30, 150, 630, 1230, 1830, 2430]
 
 
@@ -386,9 +421,10 @@ def test_a_tier_that_was_only_cold_is_used_after_thirty_seconds() -> None:
         tier.end(ticket)
     taken = []
     for second in range(3, 60):
-        taken.append(judged.choose([part(0, 2048)], 0, float(second)).tokens > 0)
+        choice = judged.choose([part(0, 2048)], 0, float(second))
+        taken.append(choice.tokens > 0)
         if taken[-1]:
-            tier.begin(second, size, second)
+            tier.begin(second, size, second, on_trial=choice.trial == 0)
             tier.observe(size, 0.05, second + 0.05, second)
             tier.end(second)
     assert not any(taken[:29])
@@ -398,7 +434,7 @@ def test_a_tier_that_was_only_cold_is_used_after_thirty_seconds() -> None:
 def test_trials_that_cost_little_come_sooner() -> None:
     """A hundred requests a second, whose loads take 1.1 times as long as computing: a trial in 30 s."""
     judged = judge(1024 * TOKEN_BYTES * 1000 / 1024 / 1.1)
-    trials = [at for at in range(10_000) if judged.choose([part(0, 1024)], 0, at / 100).tokens]
+    trials = [at for at in range(10_000) if try_once(judged, [part(0, 1024)], at / 100).tokens]
     assert trials == [3000, 6000, 9000]
 
 
@@ -415,16 +451,18 @@ def test_a_tier_is_known_after_three_loads_however_many_ranks_observe_them(ranks
 
 def test_a_slow_tier_that_nobody_has_seen_for_long_is_tried_at_once() -> None:
     judged = judge(1e5)
-    assert judged.choose([part(0, 1024)], 0, 700.0).decisions == ((0, Decision.TRIAL),)
-    assert judged.choose([part(0, 1024)], 0, 701.0).decisions == ((0, Decision.SKIPPED),)
+    for now_s in (700.0, 701.0):
+        assert judged.choose([part(0, 1024)], 0, now_s).trial == 0, "a request that never loads uses no trial up"
+    assert try_once(judged, [part(0, 1024)], 702.0).decisions == ((0, Decision.TRIAL),)
+    assert try_once(judged, [part(0, 1024)], 703.0).decisions == ((0, Decision.SKIPPED),)
 
 
 def test_a_trial_is_of_one_tier() -> None:
     """Two slow tiers: each has its turn, and the trial of the first does not drag the second along."""
     judged = judge(1e5, 1e5)
     both = [part(0, 1024), part(1, 1024)]
-    assert judged.choose(both, 0, 700.0).decisions == ((0, Decision.TRIAL), (1, Decision.SKIPPED))
-    assert judged.choose(both[1:], 0, 700.0).decisions == ((1, Decision.TRIAL),)
+    assert try_once(judged, both, 700.0).decisions == ((0, Decision.TRIAL), (1, Decision.SKIPPED))
+    assert try_once(judged, both[1:], 700.0).decisions == ((1, Decision.TRIAL),)
     assert judged.choose(both, 0, 701.0).decisions == ((0, Decision.SKIPPED), (1, Decision.SKIPPED))
 
 
@@ -445,7 +483,11 @@ def test_recovers_after_a_slow_spell(seed: int) -> None:
         taken.append(choice.tokens > 0)
         if choice.tokens:
             load_s = (0.005 + tokens * TOKEN_BYTES / 400e6) * source.lognormvariate(0, 0.3)
-            judged.tiers[0].observe(tokens * TOKEN_BYTES, load_s * (200 if second in slow else 1), float(second))
+            judged.tiers[0].begin(second, tokens * TOKEN_BYTES, float(second), on_trial=choice.trial == 0)
+            judged.tiers[0].observe(
+                tokens * TOKEN_BYTES, load_s * (200 if second in slow else 1), float(second), second
+            )
+            judged.tiers[0].end(second)
     assert all(taken[:600])
     assert sum(taken[600:900]) <= 12 + 300 / 30
     assert not any(taken[620:629]), "refused"
@@ -488,7 +530,7 @@ def test_estimates_are_never_negative_and_never_fall_with_size(hit: tuple[LoadOr
     judged = hit[0]
     sizes = (1, 100, 10_000, 1 << 30)
     for times in (
-        *([tier.seconds(size) for size in sizes] for tier in judged.tiers),
+        *([tier.seconds(size, 0.0) for size in sizes] for tier in judged.tiers),
         [judged.prefill.seconds(size, 100) for size in sizes],
     ):
         known = [time_s for time_s in times if time_s is not None]

@@ -19,14 +19,26 @@ from nixl_offload.chunk.layout import (
     KVLayout,
     PageRun,
     RegionSpec,
-    chunk_extents,
-    is_direct_capable,
     job_extents,
     split_job,
 )
 from nixl_offload.errors import LayoutError
 
 NUM_BLOCKS = 40
+
+
+def chunk_extents(
+    layout: KVLayout, group: int, block_ids: npt.NDArray[np.integer], first_block: int, *, coalesce: bool = True
+) -> ChunkExtents:
+    """Those of one chunk, whose blocks ``first_block`` onwards are ``block_ids``."""
+    ids = np.asarray(block_ids, dtype=np.int32)
+    return job_extents(layout, [ChunkBlocks(0, group, ids, first_block)], coalesce=coalesce).extents
+
+
+def are_aligned(extents: ChunkExtents, alignment_bytes: int, bases: npt.NDArray[np.int64]) -> bool:
+    """Whether each address, payload offset and length is a multiple of ``alignment_bytes``."""
+    addresses = bases[extents.tensor_index] + extents.memory_offset
+    return not any((column % alignment_bytes).any() for column in (addresses, extents.payload_offset, extents.length))
 
 
 def region(
@@ -312,17 +324,17 @@ def test_direct_needs_every_address_offset_and_length_aligned() -> None:
         layout = KVLayout(tensors, group, 4)
         bases = np.array([tensor.base_address for tensor in tensors])
         extents = chunk_extents(layout, 0, np.array([5, 6, 11]), 1)
-        assert is_direct_capable(extents, 4096, bases) is direct
+        assert are_aligned(extents, 4096, bases) is direct
         assert layout.is_group_direct_capable(0, 4096) is direct
-        assert is_direct_capable(extents, 1, bases)
+        assert are_aligned(extents, 1, bases)
     with pytest.raises(LayoutError, match="power of two"):
-        is_direct_capable(extents, 3000, bases)
+        layout.is_group_direct_capable(0, 3000)
     unpadded = KVLayout(tensors, (GroupLayout.of_pages(((0, 4000),)),), 4)
     assert not unpadded.is_group_direct_capable(0, 4096)
     for offset, direct in ((4096, True), (512, False)):
         part = KVLayout((region(8192),), (GroupLayout((PageRun(0, offset, 4096),)),), 4)
         assert part.is_group_direct_capable(0, 4096) is direct
-        assert is_direct_capable(chunk_extents(part, 0, np.array([5]), 0), 4096, np.array([0])) is direct
+        assert are_aligned(chunk_extents(part, 0, np.array([5]), 0), 4096, np.array([0])) is direct
 
 
 def test_the_smallest_cache_and_the_largest_chunk() -> None:

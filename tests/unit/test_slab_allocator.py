@@ -230,19 +230,6 @@ def test_the_last_extent_of_a_class_is_never_taken() -> None:
     assert slab.reclaimable(LARGE, nothing_evictable=True) is None
 
 
-def test_growth_can_be_forbidden() -> None:
-    """On a full disk the slots of extents in use go on serving, and none comes from the pool."""
-    slab = SlabAllocator(4 * EXTENT, [SMALL], EXTENT)
-    offsets = [slab.allocate(SMALL) for _ in range(EXTENT // SMALL)]
-    slab.set_growth(False)
-    assert slab.allocate(SMALL) is None
-    assert offsets[3] is not None
-    slab.free(offsets[3], SMALL)
-    assert slab.allocate(SMALL) == offsets[3]
-    slab.set_growth(True)
-    assert slab.allocate(SMALL) == EXTENT
-
-
 @pytest.mark.parametrize("rank_bytes", [300 * KIB, 10 * MIB, GIB, 100 * GIB, 4000 * GIB])
 @pytest.mark.parametrize(
     "classes", [[64 * KIB + 4 * KIB], [2 * MIB + 4 * KIB, 64 * KIB], [36 * KIB, 4 * KIB, 32 * MIB]]

@@ -20,6 +20,7 @@ from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_n
 from nixl_offload.index import State
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.lock import DirectoryLock, holder_of, is_held_by
+from nixl_offload.tiers.slab import tier as slab_tier
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.kind import open_link
@@ -67,6 +68,20 @@ def store(tier: SlabTier, number: int) -> Location:
     assert location is not None
     tier.commit(key(number))
     return location
+
+
+def test_a_failed_opening_holds_nothing_back(open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the lock, which the next attempt of the same engine needs, nor the journal's thread."""
+
+    def fails(*arguments: object) -> list[Key]:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(slab_tier, "adopt_rows", fails)
+        with pytest.raises(MemoryError):
+            open_tier()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")] == []
+    store(open_tier(), 1)
 
 
 def test_a_restart_finds_what_was_stored_and_a_reset_forgets_all_of_it(open_tier: OpenTier) -> None:

@@ -451,7 +451,7 @@ def test_a_load_from_two_tiers_speaks_for_the_slower_one(tmp_path: Path, open_ri
         decider.observe_prefill(CHUNK_TOKENS, 0, 1.0)
         decider.observe_loads([LoadSample(MEMORY, SLOT, 0.01, False)], 0.0)
     ticket = catalog.prepare_load([Key(key(2)), Key(key(1))], 0.0)
-    decider.begin_load(ticket, 0.0)
+    decider.begin_load(ticket, request(), 0.0)
 
     def wanted(number: int, now_s: float) -> int | None:
         return decider.tokens_to_load(
@@ -475,12 +475,12 @@ def test_a_hit_waits_once_however_many_loads_end_meanwhile(tmp_path: Path, open_
         return decider.tokens_to_load(keys(1), asks, 0, CHUNK_TOKENS, CHUNK_TOKENS, {}, None, now_s, ServerLoad())
 
     for load in loads[:4]:
-        decider.begin_load(load, 0.0)
+        decider.begin_load(load, request(), 0.0)
     answers = []
     for number, now_s in enumerate((0.0, 0.4 * WAIT_S, 0.8 * WAIT_S, 1.2 * WAIT_S)):
         answers.append(wanted(now_s))
         decider.end_load(loads[number].ticket)
-        decider.begin_load(loads[4 + number], now_s)
+        decider.begin_load(loads[4 + number], request(), now_s)
     assert answers == [None, None, None, 0]
 
 

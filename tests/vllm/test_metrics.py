@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter as Counts
+from collections import Counter as Collection
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingHistogramMetadata
 
+from nixl_offload.catalog import Counts
 from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus, Waiting, Work
 from nixl_offload.types import Key, Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
@@ -39,9 +40,9 @@ CHUNKS = 3 * MAX_BATCHED_TOKENS // CHUNK_TOKENS
 
 
 WORK = Work(
-    Counts({Act("load", 0): 4096}),
+    Collection({Act("load", 0): 4096}),
     {Act("load", 0): [0.25, 0.5]},
-    Counts({Failure("load", 0, "corrupt", "checksum"): 2}),
+    Collection({Failure("load", 0, "corrupt", "checksum"): 2}),
 )
 STATUS = TierStatus(Waiting(1, 2, 3), "readonly", TierAccess("posix", ("host",)))
 
@@ -145,6 +146,25 @@ def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]
     assert rig.manager.get_stats() is None, "nothing has changed"
 
 
+def test_tiers_opened_anew_replace_what_was_told_of_the_old_ones() -> None:
+    """The exporter goes on showing a gauge until it is told otherwise: a mover that is not used any more says 0."""
+    reporter, exporter = MetricsReporter(["slab"]), Exporter()
+    nothing = Counts((0,), (0,), 0, (0,), {}, 0, 0, 0, (0,), {})
+
+    def info(mover: str) -> float | None:
+        stats = reporter.take((), nothing, {})
+        if stats is not None:
+            exporter.take(stats)
+        return exporter.value(PREFIX + "tier_info", "slab", mover, "host")
+
+    reporter.update_ranks({0: (STATUS,), 1: (STATUS,)})
+    assert info("posix") == 2
+    reporter.restart()
+    other = STATUS._replace(access=TierAccess("kvikio", ("host",)))
+    reporter.update_ranks({0: (other,)})
+    assert (info("posix"), info("kvikio")) == (0, 1), "rank 1 has not told yet"
+
+
 def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
     """A name that nothing tells is a promise in the documentation; one that is not defined would stop the engine."""
     config = three_tiers(tmp_path, slots=4, store_after=2)
@@ -234,7 +254,7 @@ def test_a_rank_of_another_config_costs_metrics_not_the_engine(
 ) -> None:
     rig = open_rig(config_of(memory_tier(8)))
     for _ in range(2):
-        rig.manager.take_work(Work(Counts({Act("load", 7): 4096})))
+        rig.manager.take_work(Work(Collection({Act("load", 7): 4096})))
     monkeypatch.setattr(MetricsReporter, "take", lambda *_: 1 / 0)
     assert rig.manager.get_stats() is None
     assert caplog.text.count("do all ranks run the same config and version?") == 1

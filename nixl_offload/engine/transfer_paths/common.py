@@ -39,7 +39,7 @@ from nixl_offload.movers.base import Op, Transfer, TransferState
 from nixl_offload.tiers.base import Link, Target
 from nixl_offload.types import Outcome
 
-LATE_S = 0.1
+PART_AFTER_S = 0.1
 """Chunks with transfers of their own wait so long for the last of their batch, or as long as the first of them took if
 that is longer. Then those that have arrived go on without the others."""
 MAC_STEP_BYTES = 4 << 20
@@ -217,6 +217,11 @@ class Context:
             taken.append((chunk, slot))
         return taken
 
+    def take_slots(self, batch: Batch, pool: SlotPool[SlotT] | None) -> None:
+        """Take a slot for each chunk that has none. When a phase begins again with single chunks, they have theirs."""
+        for chunk, slot in self.acquire([chunk for chunk in batch.alive if chunk.slot is None], pool):
+            chunk.slot = slot
+
     # -- the link ---------------------------------------------------------------------------------------------------
 
     def may_go(self, batch: Batch) -> bool:
@@ -350,7 +355,7 @@ class Context:
             if may_part:
                 now_s = self.clock()
                 if not batch.parts_s and len(_by_transfer(batch.alive)) > 1:
-                    batch.parts_s = now_s + max(LATE_S, now_s - began_s)
+                    batch.parts_s = now_s + max(PART_AFTER_S, now_s - began_s)
                 elif batch.parts_s and now_s >= batch.parts_s:
                     break
             yield

@@ -25,7 +25,7 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     # Refuses to begin again behind the gather, when the blocks may be somebody else's.
     if not context.advance_or_end(batch, ChunkState.CLAIMED):
         return
-    _take_slots(context, batch)
+    context.take_slots(batch, context.memory.device)
     if not context.may_go(batch):
         return
     chunks = batch.alive
@@ -57,7 +57,7 @@ def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Read, verify, scatter. Nothing unverified touches a KV block."""
-    _take_slots(context, batch)
+    context.take_slots(batch, context.memory.device)
     if context.may_go(batch):
         yield from context.run(batch, plan, _read)
 
@@ -101,12 +101,6 @@ def _scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     yield from batch.passes([_packer(context).scatter(group, _parts(chunks, plan), job.fence)])
     for chunk in chunks:
         chunk.end(Outcome.OK)
-
-
-def _take_slots(context: Context, batch: Batch) -> None:
-    """Take a slot for each chunk that has none. When a phase begins again with single chunks, they have theirs."""
-    for chunk, slot in context.acquire([chunk for chunk in batch.alive if chunk.slot is None], context.memory.device):
-        chunk.slot = slot
 
 
 def _parts(chunks: Sequence[BatchChunk], plan: GroupPlan) -> DeviceParts:

@@ -19,7 +19,7 @@ from nixl_offload.config.schema import LookupOptions
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.base import SharedStatistics, TierContext, TierStatistics
+from nixl_offload.tiers.base import SharedStatistics, TierContext, TierStatistics, not_arrived
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.shared.background_tasks import Discard, Recheck, Refresh, WriteManifest
 from nixl_offload.tiers.shared.eviction import Eviction
@@ -324,7 +324,7 @@ class SharedTier:
         What arrived damaged is deleted. Returns what was dropped.
         """
         self._now_s = now_s
-        bad = [key for key in reversed(keys) if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED]
+        bad = not_arrived(keys, failed)
         self._counts.failed_loads += len(bad)
         doubtful = self._health.loaded(keys, failed, now_s)
         if doubtful is not None and self._health.answers:

@@ -35,6 +35,7 @@ LOOK_EVERY_S = 60.0
 
 STALE_PER_FLUSH = 100_000
 STALE_FLUSH_S = 60.0
+CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +126,19 @@ class SlabTier(SlotTier):
             if stages := namespace.stages:  # others hold other shards
                 geometry["stages"] = " ".join(map(str, stages))
             durable, rows = DurableIndex.open(str(directory.index_path), geometry)
+            try:
+                index = Index(config.policy, share_bytes_of(allocator, config.share_per_salt_percent))
+                stale = adopt_rows(rows, position, index, allocator)
+                for number, key in enumerate(stale, 1):
+                    durable.delete(key)
+                    if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
+                        durable.flush(STALE_FLUSH_S)
+            except BaseException:
+                durable.close(CLOSE_S)
+                raise
         except BaseException:
             directory.close()
             raise
-        index = Index(config.policy, share_bytes_of(allocator, config.share_per_salt_percent))
-        stale = adopt_rows(rows, position, index, allocator)
-        for number, key in enumerate(stale, 1):
-            durable.delete(key)
-            if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
-                durable.flush(STALE_FLUSH_S)
         logger.info(
             "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks of each of %d engines)%s%s",
             config.path,
@@ -215,7 +220,7 @@ class SlabTier(SlotTier):
             healer.start()
             self._healer = healer
 
-    def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = 5.0) -> None:
+    def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = CLOSE_S) -> None:
         """Write the journal out and release the lock. Idempotent.
 
         ``in_flight``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
