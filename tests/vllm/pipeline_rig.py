@@ -401,6 +401,7 @@ def played() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_core, "freeze_gc_heap", lambda: None)
         patch.setattr(engine_core, "enable_envs_cache", lambda: None)
+        patch.setattr(engine_core, "cleanup_dist_env_and_memory", lambda: None)  # collects garbage, for half a second
         patch.setattr(engine_core, "get_kv_cache_configs", _configs_with_empty_ranks)
         patch.setattr(rank_shards, "of_all_ranks", _of_all_ranks)
         yield

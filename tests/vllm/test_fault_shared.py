@@ -191,7 +191,17 @@ NOT_MET_BEFORE = ("HEAD 500",)
 """By a new engine: one that has met trouble of this kind thrice leaves it alone for longer each time, up to 30 s."""
 
 
-@pytest.mark.parametrize("name", [*FAULTS, "HEAD refused", "PUT refused"])
+ALIKE = ("HEAD reset", "HEAD 503", "HEAD 403", "GET reset", "GET 500", "GET 403", "PUT reset", "PUT 500", "PUT 403")
+"""To the engine each is as another one; their handling by the clients is tested in ``contract/test_store_faults``."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in ALIKE else [])
+        for name in (*FAULTS, "HEAD refused", "PUT refused")
+    ],
+)
 def test_a_broken_request(name: str, tables: dict[str, Table], reference: Reference) -> None:
     """Every kind of fault, at the lookup, at the load, and at the store, for as long as the engine asks."""
     operation, fault = FAULTS.get(name, (name[:4].strip(), None))

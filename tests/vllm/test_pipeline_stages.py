@@ -31,6 +31,7 @@ from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, Outcome, key_group
 from nixl_offload.vllm import rank_shards
 from tests.s3.servers import RcloneServer
+from tests.thinned import thinned
 from tests.vllm.harness import tree_tier
 from tests.vllm.pipeline_rig import BLOCK_TOKENS, CHUNK_TOKENS, PAGE_BYTES, PlayedEngine, played, vllm_config_of
 
@@ -62,7 +63,8 @@ STAGES = {
     "the first without layers": ("", "FF"),
 }
 MOST_TRIES = 20
-MEDIA = ("slab", "tree", "bucket")
+SHARED_MEDIA = {"tree": "tree", "bucket": "bucket"}
+MEDIA = {"slab": "slab", **SHARED_MEDIA}
 
 
 class Shard(NamedTuple):
@@ -201,8 +203,7 @@ def store_all(engine: PlayedEngine) -> None:
     pytest.fail(f"not stored after {MOST_TRIES} tries: {shared_tier(engine).counts()}")
 
 
-@pytest.mark.parametrize("medium", MEDIA, indirect=True)
-@pytest.mark.parametrize("stages", STAGES.values(), ids=list(STAGES))
+@pytest.mark.parametrize(**thinned(stages=STAGES, medium=MEDIA), indirect=["medium"])
 def test_a_second_server_hits_what_the_first_has_stored(
     start: Start, medium: Medium, stages: Sequence[str], tmp_path: Path
 ) -> None:
@@ -235,8 +236,12 @@ def test_a_second_server_hits_what_the_first_has_stored(
     assert verified["chunks"]["good"] == chunks if medium.many_writers else verified["chunks"]["good"] > 0
 
 
-@pytest.mark.parametrize("medium", ["tree", "bucket"], indirect=True)
-@pytest.mark.parametrize("stages", [STAGES["two, uneven"], STAGES["windows in the last alone"]], ids=["uneven", "gaps"])
+@pytest.mark.parametrize(
+    **thinned(
+        stages={name: STAGES[name] for name in ("two, uneven", "windows in the last alone")}, medium=SHARED_MEDIA
+    ),
+    indirect=["medium"],
+)
 def test_servers_at_the_same_time_list_look_again_and_refresh_and_all_of_it_stays(
     start: Start, medium: Medium, stages: Sequence[str]
 ) -> None:
@@ -356,9 +361,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("medium", ["tree", "bucket"], indirect=True)
-@pytest.mark.parametrize("sizes", [(1, 2), (4, 1), (2, 4)], ids=str)
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=list(KINDS))
+@pytest.mark.parametrize(
+    **thinned(kinds=KINDS, sizes={str(sizes): sizes for sizes in ((1, 2), (4, 1), (2, 4))}, medium=SHARED_MEDIA),
+    indirect=["medium"],
+)
 def test_servers_of_other_stages_share_what_is_cut_for_four(
     start: Start, medium: Medium, kinds: str, sizes: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -390,11 +396,12 @@ def test_servers_of_other_stages_share_what_is_cut_for_four(
     assert "as each rank has them" not in caplog.text
 
 
-@pytest.mark.parametrize("medium", MEDIA, indirect=True)
 @pytest.mark.parametrize(
-    "stages",
-    [STAGES[name] for name in ("two, uneven", "windows in the first alone", "one without layers")],
-    ids=["uneven", "windows", "empty"],
+    **thinned(
+        stages={name: STAGES[name] for name in ("two, uneven", "windows in the first alone", "one without layers")},
+        medium=MEDIA,
+    ),
+    indirect=["medium"],
 )
 def test_stages_cut_at_their_own_begins(
     start: Start, medium: Medium, stages: Sequence[str], tmp_path: Path, caplog: pytest.LogCaptureFixture

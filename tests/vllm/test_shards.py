@@ -118,7 +118,10 @@ def test_sizes_share_what_they_store(medium: Medium, workshop: Workshop, start: 
 
 @pytest.mark.parametrize(
     ("medium", "shape"),
-    [pytest.param("tree", TINY, id="tree-full"), pytest.param("obstore", TINY_HYBRID, id="bucket-hybrid")],
+    [
+        pytest.param("tree", TINY, id="tree-full", marks=pytest.mark.long),
+        pytest.param("obstore", TINY_HYBRID, id="bucket-hybrid"),
+    ],
     indirect=["medium"],
 )
 def test_pipeline_stages_share_what_they_store(
@@ -181,7 +184,9 @@ def test_what_ranks_have_alike_is_stored_once(medium: Medium, start: Start) -> N
     all_from_the_tier(start(medium, 1, ONE_HEAD), PROMPTS, right)
 
 
-@pytest.mark.parametrize("medium", ["tree", "obstore"], indirect=True)
+@pytest.mark.parametrize(
+    "medium", [pytest.param("tree"), pytest.param("obstore", marks=pytest.mark.long)], indirect=True
+)
 def test_mla_of_two_ranks_is_stored_once_by_default(medium: Medium, workshop: Workshop, start: Start) -> None:
     """Half the shards and bytes of ``per_rank``. vLLM's CPU build must not reuse KV of MLA, so nothing is loaded."""
     model = write_mla(workshop.scratch / f"mla-{medium.directory.name}")

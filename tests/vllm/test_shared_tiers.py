@@ -149,7 +149,7 @@ def test_two_engines(
     _load(first, [FORK], right[shape][-1:])
 
 
-@pytest.mark.parametrize("name", ["obj", "tree"])
+@pytest.mark.parametrize("name", [pytest.param("obj", marks=pytest.mark.long), "tree"])
 def test_two_ranks(server: RcloneServer, workshop: Workshop, name: str) -> None:
     """Two engines with tensor parallelism 2: each rank of the second takes what its like in the first has stored.
 
