@@ -7,24 +7,23 @@ Threading: pure functions.
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from nixl_offload.chunk.authentication import stated_key_id
 from nixl_offload.chunk.checksum import ALGORITHM_XXH3_64, block_checksum
 from nixl_offload.chunk.header import (
+    CHECKSUMS_AT,
     FORMAT_VERSION,
     HEADER_BYTES,
     MAGIC,
     MAX_BLOCKS_PER_CHUNK,
     MAX_KEY_BYTES,
+    OWN_CHECKSUM_AT,
     slot_bytes,
 )
 from nixl_offload.cli.terminal import moment
 from nixl_offload.tiers.inspect import ChunkInfo, NamespaceInfo, ShardInfo
 from nixl_offload.types import key_group
-
-_OWN_CHECKSUM_AT: Final = HEADER_BYTES - 8
-_CHECKSUMS_AT: Final = 192
 
 
 class HeaderField(NamedTuple):
@@ -49,8 +48,8 @@ def explain(
         "<IHHQQQH", page, 48
     )
     digest, key = bytes(page[16:48]), bytes(page[88 : 88 + min(key_bytes, MAX_KEY_BYTES)])
-    (stated,) = struct.unpack_from("<Q", page, _OWN_CHECKSUM_AT)
-    found, mac_key = block_checksum(page[:_OWN_CHECKSUM_AT]), stated_key_id(page)
+    (stated,) = struct.unpack_from("<Q", page, OWN_CHECKSUM_AT)
+    found, mac_key = block_checksum(page[:OWN_CHECKSUM_AT]), stated_key_id(page)
     return [
         HeaderField("magic", MAGIC.decode(), None),
         HeaderField("version", version, _unless(version == FORMAT_VERSION, f"this reader knows {FORMAT_VERSION}")),
@@ -84,7 +83,7 @@ def explain(
 def block_checksums_of(page: memoryview) -> list[int]:
     """Return the checksums that a header page lists, as far as its count of blocks is possible."""
     (blocks,) = struct.unpack_from("<H", page, 52)
-    return list(struct.unpack_from(f"<{min(blocks, MAX_BLOCKS_PER_CHUNK)}Q", page, _CHECKSUMS_AT))
+    return list(struct.unpack_from(f"<{min(blocks, MAX_BLOCKS_PER_CHUNK)}Q", page, CHECKSUMS_AT))
 
 
 def _unless(fine: bool, words: str) -> str | None:

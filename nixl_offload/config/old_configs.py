@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 KIND_OF_LAYOUT: Final = {"slab": "slab", "tree": "shared_dir"}
 """The kind of tier that each ``layout`` of ``kind: file`` is now; left out, it was ``slab``."""
 
-RETIRED_MOVERS: Final[Mapping[str, tuple[str, str]]] = {
-    "gds": ("gds_mt", "NIXL's GDS plugin can report failed I/O as done"),
-    "boto3": ("obstore", "boto3 now serves administration only"),
+RETIRED_MOVERS: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
+    "gds": ("gds_mt", "NIXL's GDS plugin can report failed I/O as done", ("file", "slab", "shared_dir")),
+    "boto3": ("obstore", "boto3 now serves administration only", ("s3",)),
 }
-"""Old name of a mover → its replacement, and why it went."""
+"""Old name of a mover → its replacement, why it went, and the kinds of tiers that had it."""
 
 _warned: set[str] = set()
 
@@ -64,7 +64,9 @@ def _replace_mover(tier: _Tier) -> _Tier:
     old = tier.get("mover")
     if not isinstance(old, str) or old not in RETIRED_MOVERS:
         return tier
-    new, why = RETIRED_MOVERS[old]
+    new, why, kinds = RETIRED_MOVERS[old]
+    if tier.get("kind") not in kinds:
+        return tier
     if old not in _warned:
         _warned.add(old)
         logger.warning("mover: %s is gone, because %s; using mover: %s", old, why, new)

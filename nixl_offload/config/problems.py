@@ -5,7 +5,6 @@ Threading: pure functions, safe anywhere. Values of fields that look like creden
 
 from __future__ import annotations
 
-import difflib
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from nixl_offload.config.document import Path, render_path
 from nixl_offload.config.old_configs import KIND_OF_LAYOUT, old_spelling, rewrite_kinds
-from nixl_offload.config.rules import Problem, broken_rules, show_value
+from nixl_offload.config.rules import Problem, broken_rules, did_you_mean, show_value
 from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config, literals, nested_model
 from nixl_offload.units import format_duration, format_size
 
@@ -50,7 +49,7 @@ def _translate(details: ErrorDetails, raw: Mapping[str, Any], written: Mapping[s
         fields = _names(model)
         elsewhere = _of_other_kinds(path, raw, written)
         return Problem(
-            path, f"{elsewhere or 'unknown field' + _did_you_mean(name, fields)}; allowed: {', '.join(fields)}"
+            path, f"{elsewhere or 'unknown field' + did_you_mean(name, fields)}; allowed: {', '.join(fields)}"
         )
     if kind == "missing":
         return Problem(path, f"is required{_example(name)}")
@@ -153,12 +152,7 @@ def _bound(name: str, bound: int | float) -> str:
 
 
 def _unknown(value: object, choices: Sequence[str]) -> str:
-    return f"{show_value(value)} is unknown{_did_you_mean(value, choices)}; allowed: {', '.join(choices)}"
-
-
-def _did_you_mean(word: object, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return f"{show_value(value)} is unknown{did_you_mean(value, choices)}; allowed: {', '.join(choices)}"
 
 
 def render(problems: Iterable[Problem], source: str, lines: Mapping[Path, int]) -> str:

@@ -12,7 +12,7 @@ import itertools
 import json
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from nixl_offload.config.document import Path
@@ -182,6 +182,12 @@ def _ignored_of_s3(position: int, tier: Mapping[str, Any], said: set[str]) -> It
         )
 
 
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return a hint at the closest of the ``known`` words, to be put behind ``word``; empty where none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
 def _passthrough(raw: Mapping[str, Any]) -> Iterator[Problem]:
     extra = raw.get("vllm")
     if not isinstance(extra, Mapping):
@@ -193,12 +199,10 @@ def _passthrough(raw: Mapping[str, Any]) -> Iterator[Problem]:
         elif key in OWNED_EXTRA_KEYS:
             yield Problem(path, "is set by nixl-offload itself; remove it")
         elif key not in VLLM_KEYS:
-            close = difflib.get_close_matches(str(key), VLLM_KEYS, n=1)
-            meant = f" (did you mean {close[0]!r}?)" if close else ""
             yield Problem(
                 path,
-                f"unknown field{meant}; allowed: {', '.join(VLLM_KEYS)}; what a newer vLLM knows goes into "
-                "kv_connector_extra_config",
+                f"unknown field{did_you_mean(key, VLLM_KEYS)}; allowed: {', '.join(VLLM_KEYS)}; what a newer vLLM "
+                "knows goes into kv_connector_extra_config",
             )
         try:
             json.dumps(value, allow_nan=False)

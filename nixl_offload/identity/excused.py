@@ -26,6 +26,7 @@ _NETWORK = "how processes reach each other"
 _SAMPLING = "how the next token is chosen from the logits"
 _SLEEP = "what becomes of memory while the engine sleeps"
 _TOLD = "the namespace has it as a field of its own"
+_TOKENIZER = "models_of names a tokenizer that is not the model's own, at its revision"
 
 EXCUSED: Final[Mapping[str, Mapping[str, str]]] = {
     "VllmConfig": {
@@ -74,8 +75,8 @@ EXCUSED: Final[Mapping[str, Mapping[str, str]]] = {
         "sleep_mode_backend": _SLEEP,
         "sleep_mode_offload_cudagraph": _SLEEP,
         "sleep_preserve_parameter_names": _SLEEP,
-        "tokenizer": _TOLD,
-        "tokenizer_revision": _TOLD,
+        "tokenizer": _TOKENIZER,
+        "tokenizer_revision": _TOKENIZER,
         "use_fp64_gumbel": _SAMPLING,
     },
     "MultiModalConfig": {

@@ -49,7 +49,7 @@ _SETTLED_S: Final = 2.0
 _POLL_S: Final = 0.1
 _MODE_OTHERS_WRITE: Final = 0o022
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_HELD: Final = (errno.EACCES, errno.EAGAIN)
 _KEEP_CHANGE_TIMES: Final = {
     0x01021994,  # tmpfs
     0x00C36400,  # ceph
@@ -171,7 +171,7 @@ def _lock_byte(fd: int, offset: int) -> bool:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
     except OSError as error:
-        return error.errno in _NO_LOCKS
+        return error.errno not in _HELD
     return True
 
 

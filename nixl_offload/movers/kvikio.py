@@ -19,6 +19,7 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -280,12 +281,15 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
         """Wait ``close_timeout_s`` at most; in a forked child do nothing."""
         if self._closed or os.getpid() != self._pid:
             return
+        end_s = time.monotonic() + self._close_timeout_s
         drain(self._in_flight, self.poll, self._close_timeout_s)
-        if self._in_flight:
+        unopened = wait(self._opened.values(), max(0.0, end_s - time.monotonic())).not_done
+        if self._in_flight or unopened:
             logger.warning(
-                "%s: %d transfers did not end within %.0f s; leaking their memory and files",
+                "%s: %d transfers and the opening of %d files did not end within %.0f s; leaking memory and files",
                 self.name,
                 len(self._in_flight),
+                len(unopened),
                 self._close_timeout_s,
             )
             # KvikIO's handles close themselves when collected; these must not be.
@@ -296,18 +300,12 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
                 self._launcher.end(wait=False)
             return
         for file in list(self._table.files):
-            self.close_file(file)
+            self._let_go(self.close_file, file)
         for memory in list(self._table.memories):
-            self._unregister_in_the_end(memory)
+            self._let_go(self.unregister_memory, memory)
         self._closed = True
         if self._launcher is not None:
             self._launcher.end(wait=True)
-
-    def _unregister_in_the_end(self, memory: MemoryId) -> None:
-        try:
-            self.unregister_memory(memory)
-        except MoverError as error:
-            logger.warning("%s", error)
 
 
 def _joined(mem: Extents, fil: Extents) -> tuple[Extents, Extents]:

@@ -241,9 +241,9 @@ class NixlMover(TrackedMover[_NixlTransfer]):
             keep_forever((self._nixl, self._quarantined, self._registered))
         else:
             for file in list(self._table.files):
-                self.close_file(file)
+                self._let_go(self.close_file, file)
             for memory in list(self._table.memories):
-                self.unregister_memory(memory)
+                self._let_go(self.unregister_memory, memory)
             if not self._registered:  # else the last mover that shares this memory ends the agent
                 self._nixl.forget()
         self._closed = True

@@ -141,9 +141,11 @@ def remove_holder(region: MemoryRegion, holder: object, deregister: Callable[[],
         return
     if not registration.holders:
         del _REGISTERED[region]
-    deregister()
-    if not registration.holders and registration.left_over is not None:
-        registration.left_over()
+    try:
+        deregister()
+    finally:
+        if not registration.holders and registration.left_over is not None:
+            registration.left_over()
 
 
 def find_cuts(name: str, region: MemoryRegion, *, root: str = "/") -> list[int]:

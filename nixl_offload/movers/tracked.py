@@ -8,9 +8,10 @@ call refuses and ``close`` does nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -36,6 +37,10 @@ from nixl_offload.movers.handles import (
     fork_message,
     open_regular_file,
 )
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +101,13 @@ class TrackedMover(Mover, Generic[TransferT]):
     def _check_usable(self) -> None:
         """Raise MoverError in a fork and after ``close``."""
         check_usable(self.name, self._pid, self._closed)
+
+    def _let_go(self, release: Callable[[T], None], what: T) -> None:
+        """Close or deregister at the end: an error is logged, and keeps nothing else from being let go."""
+        try:
+            release(what)
+        except MoverError as error:
+            logger.warning("%s", error)
 
     def _finish(self, transfer: TransferT, error: str | None, *, quarantine: bool = False) -> None:
         """Make a transfer final. A quarantined one holds its region and file for ever."""

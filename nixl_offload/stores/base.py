@@ -23,7 +23,7 @@ class ObjectInfo(NamedTuple):
 
 
 class Store(ABC):
-    """Ten methods; conveniences live outside. Absence is an answer where asking is the point, else an error.
+    """Conveniences live outside. Absence is an answer where asking is the point, else an error.
 
     Errors: ``StoreError`` alone, whose ``cause`` says what kind of trouble it is (see there); the foreign error is its
     ``__cause__``. Retries (with jitter) and a time limit per request are the implementation's affair: a call returns or

@@ -50,6 +50,7 @@ from nixl_offload.stores.s3 import (
     refresh_by_copy,
     short_error,
     stuck_error,
+    usable_endpoint,
 )
 
 
@@ -116,11 +117,12 @@ class ClientFacts(NamedTuple):
 def client_facts(tier: S3Config) -> ClientFacts:
     """Return what a client would use. Asks for credentials where the chain leads, which may take seconds.
 
-    Raises StoreError.
+    Raises StoreError, and ConfigError for an endpoint that is none.
     """
     try:
         with closing(make_client(tier)) as client:
-            endpoint, region = str(client.meta.endpoint_url), client.meta.region_name
+            endpoint = usable_endpoint(str(client.meta.endpoint_url), "the endpoint_url of AWS's own configuration")
+            region = client.meta.region_name
         credentials = boto3.session.Session().get_credentials()
     except StoreError:
         raise

@@ -165,8 +165,9 @@ class TreeStore(Store):
         """
         self._check_open()
         self._check_root("remove stale drafts")
-        removed, first, newest_s = 0, None, time.time() - older_than_s
-        for directory, directories, files in os.walk(self._root, followlinks=False):
+        removed, newest_s = 0, time.time() - older_than_s
+        errors: list[OSError] = []
+        for directory, directories, files in os.walk(self._root, followlinks=False, onerror=errors.append):
             directories.sort()
             for file in files:
                 path = os.path.join(directory, file)
@@ -177,12 +178,11 @@ class TreeStore(Store):
                     if os.stat(path, follow_symlinks=False).st_mtime < newest_s:
                         os.unlink(path)
                         removed += 1
-                except FileNotFoundError:
-                    continue
                 except OSError as error:
-                    first = first or error
-        if first is not None:
-            self._raise("remove stale drafts", first)
+                    errors.append(error)
+        errors = [error for error in errors if not isinstance(error, FileNotFoundError)]  # gone meanwhile
+        if errors:
+            self._raise("remove stale drafts", errors[0])
         return removed
 
     def close(self) -> None:

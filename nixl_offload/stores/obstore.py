@@ -290,9 +290,8 @@ class ObstoreStore(Store):
             return StoreError(f"{begin}redirected; the bucket may be in another region: set region", cause="io")
         if "redential" in text or "Metadata" in text:
             return StoreError(f"{begin}{NO_CREDENTIALS}", cause="denied")
-        return StoreError(
-            f"{begin}{printable(text.splitlines()[0][:200]) if '<' not in text else 'refused'}", cause="io"
-        )
+        words = "refused" if "<" in text else printable(text.partition("\n")[0][:200])
+        return StoreError(f"{begin}{words}", cause="io")
 
     def _open(self) -> S3Store:
         store = self._store

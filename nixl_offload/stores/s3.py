@@ -15,7 +15,7 @@ from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
 from nixl_offload.config.schema import S3Config
-from nixl_offload.errors import StoreError
+from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.stores.base import Store
 
 _COPIES_NOTHING: Final = frozenset({400, 405, 501})
@@ -60,9 +60,15 @@ class S3Address:
 
     @classmethod
     def of(cls, tier: S3Config) -> S3Address:
-        """Decide what the tier left open. An endpoint in AWS's environment variables counts like one in the config."""
+        """Decide what the tier left open. An endpoint in AWS's environment variables counts like one in the config.
+
+        Raises ConfigError where such a variable is no endpoint.
+        """
         variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-        endpoint = tier.endpoint or next((os.environ[name] for name in variables if os.environ.get(name)), None)
+        named = next((name for name in variables if os.environ.get(name)), None)
+        endpoint = tier.endpoint
+        if endpoint is None and named is not None:
+            endpoint = usable_endpoint(os.environ[named], named)
         region = tier.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None
         if tier.addressing == "auto":
             # A bucket with dots has no certificate as a host name.
@@ -74,7 +80,7 @@ class S3Address:
     @property
     def where(self) -> str:
         """For people, as ``Store.where``."""
-        at = f" at {_without_user(self.endpoint)}" if self.endpoint else ""
+        at = f" at {self.endpoint}" if self.endpoint else ""
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/") + at
 
     @property
@@ -97,6 +103,22 @@ class S3Address:
     def name(self, key: str) -> str:
         """Return the name that ``key`` has in the store."""
         return key[len(self.prefix) :]
+
+
+def usable_endpoint(url: str, origin: str) -> str:
+    """Return the endpoint ``url``, which did not come from the config. Raises ConfigError, which names the ``origin``
+    and does not repeat what may be a password.
+    """
+    try:
+        parts = urlsplit(url)
+        is_endpoint = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_endpoint = False
+    if not is_endpoint:
+        raise ConfigError(f"{origin} is not an endpoint; allowed: http(s)://host[:port]")
+    if "@" in parts.netloc:
+        raise ConfigError(f"{origin} must not carry credentials; allowed: http(s)://host[:port]")
+    return url
 
 
 def ca_bundle_of(tier: S3Config) -> str | None:
@@ -262,9 +284,3 @@ class MissingBucketGuard:
             if not self._seen:
                 self._ask()
                 self._seen = True
-
-
-def _without_user(url: str) -> str:
-    """Return ``url`` less a user and password, which only an environment variable can have brought in."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

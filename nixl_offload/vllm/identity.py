@@ -144,11 +144,12 @@ def _is_untouched(snapshot: str) -> bool:
 def models_of(vllm_config: VllmConfig) -> dict[str, ModelName]:
     """Return the models whose KV is stored, by their path in the configuration: the draft's, too.
 
-    A tokenizer of its own is among them: some models compute with it.
+    A tokenizer of its own, or of another revision, is among them: some models compute with it.
     """
     model = vllm_config.model_config
     models = {"model_config": name_model(model)}
-    if model.tokenizer and model.tokenizer != model.model and not model.model_weights:
+    tokenizer = (model.tokenizer, model.tokenizer_revision)
+    if model.tokenizer and tokenizer != (model.model, model.revision):
         models[_TOKENIZER] = _name(str(model.tokenizer), model.tokenizer_revision)
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)

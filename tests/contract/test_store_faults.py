@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nixl_offload.config.schema import S3Config
-from nixl_offload.errors import StoreError
+from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.stores import boto3, obstore
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import S3Address
@@ -412,8 +412,14 @@ def test_addresses(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert address(endpoint="https://h:1", addressing="virtual").virtual_endpoint == "https://kv-cache.h:1"
     assert address(prefix="a/b").key("ns/x") == "a/b/ns/x"
     assert address().where == "s3://kv-cache"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:SECRET@h:1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://h:1")
     assert address(prefix="a").where == "s3://kv-cache/a at http://h:1"
+    for bad in ("http://user:SECRET@h:1", "http://h:90000", "SECRET:9000", "http://"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", bad)
+        with pytest.raises(ConfigError, match=r"^AWS_ENDPOINT_URL .*allowed: http") as refusal:
+            address()
+        assert "SECRET" not in str(refusal.value)
+        assert address(endpoint="http://h:1").endpoint == "http://h:1"
     store = store_at("http://127.0.0.1:1", client)
     assert client in store.name
     store.close()

@@ -107,6 +107,27 @@ def test_drafts_are_not_listed_and_go_when_they_are_old(store: TreeStore, root: 
     assert (old.exists(), young.exists(), foreign.exists()) == (False, True, True)
 
 
+def test_drafts_in_a_directory_that_cannot_be_read_are_an_error(
+    store: TreeStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told once the others were tried."""
+    for directory in ("aa", "zz"):
+        write(store, f"ns/{directory}/x", b"1")
+        draft = root / "ns" / directory / ".x.9-aa.0.tmp"
+        draft.write_bytes(b"half")
+        os.utime(draft, (time.time() - 7200, time.time() - 7200))
+    scandir = os.scandir
+
+    def refuses(path: str) -> object:
+        if path.endswith("/aa"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    assert cause_of(lambda: store.remove_stale_drafts(3600)) == "denied"
+    assert not draft.exists()
+
+
 def test_empty_directories_go_with_their_last_file(store: TreeStore, root: Path) -> None:
     """Up to the root, which stays."""
     write(store, "ns/ab/x", b"1")

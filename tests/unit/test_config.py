@@ -575,6 +575,12 @@ def test_a_retired_mover_is_replaced_and_told_once(
     assert line.endswith(f"; using mover: {new}")
 
 
+@pytest.mark.parametrize(("tier", "mover"), [(SLAB_TIER, "boto3"), (S3_TIER, "gds")])
+def test_a_mover_that_such_a_tier_never_had_is_named_as_it_was_written(tier: dict[str, Any], mover: str) -> None:
+    with pytest.raises(ConfigError, match=f"tiers.0..mover: '{mover}' is unknown"):
+        parse_config({"tiers": [{**tier, "mover": mover}]})
+
+
 @pytest.mark.parametrize("mover", ["auto", "gds_mt", "posix", "kvikio"])
 def test_every_mover_of_files_is_read_and_rendered_back(mover: str) -> None:
     """What a mover does not look at is not rendered either, or it would be refused."""

@@ -12,7 +12,7 @@ import pytest
 from nixl_offload.errors import MoverError
 from nixl_offload.hardware.cufile import VARIABLES
 from nixl_offload.movers import pinning
-from nixl_offload.movers.base import MemoryKind, MemoryRegion
+from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.pinning import Bar1, check_pinning, find_bar1
@@ -239,3 +239,43 @@ def test_nixl_asks_before_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agent.registered == 2
     mover.close()
     assert agent.registered == 0
+
+
+def test_what_fails_at_the_end_keeps_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither other regions nor what the owner of a shared one has left over; and ``close`` does not raise."""
+
+    class Agent:
+        """Takes everything."""
+
+        def register_memory(self, rows: object, *_: object) -> object:
+            return rows
+
+    freed: list[str] = []
+
+    def fails() -> None:
+        raise MoverError("refused")
+
+    region, one, other = vram(GIB), object(), object()
+    for holder in (one, other):
+        pinning.add_holder(region, holder, [])
+    pinning.remove_holder(region, one, lambda: freed.append("owner"))
+    with pytest.raises(MoverError, match="refused"):
+        pinning.remove_holder(region, other, fails)
+    assert freed == ["owner"]
+
+    mover, given_back = NixlMover(PLUGINS["posix_uring"]), list[MemoryId]()
+    monkeypatch.setattr(mover._nixl, "get", Agent)
+    regions = [mover.register_memory(MemoryRegion(4096 * at, 4096)) for at in (1, 2)]
+
+    def unregister(memory: MemoryId) -> None:
+        given_back.append(memory)
+        raise MoverError(f"region {memory} refused")
+
+    monkeypatch.setattr(mover, "unregister_memory", unregister)
+    mover.close()
+    assert given_back == regions
+    assert [record.getMessage() for record in caplog.records] == [f"region {memory} refused" for memory in regions]
+    with pytest.raises(MoverError, match="closed"):
+        mover.register_memory(MemoryRegion(4096, 4096))

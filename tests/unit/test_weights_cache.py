@@ -507,11 +507,11 @@ def test_who_has_waited_reads_nothing(model: Path, tmp_path: Path, caplog: pytes
     assert waiting.result() == identify(model, tmp_path)[0]
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESTALE])
 def test_nobody_waits_where_there_are_no_locks(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """As on some network filesystems: each reads for itself."""
+    """As on some network filesystems, or on one that fails: each reads for itself."""
 
     def lockf(*_: object) -> None:
         raise OSError(number, os.strerror(number))

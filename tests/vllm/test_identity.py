@@ -273,6 +273,18 @@ def test_a_tokenizer_of_its_own_counts_by_its_files(build: Build, base: Namespac
     assert namespace(other).digest != base.digest
 
 
+def test_a_tokenizer_of_another_revision_or_beside_a_streamed_model_counts(build: Build, models: Path) -> None:
+    same = build()
+    assert set(models_of(same)) == {"model_config"}
+    other = build(tokenizer_revision="v2")
+    assert set(models_of(other)) == {"model_config", "model_config.tokenizer"}
+    for model in (same.model_config, other.model_config):  # as vLLM leaves them that has pulled the model's files
+        model.model_weights, model.tokenizer_revision = "s3://bucket/base", model.revision
+    other.model_config.tokenizer = str(models / "vision")
+    assert set(models_of(same)) == {"model_config"}
+    assert models_of(other)["model_config.tokenizer"].files == str(models / "vision")
+
+
 # Models by name
 
 

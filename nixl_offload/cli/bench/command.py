@@ -17,7 +17,7 @@ from nixl_offload.cli.model_shape import ModelShape
 from nixl_offload.cli.terminal import Progress, about_size, size_argument
 from nixl_offload.config import Config, TierConfig, load_config
 from nixl_offload.config.schema import TIER_KINDS
-from nixl_offload.errors import ConfigError, NixlOffloadError
+from nixl_offload.errors import ConfigError, NixlOffloadError, NotSupportedError
 
 if TYPE_CHECKING:
     from nixl_offload.cli.bench.memory import KVCache
@@ -66,7 +66,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError, KeyboardInterrupt; trouble with one tier is told beside the others."""
+    """Print to ``out``. Raises ConfigError, NotSupportedError, KeyboardInterrupt; trouble with one tier is told beside
+    the others.
+    """
     config = load_config(arguments.file)
     shape = _shape(arguments)
     tiers = [tier for tier in config.tiers if not arguments.tier or tier.kind in arguments.tier]
@@ -76,8 +78,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     try:
         from nixl_offload.cli.bench.memory import make_kv_cache
         from nixl_offload.cli.bench.tiers import in_flight_of
+    except ModuleNotFoundError:
+        raise
     except ImportError as error:
-        raise ConfigError(f"bench needs torch, which comes with vLLM: {error}") from error
+        raise NotSupportedError(f"torch, which comes with vLLM, cannot be used: {error}") from error
     progress = Progress(sys.stderr)
     try:
         largest = max(shape.chunk_bytes(config.chunk_tokens) // len(shape.groups), 1)

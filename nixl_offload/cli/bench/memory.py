@@ -12,10 +12,8 @@ import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.cli.model_shape import ModelShape
-from nixl_offload.engine.autotune.candidates import Shape
 from nixl_offload.engine.autotune.scratch import aligned_tensor
 from nixl_offload.engine.streams import Device, device_of
-from nixl_offload.types import PAGE_BYTES
 
 BLOCK_TOKENS: Final = 16
 """vLLM's default on CUDA."""
@@ -34,13 +32,6 @@ class KVCache:
     def slot_bytes(self) -> int:
         """Of the largest chunk: header page, payload, padding."""
         return max(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
-
-    @property
-    def shape(self) -> Shape:
-        """As ``engine.autotune`` wants it."""
-        group = max(range(len(self.layout.groups)), key=self.layout.slot_bytes)
-        direct = self.layout.is_group_direct_capable(group, PAGE_BYTES)
-        return Shape(self.slot_bytes, min(run.length for run in self.layout.groups[group].refs) if direct else 0)
 
     def describe(self) -> str:
         """Say where it is."""

@@ -68,7 +68,7 @@ class ChildProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # of what it started some may go on after it has ended
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(OSError), process:  # closes its pipes and waits for it
             pass

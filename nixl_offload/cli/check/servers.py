@@ -114,7 +114,7 @@ def _algorithm(config: Config, algorithm: str | None, seed: str | None, *, told:
     words = f"{algorithm or _DEFAULT}: found by every server with the same PYTHONHASHSEED (here: {here})"
     if algorithm is None and not told:
         return ok(f"{words}. If yours names another, say how it is started: nixl-offload check --vllm-args '...'")
-    if algorithm in (None, *_STEADY) or (algorithm in _SEEDED and seed):
+    if algorithm in (None, *_STEADY) or (algorithm in _SEEDED and seed is not None):
         return ok(words)
     if algorithm not in _SEEDED:
         known = ", ".join(_STEADY + _SEEDED)

@@ -11,6 +11,7 @@ import ctypes
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,15 @@ class TestCuFileFaults(KvikioRigs):
         control["fail_register"] = 0
         mover.unregister_memory(mover.register_memory(memory.region))
         mover.close()
+
+    def test_a_file_that_is_never_open_does_not_hold_the_end_up(self, tmp_path: Path) -> None:
+        mover = KvikioMover(4, BOUNCE_BYTES, close_timeout_s=0.1)
+        (tmp_path / "data").write_bytes(bytes(4096))
+        file = mover.open_file(str(tmp_path / "data"), 4096, direct_io=False)
+        mover._opened[mover._table.file(file)] = Future()  # as where storage hangs meanwhile
+        began_s = time.monotonic()
+        mover.close()
+        assert time.monotonic() - began_s < 5.0
 
     def test_what_never_ends_is_leaked_not_freed(
         self, tmp_path: Path, control: Control, caplog: pytest.LogCaptureFixture
