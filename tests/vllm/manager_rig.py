@@ -78,6 +78,7 @@ def vllm_config(world_size: int = 1) -> Any:
             model_weights="",
             revision=None,
             tokenizer=None,
+            tokenizer_revision=None,
             multimodal_config=None,
         ),
         load_config=SimpleNamespace(load_format="auto"),
