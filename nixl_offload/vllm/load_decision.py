@@ -100,7 +100,7 @@ class LoadDecider:
         asked = req_context.get_state(LoadDecision)
         trial = None if asked is None else asked.trial
         if asked is not None and trial is not None:
-            req_context.set_state(asked._replace(trial=None))  # it may be loaded again after a preemption
+            req_context.set_state(LoadDecision(*asked[:4]))  # no second trial, if it is loaded again after a preemption
         sizes: Counter[int] = Counter()
         for location in ticket.locations:
             if location.tier >= 0:
