@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import NOWHERE
@@ -482,6 +482,35 @@ def test_a_hit_waits_once_however_many_loads_end_meanwhile(tmp_path: Path, open_
         decider.end_load(loads[number].ticket)
         decider.begin_load(loads[4 + number], request(), now_s)
     assert answers == [None, None, None, 0]
+
+
+def test_a_trial_is_used_up_by_its_load_alone(tmp_path: Path, open_rig: Open) -> None:
+    """Not by a request that is given up before it loads, nor again by one that is preempted and loads once more."""
+    rig = open_rig(config_of(memory_tier()))
+    rig.store(1)
+    catalog = rig.manager.catalog
+    assert catalog is not None
+    decider = LoadDecider(catalog, {0: SLOT / CHUNK_TOKENS}, tiers=1, ranks=1, skips_slow=True)
+    for _ in range(5):
+        decider.observe_prefill(CHUNK_TOKENS, 0, 0.001)
+        decider.observe_loads([LoadSample(MEMORY, SLOT, 10.0, False)], 0.0)
+
+    def wanted(asks: ReqContext, now_s: float) -> int | None:
+        return decider.tokens_to_load(keys(1), asks, 0, CHUNK_TOKENS, CHUNK_TOKENS, {}, None, now_s, ServerLoad())
+
+    def load(asks: ReqContext, now_s: float) -> None:
+        ticket = catalog.prepare_load([Key(key(1))], now_s)
+        decider.begin_load(ticket, asks, now_s)
+        decider.end_load(ticket.ticket)
+
+    assert wanted(request("early"), 1.0) == 0
+    assert wanted(request("given up"), 700.0) == CHUNK_TOKENS
+    loads = request("loads")
+    assert wanted(loads, 701.0) == CHUNK_TOKENS
+    load(loads, 701.0)
+    assert wanted(request("soon"), 750.0) == 0
+    load(loads, 760.0)
+    assert wanted(request("two minutes later"), 830.0) == CHUNK_TOKENS
 
 
 def test_of_a_window_only_what_is_loaded_counts(tmp_path: Path, open_rig: Open) -> None:
