@@ -319,7 +319,8 @@ class Config(_Model):
     server does not allow the setting, the log says why, and ``per_rank`` is used."""
     slow_hits: Literal["skip", "take"] = "skip"
     """A hit that would take longer to load than to compute, as measured by this server: ``skip`` computes it, ``take``
-    loads it anyway."""
+    loads it anyway. With ``skip``, at most four hits are loaded at a time until the speed of a tier is known; others
+    wait for them, no longer than computing takes (0.5 s while that is unknown), and are computed then."""
     serve_without_prefix_caching: bool = False
     """Store and load although prefix caching is off in vLLM. Set it only if you turned it off yourself: where vLLM did
     (MLA on a CPU, non-causal attention), answers would be wrong."""

@@ -286,7 +286,7 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
         unopened = wait(self._opened.values(), max(0.0, end_s - time.monotonic())).not_done
         if self._in_flight or unopened:
             logger.warning(
-                "%s: %d transfers and the opening of %d files did not end within %.0f s; leaking memory and files",
+                "%s: %d transfers did not end, %d files were not open, within %.0f s; leaking their memory and files",
                 self.name,
                 len(self._in_flight),
                 len(unopened),
