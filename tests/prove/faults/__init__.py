@@ -15,7 +15,7 @@ from tests.prove.cells import Cell, Outcome
 from tests.prove.faults.clock import CLOCK
 from tests.prove.faults.table import FAULTS, POINTS, TIERS, faults_at, senseless
 
-ROUNDS: Final = {"memory": 12, "slab": 10, "shared_dir": 10, "s3_obj": 6, "s3_obstore": 8}
+ROUNDS: Final = {"memory": 12, "slab": 12, "shared_dir": 10, "s3_obj": 6, "s3_obstore": 8}
 """Of each fault in each cell, by tier: a server's answers take longer."""
 SLOW_POINTS: Final = frozenset({"start", "shutdown", "sleep", "verify", "gc"})
 """A round of these opens tiers, or reads all there is: half as many."""
