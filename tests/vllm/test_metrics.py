@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter as Collection
+from collections import Counter as Tally
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,9 +40,9 @@ CHUNKS = 3 * MAX_BATCHED_TOKENS // CHUNK_TOKENS
 
 
 WORK = Work(
-    Collection({Act("load", 0): 4096}),
+    Tally({Act("load", 0): 4096}),
     {Act("load", 0): [0.25, 0.5]},
-    Collection({Failure("load", 0, "corrupt", "checksum"): 2}),
+    Tally({Failure("load", 0, "corrupt", "checksum"): 2}),
 )
 STATUS = TierStatus(Waiting(1, 2, 3), "readonly", TierAccess("posix", ("host",)))
 
@@ -254,7 +254,7 @@ def test_a_rank_of_another_config_costs_metrics_not_the_engine(
 ) -> None:
     rig = open_rig(config_of(memory_tier(8)))
     for _ in range(2):
-        rig.manager.take_work(Work(Collection({Act("load", 7): 4096})))
+        rig.manager.take_work(Work(Tally({Act("load", 7): 4096})))
     monkeypatch.setattr(MetricsReporter, "take", lambda *_: 1 / 0)
     assert rig.manager.get_stats() is None
     assert caplog.text.count("do all ranks run the same config and version?") == 1
