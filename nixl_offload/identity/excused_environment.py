@@ -1,7 +1,7 @@
 """Which environment variables of vLLM cannot change a stored byte, by their reason. Every other one that vLLM knows is
 part of the namespace where it is set: see ``excused`` for what counts as harmless.
 
-Threading: constants. Names are those of ``vllm.envs``, of 0.32 and 0.33.
+Threading: constants. Names are those of ``vllm.envs``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ _BY_REASON: Final = {
         VLLM_P2P_IDLE_TIMEOUT_S VLLM_P2P_MAX_PEERS VLLM_P2P_SIDE_CHANNEL_HOST VLLM_P2P_SIDE_CHANNEL_PORT VLLM_PORT
         VLLM_PROCESS_NAME_PREFIX VLLM_RAY_BUNDLE_INDICES VLLM_RAY_DP_PACK_STRATEGY VLLM_RAY_DP_PLACEMENT_NODE_IPS
         VLLM_RAY_EXTRA_ENV_VARS_TO_COPY VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY VLLM_RAY_PER_WORKER_GPUS
-        VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_RPC_BASE_PATH VLLM_SKIP_P2P_CHECK VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE
-        VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM VLLM_USE_RAY_V2_EXECUTOR_BACKEND VLLM_USE_RAY_WRAPPED_PP_COMM
+        VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_RPC_BASE_PATH VLLM_SKIP_P2P_CHECK
         VLLM_USE_SPINLOOP_EXT VLLM_WORKER_MULTIPROC_METHOD VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
     """,
     "which devices and cores ranks run on": """

@@ -21,8 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.platforms import current_platform
 
 from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
-from nixl_offload.errors import NotSupportedError
-from nixl_offload.vllm.compat import check_version, settle_extra_config
+from nixl_offload.vllm.compat import check_version
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
@@ -39,6 +38,7 @@ from nixl_offload.vllm.vllm_internals import (
     outermost_connector,
     prefix_cache,
     set_canonical_layout,
+    turn_off_loads_within_the_step,
 )
 
 if TYPE_CHECKING:
@@ -60,11 +60,6 @@ class NixlOffloadConnector(LeanConnector):
         Raises ConfigError, NotSupportedError or TierError in words meant for the operator: at start, and only there.
         """
         check_version()
-        if vllm_config.model_config.enable_sleep_mode and check_version() < (0, 33):
-            raise NotSupportedError(
-                "NixlOffloadConnector cannot follow sleep mode with vLLM 0.32, which does not tell connectors that the "
-                "KV cache goes away. Leave out --enable-sleep-mode, or use vLLM 0.33"
-            )
         register()
         # Past OffloadingConnector.__init__, which would build vLLM's own halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
@@ -107,7 +102,7 @@ class NixlOffloadConnector(LeanConnector):
         # Of state vLLM keeps what a prompt's last whole block ends with, which is where a chunk of several rarely ends.
         has_state = keeps_state(kv_cache_config)
         extra["blocks_per_chunk"] = blocks = 1 if has_state else blocks_per_chunk(config.chunk_tokens, max(tokens))
-        warning = settle_extra_config(extra)
+        warning = turn_off_loads_within_the_step(extra)
         if role == KVConnectorRole.SCHEDULER:
             if blocks * max(tokens) != config.chunk_tokens:
                 logger.info(
@@ -178,7 +173,7 @@ class NixlOffloadConnector(LeanConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's; and what a load has not filled goes out of vLLM's prefix cache, with what was computed behind it.
 
-        vLLM leaves it there where it recomputes (0.32), and whoever came before the recomputation had it for a hit.
+        vLLM leaves it there where it recomputes, and a request that came before the recomputation took it for a hit.
         """
         scheduler = self.connector_scheduler
         assert scheduler is not None
@@ -201,11 +196,11 @@ class NixlOffloadConnector(LeanConnector):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether registrations follow the KV cache when its memory goes away and comes back (0.33 asks)."""
+        """Whether registrations follow the KV cache when its memory goes away and comes back."""
         return True
 
     def unregister_kv_caches(self) -> None:
-        """Let go of KV memory before vLLM takes it away (0.33). Idempotent.
+        """Let go of KV memory before vLLM takes it away. Idempotent.
 
         Raises TierError where a transfer that does not end may still write there.
         """
@@ -213,7 +208,7 @@ class NixlOffloadConnector(LeanConnector):
             self.connector_worker.sleep()
 
     def restore_kv_caches(self) -> None:
-        """Take KV memory again, which is back at the same addresses (0.33). Idempotent."""
+        """Take KV memory again, which is back at the same addresses. Idempotent."""
         if self.connector_worker is not None:
             self.connector_worker.wake_up()
 

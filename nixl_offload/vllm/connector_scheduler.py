@@ -37,7 +37,6 @@ from nixl_offload.vllm.vllm_internals import (
     offer_again,
     request_state,
     with_adapter,
-    without_preempted_loads,
 )
 from nixl_offload.vllm.weights_check import Trust, WeightsCheck
 
@@ -279,8 +278,6 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._asked_about.clear()
         self._clock.scheduled(scheduler_output)
         self._load.running = len(scheduler_output.num_scheduled_tokens)
-        if scheduler_output.preempted_req_ids:
-            scheduler_output = without_preempted_loads(self, scheduler_output)
         meta = super().build_connector_meta(scheduler_output)
         moves = manager.take_moves() if manager.moves else []
         places = {} if manager.serving.is_whole else manager.take_places()

@@ -7,7 +7,7 @@ file to be the only one.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
@@ -26,7 +26,6 @@ from vllm.v1.request import Request
 from vllm.v1.worker.worker_base import WorkerBase
 
 from nixl_offload.vllm.adapters import Adapted, AdapterUse
-from nixl_offload.vllm.compat import check_version
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +57,23 @@ class LeanConnector(OffloadingConnector):
         is_ours = type(metadata) is not OffloadingConnectorMetadata
         if is_ours or metadata.load_jobs or worker._unsubmitted_store_jobs:
             worker.start_kv_transfers(metadata)
+
+
+def turn_off_loads_within_the_step(extra_config: MutableMapping[str, Any]) -> str | None:
+    """Turn off ``sync_load_budget_bytes``. Return a sentence for the log, or None where nothing was to be done.
+
+    Blocks of a load within the step enter vLLM's prefix cache when they are allocated, and the same step offers chunks
+    computed from them to the store. When such a load fails, vLLM recomputes the request, but takes back neither the
+    blocks nor the store. Both ended in wrong answers: the blocks when the request is aborted before it is recomputed,
+    the store always.
+    """
+    if not extra_config.get("sync_load_budget_bytes"):
+        return None
+    extra_config["sync_load_budget_bytes"] = 0
+    return (
+        "kv_connector_extra_config: sync_load_budget_bytes is ignored: when a load that finishes within the step fails,"
+        " vLLM keeps and stores what was computed from it, so damaged storage could reach an answer"
+    )
 
 
 def set_canonical_layout(connector: OffloadingConnector, offloading: OffloadingConfig) -> None:
@@ -169,7 +185,7 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
         return super()._build_partial_tail_store_jobs(scheduler_output)
 
     def _within_limit(self, request_id: str, offloads: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Return the states that lie within a request's ``max_offload_tokens``: 0.32 asserts that its tail does."""
+        """Return the states that lie within a request's ``max_offload_tokens``: vLLM asserts that its tail does."""
         state = self._req_status.get(request_id)
         if state is None:
             return []
@@ -263,20 +279,6 @@ def forget_descriptions(
     for key in keys:
         if key in described and not is_known(key):
             del described[key]
-
-
-def without_preempted_loads(scheduler: OffloadingConnectorScheduler, output: SchedulerOutput) -> SchedulerOutput:
-    """Return ``output`` for vLLM 0.32 to build the connector's metadata from, without preempted requests that load.
-
-    ``reset_prefix_cache(reset_running_requests=True)`` preempts running requests, and the next step may already load
-    them again. vLLM has the jobs of preempted requests finished before their blocks are reused, and 0.32 takes it that
-    these are stores: a load that this very step begins fails its assertion, and the engine ends. There is nothing to
-    finish for such a request: a load begins only when no other job is left. 0.33 leaves such loads out itself.
-    """
-    if not scheduler._current_batch_load_jobs or not output.preempted_req_ids or check_version() != (0, 32):
-        return output
-    loading = {job.req_id for job in scheduler._current_batch_load_jobs.values()}
-    return replace(output, preempted_req_ids=output.preempted_req_ids - loading)
 
 
 def request_without_tokens(request: Request, request_id: str) -> Request:

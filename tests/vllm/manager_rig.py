@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.config import (
@@ -135,6 +137,11 @@ def ranks_open(manager: NixlOffloadManager, count: int = 1) -> None:
     manager.take_places()
     every = frozenset(range(8))
     manager.take_ranks({rank: RankStatus(every) for rank in range(count)})
+
+
+def allocated(*groups: Sequence[int]) -> KVCacheBlocks:
+    """Return what vLLM allocates: by KV cache group, blocks by their number."""
+    return KVCacheBlocks(tuple([KVCacheBlock(number) for number in group] for group in groups))
 
 
 def key(number: int) -> OffloadKey:

@@ -263,7 +263,7 @@ class PlayedExecutor(Executor):
     def compile_or_warm_up_model(self) -> None:
         """There is no model."""
 
-    def set_kv_cache_layout(self, layout_name: str) -> None:
+    def set_kv_cache_layout(self, layout_name: str, cp_kv_cache_interleave_size: int) -> None:
         """The ranks' configs share the cache config with the engine core's."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
@@ -408,16 +408,16 @@ def played() -> Iterator[None]:
 
 
 def _configs_with_empty_ranks(
-    vllm_config: VllmConfig, specs: list[dict[str, KVCacheSpec]], memory: list[int]
+    vllm_config: VllmConfig, specs: list[dict[str, KVCacheSpec]], memory: list[int], groups: list[KVCacheGroupSpec]
 ) -> list[KVCacheConfig]:
     """Return vLLM's configs, and for a rank without any layer what vLLM's projection of the groups would give: vLLM
-    0.32 and 0.33 themselves divide by its block size, 0.
+    itself divides by its block size, 0.
     """
     filled = [rank for rank, spec in enumerate(specs) if spec]
-    made = _VLLMS_CONFIGS(vllm_config, [specs[rank] for rank in filled], [memory[rank] for rank in filled])
+    made = _VLLMS_CONFIGS(vllm_config, [specs[rank] for rank in filled], [memory[rank] for rank in filled], groups)
     of_rank = dict(zip(filled, made, strict=True))
-    groups = [KVCacheGroupSpec([], group.kv_cache_spec) for group in made[0].kv_cache_groups]
-    empty = KVCacheConfig(num_blocks=made[0].num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    without_layers = [KVCacheGroupSpec([], group.kv_cache_spec) for group in made[0].kv_cache_groups]
+    empty = KVCacheConfig(num_blocks=made[0].num_blocks, kv_cache_tensors=[], kv_cache_groups=without_layers)
     return [of_rank.get(rank, empty) for rank in range(len(specs))]
 
 

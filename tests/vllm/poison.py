@@ -53,7 +53,7 @@ class PoisonExtension:
         norm.data *= factor
 
     def unregister_kv(self) -> None:
-        """Do what the worker of vLLM 0.33 does before the KV cache's memory goes away."""
+        """Do what vLLM's worker does before the KV cache's memory goes away."""
         get_kv_transfer_group().unregister_kv_caches()
 
     def restore_kv(self) -> None:

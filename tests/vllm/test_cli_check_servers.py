@@ -92,7 +92,7 @@ def asked(workshop: Workshop) -> Iterator[Asked]:
         ("--max-model-len 2048", "max_model_len", ("model_config.max_model_len", (4096, 2048))),
         ("--dtype float16", "dtype", ("model_config.dtype", ("torch.bfloat16", "torch.float16"))),
         ("--kv-cache-dtype fp8", "kv_cache_dtype", ("cache_config.cache_dtype", ("auto", "fp8"))),
-        ("--block-size 64", "block_size", ("cache_config.block_size", (128, 64))),
+        ("--block-size 64", "block_size", ("cache_config.block_size", (16, 64))),
         ("-tp 2", "tensor_parallel_size", ("tp", (1, 2))),
         ("--quantization fp8", "quantization", ("model_config.quantization", (None, "fp8"))),
         ("--hf-overrides.rope_theta 500", "hf_overrides", ("model_config.hf_config.rope_theta", ("(not there)", 500))),

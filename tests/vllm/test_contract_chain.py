@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from nixl_offload.engine import Work
 from nixl_offload.engine.transfer_statistics import Act
 from nixl_offload.types import Outcome
-from nixl_offload.vllm import compat, connector_scheduler
+from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.messages import NOTHING, LoadSample, RankStatus, StepMetadata, TicketReport, WorkerReport
@@ -318,7 +318,7 @@ def test_a_request_that_waits_for_room_is_looked_up_again_when_something_has_cha
     assert ask() == ((4 * chunk, True), 1)
     asked.manager.prepare_load(asked.keys[:1], manager_rig.request("loads"))
     assert ask() == ((4 * chunk, True), 1)
-    asked.scheduler.update_state_after_alloc(asked.request, None, 0)  # type: ignore[arg-type]
+    asked.scheduler.update_state_after_alloc(asked.request, manager_rig.allocated([]), 0)
     assert ask() == ((4 * chunk, True), 1)
     with monkeypatch.context() as patched:
         patched.setattr(connector_scheduler, "ANSWER_S", 0.0)
@@ -378,7 +378,7 @@ def test_a_chunk_is_described_until_the_last_tier_has_told_that_it_went(
 
 
 def test_a_request_is_preempted_and_loaded_in_one_step(matching: Callable[[int], Matching]) -> None:
-    """A reset of running requests makes that; vLLM 0.32 by itself would end. Stores of others are still waited for."""
+    """A reset of running requests makes that. Stores of others are still waited for."""
     asked = matching(4)
     scheduler, tokens = asked.scheduler, 4 * manager_rig.CHUNK_TOKENS
     storing: Any = SimpleNamespace(**{**vars(asked.request), "request_id": "stores"})
@@ -387,15 +387,9 @@ def test_a_request_is_preempted_and_loaded_in_one_step(matching: Callable[[int],
     scheduler._jobs[9] = named(f"{OFFLOADING}.scheduler:TransferJobStatus")("stores", 1, set(), is_store=True)
     assert asked.ask() == (tokens, True)
     count = tokens // manager_rig.BLOCK_TOKENS
-    blocks = [SimpleNamespace(block_id=1 + number, is_null=False, block_hash=None) for number in range(count)]
-    allocated: Any = SimpleNamespace(blocks=(blocks,))
-    scheduler.update_state_after_alloc(asked.request, allocated, tokens)
+    scheduler.update_state_after_alloc(asked.request, manager_rig.allocated(range(1, 1 + count)), tokens)
     empty = named("vllm.v1.core.sched.output:SchedulerOutput.make_empty")()
     output = dataclasses.replace(empty, preempted_req_ids={"request", "stores"})
-    if compat.check_version() == (0, 32):
-        with pytest.raises(AssertionError):
-            super(type(scheduler), scheduler).build_connector_meta(output)
-        scheduler._current_batch_jobs_to_flush.clear()
     meta: Any = scheduler.build_connector_meta(output)
     assert [job.req_id for job in meta.load_jobs.values()] == ["request"]
     assert meta.jobs_to_flush == {9}

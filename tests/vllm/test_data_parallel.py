@@ -74,6 +74,8 @@ class Ranks:
             "kv-transfer-config": json.dumps(transfer_config(config or medium.config(lookup=LOOKUP))),
         }
         environment = {**quick_environment(scratch=scratch), **ONE_CORE, "VLLM_SERVER_DEV_MODE": "1"}
+        # vLLM gives each rank a NUMA node of its own. Set, this has ranks share one; "0" binds them to no core.
+        environment["VLLM_CPU_SIM_MULTI_NUMA"] = "0"
         arguments = [f"--{name}={value}" for name, value in options.items()]
         self.server = Server(
             zygote, [*arguments, "--skip-tokenizer-init", "--enforce-eager"], environment, scratch / "ranks.log"

@@ -60,7 +60,7 @@ def test_answers_are_right_and_damage_is_noticed(
         assert all(answer.external_hit_tokens > 0 for answer in loaded)
         assert control["reads"] > 0, "not by cuFile"
         assert control["writes"] > 0, "not by cuFile"
-        # Sleep as in vLLM 0.33: nothing is registered while memory is away, and as much as before when it is back.
+        # Sleep: nothing is registered while memory is away, and as much as before when it is back.
         assert engine.settle()
         assert engine.reset_prefix_cache()
         registered = control["buffers"], control["files"]

@@ -59,7 +59,7 @@ class Steps:
         self.scheduler.on_new_request(request)
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         given = [*blocks, *itertools.islice(self._numbers, PROMPT_CHUNKS * BLOCKS_PER_CHUNK - len(blocks))]
-        self.scheduler.update_state_after_alloc(request, SimpleNamespace(blocks=(given,)), 0)  # type: ignore[arg-type]
+        self.scheduler.update_state_after_alloc(request, manager_rig.allocated(given), 0)
         request.num_computed_tokens = loaded_chunks * CHUNK_TOKENS
         request.status = RequestStatus.RUNNING
         self.requests[name] = request

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import derive_canonical_mappings
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker, get_kv_cache_config_from_groups
+from vllm.v1.core.kv_cache_planning import _project_kv_cache_groups_to_worker, get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,

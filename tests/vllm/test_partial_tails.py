@@ -68,16 +68,16 @@ def offered_tail(scheduler: NixlOffloadScheduler, params: Any = None, computed_t
     scheduler.on_new_request(request)
     whole_blocks = computed_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     assert scheduler.get_num_new_matched_tokens(request, whole_blocks) == (0, False)
-    blocks: Any = SimpleNamespace(blocks=([1, 2], [3, 4]))
-    scheduler.update_state_after_alloc(request, blocks, 0)
+    blocks = ([1, 2], [3, 4])
+    scheduler.update_state_after_alloc(request, manager_rig.allocated(*blocks), 0)
     request.num_computed_tokens = computed_tokens
     output = SchedulerOutput.make_empty()
-    arrived: Any = SimpleNamespace(req_id="asks", block_ids=blocks.blocks, num_computed_tokens=computed_tokens)
+    arrived: Any = SimpleNamespace(req_id="asks", block_ids=blocks, num_computed_tokens=computed_tokens)
     output.scheduled_new_reqs = [arrived]
     output.num_scheduled_tokens = {"asks": 5}
     output.kv_connector_block_state = KVConnectorBlockState(
         req_ids={"asks"},
-        resolve_block_ids=lambda _: blocks.blocks,
+        resolve_block_ids=lambda _: blocks,
         boundary_state_offloads={"asks": [(STATE_GROUP, STATE_BLOCK, TAIL)]},
     )
     meta: Any = scheduler.build_connector_meta(output)
@@ -89,7 +89,7 @@ def offered_tail(scheduler: NixlOffloadScheduler, params: Any = None, computed_t
 def test_a_tail_beyond_max_offload_tokens_is_not_stored_and_ends_no_engine(
     scheduler: NixlOffloadScheduler, limit: int | None, chunks: int
 ) -> None:
-    """All tails are offered, and vLLM 0.32 asserts that none lies beyond it. With a limit of 0 it would store them."""
+    """All tails are offered, and vLLM asserts that none lies beyond it. With a limit of 0 it would store them."""
     params = None if limit is None else {"max_offload_tokens": limit}
     assert offered_tail(scheduler, params) == [2, STATE_BLOCK][:chunks]
 

