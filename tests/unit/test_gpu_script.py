@@ -232,7 +232,6 @@ def test_a_small_wheel_of_nixl_works(tmp_path: Path) -> None:
     assert {name.split("libplugin_")[1] for name in names if "libplugin_" in name} == {
         "GDS.so",
         "GDS_MT.so",
-        "OBJ.so",
         "POSIX.so",
     }
     assert not [name for name in names if name.startswith("nixl_ep")]
