@@ -97,7 +97,7 @@ bench-scale: $(STAMP) ## Costs by keys, requests and ranks; 1,000 servers on one
 bench-copies: $(STAMP) ## Copies of the memory tier, batched against per layer, on CUDA where there is a GPU
 	@$(BIN)/python -m benchmarks.copies $(ARGS)
 
-gpu-kit: ## Wheels for a CUDA machine without a registry, into build/gpu-kit (ARGS="--python-version 3.11")
+gpu-kit: ## What a CUDA machine without a registry lacks, vLLM included, into build/gpu-kit (ARGS="--no-vllm")
 	@$(PYTHON) -m benchmarks.gpu.kit $(ARGS)
 
 gpu-check: ## On a CUDA machine, no registry needed: all gpu tests, then one table (OUT=, DATA=, KIT=, PYTHON=)

@@ -1,9 +1,9 @@
 """Gathers what a CUDA machine without a registry lacks: ``python -m benchmarks.gpu.kit`` (``make gpu-kit``).
 
-Needs a registry and no GPU. ``wheels.txt`` has the pins. The kit holds wheels for one Python, and, unless ``--no-vllm``,
-vLLM for sm_90 with what it imports, as archives. ``manifest.json`` says what each file becomes (``unpack.py``).
-Idempotent: a complete kit is left alone, and downloads are kept beside it. Exits with 1 when the kit and the repository
-are too large to be carried. Threading: two processes make the archives.
+Needs a registry and no GPU. ``wheels.txt`` has the pins. The kit holds wheels for one Python and, unless ``--no-vllm``,
+archives of vLLM for sm_90 and of what it imports. ``unpack.py`` unpacks it. Idempotent: a complete kit is left alone,
+and downloads are kept beside it. Exits with 1 when the kit and the repository are too large to be carried. Threading:
+two processes make the archives.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def gather(kit: Path, downloads: Path, python_version: str, with_vllm: bool) -> 
             (vllm,) = download(requirements["vllm"], downloads, python_version)
             deps = download(requirements["vllm-deps"], downloads, python_version)
             archives = _archive(vllm, deps, fresh, python_version)
-        files = {str(file.relative_to(fresh)): file.stat().st_size for file in sorted(fresh.rglob("*.*"))}
+        files = {
+            str(file.relative_to(fresh)): file.stat().st_size for file in sorted(fresh.rglob("*")) if file.is_file()
+        }
         manifest = {"wanted": wanted, "archives": archives, "bytes": files}
         (fresh / "manifest.json").write_text(json.dumps(manifest, indent=1))
         shutil.rmtree(kit, ignore_errors=True)
@@ -144,7 +146,9 @@ def _pack_library(wheel: Path, member: str, variants: dict[str, str | int], arch
         small = Path(name, "small.so")
         done = slim(whole, small, **variants)
         archive.write_bytes(lzma.compress(small.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
-        return f"{member}: {whole.stat().st_size / MIB:.1f} MiB made small, {done.kept_bytes / MIB:.1f} MiB of sm_90 code"
+        return (
+            f"{member}: {whole.stat().st_size / MIB:.1f} MiB made small, {done.kept_bytes / MIB:.1f} MiB of sm_90 code"
+        )
 
 
 def _pack_python(wheel: Path, archive: Path) -> str:

@@ -26,6 +26,7 @@ ENTRY_HEADER = struct.Struct("<HHIQ")
 """Kind, version, bytes of this header, bytes of the code. The architecture stands at ``ENTRY_ARCHITECTURE_AT``."""
 ENTRY_ARCHITECTURE_AT = 28
 SECTION = ".nv_fatbin"
+MIB = 1 << 20
 FLASH_ATTENTION_LOOP = re.compile(rb"CollectiveMainloopFwdSm90ILi\d+E.*?EEELi(\d+)ENS_(\d+[a-z0-9_]+?)Ef")
 """The mangled name of FlashAttention 3's main loop. Its groups are the values' head size and the element type."""
 
@@ -139,7 +140,7 @@ def _entries(data: bytearray, container: slice) -> Iterator[Entry]:
 
 
 def _replace(data: bytearray, container: slice, code: bytes) -> None:
-    """Let ``container`` hold ``code``, and zeros behind it. It cannot grow: a container that is too small is emptied."""
+    """Let ``container`` hold ``code``, and zeros behind it. It cannot grow: one that is too small is emptied."""
     magic, version, header_bytes, length = CONTAINER_HEADER.unpack_from(data, container.start)
     if len(code) > length:
         code = b""
@@ -161,10 +162,8 @@ def main() -> int:
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         print(f"slim: {error}", file=sys.stderr)
         return 1
-    print(
-        f"{options.target}: {done.kept_bytes / 1e6:.1f} MB of sm_{ARCHITECTURE} code kept in {done.containers} containers,"
-        f" {done.emptied} of them without any"
-    )
+    kept = f"{done.kept_bytes / MIB:.1f} MiB of sm_{ARCHITECTURE} code"
+    print(f"{options.target}: kept {kept}; none in {done.emptied} of {done.containers} containers")
     return 0
 
 

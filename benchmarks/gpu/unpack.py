@@ -28,8 +28,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 def unpack(kit: Path, target: Path) -> list[Path]:
     """Unpack ``kit`` into ``target`` and return what belongs on PYTHONPATH, in that order.
 
-    Raises OSError, lzma.LZMAError, tarfile.TarError, or RuntimeError with pip's words, when a part of the kit is missing,
-    damaged, or for another Python.
+    Raises OSError, ValueError, EOFError, lzma.LZMAError, tarfile.TarError, or RuntimeError (by pip) when a part of the
+    kit is missing, damaged, or for another Python.
     """
     archives: dict[str, str] = json.loads((kit / "manifest.json").read_text())["archives"]
     with ProcessPoolExecutor(len(archives) + 1) as pool:
@@ -95,7 +95,7 @@ def main() -> int:
     start = time.monotonic()
     try:
         paths = unpack(options.kit.resolve(), options.target.resolve())
-    except (OSError, ValueError, lzma.LZMAError, tarfile.TarError, RuntimeError) as error:
+    except (OSError, ValueError, EOFError, lzma.LZMAError, tarfile.TarError, RuntimeError) as error:
         print(f"unpack: {error}", file=sys.stderr)
         return 1
     print(json.dumps({"pythonpath": [str(path) for path in paths], "seconds": round(time.monotonic() - start, 1)}))

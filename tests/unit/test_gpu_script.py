@@ -157,8 +157,8 @@ def test_no_failure_hides_what_comes_after_it(tmp_path: Path) -> None:
 
 def only_the_kit() -> dict[str, str]:
     """The environment of a Python that can import the kit, what its machine has, and what that needs; nothing else."""
-    always, fallback = pins()
-    wanted = [*MACHINE, *(pin.partition("==")[0] for pin in [*always, *fallback]), "nixl-cu12", "nixl-offload"]
+    carried = [*pins()["site"], *pins()["fallback"]]
+    wanted = [*MACHINE, *(pin.partition("==")[0] for pin in carried), "nixl-cu12", "nixl-offload"]
     allowed: set[str] = set()
     while wanted:
         name = canonicalize_name(wanted.pop())

@@ -1,0 +1,316 @@
+"""The kit for CUDA machines: a library of CUDA code made small still loads, a kit of small packages is made once and
+unpacked, and the real kit's vLLM registers its kernels without a GPU and without a network.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import kit
+from benchmarks.gpu.slim import CONTAINER_HEADER, CONTAINER_MAGIC, ENTRY_HEADER, slim
+
+REPOSITORY = Path(__file__).parent.parent.parent
+KIT = REPOSITORY / "build" / "gpu-kit"
+PTX, MACHINE_CODE = 1, 2
+LOOP = b"_ZN5flash25CollectiveMainloopFwdSm90ILi2EN4cute5tupleIJEEELi%dENS_%sEf"
+"""How FlashAttention 3 names its main loop: head size and element type vary."""
+
+needs_gcc = pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("strip")), reason="needs gcc and strip")
+
+
+def _entry(kind: int, architecture: int, code: bytes) -> bytes:
+    code += bytes(-len(code) % 8)
+    header = bytearray(64)
+    ENTRY_HEADER.pack_into(header, 0, kind, 0x101, len(header), len(code))
+    struct.pack_into("<I", header, 28, architecture)
+    return bytes(header) + code
+
+
+def _cuda_library(path: Path, containers: Mapping[str, Sequence[bytes]]) -> Path:
+    """Link a library as nvcc does: a section of containers, each with a symbol, and code beside it. The function
+    ``answer`` returns 42.
+    """
+    lines = ['.section .nv_fatbin, "a"', ".balign 8"]
+    for name, entries in containers.items():
+        body = b"".join(entries)
+        whole = CONTAINER_HEADER.pack(CONTAINER_MAGIC, 1, CONTAINER_HEADER.size, len(body)) + body
+        lines += [f".globl {name}", f"{name}:", f".byte {','.join(map(str, whole))}", ".balign 8"]
+    if not containers:
+        lines = []
+    assembler, source = path.with_suffix(".s"), path.with_suffix(".c")
+    assembler.write_text("\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""]))
+    source.write_text("int answer(void) { return 42; }\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(path), str(source), str(assembler)], check=True)
+    return path
+
+
+def _loaded(library: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """What the containers hold where the dynamic linker put them: there the driver reads them."""
+    loaded = ctypes.CDLL(str(library))
+    assert loaded.answer() == 42
+    found = {}
+    for name in names:
+        address = ctypes.addressof(ctypes.c_char.in_dll(loaded, name))
+        magic, _, header_bytes, length = CONTAINER_HEADER.unpack(ctypes.string_at(address, CONTAINER_HEADER.size))
+        assert magic == CONTAINER_MAGIC
+        found[name] = ctypes.string_at(address + header_bytes, length)
+    return found
+
+
+@needs_gcc
+def test_a_slimmed_library_loads_and_has_sm_90_code_alone(tmp_path: Path) -> None:
+    """Order is kept. A container with nothing for sm_90 gets the smallest machine code that was dropped, if it fits."""
+    first, second = _entry(MACHINE_CODE, 90, b"first" * 100), _entry(MACHINE_CODE, 90, b"second")
+    other, small = _entry(MACHINE_CODE, 100, b"other" * 50), _entry(MACHINE_CODE, 75, b"small")
+    assembler = _entry(PTX, 90, b"p")
+    containers = {
+        "mixed": [other, first, assembler, _entry(MACHINE_CODE, 80, b"eighty" * 20), second],
+        "foreign": [other, _entry(PTX, 80, b"ptx")],
+        "only_small": [small],
+        "no_room": [_entry(PTX, 90, b"")],
+        "wanted": [second],
+    }
+    source, target = _cuda_library(tmp_path / "whole.so", containers), tmp_path / "small.so"
+    done = slim(source, target)
+    assert (done.containers, done.emptied, done.kept_bytes) == (5, 3, len(first) + 2 * len(second))
+    assert _loaded(target, list(containers)) == {
+        "mixed": first + second,
+        "foreign": small,
+        "only_small": small,
+        "no_room": b"",
+        "wanted": second,
+    }
+    data = target.read_bytes()
+    assert all(gone not in data for gone in (b"othero", b"eighty", b"ptx"))
+    assert _loaded(source, ["foreign"])["foreign"] == b"".join(containers["foreign"])
+
+
+@needs_gcc
+def test_of_flash_attention_one_variant_is_kept(tmp_path: Path) -> None:
+    """Code without a main loop stays; so does a file with several variants, when one of them is wanted."""
+    wanted, size, element = (
+        LOOP % variant for variant in ((128, b"10bfloat16_t"), (64, b"10bfloat16_t"), (128, b"6half_t"))
+    )
+    entries = {
+        "wanted": _entry(MACHINE_CODE, 90, wanted),
+        "other_size": _entry(MACHINE_CODE, 90, size + b"longer"),
+        "other_element": _entry(MACHINE_CODE, 90, element + b"longer than the other"),
+        "both": _entry(MACHINE_CODE, 90, size + b"\0" + wanted),
+        "no_loop": _entry(MACHINE_CODE, 90, b"combine"),
+    }
+    source = _cuda_library(tmp_path / "whole.so", {name: [entry] for name, entry in entries.items()})
+    slim(source, tmp_path / "small.so", head_dim=128, element="10bfloat16_t")
+    found = _loaded(tmp_path / "small.so", list(entries))
+    assert [name for name, code in found.items() if code == entries[name]] == [
+        "wanted",
+        "other_size",
+        "both",
+        "no_loop",
+    ]
+    assert found["other_element"] == entries["other_size"], "the smallest that was dropped"
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    ("containers", "words"),
+    [
+        ({}, "no CUDA code"),
+        ({"only": [_entry(MACHINE_CODE, 80, b"code")]}, "nothing for sm_90"),
+        ({"only": [_entry(MACHINE_CODE, 90, b"code")[:-8]]}, "does not fit its container"),
+    ],
+)
+def test_what_cannot_be_slimmed_is_refused(tmp_path: Path, containers: dict[str, list[bytes]], words: str) -> None:
+    source = _cuda_library(tmp_path / "whole.so", containers)
+    with pytest.raises(ValueError, match=words):
+        slim(source, tmp_path / "small.so")
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
+    """By the command too, in one line."""
+    (tmp_path / "text").write_text("no library")
+    command = [sys.executable, "-m", "benchmarks.gpu.slim", str(tmp_path / "text"), str(tmp_path / "out")]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, f"slim: {tmp_path / 'text'}: not a 64-bit little-endian ELF file\n")
+
+
+def _wheel(directory: Path, name: str, files: Mapping[str, bytes]) -> Path:
+    info = f"{name}-1.0.dist-info"
+    wheel = directory / f"{name}-1.0-py3-none-any.whl"
+    members = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(wheel, "w") as out:
+        for member, data in members.items():
+            out.writestr(member, data)
+        out.writestr(f"{info}/RECORD", "".join(f"{member},,\n" for member in [*members, f"{info}/RECORD"]))
+    return wheel
+
+
+@pytest.fixture
+def small_kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a kit of small packages goes, which no registry has."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    kernels = _cuda_library(
+        tmp_path / "kernels.so", {"only": [_entry(MACHINE_CODE, 90, b"code"), _entry(PTX, 80, b"p")]}
+    )
+    vllm = {
+        "vllm/__init__.py": b"from vllm import _C_stable_libtorch, spinloop",
+        "vllm/tuning.json": b"{}",
+        **{f"vllm/{name}.abi3.so": b"small" for name in kit.SMALL_LIBRARIES},
+        **{member: kernels.read_bytes() for member, _ in kit.LIBRARIES.values()},
+    }
+    made = {
+        "site": [_wheel(wheels, "always_there", {"always_there.py": b"here = __file__"})],
+        "fallback": [_wheel(wheels, "pytest", {"pytest.py": b""}), _wheel(wheels, "seldom", {"seldom.py": b""})],
+        "vllm": [_wheel(wheels, "vllm", vllm)],
+        "vllm-deps": [_wheel(wheels, "needed", {"needed/__init__.py": b""})],
+    }
+    monkeypatch.setattr(kit, "pins", lambda: {section: [section] for section in made})
+    monkeypatch.setattr(kit, "download", lambda requirements, downloads, python_version: made[requirements[0]])
+    return tmp_path / "build" / "gpu-kit"
+
+
+def _make(directory: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["kit", "--dir", str(directory), "--python-version", "3.12", *options])
+    return kit.main()
+
+
+def _unpack(python: str, directory: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    command = [python, str(REPOSITORY / "benchmarks" / "gpu" / "unpack.py"), str(directory), str(target)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+
+
+@needs_gcc
+def test_a_kit_is_unpacked_to_what_can_be_imported(
+    small_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries are in place, of the fallbacks only the missing are there, and vLLM would find our plugin."""
+    assert _make(small_kit, monkeypatch) == 0
+    target = tmp_path / "target"
+    ended = _unpack(sys.executable, small_kit, target)
+    assert ended.returncode == 0, ended.stderr
+    assert "missing here, taken from the kit: seldom\n" in ended.stdout
+    result = json.loads(ended.stdout.splitlines()[-1])
+    folders = [target / name for name in ("vllm", "deps", "site", "plugins")]
+    assert result["pythonpath"] == [*map(str, folders), str(REPOSITORY)]
+    assert 0 < result["seconds"] < 250
+    vllm, deps, site, plugins = folders
+    assert not (vllm / "vllm" / "tuning.json").exists()
+    for member, _ in kit.LIBRARIES.values():
+        assert _loaded(vllm / member, ["only"])["only"] == _entry(MACHINE_CODE, 90, b"code")
+    assert (vllm / "vllm" / "spinloop.abi3.so").read_bytes() == b"small"
+    assert {path.name for path in site.iterdir()} >= {"always_there.py", "seldom.py"}
+    assert not (site / "pytest.py").exists()
+    assert list((vllm / "vllm" / "__pycache__").iterdir())
+    assert list((deps / "needed" / "__pycache__").iterdir())
+    question = (
+        "from importlib.metadata import entry_points as e; print(*e(group='vllm.general_plugins', name='nixl_offload'))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", question], env={"PYTHONPATH": str(plugins)}, capture_output=True, text=True, check=True
+    )
+    assert "value='nixl_offload.vllm.plugin:register'" in answer.stdout
+
+
+@needs_gcc
+def test_a_damaged_kit_is_refused(small_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit status 1 and a sentence; the kit is then made anew."""
+    _make(small_kit, monkeypatch)
+    whole = (small_kit / "C.so.xz").read_bytes()
+    (small_kit / "C.so.xz").write_bytes(whole[: len(whole) // 2])
+    ended = _unpack(sys.executable, small_kit, tmp_path / "target")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("unpack: ")
+    _make(small_kit, monkeypatch)
+    assert (small_kit / "C.so.xz").read_bytes() == whole
+
+
+@needs_gcc
+def test_a_second_run_makes_nothing(
+    small_kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does it download. Without vLLM the kit is another one."""
+    assert _make(small_kit, monkeypatch) == 0
+    times = {path: path.stat().st_mtime_ns for path in small_kit.rglob("*")}
+
+    def no_network(*arguments: object) -> None:
+        raise AssertionError("downloaded")
+
+    with monkeypatch.context() as offline:
+        offline.setattr(kit, "download", no_network)
+        assert _make(small_kit, offline) == 0
+        assert {path: path.stat().st_mtime_ns for path in small_kit.rglob("*")} == times
+        with pytest.raises(AssertionError, match="downloaded"):
+            _make(small_kit, offline, "--no-vllm")
+    assert _make(small_kit, monkeypatch, "--no-vllm") == 0
+    assert not list(small_kit.glob("*.xz"))
+    capsys.readouterr()
+    assert _make(small_kit, monkeypatch, "--no-vllm", "--limit-mib", "0.5") == 1
+    assert capsys.readouterr().err == "too large to be carried\n"
+
+
+def test_every_pin_is_exact() -> None:
+    """And the file that is run on the GPU is pinned by its digest."""
+    pins = kit.pins()
+    assert set(pins) == {"site", "fallback", "vllm", "vllm-deps"}
+    assert all(line.count("==") == 1 for lines in pins.values() for line in lines)
+    assert all(len(line.partition("sha256:")[2]) == hashlib.sha256().digest_size * 2 for line in pins["vllm"])
+
+
+COUNT_OPS = """
+import json, torch
+import vllm._C_stable_libtorch, vllm.vllm_flash_attn._vllm_fa3_C
+import vllm.v1.engine.async_llm, vllm.v1.worker.gpu.model_runner, nixl_offload.vllm.connector
+spaces = [name.partition("::")[0] for name in set(torch._C._dispatch_get_all_op_names())]
+ours = ("_C", "_C_cache_ops", "_C_cuda_utils", "_C_custom_ar", "_vllm_fa3_C")
+print(json.dumps({space: spaces.count(space) for space in ours}))
+"""
+
+
+def _link_driver(driver: Path, libraries: Iterable[Path]) -> None:
+    """Link a driver with all calls that ``libraries`` make, each of which ends with CUDA_ERROR_UNKNOWN."""
+    listed = ["nm", "-D", "--undefined-only", *map(str, libraries)]
+    symbols = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    calls = sorted(set(re.findall(r" U (cu[A-Z]\w+)", symbols)))
+    source = driver.with_suffix(".c")
+    source.write_text("".join(f"int {call}(void) {{ return 999; }}\n" for call in calls))
+    subprocess.run(["gcc", "-shared", "-o", str(driver), str(source)], check=True)
+
+
+@needs_gcc
+@pytest.mark.slow
+def test_vllm_of_the_real_kit_registers_its_kernels(tmp_path: Path) -> None:
+    """Over a driver that refuses every call: the slimmed libraries load, and nothing that vLLM imports is missing."""
+    python = os.environ.get("KIT_PYTHON")
+    if not (KIT / "C.so.xz").is_file():
+        pytest.skip("no kit with vLLM in build/gpu-kit: make gpu-kit")
+    if not python:
+        pytest.skip("KIT_PYTHON names no Python 3.12 with torch for CUDA 13")
+    ended = _unpack(python, KIT, tmp_path / "kit")
+    assert ended.returncode == 0, ended.stderr
+    paths = json.loads(ended.stdout.splitlines()[-1])["pythonpath"]
+    _link_driver(tmp_path / "libcuda.so.1", (tmp_path / "kit" / "vllm").rglob("*.so"))
+    offline = ["unshare", "-n"] if os.geteuid() == 0 else []
+    environment = {**os.environ, "PYTHONPATH": ":".join(paths), "LD_LIBRARY_PATH": str(tmp_path)}
+    counted = subprocess.run(
+        [*offline, python, "-c", COUNT_OPS], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert counted.returncode == 0, counted.stderr[-3000:]
+    ops = json.loads(counted.stdout.splitlines()[-1])
+    assert ops == {"_C": 111, "_C_cache_ops": 19, "_C_cuda_utils": 2, "_C_custom_ar": 15, "_vllm_fa3_C": 2}
