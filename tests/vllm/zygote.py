@@ -44,6 +44,8 @@ _IMPORTS = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.attention.backends.flash_attn",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.kv_offload.cpu.spec",
     "vllm.utils.cpu_triton_utils",
@@ -76,7 +78,8 @@ class Zygote:
         ``environment`` must hold whatever libraries read when they are loaded (``OMP_NUM_THREADS``, ...).
         """
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, **environment}
+        search_path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
         with far, log.open("ab") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.vllm.zygote", str(far.fileno())],
@@ -85,7 +88,7 @@ class Zygote:
                 stdout=log_file,
                 stderr=log_file,
                 cwd=ROOT,
-                env={**os.environ, **environment, "PYTHONPATH": search_path},
+                env={**environment, "PYTHONPATH": search_path},
             )
         self._socket = near
         self._socket.settimeout(120)

@@ -1,0 +1,109 @@
+"""Engines on a played device: in this process, stepped by the caller (``PlayedEngine``), or forked (``PlayedWorkshop``).
+
+Threading: one thread steps an engine; a process has one engine. Ownership: ``close`` ends an engine, and
+``PlayedWorkshop.close`` all that it started and its zygote.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from examples.demo.engine import QUICK_OPTIONS, Engine, quick_environment, transfer_config
+from examples.demo.engine_process import EngineHost, _answer, _sampling
+from examples.demo.model import ModelShape, write_model
+from tests.vllm.harness import ONE_CORE, Workshop
+from tests.vllm.played.plugin import environment
+from tests.vllm.zygote import Zygote
+
+SHAPE = ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, vocab=2048, max_tokens=2048)
+BLOCK_TOKENS = 16
+CHUNK_TOKENS = 64
+STEP_TOKENS = 256
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+RUNNERS = {"v1": "0", "v2": "1"}
+
+
+def options(*, kv_cache_blocks: int, shape: ModelShape = SHAPE) -> dict[str, Any]:
+    """Return ``vllm.LLM``'s options for an engine as users run it, but small. One block of ``kv_cache_blocks`` is
+    vLLM's null block.
+    """
+    return {
+        **QUICK_OPTIONS,
+        "dtype": "bfloat16",
+        "max_model_len": shape.max_tokens,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "max_num_seqs": 8,
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": kv_cache_blocks,
+        "kv_cache_memory_bytes": 64 << 20,
+        "async_scheduling": True,
+    }
+
+
+class PlayedEngine(EngineHost):
+    """An engine in this process, whose environment is ``plugin.environment``'s: vLLM was imported with it."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None,
+        *,
+        model: Path,
+        runner: str = "v2",
+        kv_cache_blocks: int = 256,
+        **more: Any,
+    ) -> None:
+        """Start an engine. ``config`` is our connector's; None: no connector. ``more`` are ``vllm.LLM``'s options."""
+        os.environ[RUNNER] = RUNNERS[runner]
+        connector = {} if config is None else {"kv_transfer_config": transfer_config(config)}
+        super().__init__({"model": str(model), **options(kv_cache_blocks=kv_cache_blocks), **connector, **more})
+        self.engine: Any = self._llm.llm_engine
+        self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
+
+    def add(self, name: str, prompt: list[int], *, max_tokens: int = 4) -> None:
+        """Hand in a request. Names are used once."""
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, _sampling(max_tokens))
+
+    def step(self) -> dict[str, dict[str, Any]]:
+        """Take one step; return the answers of requests that ended in it, by name: tokens, logprobs, cached_tokens."""
+        return {output.request_id: _answer(output, 0.0) for output in self.engine.step() if output.finished}
+
+    def abort(self, *names: str) -> None:
+        """Give up requests; those that have ended already are passed over."""
+        self.engine.abort_request(list(names))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self.engine.has_unfinished_requests())
+
+
+class PlayedWorkshop(Workshop):
+    """Starts engines in processes of their own; they are forked from a process that plays the device."""
+
+    def __init__(self) -> None:
+        self.entry_point = Path(tempfile.mkdtemp(prefix="nixl-offload-played-"))
+        environ = {**quick_environment(scratch=self.entry_point, in_process=True), **ONE_CORE}
+        self._played = Zygote(self.entry_point / "log", {**environ, **environment(self.entry_point)})
+        super().__init__(self._played)
+
+    def start_played(
+        self, connector: Mapping[str, Any] | None = None, *, runner: str, kv_cache_blocks: int = 256, **more: Any
+    ) -> Engine:
+        """Start an engine. ``more`` are ``start_engine``'s."""
+        surroundings = {**more.pop("environment", {}), **environment(self.entry_point), RUNNER: RUNNERS[runner]}
+        made = options(kv_cache_blocks=kv_cache_blocks)
+        return self.start_engine(
+            SHAPE, connector, environment=surroundings, **{**made, "worker_extension_cls": "", **more}
+        )
+
+    def model(self, shape: ModelShape = SHAPE) -> Path:
+        """Return the directory of the model that engines run."""
+        return write_model(self.scratch / f"model-{abs(hash(shape)):x}", shape)
+
+    def close(self) -> None:
+        super().close()
+        self._played.close()
