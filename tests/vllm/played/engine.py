@@ -6,9 +6,10 @@ Threading: one thread steps an engine; a process has one engine. Ownership: ``cl
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from examples.demo.engine_process import EngineHost, _answer, _sampling
 from examples.demo.model import ModelShape, write_model
 from tests.vllm.harness import ONE_CORE, Workshop
 from tests.vllm.played.plugin import environment
-from tests.vllm.zygote import Zygote
+from tests.vllm.zygote import MAIN_MODULE, Zygote
 
-SHAPE = ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, vocab=2048, max_tokens=2048)
+SHAPE = ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, vocab=1024, max_tokens=1024)
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 64
 STEP_TOKENS = 256
@@ -99,6 +100,29 @@ class PlayedWorkshop(Workshop):
         return self.start_engine(
             SHAPE, connector, environment=surroundings, **{**made, "worker_extension_cls": "", **more}
         )
+
+    def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        """Call a function of a module in a forked process, with and for what JSON can say; there it may make a
+        ``PlayedEngine``. Raises AssertionError with the end of the process's log if it raised.
+        """
+        log = self.scratch / f"{function.__name__}.log"
+        request = {"module": function.__module__, "function": function.__name__, "arguments": arguments}
+        surroundings = {
+            **os.environ,
+            **quick_environment(scratch=self.scratch, in_process=True),
+            **ONE_CORE,
+            **environment(self.entry_point),
+            MAIN_MODULE: "tests.vllm.played.child",
+        }
+        with log.open("ab") as log_file:
+            process = self._played.fork(log_file, surroundings, spawns=False)
+        with process.stdin, process.stdout:
+            process.stdin.write(json.dumps(request).encode())
+            process.stdin.close()
+            answer = process.stdout.read()
+        code = process.wait()
+        assert code == 0, f"exit code {code}\n{log.read_text(errors='replace')[-6000:]}"
+        return json.loads(answer)
 
     def model(self, shape: ModelShape = SHAPE) -> Path:
         """Return the directory of the model that engines run."""

@@ -1,0 +1,248 @@
+"""Proves on vLLM's CUDA platform, both its model runners and asynchronous scheduling, played by host memory, that
+answers with our connector are those of a vLLM without a cache, to the last bit, whatever happens to requests and files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.demo.model import random_prompts
+from tests.s3.servers import RcloneServer
+from tests.thinned import thinned
+from tests.vllm.harness import Answer, Engine, chain_config
+from tests.vllm.played.engine import CHUNK_TOKENS, SHAPE, STEP_TOKENS, PlayedEngine, PlayedWorkshop
+
+Tier = dict[str, Any]
+PROMPTS = random_prompts(SHAPE, [700, 300, 520, 410], seed=28)
+STORED_TOKENS = [len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS for prompt in PROMPTS]
+ANSWER_TOKENS = 24
+MEMORY: Tier = {"kind": "memory", "capacity": "64MiB"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What an event is tried on."""
+
+    start: Callable[..., Engine]
+    """Starts an engine on the medium; its arguments are ``start_played``'s."""
+    right: list[Answer]
+    damage: Callable[[], None] | None
+    """Damages all that rests in the medium; None: it rests in memory."""
+
+    def check(self, engine: Engine, *, together: bool = False) -> list[Answer]:
+        """Ask for all prompts; assert that the answers are right."""
+        answers = engine.generate(PROMPTS, max_tokens=ANSWER_TOKENS, together=together)
+        for answer, right in zip(answers, self.right, strict=True):
+            assert answer.same_as(right)
+        return answers
+
+    def check_loaded(self, engine: Engine) -> None:
+        """Assert that answers are right, and that every stored chunk was loaded."""
+        assert engine.settle()
+        assert engine.reset_prefix_cache()
+        assert [answer.external_hit_tokens for answer in self.check(engine)] == STORED_TOKENS
+
+
+def load(trial: Trial) -> None:
+    """Computed, stored, forgotten by the GPU, loaded."""
+    with trial.start() as engine:
+        assert "BLHNC" in engine.log.read_text()
+        assert not any(answer.cached_tokens for answer in trial.check(engine))
+        trial.check_loaded(engine)
+        trial.check(engine, together=True)
+        engine.stop()
+
+
+def restart(trial: Trial) -> None:
+    """What rests in files is found by a new engine."""
+    with trial.start() as engine:
+        trial.check(engine, together=True)
+        assert engine.settle()
+        engine.stop()
+    with trial.start() as engine:
+        if trial.damage is None:
+            assert not any(answer.external_hit_tokens for answer in trial.check(engine))
+        else:
+            trial.check_loaded(engine)
+
+
+def abort(trial: Trial) -> None:
+    """Requests are given up at each early step of a store, then of a load."""
+    with trial.start() as engine:
+        for _ in range(2):
+            for steps in (1, 2, 3, 5, 8):
+                engine.reset_prefix_cache()  # refused while blocks of the last ones are being stored
+                engine.abandon(PROMPTS, steps=steps)
+            trial.check(engine)
+            assert engine.settle(), "something still waits"
+        trial.check_loaded(engine)
+
+
+def preempt(trial: Trial) -> None:
+    """The GPU's cache holds less than is asked for, cold and loaded."""
+    with trial.start(kv_cache_blocks=66) as engine:
+        for _ in range(2):
+            trial.check(engine, together=True)
+            assert engine.settle()
+            assert engine.reset_prefix_cache()
+        assert engine.metrics()["vllm:num_preemptions"] > 0
+
+
+def damage(trial: Trial) -> None:
+    """A flipped byte in every chunk at rest: all is recomputed, and stored again."""
+    if trial.damage is None:
+        pytest.skip("nothing rests in a file")
+    with trial.start() as engine:
+        trial.check(engine)
+        assert engine.settle()
+        engine.stop()
+    trial.damage()
+    with trial.start() as engine:
+        trial.check(engine)
+        assert "not usable" in engine.log.read_text()
+        trial.check_loaded(engine)
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[PlayedWorkshop]:
+    """Starts engines."""
+    made = PlayedWorkshop()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RcloneServer]:
+    """A bucket."""
+    with RcloneServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def right(played: PlayedWorkshop) -> Callable[[str], list[Answer]]:
+    """What a vLLM with this runner answers that has no cache."""
+
+    @functools.cache
+    def answers(runner: str) -> list[Answer]:
+        with played.start_played(runner=runner, enable_prefix_caching=False) as engine:
+            return engine.generate(PROMPTS, max_tokens=ANSWER_TOKENS)
+
+    return answers
+
+
+@pytest.mark.parametrize(
+    **thinned(
+        runner={"v1": "v1", "v2": "v2"},
+        medium={name: name for name in ("memory", "memory and slab", "slab", "s3")},
+        event={event.__name__: event for event in (load, restart, abort, preempt, damage)},
+    )
+)
+def test_answers_are_those_without_a_cache(
+    played: PlayedWorkshop,
+    server: RcloneServer,
+    right: Callable[[str], list[Answer]],
+    tmp_path: Path,
+    runner: str,
+    medium: str,
+    event: Callable[[Trial], None],
+) -> None:
+    """Tokens and logprobs are the same bits."""
+    slab = {"kind": "slab", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    tiers = {
+        "memory": [MEMORY],
+        "memory and slab": [MEMORY, slab],
+        "slab": [slab],
+        "s3": [server.tier(f"{runner}-{event.__name__}/", mover="obstore")],
+    }[medium]
+
+    def start(**options: Any) -> Engine:
+        config = chain_config(*tiers, chunk_tokens=CHUNK_TOKENS)
+        return played.start_played(config, runner=runner, environment=server.environment, **options)
+
+    def flip_objects() -> None:
+        for name in server.objects(f"{runner}-{event.__name__}/"):
+            server.flip(name, -1)
+
+    def flip_pages() -> None:
+        for path in (tmp_path / "kv").rglob("*.slab"):
+            data = bytearray(path.read_bytes())
+            for page in range(0, len(data), 4096):
+                data[page] ^= 1
+            path.write_bytes(data)
+
+    event(Trial(start, right(runner), {"memory": None, "s3": flip_objects}.get(medium, flip_pages)))
+
+
+def fuzz(
+    prompts: list[list[int]], right: list[Any], config: dict[str, Any], model: str, runner: str, seed: int, answers: int
+) -> dict[str, int]:
+    """Hand in, step, abort, reset and settle at random; compare each answer. Runs in a process of its own."""
+    source = random.Random(seed)
+    engine = PlayedEngine(config, model=Path(model), runner=runner, kv_cache_blocks=96)
+    asked: dict[str, int] = {}
+    counts = {"answers": 0, "aborts": 0, "resets": 0, "loaded": 0, "preempted": 0}
+    while counts["answers"] < answers:
+        what = source.random()
+        if what < 0.2 and len(asked) < 8:
+            number = source.randrange(len(prompts))
+            name = f"request-{sum(counts.values())}-{source.random()}"
+            asked[name] = number
+            engine.add(name, prompts[number], max_tokens=source.randint(1, ANSWER_TOKENS))
+        elif what < 0.23 and asked:
+            name = source.choice(sorted(asked))
+            engine.abort(name)
+            del asked[name]
+            counts["aborts"] += 1
+        elif what < 0.26:
+            with contextlib.suppress(RuntimeError):  # vLLM refuses while a request waits for a load
+                counts["resets"] += engine.engine.reset_prefix_cache(reset_running_requests=source.random() < 0.5)
+        elif what < 0.3 and not asked:
+            assert engine.settle()["idle"]
+            counts["resets"] += engine.engine.reset_prefix_cache()
+        for name, answer in engine.step().items():
+            number, length = asked.pop(name), len(answer["tokens"])
+            assert [answer["tokens"], answer["logprobs"]] == [each[:length] for each in right[number]], name
+            counts["answers"] += 1
+    engine.abort(*asked)
+    assert engine.settle()["idle"], "something still waits"
+    metrics = engine.metrics()["metrics"]
+    counts["loaded"] = int(metrics["vllm:external_prefix_cache_hits"])
+    counts["preempted"] = int(metrics["vllm:num_preemptions"])
+    engine.shutdown()
+    return counts
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("answers", [60, pytest.param(600, marks=pytest.mark.long)])
+def test_fuzzed_requests_are_answered_right(
+    played: PlayedWorkshop, tmp_path: Path, runner: str, answers: int
+) -> None:
+    """Requests that share beginnings, in a GPU cache too small for them, before little memory and a slab."""
+    heads = random_prompts(SHAPE, [STEP_TOKENS] * 4, seed=29)
+    tails = random_prompts(SHAPE, [40, 130, 270, 400], seed=30)
+    prompts = [head + tail for head in heads for tail in tails]
+    with played.start_played(runner=runner, enable_prefix_caching=False) as engine:
+        known = engine.generate(prompts, max_tokens=ANSWER_TOKENS, together=True)
+    counts = played.call(
+        fuzz,
+        prompts=prompts,
+        right=[[answer.tokens, answer.logprobs] for answer in known],
+        config=chain_config(
+            {"kind": "memory", "capacity": "1MiB"},
+            {"kind": "slab", "path": str(tmp_path / "kv"), "capacity": "64MiB"},
+            chunk_tokens=CHUNK_TOKENS,
+        ),
+        model=str(played.model()),
+        runner=runner,
+        seed=answers,
+        answers=answers,
+    )
+    assert all(counts.values()), counts
