@@ -21,9 +21,9 @@ from tests.vllm.harness import Answer, Engine, chain_config
 from tests.vllm.played.engine import CHUNK_TOKENS, SHAPE, STEP_TOKENS, PlayedEngine, PlayedWorkshop
 
 Tier = dict[str, Any]
-PROMPTS = random_prompts(SHAPE, [700, 300, 520, 410], seed=28)
+PROMPTS = random_prompts(SHAPE, [700, 310, 520, 410], seed=28)
 STORED_TOKENS = [len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS for prompt in PROMPTS]
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 MEMORY: Tier = {"kind": "memory", "capacity": "64MiB"}
 
 
@@ -98,8 +98,7 @@ def preempt(trial: Trial) -> None:
 
 def damage(trial: Trial) -> None:
     """A flipped byte in every chunk at rest: all is recomputed, and stored again."""
-    if trial.damage is None:
-        pytest.skip("nothing rests in a file")
+    assert trial.damage is not None
     with trial.start() as engine:
         trial.check(engine)
         assert engine.settle()
@@ -108,6 +107,9 @@ def damage(trial: Trial) -> None:
     with trial.start() as engine:
         trial.check(engine)
         assert "not usable" in engine.log.read_text()
+        assert engine.settle()
+        assert engine.reset_prefix_cache()
+        trial.check(engine)  # a bucket takes the good chunk only now
         trial.check_loaded(engine)
 
 
@@ -138,13 +140,15 @@ def right(played: PlayedWorkshop) -> Callable[[str], list[Answer]]:
     return answers
 
 
-@pytest.mark.parametrize(
-    **thinned(
-        runner={"v1": "v1", "v2": "v2"},
-        medium={name: name for name in ("memory", "memory and slab", "slab", "s3")},
-        event={event.__name__: event for event in (load, restart, abort, preempt, damage)},
-    )
+TRIALS = thinned(
+    runner={"v1": "v1", "v2": "v2"},
+    medium={name: name for name in ("s3", "memory", "memory and slab", "slab")},
+    event={event.__name__: event for event in (load, restart, abort, preempt, damage)},
 )
+TRIALS["argvalues"] = [trial for trial in TRIALS["argvalues"] if trial.values[1:] != ("memory", damage)]
+
+
+@pytest.mark.parametrize(**TRIALS)
 def test_answers_are_those_without_a_cache(
     played: PlayedWorkshop,
     server: RcloneServer,
@@ -221,10 +225,8 @@ def fuzz(
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("answers", [60, pytest.param(600, marks=pytest.mark.long)])
-def test_fuzzed_requests_are_answered_right(
-    played: PlayedWorkshop, tmp_path: Path, runner: str, answers: int
-) -> None:
+@pytest.mark.parametrize("answers", [30, pytest.param(600, marks=pytest.mark.long)])
+def test_fuzzed_requests_are_answered_right(played: PlayedWorkshop, tmp_path: Path, runner: str, answers: int) -> None:
     """Requests that share beginnings, in a GPU cache too small for them, before little memory and a slab."""
     heads = random_prompts(SHAPE, [STEP_TOKENS] * 4, seed=29)
     tails = random_prompts(SHAPE, [40, 130, 270, 400], seed=30)

@@ -1,4 +1,4 @@
-"""Engines on a played device: in this process, stepped by the caller (``PlayedEngine``), or forked (``PlayedWorkshop``).
+"""Engines on a played device: in this process, stepped by the caller, or in processes of their own.
 
 Threading: one thread steps an engine; a process has one engine. Ownership: ``close`` ends an engine, and
 ``PlayedWorkshop.close`` all that it started and its zygote.

@@ -12,7 +12,7 @@ import torch
 
 
 def install(*, compile_only: bool) -> None:
-    """Make Triton take host memory for a card's. Interpreted kernels need TRITON_INTERPRET before Triton is imported."""
+    """Make Triton take host memory for a card's. TRITON_INTERPRET is read when Triton is imported."""
     import triton.backends.nvidia.driver as nvidia
     import vllm.platforms
 

@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     # The one kernel that Triton's interpreter does not take; no greedy request needs it, but vLLM's profiling run does.
     topk_topp_sampler.HAS_TRITON = False
     if os.environ[PLAYED] != "compile":
-        gpu_worker.kernel_warmup = lambda _: None  # it imports models, to compile their kernels
+        gpu_worker.kernel_warmup = gpu_worker.warmup_kernels = lambda *_, **__: None  # nothing is compiled
 
     class PlayedWorker(gpu_worker.Worker):
         """vLLM's GPU worker, whose device is the host."""

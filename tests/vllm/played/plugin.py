@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAYED = "NIXL_OFFLOAD_PLAYED"
-"""Environment: 1, or "compile" to compile Triton kernels for the card and launch none: then no answer means anything."""
+"""Environment: 1, or "compile": Triton kernels are compiled for the card and not launched, and answers mean nothing."""
 
 _ENTRY_POINTS = """\
 [vllm.platform_plugins]
