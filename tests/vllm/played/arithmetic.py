@@ -50,7 +50,8 @@ def install() -> None:
             library.define(rest)
             _KEPT.append(library)
         library = torch.library.Library(space, "IMPL")
-        library.impl(name, function, "CompositeExplicitAutograd")
+        for key in ("CompositeExplicitAutograd", "CPU"):  # a library has some for host memory that want a card
+            library.impl(name, function, key)
         _KEPT.append(library)
     for name in ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
         module: Any = importlib.import_module(name)

@@ -96,6 +96,7 @@ def install() -> None:
         **common,
         Event=Event,
         Stream=Stream,
+        is_available=lambda: False,
         default_stream=lambda *_: stream,
         stream=lambda _: contextlib.nullcontext(),
         set_device=_nothing,

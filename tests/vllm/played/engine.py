@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -131,3 +132,4 @@ class PlayedWorkshop(Workshop):
     def close(self) -> None:
         super().close()
         self._played.close()
+        shutil.rmtree(self.entry_point, ignore_errors=True)

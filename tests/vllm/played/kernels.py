@@ -22,6 +22,22 @@ def install(*, compile_only: bool) -> None:
         _compile_only()
     else:
         assert os.environ.get("TRITON_INTERPRET") == "1", "TRITON_INTERPRET=1 is missing"
+        _interpret()
+
+
+def _interpret() -> None:
+    from triton.runtime import interpreter
+
+    # A quarter of its time goes into looking for overflows of integers.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # Triton 3.6 converts arrays of one element, which numpy 2.5 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_with_index
 
 
 def _compile_only() -> None:
