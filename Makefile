@@ -100,8 +100,8 @@ bench-copies: $(STAMP) ## Copies of the memory tier, batched against per layer, 
 gpu-kit: ## What a CUDA machine without a registry lacks, vLLM included, into build/gpu-kit (ARGS="--no-vllm")
 	@$(PYTHON) -m benchmarks.gpu.kit $(ARGS)
 
-gpu-check: ## On a CUDA machine, no registry needed: all gpu tests, then one table (OUT=, DATA=, KIT=, PYTHON=)
-	@PYTHON="$(PYTHON)" benchmarks/gpu/run.sh
+gpu-check: ## On a CUDA machine, no registry needed: CALL=1 (150 s), then CALL=2 (540 s); ARGS=--played rehearses it anywhere
+	@$(PYTHON) benchmarks/gpu/check.py --call $(CALL) $(ARGS)
 
 env: $(STAMP) ## Only make the environment
 

@@ -3,19 +3,21 @@
 ``[--dir DIR] [--out DIR] [--seconds N] [--parts kernels,bus,file,engine] [--json] [--emulate] [--here]``. Each part
 runs in a process of its own with a share of the time: what crashes or hangs takes only its own rows along, and leaves
 one that says so. Movers are tried alone first, for the same reason. ``--emulate``: the same code on host memory that
-plays the device, with little data; it measures nothing. Exits with 0 when all that this machine can run was measured,
-1 when a part failed or brought other bytes, 2 without a GPU. What is measured and how: benchmarks/gpu/README.md.
+plays the device, with little data; it measures nothing. ``--parts=`` only tries the movers. Exits with 0 when all that
+this machine can run was measured, 1 when a part failed or brought other bytes, 2 without a GPU. What is measured and
+how: benchmarks/gpu/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,10 +29,10 @@ if TYPE_CHECKING:  # it imports torch, which the parent can do without
 
 SHARES = {"kernels": 3, "bus": 2, "file": 4, "engine": 5}
 """The parts, and how they share the time."""
-START_S = 30.0
-"""What a process may take beside its share, to start and to end."""
+START_S, END_S = 12.0, 30.0
+"""What a process takes to start, which is part of its share, and what it may take beside that before it is killed."""
 MOVERS = ("gds_mt", "kvikio", "posix")
-PROBE_S = 45.0
+PROBE_S = 15.0
 UNFIT = "unfit.json"
 
 
@@ -46,16 +48,25 @@ def main() -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="nixl-offload-gpu-", dir=options.dir) as scratch:
+        if not options.parts:
+            unfit = _unfit(options, scratch, out / "benchmark.log")
+            words = "; ".join(f"{name}: {why[-120:]}" for name, why in unfit.items())
+            print(json.dumps({"words": words or f"{', '.join(MOVERS)} run", "unfit": unfit}))
+            return 0
         rows = list(_here(options, scratch) if options.here else _processes(options, scratch, out))
-        from benchmarks.gpu.report import machine, table
+        from benchmarks.gpu.report import machine, summary, table
 
         about = machine(Path(scratch))
-    result = {"machine": about, "rows": [asdict(row) for row in rows]}
+    failed = [f"{row.part}, {row.case}, {row.way}: {row.note}" for row in rows if row.failed]
+    result = {"machine": about, "rows": [asdict(row) for row in rows], "words": failed[0] if failed else summary(rows)}
+    result |= {"wrong": failed} if failed else {}
     (out / "benchmark.json").write_text(json.dumps(result, indent=1))
     text = table(rows, about)
     (out / "table.txt").write_text(text + "\n")
-    print(json.dumps(result, indent=1) if options.json else text, flush=True)
-    return int(any(row.failed for row in rows))
+    print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+    if options.json:
+        print(json.dumps(result), flush=True)
+    return int(bool(failed))
 
 
 def _processes(options: argparse.Namespace, scratch: str, out: Path) -> Iterator[Row]:
@@ -68,12 +79,12 @@ def _processes(options: argparse.Namespace, scratch: str, out: Path) -> Iterator
     for position, part in enumerate(options.parts):
         left = end_s - time.monotonic()
         share = SHARES[part] / sum(SHARES[later] for later in options.parts[position:])
-        seconds = max(5.0, (left - START_S) * share)
+        seconds = max(5.0, left * share - START_S)
         rows_path = Path(scratch) / f"{part}.jsonl"
         rows_path.touch()
         _say(options, f"{part}: {seconds:.0f} s")
         begun, logged = time.monotonic(), log_path.stat().st_size
-        ended = _ended(_start(options, scratch, log_path, "--part", part, seconds, rows_path), seconds + START_S)
+        ended = _ended(_start(options, scratch, log_path, "--part", part, seconds, rows_path), seconds + END_S)
         found = [Row(**json.loads(line)) for line in rows_path.read_text().splitlines()]
         _say(options, f"{part}: {len(found)} rows in {time.monotonic() - begun:.0f} s{'; ' if ended else ''}{ended}")
         yield from found
@@ -84,13 +95,25 @@ def _processes(options: argparse.Namespace, scratch: str, out: Path) -> Iterator
 
 def _unfit(options: argparse.Namespace, scratch: str, log_path: Path) -> dict[str, str]:
     """Which movers do not run here, and why; all are tried at once, each in a process that may crash or hang."""
-    _say(options, f"movers: {', '.join(MOVERS)}")
-    answers = {name: Path(scratch) / f"{name}.probe" for name in MOVERS}
+    unfit = _try(options, scratch, log_path, MOVERS)
+    if "gds_mt" in unfit and os.environ.pop("CUFILE_ENV_PATH_JSON", None):
+        again = _try(options, scratch, log_path, ("gds_mt",))
+        unfit["gds_mt"] += f"; without our cufile.json: {again.get('gds_mt', 'runs')}"
+    return unfit
+
+
+def _try(options: argparse.Namespace, scratch: str, log_path: Path, movers: Sequence[str]) -> dict[str, str]:
+    """Probe these at once. Returns what stands against each that does not run."""
+    _say(options, f"movers: {', '.join(movers)}")
+    answers = {name: Path(scratch) / f"{name}.probe" for name in movers}
+    for answer in answers.values():
+        answer.unlink(missing_ok=True)
+    limit_s = 60.0 if options.emulate else PROBE_S
     processes = {
-        name: _start(options, scratch, log_path, "--probe", name, PROBE_S, answer) for name, answer in answers.items()
+        name: _start(options, scratch, log_path, "--probe", name, limit_s, answer) for name, answer in answers.items()
     }
     unfit = {}
-    end_s = time.monotonic() + PROBE_S
+    end_s = time.monotonic() + limit_s
     for name, process in processes.items():
         ended = _ended(process, max(0.1, end_s - time.monotonic()))
         answer = answers[name].read_text() if answers[name].exists() else ""
@@ -203,8 +226,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="on the filesystem to be measured")
     parser.add_argument("--out", default="gpu-results", help="table, JSON and log")
     parser.add_argument("--seconds", type=float, default=240, help="for all parts together")
-    parser.add_argument("--parts", type=lambda words: words.split(","), default=list(SHARES))
-    parser.add_argument("--json", action="store_true", help="JSON instead of the table")
+    parser.add_argument("--parts", type=lambda words: words.split(",") if words else [], default=list(SHARES))
+    parser.add_argument("--json", action="store_true", help="a line of JSON at the end; the table goes to stderr")
     parser.add_argument("--emulate", action="store_true", help="host memory plays the device")
     parser.add_argument("--here", action="store_true", help="all parts in this process")
     parser.add_argument("--part", help=argparse.SUPPRESS)

@@ -1,4 +1,5 @@
-"""Device to file and back: our movers against kvikio alone, on the same file, with as many threads, by O_DIRECT.
+"""Device to file and back, by O_DIRECT and as many threads, on the same file: GDS_MT, our KvikIO mover and KvikIO alone
+against POSIX, which goes through page-locked memory and runs everywhere.
 
 Threading: one thread drives the movers, each of which has its own inside.
 """
@@ -28,7 +29,7 @@ THREADS = 8
 """What our movers use by default."""
 BATCH_BYTES = 8 * MIB
 POLL_S = 0.0002
-PLAIN = "kvikio alone"
+BASE = "posix, page-locked"
 Order = npt.NDArray[np.int64]
 """Piece i of the memory meets piece ``order[i]`` of the file."""
 
@@ -60,7 +61,7 @@ def measure(scene: Scene) -> Iterator[Row]:
                 found = contest(runs, total, scene.scale.rounds, deadline_s)
                 found.trouble.update(trouble)
                 for name in WAYS:
-                    yield found.row("file", op.value, name, unit(piece_bytes), PLAIN)
+                    yield found.row("file", op.value, name, unit(piece_bytes), BASE)
     path.unlink()
 
 
@@ -200,10 +201,10 @@ class Plain(Way):
 
 
 WAYS: dict[str, Callable[[Scene, Path, list[torch.Tensor]], Way]] = {
-    PLAIN: Plain,
+    "kvikio alone": Plain,
     "gds_mt": lambda scene, path, memory: Direct(scene, scene.mover("gds_mt"), path, memory),
     "kvikio": lambda scene, path, memory: Direct(scene, scene.mover("kvikio"), path, memory),
-    "posix, page-locked": lambda scene, path, memory: Bounced(scene, scene.mover("posix"), path, memory),
+    BASE: lambda scene, path, memory: Bounced(scene, scene.mover("posix"), path, memory),
 }
 
 

@@ -59,6 +59,12 @@ def table(rows: Sequence[Row], about: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """The ratio of each way with the largest pieces, in one line."""
+    last = {(row.case, row.way): row.ratio for row in rows if row.ratio is not None}
+    return "; ".join(f"{case} by {way} {ratio:.2f}" for (case, way), ratio in last.items()) or f"{len(rows)} rows"
+
+
 def _cell(row: Row | None, notes: dict[str, int]) -> str:
     """Speed and ratio, and the numbers of notes, which are the same for the same words."""
     if row is None:

@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=0.0, help="sessions that arrive each second, open loop (0: closed)")
     add("--shape", choices=SHAPES, default="8b", help="the KV of what model (8b)")
     add("--model", default="", help="a real model's directory or name, instead of a shape and a pace")
+    add("--dummy-weights", action="store_true", help="with --model: random weights, so that config.json will do")
     add("--step-ms", type=float, default=10.0, help="time of a step (10)")
     add("--token-ms", type=float, default=0.1, help="time of a token in it (0.1)")
     add("--batched-tokens", type=int, default=2048, help="most tokens in a step (2048)")
@@ -72,6 +73,7 @@ def plans(chosen: argparse.Namespace) -> list[Plan]:
             workload=workloads.Spec(kind=name, seed=chosen.seed, **numbers),
             shape=shape_of(chosen.model) if chosen.model else SHAPES[chosen.shape],
             model=chosen.model,
+            dummy_weights=chosen.dummy_weights,
             pace=Pace(chosen.step_ms / 1e3, chosen.token_ms / 1e3),
             at_a_time=chosen.at_a_time,
             rate_per_s=chosen.rate,

@@ -183,36 +183,40 @@ async def drive(job: dict[str, Any], say: Callable[..., None]) -> None:
     try:
         start_s = time.perf_counter() - begin
         await warm_up(engine)
-        workload = workloads.make(Spec(**job["workload"]))
-        driver = Driver(engine, workload)
-        load_before, before, used_s = os.getloadavg()[0], counters(), processor_s()
         say(said=f"started in {start_s:.0f} s, asks")
-        if job["rate_per_s"]:
-            await driver.open(workloads.poisson(job["rate_per_s"], len(workload), job["workload"]["seed"]))
-        else:
-            await driver.closed(job["at_a_time"])
-        await asyncio.sleep(AFTER_S)
-        used_s = processor_s() - used_s
-        await ask(engine, "after", [2, 3, 4], 1)
-        after = counters()
-
-        def moved(name: str) -> int:
-            return round(after.get(name, 0) - before.get(name, 0))
-
-        run = Run(
-            side=job["side"],
-            round=job["round"],
-            records=tuple(driver.records),
-            processor_s=used_s,
-            loaded_bytes=moved("vllm:kv_offload_load_bytes"),
-            stored_bytes=moved("vllm:kv_offload_store_bytes"),
-            external_tokens=moved("vllm:external_prefix_cache_hits"),
-            load_before=load_before,
-            start_s=start_s,
-        )
-        say(run=run.as_json())
+        say(run=(await measure(engine, job, start_s)).as_json())
     finally:
         engine.shutdown()
+
+
+async def measure(engine: Any, job: dict[str, Any], start_s: float) -> Run:
+    """Ask a warm engine all of the job's workload. ``start_s``: how long the engine took to start."""
+    workload = workloads.make(Spec(**job["workload"]))
+    driver = Driver(engine, workload)
+    load_before, before, used_s = os.getloadavg()[0], counters(), processor_s()
+    if job["rate_per_s"]:
+        await driver.open(workloads.poisson(job["rate_per_s"], len(workload), job["workload"]["seed"]))
+    else:
+        await driver.closed(job["at_a_time"])
+    await asyncio.sleep(AFTER_S)
+    used_s = processor_s() - used_s
+    await ask(engine, "after", [2, 3, 4], 1)
+    after = counters()
+
+    def moved(name: str) -> int:
+        return round(after.get(name, 0) - before.get(name, 0))
+
+    return Run(
+        side=job["side"],
+        round=job["round"],
+        records=tuple(driver.records),
+        processor_s=used_s,
+        loaded_bytes=moved("vllm:kv_offload_load_bytes"),
+        stored_bytes=moved("vllm:kv_offload_store_bytes"),
+        external_tokens=moved("vllm:external_prefix_cache_hits"),
+        load_before=load_before,
+        start_s=start_s,
+    )
 
 
 def main() -> int:

@@ -1,13 +1,15 @@
 """The model class behind ``model``: attention layers that are never called, and a forward pass that sleeps.
 
-It sleeps with the interpreter released, as a wait for a GPU does. Its KV is filled once with bytes that differ, so that
-copies of it read real memory; it is never computed, so answers say nothing: every token is 0.
+On a GPU its stream sleeps, and the thread that launches goes on. Elsewhere the thread sleeps, without the GIL. Its KV
+is filled once with bytes that differ, so that copies of it read real memory. It is never computed, so answers say
+nothing: every token is 0.
 
 Threading: vLLM's model runner calls it from one thread. Imported in vLLM's processes only.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -18,6 +20,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from benchmarks.serving.model import ARCHITECTURE, VOCABULARY, Pace
+
+CALIBRATION_CYCLES = 50_000_000
+"""Some 30 ms."""
 
 
 class SleepingForCausalLM(nn.Module):
@@ -45,7 +50,7 @@ class SleepingForCausalLM(nn.Module):
         self._is_filled = False
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(input_ids.shape[0], self.hidden_size, dtype=self.dtype)
+        return torch.zeros(input_ids.shape[0], self.hidden_size, dtype=self.dtype, device=input_ids.device)
 
     def forward(
         self,
@@ -57,11 +62,11 @@ class SleepingForCausalLM(nn.Module):
         tokens = positions.shape[-1]
         if not self._is_filled:
             self._fill()
-        time.sleep(self.pace.duration_s(tokens))
-        return torch.zeros(tokens, self.hidden_size, dtype=self.dtype)
+        _sleep(self.pace.duration_s(tokens), positions.device)
+        return torch.zeros(tokens, self.hidden_size, dtype=self.dtype, device=positions.device)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(hidden_states.shape[0], VOCABULARY)
+        return torch.zeros(hidden_states.shape[0], VOCABULARY, device=hidden_states.device)
 
     def load_weights(self, weights: Any) -> set[str]:
         return {name for name, _ in self.named_parameters()}
@@ -76,6 +81,26 @@ class SleepingForCausalLM(nn.Module):
                 for block in range(tensor.shape[0]):
                     tensor[block].fill_(float(block % 251))
         self._is_filled = True
+
+
+def _sleep(duration_s: float, device: torch.device) -> None:
+    """Let the current stream of ``device`` sleep, or the thread where there is none."""
+    if device.type != "cuda":
+        time.sleep(duration_s)
+        return
+    torch.cuda._sleep(round(duration_s * _cycles_per_s(device)))
+
+
+@functools.cache
+def _cycles_per_s(device: torch.device) -> float:
+    """How many cycles of ``torch.cuda._sleep`` make a second; waits for the device, once."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(CALIBRATION_CYCLES)  # brings the clock up
+    begin.record()
+    torch.cuda._sleep(CALIBRATION_CYCLES)
+    end.record()
+    end.synchronize()
+    return CALIBRATION_CYCLES / begin.elapsed_time(end) * 1000
 
 
 def register() -> None:

@@ -49,6 +49,8 @@ class Plan:
     shape: Shape = SHAPES["8b"]
     model: str = ""
     """A real one, of that shape, by its directory or name; empty: one that only takes time."""
+    dummy_weights: bool = False
+    """Whether a real one has random weights: its directory then needs ``config.json`` alone."""
     pace: Pace = field(default_factory=Pace)
     at_a_time: int = 4
     rate_per_s: float = 0.0
@@ -125,7 +127,7 @@ def job_of(
             environment["NIXL_TELEMETRY_ENABLE"] = "y"  # vLLM 0.32 asks for it, and its engine ends without it
         options = {
             "model": plan.model or str(write_model(scratch / "model", plan.shape, plan.pace, plan.longest_tokens)),
-            "load_format": "auto" if plan.model else "dummy",
+            "load_format": "auto" if plan.model and not plan.dummy_weights else "dummy",
             "dtype": "bfloat16",
             "skip_tokenizer_init": True,
             "enforce_eager": True,

@@ -12,6 +12,16 @@ import pytest
 import torch
 
 
+def pytest_runtest_logfinish() -> None:
+    """End the process when a test has left the device's context broken: in it nothing works any more."""
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        pytest.exit(f"the device's context is broken: {error}", returncode=70)
+
+
 @pytest.fixture(autouse=True)
 def _model_stream() -> Iterator[None]:
     if not torch.cuda.is_available():

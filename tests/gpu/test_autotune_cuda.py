@@ -80,6 +80,8 @@ def test_what_cufile_is_held_against_is_measured_and_never_taken(
     assert plan is not None
     assert plan.mover == "gds_mt"
     speeds = {(each.mover, each.path): each.read_bytes_s for each in found if each.measured}
+    if missing := {("gds_mt", "direct"), ("gds_mt", "device"), ("posix", "host")} - speeds.keys():
+        pytest.skip(f"not measured: {missing}: {[each.reason for each in found if not each.measured]}")
     share = max(speeds["gds_mt", "direct"], speeds["gds_mt", "device"]) / speeds["posix", "host"]
     print(f"\ncuFile reads at {share:.2f} of what host memory takes")
     assert caplog.text.count("It probably copies through host memory") == (share < BOUNCE_SHARE)

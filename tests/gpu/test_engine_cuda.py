@@ -156,7 +156,19 @@ def test_a_load_does_not_overtake_the_compute_stream(make: Make, mover: str, way
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
 def test_a_load_ends_while_the_step_runs_that_it_came_with(make: Make, mover: str, way: Way) -> None:
     """Its fence is from before that step was launched, and behind all earlier ones, which write to its blocks."""
-    rig = make(mover, way)
+    assert load_ended_first(make(mover, way)), "the load waited for the step that it came with"
+
+
+@pytest.mark.parametrize(("mover", "way"), ROUTES)
+def test_a_load_that_came_with_a_step_on_the_default_stream_brings_its_bytes(make: Make, mover: str, way: Way) -> None:
+    """A mover whose own copies wait for that stream, as KvikIO's do, is late, not wrong."""
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        if not load_ended_first(make(mover, way)):
+            pytest.xfail(f"{mover}, {way}: loads wait for a model on the default stream")
+
+
+def load_ended_first(rig: DeviceRig) -> bool:
+    """Load beside a long step, check what arrived, and return whether the load ended before the step."""
     rig.write(SOURCE)
     wanted = rig.rows(SOURCE)
     assert rig.store(1, [rig.chunk(0, SOURCE)]) == (OK,)
@@ -168,9 +180,10 @@ def test_a_load_ends_while_the_step_runs_that_it_came_with(make: Make, mover: st
     torch.cuda._sleep(LONG_CYCLES)
     rig.engine.submit_load(2, [rig.chunk(0, TARGET)], fence=fence)
     assert rig.collect(2).outcomes == (OK,)
-    assert not rig.device.streams.compute_fence().done(), "the load waited for the step that it came with"
+    is_first = not rig.device.streams.compute_fence().done()
     rig.expect(TARGET, wanted)
     rig.assert_as_expected()
+    return is_first
 
 
 @pytest.mark.parametrize("way", ["device", "host"])
@@ -240,10 +253,10 @@ def test_what_rots_in_the_file_is_refused(make: Make, mover: str, way: Way) -> N
 
 
 def test_a_device_without_room_stages_in_host_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slots of what the device has free: it says no, and page-locked memory does instead."""
-    free_bytes = torch.cuda.mem_get_info()[0]
+    """As much as the whole device has is not free: it says no, and page-locked memory does instead."""
+    total_bytes = torch.cuda.mem_get_info()[1]
     allocate = staging._allocate_on
-    monkeypatch.setattr(staging, "_allocate_on", lambda device, length_bytes: allocate(device, free_bytes))
+    monkeypatch.setattr(staging, "_allocate_on", lambda device, length_bytes: allocate(device, total_bytes))
     rig = make("gds_mt", "device")
     assert way_of(rig) == "host"
     assert_round_trip(rig, lambda: torch.cuda._sleep(BUSY_CYCLES))

@@ -1,5 +1,5 @@
-"""The script for CUDA machines, as far as it runs without one: the whole benchmark on host memory, NIXL's real GDS_MT
-over the emulated cuFile included; a wheel of NIXL made small; the shell script's refusal; memory for the suites.
+"""The script for CUDA machines, as far as it runs without one: no stage hides the next, and each leaves its result; the
+whole benchmark on host memory, NIXL's real GDS_MT over the emulated cuFile included; a wheel of NIXL made small.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +21,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import benchmarks.gpu.__main__ as script
+from benchmarks.gpu import check
+from benchmarks.gpu.check import CALLS, RUNGS, TOTAL_S, Check, Stage
 from benchmarks.gpu.kit import MACHINE, pins
 from benchmarks.gpu.repack import repack_nixl
 from benchmarks.gpu.report import table
 from benchmarks.gpu.rounds import Row, WrongBytesError, contest
-from benchmarks.gpu.run_tests import ORDER
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.testing.torch_memory import TorchMemory
 from tests.contract.emulation.build import Control, build_emulation
+from tests.gpu.conftest import pytest_runtest_logfinish
 
 REPOSITORY = Path(__file__).parent.parent.parent
 POSIX_TRIP = """
@@ -90,21 +93,21 @@ def test_all_parts_on_host_memory(tmp_path: Path) -> None:
     assert not list(data.iterdir())
 
 
-def test_the_script_collects_all_gpu_tests_with_what_the_kit_has() -> None:
-    """Nothing but the kit and what its machine has can be imported; no error, every file, what others rest on first."""
+def test_all_gpu_tests_are_collected_with_what_the_kit_has() -> None:
+    """Nothing but the kit and what its machine has can be imported; no error, every file; all of them have a stage."""
     ended = _run(
-        *(sys.executable, "-m", "benchmarks.gpu.run_tests", "--collect-only"),
+        *(sys.executable, "-m", "pytest", "-m", "gpu", "-c", "pyproject.toml", "-vqq", "--collect-only", "tests/gpu"),
         **only_the_kit(),
         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
         PYTEST_PLUGINS="pytest_timeout",
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-2000:]
     names = [line.partition("::")[0] for line in ended.stdout.splitlines() if "::" in line]
-    files = [name.removeprefix("tests/gpu/test_").removesuffix("_cuda.py") for name in dict.fromkeys(names)]
-    assert tuple(files) == ORDER
     assert len(names) > 250
     marked = {path for path in (REPOSITORY / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
-    assert marked - {Path(__file__)} == {REPOSITORY / f"tests/gpu/test_{name}_cuda.py" for name in ORDER}
+    assert marked - {Path(__file__)} == {REPOSITORY / name for name in names}
+    commands = [stage.command for stages in CALLS.values() for stage in stages]
+    assert all(any(name in command for command in commands) for name in names)
 
 
 def test_what_is_not_in_the_kit_is_missed() -> None:
@@ -113,46 +116,135 @@ def test_what_is_not_in_the_kit_is_missed() -> None:
     assert "No module named 'hypothesis': it is not in the kit" in ended.stderr
 
 
-RUN_TESTS = {
-    "first": "def test_{}(): assert 1 == 2",
-    "crash": "def test_{}(): import os; os.kill(os.getpid(), 11)",
-    "broken": "def test_{}(): sys.modules['torch'] = BrokenContext",
-    "skips": "def test_{}(): pytest.skip('no such device')",
-    "last": "def test_{}(): pass",
-}
-BROKEN_CONTEXT = """
-import sys
-from types import SimpleNamespace
-import pytest
-pytestmark = pytest.mark.gpu
-def synchronize():
-    raise RuntimeError("an illegal memory access was encountered")
-BrokenContext = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize))
+SAY = "import json, sys; print(json.dumps({'words': sys.argv[1], 'wrong': sys.argv[2:]}))"
+
+
+def run_stages(tmp_path: Path, *stages: Stage) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return the exit status, and the records of ``results.jsonl`` by stage. ``{say}`` ends a stage with words."""
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "say.py").write_text(SAY)
+    words = {"python": sys.executable, "say": f"{sys.executable} {tmp_path}/say.py", "scratch": str(tmp_path)}
+    status = Check(tmp_path / "out", tmp_path, os.environ, words).run(stages)
+    assert len(list((tmp_path / "out").iterdir())) <= 8
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    return status, {record["stage"]: record for record in map(json.loads, lines)}
+
+
+NEXT = Stage("next", 20.0, "{say} well")
+
+
+def test_a_stage_that_hangs_is_killed_with_its_children_and_is_no_failure(tmp_path: Path) -> None:
+    """The next one runs, and exit status 0 says that nothing was wrong."""
+    begun_s = time.monotonic()
+    hangs = "bash -c 'sleep 600 & echo $! >{scratch}/child; sleep 600'"
+    status, records = run_stages(tmp_path, Stage("hangs", 1.0, hangs), NEXT)
+    assert time.monotonic() - begun_s < 20
+    assert (status, records["hangs"]["kind"], records["next"]["kind"]) == (0, "cut off", "ok")
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "cmdline")
+    assert not child.exists() or not child.read_bytes()  # gone, or a zombie until its new parent looks
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "words"),
+    [
+        ("bash -c 'echo MemoryError: none left; exit 3'", "FAILED", "status 3: MemoryError: none left"),
+        ("bash -c 'kill -11 $$'", "FAILED", "killed by signal 11: no output"),
+        ("{say} 'other tokens' 'of prompt 1'", "WRONG", "other tokens"),
+    ],
+)
+def test_a_stage_that_fails_does_not_hide_the_next(tmp_path: Path, command: str, kind: str, words: str) -> None:
+    """Its reason is kept, and the exit status is 1."""
+    status, records = run_stages(tmp_path, Stage("first", 20.0, command), NEXT)
+    assert (status, records["next"]["kind"]) == (1, "ok")
+    assert (records["first"]["kind"], records["first"]["words"]) == (kind, words)
+
+
+def test_results_are_there_as_they_come(tmp_path: Path) -> None:
+    """The second stage sees the first one's: a call that is killed leaves what it has found."""
+    second = Stage("second", 20.0, "bash -c 'grep first {scratch}/out/results.jsonl && {say} seen'")
+    status, records = run_stages(tmp_path, Stage("first", 20.0, "{say} well"), second)
+    assert (status, records["second"]["words"]) == (0, "seen")
+
+
+def test_the_ladder_goes_on_to_the_rung_that_works(tmp_path: Path) -> None:
+    """What worked is kept for the next stage and the next call."""
+    works = "bash -c '[ $GPU_CHECK_ATTENTION = TRITON_ATTN ] && {say} $GPU_CHECK_ATTENTION'"
+    status, records = run_stages(tmp_path, Stage("vLLM", 20.0, works, climbs=True), NEXT)
+    assert (status, records["vLLM"]["words"], records["next"]["rung"]) == (0, "TRITON_ATTN", list(RUNGS)[1])
+    assert (tmp_path / "out" / "rung").read_text() == list(RUNGS)[1]
+
+
+def test_the_ladder_ends(tmp_path: Path) -> None:
+    """No rung works: that is a failure. A wrong answer is no reason to climb."""
+    status, records = run_stages(tmp_path, Stage("vLLM", 20.0, "false", climbs=True))
+    assert (status, records["vLLM"]["rung"], records["vLLM"]["kind"]) == (1, list(RUNGS)[-1], "FAILED")
+    (tmp_path / "out" / "results.jsonl").unlink()
+    status, records = run_stages(tmp_path, Stage("vLLM", 20.0, "{say} 'other tokens' 'prompt 1'", climbs=True))
+    assert (status, records["vLLM"]["rung"], records["vLLM"]["kind"]) == (1, next(iter(RUNGS)), "WRONG")
+
+
+def test_an_early_stage_waits_for_its_turn(tmp_path: Path) -> None:
+    """It is started beside the stage before it, and goes on when that has ended."""
+    first = "bash -c 'until [ -e {scratch}/waits ]; do sleep 0.01; done; touch {scratch}/ended; {say} ended'"
+    early = "bash -c 'touch {scratch}/waits; read line; ls {scratch}/ended && {say} $line'"
+    status, records = run_stages(tmp_path, Stage("first", 20.0, first), Stage("early", 20.0, early, early=True))
+    assert (status, records["early"]["words"]) == (0, "go")
+
+
+def test_calls_end_within_their_time() -> None:
+    """By construction: limits add up to less, with some seconds to kill what hangs; a summary has ten lines at most."""
+    for call, stages in CALLS.items():
+        assert sum(stage.limit_s for stage in stages) <= TOTAL_S[call] - 5
+        assert len({check.RACE if stage.command.startswith(check.RACE) else stage.name for stage in stages}) <= 10
+
+
+MANY = """
+import os, pytest
+def test_first(): assert 1 == 2
+def test_crash(): os.kill(os.getpid(), 11)
+@pytest.mark.parametrize("size", ["64 KiB", "2 MiB"])
+def test_sizes(size): pass
+def test_skips(): pytest.skip("no such device")
+def test_late(): pytest.xfail("known")
 """
 
 
-def test_no_failure_hides_what_comes_after_it(tmp_path: Path) -> None:
-    """A failure, a crash, a context that a test broke, an import that fails, a hang: all else is run, and all told."""
-    lines = [BROKEN_CONTEXT, *(code.format(name) for name, code in RUN_TESTS.items())]
-    (tmp_path / "test_many.py").write_text("\n".join(lines))
-    (tmp_path / "test_typo.py").write_text("import no_such_module")
-    (tmp_path / "test_hangs.py").write_text(f"{BROKEN_CONTEXT}def test_hangs(): import time; time.sleep(600)")
-    (tmp_path / "test_end.py").write_text(f"{BROKEN_CONTEXT}def test_end(): pass")
-    files = [str(tmp_path / f"test_{name}.py") for name in ("many", "typo", "hangs", "end")]
-    ended = _run(
-        *(sys.executable, "-m", "benchmarks.gpu.run_tests", "--out", str(tmp_path), "--seconds", "24", *files),
+def test_no_test_hides_what_comes_after_it(tmp_path: Path) -> None:
+    """A failure, a crash in the midst: another process goes on behind it, and all is counted."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_many.py").write_text(MANY)
+    command = (
+        """bash -c 'cd {scratch}; {python} -m pytest -v -p no:cacheprovider --rootdir . tests/test_many.py "$@"' -"""
     )
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert ended.stdout.splitlines() == [
-        "FAILED test_many.py::test_first: assert 1 == 2",
-        "CRASHED test_many.py::test_crash: the process was killed by signal 11",
-        "ERROR test_typo.py: pytest ended with 2, see tests.log",
-        "CRASHED test_hangs.py::test_hangs: the time for this file was up",
-        "LEFT OUT test_hangs.py, the rest: the time for this file was up",
-        "1 skipped: no such device",
-        "3 passed, 2 crashed, 1 failed, 1 skipped, 1 error, 1 left out",
-    ]
-    assert "the device's context is broken: an illegal memory access" in (tmp_path / "tests.log").read_text()
+    status, records = run_stages(tmp_path, Stage("tests", 60.0, command, check.tested))
+    assert status == 1
+    assert records["tests"]["figures"]["counts"] == {"failed": 1, "passed": 2, "skipped": 1, "xfail": 1}
+    assert records["tests"]["figures"]["bad"] == ["tests/test_many.py::test_first", "tests/test_many.py::test_crash"]
+
+
+def test_tests_that_were_cut_off_are_no_failure() -> None:
+    """Unless one was red by then."""
+    output = "tests/a.py::test_one[64 KiB] PASSED   [ 50%]\ntests/a.py::test_two "
+    assert (check.tested(None, output).kind, check.tested(None, output).words) == (
+        "cut off",
+        "1 passed; then tests/a.py::test_two",
+    )
+    assert check.tested(None, f"tests/a.py::test_red FAILED [ 10%]\n{output}").kind == "WRONG"
+    assert check.tested(2, "E   ModuleNotFoundError: No module named 'typo'").kind == "FAILED"
+    assert check.tested(0, output + "PASSED\n!! Exit: the device's context is broken: 700 !!").kind == "WRONG"
+
+
+def test_a_test_that_breaks_the_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In it nothing would work any more."""
+
+    def synchronize() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(pytest.exit.Exception, match="context is broken") as raised:
+        pytest_runtest_logfinish()
+    assert raised.value.returncode not in check.PYTEST_ENDS
 
 
 def only_the_kit() -> dict[str, str]:
@@ -198,14 +290,13 @@ def test_a_part_that_crashes_keeps_what_it_had_measured(tmp_path: Path, monkeypa
     assert last.note.startswith("it was killed by signal 11 after 1 rows")
 
 
-def test_the_shell_script_refuses_politely(tmp_path: Path) -> None:
-    """Without a GPU: status 4, one sentence, nothing left behind."""
+def test_a_machine_without_a_gpu_is_refused_politely(tmp_path: Path) -> None:
+    """Status 4, one sentence, nothing left behind."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     ended = _run(
-        *("bash", "benchmarks/gpu/run.sh"),
+        *(sys.executable, "benchmarks/gpu/check.py", "--call", "1"),
         PATH=f"{tmp_path}:{os.environ['PATH']}",
-        PYTHON=sys.executable,
         OUT=str(tmp_path / "out"),
         TMPDIR=str(tmp_path),
     )

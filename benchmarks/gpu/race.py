@@ -1,0 +1,107 @@
+"""One side of the race: a vLLM of an 8B model's shape is asked about long documents, of which its GPU cache holds half.
+
+``python -m benchmarks.gpu.race SIDE [--graphs] [--keep-layout]``. SIDE: of benchmarks/serving/sides.py. The workload
+runs twice on one engine, with other documents: request after request, which gives times to first token, then four at a
+time, which gives the time between tokens under load. It is ``benchmarks.serving.drive`` with random weights.
+Threading: one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import engine as engines
+from benchmarks.serving import drive
+from benchmarks.serving.model import Shape
+from benchmarks.serving.records import figures
+from benchmarks.serving.turns import Plan, job_of
+from benchmarks.serving.workloads import Spec
+
+BLOCK_TOKENS = 16
+MEMORY_BYTES = 16 << 30
+BUSY = 4
+LLAMA_8B = {"layers": 32, "heads": 32, "kv_heads": 8, "hidden": 4096, "wide": 14336, "words": 128256}
+LLAMA_SMALL = {"layers": 2, "heads": 2, "kv_heads": 1, "hidden": 256, "wide": 512, "words": 1024}
+DOCUMENTS = Spec(kind="documents", sessions=6, turns=2, tokens=8192, answer_tokens=32)
+DOCUMENTS_SMALL = Spec(kind="documents", sessions=2, turns=2, tokens=320, answer_tokens=4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("side")
+    parser.add_argument("--dir", type=Path, help="where files of KV lie")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of decoding steps")
+    parser.add_argument("--keep-layout", action="store_true", help="ours with block_outermost: false")
+    chosen = parser.parse_args()
+    sizes, spec = (LLAMA_SMALL, DOCUMENTS_SMALL) if engines.PLAYED else (LLAMA_8B, DOCUMENTS)
+    plan = Plan(
+        spec,
+        shape=Shape(sizes["layers"], sizes["kv_heads"], 128, "random weights"),
+        model="to be written",
+        dummy_weights=True,
+        batched_tokens=8192 if not engines.PLAYED else 1024,
+    )
+    if not engines.PLAYED:
+        plan = replace(plan, memory_share=MEMORY_BYTES / plan.working_set_bytes)
+    with job_of(plan, chosen.side, 0, chosen.dir) as (job, scratch, environment):
+        caches = {name: os.environ[name] for name in ("VLLM_CACHE_ROOT", "PYTHONPATH") if name in os.environ}
+        os.environ.update({**environment, **caches, "VLLM_LOGGING_LEVEL": "INFO"})
+        options = {**job["options"], **engines.options(block_size=BLOCK_TOKENS)}
+        options["model"] = str(engines.write_llama(scratch / "model", **sizes))
+        if chosen.graphs:
+            options |= {"enforce_eager": False}
+            options |= {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+        if transfer := options.get("kv_transfer_config"):
+            transfer["engine_id"] = f"{os.environ.get('GPU_CHECK_ID', 'race')}-{os.getpid()}"
+            if chosen.keep_layout:
+                transfer["kv_connector_extra_config"]["config"]["block_outermost"] = False
+        import vllm.v1.engine.async_llm  # noqa: F401 - what can be done before our turn comes
+
+        sys.stdin.readline()
+        print(json.dumps(asyncio.run(race({**job, "options": options}))), flush=True)
+        os._exit(0)
+
+
+async def race(job: dict[str, Any]) -> dict[str, Any]:
+    """Run the workload twice; return figures of both, and a sentence."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    begun_s = time.monotonic()
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["options"]))
+    start_s = time.monotonic() - begun_s
+    await drive.warm_up(engine)
+    runs = []
+    for seed, at_a_time in enumerate((1, BUSY)):
+        workload = {**job["workload"], "seed": seed}
+        runs.append(await drive.measure(engine, {**job, "workload": workload, "at_a_time": at_a_time}, start_s))
+    alone, busy = runs
+    cold_s = statistics.median(record.ttft_s for record in alone.records if not record.repeated_tokens)
+    found, under_load = figures(alone), figures(busy)
+    short = f"TTFT {1e3 * cold_s:.0f}, again {1e3 * found.later_ttft_p50_s:.0f} ms"
+    words = (
+        f"{short}, {100 * found.hit_rate:.0f} % hits, {alone.loaded_bytes / 1e9:.1f} GB loaded; between tokens "
+        f"{1e3 * found.gap_p50_s:.1f} ms, under load p50 {1e3 * under_load.gap_p50_s:.1f}, "
+        f"p99 {1e3 * under_load.gap_p99_s:.0f} ms; started in {start_s:.0f} s"
+    )
+    return {
+        "words": words,
+        "short": short,
+        "start_s": start_s,
+        "cold_ttft_s": cold_s,
+        "alone": asdict(found),
+        "busy": asdict(under_load),
+    }
+
+
+if __name__ == "__main__":
+    main()
