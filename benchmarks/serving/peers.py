@@ -16,7 +16,6 @@ import time
 from concurrent.futures import Future
 
 import numpy as np
-import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
@@ -36,14 +35,18 @@ class PlayedCPUOffloadingSpec(CPUOffloadingSpec):
     """vLLM's memory, in the file that it takes on CUDA."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return super().get_worker(kv_caches) if torch.cuda.is_available() else _worker(self, kv_caches)
+        return super().get_worker(kv_caches) if _is_on_gpu(kv_caches) else _worker(self, kv_caches)
 
 
 class PlayedTieringOffloadingSpec(TieringOffloadingSpec):
     """vLLM's memory with tiers behind it."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return super().get_worker(kv_caches) if torch.cuda.is_available() else _worker(self, kv_caches)
+        return super().get_worker(kv_caches) if _is_on_gpu(kv_caches) else _worker(self, kv_caches)
+
+
+def _is_on_gpu(kv_caches: CanonicalKVCaches) -> bool:
+    return bool(kv_caches.tensors[0].tensor.is_cuda)
 
 
 def _worker(spec: CPUOffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
