@@ -106,7 +106,7 @@ def _without_result(code: int | None, output: str) -> Verdict:
     if code is None:
         return Verdict(CUT_OFF, "not over by its limit")
     lines = [line for line in output.splitlines() if line.strip()] or ["no output"]
-    causes = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b: ", line)] or lines
+    causes = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b: (?!Engine core)", line)] or lines
     how = f"killed by signal {-code}" if code < 0 else f"status {code}"
     return Verdict(FAILED, f"{how}: {causes[-1].strip()[:200]}")
 
@@ -120,9 +120,12 @@ class Stage:
     command: str
     verdict: Callable[[int | None, str], Verdict] = said
     climbs: bool = False
-    """Goes to the next rung when it fails. It may use the time that earlier stages left over, as the last stage may."""
+    """Goes to the next rung when it fails, and what works is kept."""
     early: bool = False
-    """Started while the stage before it runs; it imports, then waits for a line on stdin."""
+    """Started while the stage before it runs; it imports, then waits for a line on stdin.
+
+    Stages that climb or are early, and the last one, may use the time that earlier ones left over.
+    """
 
 
 PYTEST = "{python} -m pytest -v -m gpu -c pyproject.toml -p no:cacheprovider --timeout=60 -W default --tb=short "
@@ -154,14 +157,14 @@ CALL_2 = (
     Stage("machine", 8, "{python} benchmarks/gpu/facts.py {data}"),
     Stage("kernels and bus", 47, "{bench} --parts kernels,bus --dir {data} --seconds 45"),
     Stage("prefix", 45, RACE + "prefix", climbs=True),
-    Stage("memory", 40, RACE + "memory", climbs=True, early=True),
-    Stage("vllm-cpu", 40, RACE + "vllm-cpu", climbs=True, early=True),
-    Stage("prefix", 33, RACE + "prefix", climbs=True, early=True),
-    Stage("memory", 33, RACE + "memory", climbs=True, early=True),
-    Stage("vllm-cpu", 33, RACE + "vllm-cpu", climbs=True, early=True),
-    Stage("memory+slab", 38, RACE + "memory+slab", climbs=True, early=True),
-    Stage("with graphs", 40, RACE + "memory --graphs", climbs=True, early=True),
-    Stage("vLLM's layout", 33, RACE + "memory --keep-layout", climbs=True, early=True),
+    Stage("memory", 40, RACE + "memory", early=True),
+    Stage("vllm-cpu", 40, RACE + "vllm-cpu", early=True),
+    Stage("prefix", 33, RACE + "prefix", early=True),
+    Stage("memory", 33, RACE + "memory", early=True),
+    Stage("vllm-cpu", 33, RACE + "vllm-cpu", early=True),
+    Stage("memory+slab", 38, RACE + "memory+slab", early=True),
+    Stage("with graphs", 40, RACE + "memory --graphs", early=True),
+    Stage("vLLM's layout", 33, RACE + "memory --keep-layout", early=True),
     Stage("files in memory", 50, LOOP),
     Stage("tests of the engine", 45, PYTEST + ENGINE, tested),
     Stage("tests of movers", 25, PYTEST + " ".join(f"tests/gpu/test_{name}_cuda.py" for name in REST), tested),
@@ -182,7 +185,7 @@ class Check:
         self._log = out / "check.log"
         self._early: tuple[Stage, str, subprocess.Popen[bytes]] | None = None
         self.rungs = list(RUNGS)
-        """Those that have not failed; the first is taken."""
+        """From the one on that is known or hoped to work."""
         self.verdicts: list[tuple[Stage, Verdict]] = []
 
     def run(self, stages: Sequence[Stage]) -> int:
@@ -193,7 +196,7 @@ class Check:
             stage_begun_s = time.monotonic()
             following = stages[number + 1] if number + 1 < len(stages) else None
             end_s = begun_s + allowed_s
-            if following and not stage.climbs:
+            if following and not (stage.climbs or stage.early):
                 end_s = min(end_s, stage_begun_s + stage.limit_s)
             verdict = self._run_stage(stage, end_s, following if following and following.early else None)
             self.verdicts.append((stage, verdict))
@@ -213,23 +216,24 @@ class Check:
         """Run one, as often as the ladder or a crashed test asks for."""
         with self._log.open("a") as log:
             log.write(f"\n== {stage.name}\n")
-        begin, options = self._log.stat().st_size, ""
+        begin, options, rungs = self._log.stat().st_size, "", self.rungs
         if self._early and self._early[:2] == (stage, self.rungs[0]):
             process, self._early = self._early[2], None
         else:
             self.end_early()
-            process = self._start(stage)
+            process = self._start(stage, rungs[0])
         if following:
-            self._early = (following, self.rungs[0], self._start(following))
+            self._early = (following, self.rungs[0], self._start(following, rungs[0]))
         while True:
             code = self._wait(process, end_s)
             output = self._log.read_bytes()[begin:].decode(errors="replace")
             verdict = stage.verdict(code, output)
             if stage.climbs and verdict.kind in (OK, WRONG):
-                (self._out / "rung").write_text(self.rungs[0])
-            if stage.climbs and verdict.kind == FAILED and len(self.rungs) > 1 and time.monotonic() < end_s:
-                print(f"{stage.name}: {self.rungs.pop(0)} failed, {verdict.words}", flush=True)
-                begin = self._log.stat().st_size
+                self.rungs = rungs
+                (self._out / "rung").write_text(rungs[0])
+            if stage.climbs and verdict.kind == FAILED and len(rungs) > 1 and time.monotonic() < end_s:
+                print(f"{stage.name}: {rungs[0]} failed, {verdict.words}", flush=True)
+                begin, rungs = self._log.stat().st_size, rungs[1:]
             elif stage.verdict is tested and code not in PYTEST_ENDS:
                 before = options
                 options = "".join(f" --deselect {shlex.quote(name)}" for name, _, _ in _TEST.findall(output))
@@ -237,14 +241,14 @@ class Check:
                     return verdict
             else:
                 return verdict
-            process = self._start(stage, options)
+            process = self._start(stage, rungs[0], options)
 
-    def _start(self, stage: Stage, options: str = "") -> subprocess.Popen[bytes]:
+    def _start(self, stage: Stage, rung: str, options: str = "") -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 shlex.split(stage.command.format_map(self._words) + options),
                 cwd=REPOSITORY,
-                env=self.environment | RUNGS[self.rungs[0]],
+                env=self.environment | RUNGS[rung],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -380,6 +384,8 @@ def main() -> int:
             check.environment |= played_environment(scratch)
             check.environment["LD_LIBRARY_PATH"] += f":{scratch}/played"
         rung = os.environ.get("RUNG") or ((out / "rung").read_text() if (out / "rung").exists() else "fa3")
+        if rung not in RUNGS:
+            parser.error(f"RUNG is one of {', '.join(RUNGS)}, not {rung}")
         check.rungs = check.rungs[check.rungs.index(rung) :]
         try:
             slow = SLOW if options.played else 1

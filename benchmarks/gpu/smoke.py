@@ -86,10 +86,10 @@ class Engine:
 
 
 def main(side: str, where: str) -> None:
-    begun_s = time.monotonic()
-    import vllm  # noqa: F401 - what can be done before our turn comes
+    import vllm.v1.engine.llm_engine  # noqa: F401 - what can be done before our turn comes
 
     sys.stdin.readline()
+    begun_s = time.monotonic()
     directory = Path(tempfile.mkdtemp(prefix=f"{side}-", dir=where))
     engine = Engine(side, directory)
     started_s = time.monotonic() - begun_s

@@ -175,9 +175,11 @@ def test_the_ladder_goes_on_to_the_rung_that_works(tmp_path: Path) -> None:
 
 
 def test_the_ladder_ends(tmp_path: Path) -> None:
-    """No rung works: that is a failure. A wrong answer is no reason to climb."""
-    status, records = run_stages(tmp_path, Stage("vLLM", 20.0, "false", climbs=True))
-    assert (status, records["vLLM"]["rung"], records["vLLM"]["kind"]) == (1, list(RUNGS)[-1], "FAILED")
+    """No rung works: that is a failure, and the next stage begins anew. A wrong answer is no reason to climb."""
+    tried = "bash -c 'echo $GPU_CHECK_ATTENTION >>{scratch}/tried; false'"
+    status, records = run_stages(tmp_path, Stage("vLLM", 20.0, tried, climbs=True))
+    assert (status, records["vLLM"]["rung"], records["vLLM"]["kind"]) == (1, next(iter(RUNGS)), "FAILED")
+    assert len((tmp_path / "tried").read_text().splitlines()) == len(RUNGS)
     (tmp_path / "out" / "results.jsonl").unlink()
     status, records = run_stages(tmp_path, Stage("vLLM", 20.0, "{say} 'other tokens' 'prompt 1'", climbs=True))
     assert (status, records["vLLM"]["rung"], records["vLLM"]["kind"]) == (1, next(iter(RUNGS)), "WRONG")
