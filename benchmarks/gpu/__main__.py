@@ -50,7 +50,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="nixl-offload-gpu-", dir=options.dir) as scratch:
         if not options.parts:
             unfit = _unfit(options, scratch, out / "benchmark.log")
-            words = "; ".join(f"{name}: {why[-120:]}" for name, why in unfit.items())
+            words = "; ".join(f"{name}: {why.partition(f'{scratch}: ')[2] or why}" for name, why in unfit.items())
             print(json.dumps({"words": words or f"{', '.join(MOVERS)} run", "unfit": unfit}))
             return 0
         rows = list(_here(options, scratch) if options.here else _processes(options, scratch, out))
@@ -211,7 +211,9 @@ def _say(options: argparse.Namespace, words: str) -> None:
 
 
 def _last_line(path: Path, begin: int) -> str:
+    """The last line of a log since ``begin``, whose last lines go to stderr."""
     lines = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+    print(*lines[-30:], sep="\n", file=sys.stderr, flush=True)
     return reason(RuntimeError(lines[-1])) if lines else "nothing"
 
 

@@ -141,6 +141,7 @@ cd {repository}; exec {bench} --parts file,engine --dir {scratch}/loop --seconds
 KERNELS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("kernels", "streams", "batched_copy", "packer"))
 ENGINE = "tests/gpu/test_engine_cuda.py -k 'lbhnc or large or rots or came_with'"
 REST = ("movers", "device_packer", "memory", "autotune", "tensor_digests", "checksum")
+SMOKE = "{python} -m benchmarks.gpu.smoke "
 RACE = "{python} -m benchmarks.gpu.race --dir {data} "
 
 CALL_1 = (
@@ -148,15 +149,16 @@ CALL_1 = (
     Stage("machine", 8, "{python} benchmarks/gpu/facts.py {data}"),
     Stage("movers", 20, "env CUFILE_LOGGING_LEVEL=INFO {bench} --parts= --dir {data}"),
     Stage("arithmetic", 15, "{python} -m benchmarks.gpu.arithmetic"),
-    Stage("tests of kernels", 40, PYTEST + KERNELS, tested),
-    Stage("vLLM with ours", 25, "{python} -m benchmarks.gpu.smoke memory+slab {data}", climbs=True),
-    Stage("vLLM with its own", 17, "{python} -m benchmarks.gpu.smoke vllm-cpu {data}", climbs=True, early=True),
+    Stage("tests of kernels", 32, PYTEST + KERNELS, tested),
+    Stage("vLLM with ours", 22, SMOKE + "memory+slab {data}/ours", climbs=True, early=True),
+    Stage("another, restarted", 14, SMOKE + "memory+slab {data}/ours --again", early=True),
+    Stage("vLLM with its own", 14, SMOKE + "vllm-cpu {data}/its-own", early=True),
 )
 CALL_2 = (
     Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit", unpacked),
     Stage("machine", 8, "{python} benchmarks/gpu/facts.py {data}"),
     Stage("kernels and bus", 47, "{bench} --parts kernels,bus --dir {data} --seconds 45"),
-    Stage("prefix", 45, RACE + "prefix", climbs=True),
+    Stage("prefix", 45, RACE + "prefix", climbs=True, early=True),
     Stage("memory", 40, RACE + "memory", early=True),
     Stage("vllm-cpu", 40, RACE + "vllm-cpu", early=True),
     Stage("prefix", 33, RACE + "prefix", early=True),
@@ -367,13 +369,13 @@ def main() -> int:
     parser.add_argument("--call", type=int, choices=CALLS, required=True)
     parser.add_argument("--played", action="store_true", help="a rehearsal: host memory plays the GPU, in small")
     options = parser.parse_args()
-    if not options.played and subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode:
+    if not options.played and subprocess.run("nvidia-smi", shell=True, capture_output=True, check=False).returncode:
         print("gpu-check: no NVIDIA GPU here: nvidia-smi does not answer", file=sys.stderr)
         return 4
     out = Path(os.environ.get("OUT", "gpu-results")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
         data = data_directory(scratch)
         kit = os.environ.get("KIT", f"{REPOSITORY}/build/gpu-kit")

@@ -21,6 +21,7 @@ COMMANDS = (
     "nvidia-smi -q -d PCIE,MEMORY",
     "findmnt -T {directory}",
     "lsblk",
+    "df -h {directory} /dev/shm",
     "lscpu",
     "ulimit -l",
     "ls -l /run/udev /proc/driver/nvidia-fs",

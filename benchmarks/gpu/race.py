@@ -1,7 +1,7 @@
 """One side of the race: a vLLM of an 8B model's shape is asked about long documents, of which its GPU cache holds half.
 
 ``python -m benchmarks.gpu.race SIDE [--graphs] [--keep-layout]``. SIDE: of benchmarks/serving/sides.py. The workload
-runs twice on one engine, with other documents: request after request, which gives times to first token, then four at a
+runs twice on one engine, with other documents: request after request, which gives times to first token, then two at a
 time, which gives the time between tokens under load. It is ``benchmarks.serving.drive`` with random weights.
 Threading: one asyncio loop.
 """
@@ -28,7 +28,8 @@ from benchmarks.serving.workloads import Spec
 
 BLOCK_TOKENS = 16
 MEMORY_BYTES = 16 << 30
-BUSY = 4
+BUSY = 2
+"""Requests at a time in the second pass: the GPU's cache holds three documents, and none must be preempted."""
 LLAMA_8B = {"layers": 32, "heads": 32, "kv_heads": 8, "hidden": 4096, "wide": 14336, "words": 128256}
 LLAMA_SMALL = {"layers": 2, "heads": 2, "kv_heads": 1, "hidden": 256, "wide": 512, "words": 1024}
 DOCUMENTS = Spec(kind="documents", sessions=6, turns=2, tokens=8192, answer_tokens=32)
@@ -61,8 +62,8 @@ def main() -> None:
         options = {**job["options"], **engines.options(block_size=BLOCK_TOKENS)}
         options["model"] = str(engines.write_llama(scratch / "model", **sizes))
         if chosen.graphs:
-            options |= {"enforce_eager": False}
-            options |= {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+            options["enforce_eager"] = False
+            options.setdefault("compilation_config", {}).update(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
         if transfer := options.get("kv_transfer_config"):
             transfer["engine_id"] = f"{os.environ.get('GPU_CHECK_ID', 'race')}-{os.getpid()}"
             if chosen.keep_layout:
@@ -70,8 +71,9 @@ def main() -> None:
         import vllm.v1.engine.async_llm  # noqa: F401 - what can be done before our turn comes
 
         sys.stdin.readline()
-        print(json.dumps(asyncio.run(race({**job, "options": options}))), flush=True)
-        os._exit(0)
+        found = asyncio.run(race({**job, "options": options}))
+    print(json.dumps(found), flush=True)
+    os._exit(0)
 
 
 async def race(job: dict[str, Any]) -> dict[str, Any]:
