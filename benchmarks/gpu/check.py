@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
+import itertools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OK, WRONG, FAILED, CUT_OFF, SKIPPED = "ok", "WRONG", "FAILED", "cut off", "skipped"
@@ -178,14 +179,18 @@ SLOW = 10
 """How many times that the stages of a rehearsal may take, on two cores or so."""
 
 
+class _Process(NamedTuple):
+    started: subprocess.Popen[bytes]
+    log: Path
+
+
 class Check:
     """Runs stages one after the other. ``words``: what commands may name. Owns the processes it starts."""
 
     def __init__(self, out: Path, scratch: Path, environment: Mapping[str, str], words: Mapping[str, str]) -> None:
         self._out, self._scratch, self._words = out, scratch, {"repository": str(REPOSITORY), **words}
         self.environment = dict(environment)
-        self._log = out / "check.log"
-        self._early: tuple[Stage, str, subprocess.Popen[bytes]] | None = None
+        self._early: tuple[Stage, str, _Process] | None = None
         self.rungs = list(RUNGS)
         """From the one on that is known or hoped to work."""
         self.verdicts: list[tuple[Stage, Verdict]] = []
@@ -193,10 +198,9 @@ class Check:
     def run(self, stages: Sequence[Stage]) -> int:
         """Run all and return the exit status."""
         begun_s, allowed_s = time.monotonic(), 0.0
-        for number, stage in enumerate(stages):
+        for stage, following in itertools.zip_longest(stages, stages[1:]):
             allowed_s += stage.limit_s
             stage_begun_s = time.monotonic()
-            following = stages[number + 1] if number + 1 < len(stages) else None
             end_s = begun_s + allowed_s
             if following and not (stage.climbs or stage.early):
                 end_s = min(end_s, stage_begun_s + stage.limit_s)
@@ -209,33 +213,35 @@ class Check:
             print(f"{stage.name}: {verdict.kind}, {seconds:.0f} s: {verdict.words}", flush=True)
             self.add_packages(verdict.figures.get("pythonpath", []))
             self.rungs = [rung for rung in self.rungs if rung not in verdict.figures.get("no_rungs", [])]
-        self.end_early()
-        print(f"\n{time.monotonic() - begun_s:.0f} s")
-        print(*self._summary(), sep="\n")
+        print(f"\n{time.monotonic() - begun_s:.0f} s", *self._summary(), sep="\n")
         return int(any(verdict.kind in (WRONG, FAILED) for _, verdict in self.verdicts))
+
+    def close(self) -> None:
+        """End what was started early and has had no turn."""
+        if self._early:
+            self._end(self._early[2])
+            self._early = None
 
     def _run_stage(self, stage: Stage, end_s: float, following: Stage | None) -> Verdict:
         """Run one, as often as the ladder or a crashed test asks for."""
-        with self._log.open("a") as log:
-            log.write(f"\n== {stage.name}\n")
-        begin, options, rungs = self._log.stat().st_size, "", self.rungs
-        if self._early and self._early[:2] == (stage, self.rungs[0]):
+        rungs, output, options = self.rungs, "", ""
+        if self._early and self._early[:2] == (stage, rungs[0]):
             process, self._early = self._early[2], None
         else:
-            self.end_early()
+            self.close()
             process = self._start(stage, rungs[0])
         if following:
-            self._early = (following, self.rungs[0], self._start(following, rungs[0]))
+            self._early = (following, rungs[0], self._start(following, rungs[0]))
         while True:
             code = self._wait(process, end_s)
-            output = self._log.read_bytes()[begin:].decode(errors="replace")
+            output += process.log.read_text(errors="replace")
             verdict = stage.verdict(code, output)
             if stage.climbs and verdict.kind in (OK, WRONG):
                 self.rungs = rungs
                 (self._out / "rung").write_text(rungs[0])
             if stage.climbs and verdict.kind == FAILED and len(rungs) > 1 and time.monotonic() < end_s:
                 print(f"{stage.name}: {rungs[0]} failed, {verdict.words}", flush=True)
-                begin, rungs = self._log.stat().st_size, rungs[1:]
+                rungs, output = rungs[1:], ""
             elif stage.verdict is tested and code not in PYTEST_ENDS:
                 before = options
                 options = "".join(f" --deselect {shlex.quote(name)}" for name, _, _ in _TEST.findall(output))
@@ -245,44 +251,43 @@ class Check:
                 return verdict
             process = self._start(stage, rungs[0], options)
 
-    def _start(self, stage: Stage, rung: str, options: str = "") -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
+    def _start(self, stage: Stage, rung: str, options: str = "") -> _Process:
+        number, log = tempfile.mkstemp(prefix=f"{stage.name}, {rung}, ", suffix=".log", dir=self._scratch)
+        with open(number, "wb") as file:
+            process = subprocess.Popen(
                 shlex.split(stage.command.format_map(self._words) + options),
                 cwd=REPOSITORY,
                 env=self.environment | RUNGS[rung],
                 stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
+                stdout=file,
+                stderr=file,
                 start_new_session=True,
             )
+        return _Process(process, Path(log))
 
-    def _wait(self, process: subprocess.Popen[bytes], end_s: float) -> int | None:
+    def _wait(self, process: _Process, end_s: float) -> int | None:
         """Let a process go on, wait for it, and end its whole group. None: it was not over in time."""
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.write(b"go\n")
-            process.stdin.close()
         try:
-            return process.wait(max(0.0, end_s - time.monotonic()))
+            with contextlib.suppress(OSError):
+                process.started.stdin.write(b"go\n")  # type: ignore[union-attr]
+                process.started.stdin.close()  # type: ignore[union-attr]
+            return process.started.wait(max(0.0, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             return None
         finally:
             self._end(process)
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def _end(self, process: _Process) -> None:
+        """End the group of a process, keep what it said, and remove its engine's shared memory."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.started.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)  # a driver that hangs may keep even this from ending it
+            process.started.wait(10)  # a driver that hangs may keep even this from ending it
+        with (self._out / "check.log").open("ab") as log:
+            log.write(f"\n== {process.log.name}\n".encode() + process.log.read_bytes())
         for path in glob.glob(f"/dev/shm/*{self._scratch.name}*"):
             with contextlib.suppress(OSError):
                 os.unlink(path)
-
-    def end_early(self) -> None:
-        if self._early:
-            self._end(self._early[2])
-            self._early = None
 
     def add_packages(self, folders: Sequence[str]) -> None:
         """Put folders first on the path of Python, and their CUDA libraries on that of the loader."""
@@ -394,7 +399,7 @@ def main() -> int:
             stages = [replace(stage, limit_s=slow * stage.limit_s) for stage in CALLS[options.call]]
             return check.run(stages if Path(kit).is_dir() else stages[1:])
         finally:
-            check.end_early()
+            check.close()
             shutil.rmtree(data, ignore_errors=True)
 
 

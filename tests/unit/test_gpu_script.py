@@ -188,9 +188,11 @@ def test_the_ladder_ends(tmp_path: Path) -> None:
 def test_an_early_stage_waits_for_its_turn(tmp_path: Path) -> None:
     """It is started beside the stage before it, and goes on when that has ended."""
     first = "bash -c 'until [ -e {scratch}/waits ]; do sleep 0.01; done; touch {scratch}/ended; {say} ended'"
-    early = "bash -c 'touch {scratch}/waits; read line; ls {scratch}/ended && {say} $line'"
+    early = "bash -c 'echo before; touch {scratch}/waits; read line; ls {scratch}/ended && {say} $line'"
     status, records = run_stages(tmp_path, Stage("first", 20.0, first), Stage("early", 20.0, early, early=True))
     assert (status, records["early"]["words"]) == (0, "go")
+    log = (tmp_path / "out" / "check.log").read_text()
+    assert log.index("== first") < log.index("== early") < log.index("before")  # as if it had begun in its turn
 
 
 def test_calls_end_within_their_time() -> None:
