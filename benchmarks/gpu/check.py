@@ -354,14 +354,14 @@ def environment_of(out: Path, scratch: Path) -> dict[str, str]:
 
 
 def played_environment(scratch: Path) -> dict[str, str]:
-    """The environment in which host memory plays the device; NIXL_OFFLOAD_PLAYED=1: with real arithmetic, if it can.
+    """The environment in which host memory plays the device, with real arithmetic unless NIXL_OFFLOAD_PLAYED=compile.
 
     vLLM's libraries are linked with a driver: one is made that fails, whatever it is asked.
     """
     sys.path.insert(0, str(REPOSITORY))
     from tests.vllm.played import plugin
 
-    made = plugin.environment(scratch / "played", mode=os.environ.get("NIXL_OFFLOAD_PLAYED", "compile"))
+    made = plugin.environment(scratch / "played", mode=os.environ.get("NIXL_OFFLOAD_PLAYED", "1"))
     names = ("cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
     source = "".join(f"int {name}() {{ return 999; }}\n" for name in names)
     library = scratch / "played" / "libcuda.so.1"

@@ -63,9 +63,11 @@ def options(**own: Any) -> dict[str, Any]:
 
 
 def without_c() -> None:
-    """Register in torch the few operations that vLLM cannot start without, and make its libraries empty modules."""
+    """Make vLLM's libraries empty modules, and register in torch the few operations that it cannot start without."""
     for name in ("_C_stable_libtorch", "vllm_flash_attn._vllm_fa3_C"):  # the second: its package raises without any
         sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
+    if PLAYED:  # what plays the device has stand-ins of its own
+        return
     for space, schema, function in (
         ("_C", "silu_and_mul(Tensor(a!) result, Tensor input) -> ()", _silu_and_mul),
         (

@@ -214,7 +214,7 @@ def main() -> int:
     if kit + repository > options.limit_mib * MIB:
         print("too large to be carried", file=sys.stderr)
         return 1
-    print(f"Carry the repository and {options.dir}; on the machine: benchmarks/gpu/run.sh")
+    print(f"Carry the repository and {options.dir}; on the machine: make gpu-check CALL=1")
     return 0
 
 

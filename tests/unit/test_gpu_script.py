@@ -195,6 +195,22 @@ def test_an_early_stage_waits_for_its_turn(tmp_path: Path) -> None:
     assert log.index("== first") < log.index("== early") < log.index("before")  # as if it had begun in its turn
 
 
+WITHOUT_C = """
+import sys, torch, benchmarks.gpu.engine
+assert "vllm._C_stable_libtorch" in sys.modules
+x, out = torch.randn(3, 8), torch.empty(3, 4)
+torch.ops._C.silu_and_mul(out, x)
+assert torch.allclose(out, torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
+assert not torch.ops._C.cutlass_scaled_mm_supports_fp8(90)
+"""
+
+
+def test_the_last_rung_has_the_operations_that_vllm_wants_at_its_start() -> None:
+    """In torch, in the place of vLLM's library."""
+    ended = _run(sys.executable, "-c", WITHOUT_C, GPU_CHECK_WITHOUT_C="1")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
 def test_calls_end_within_their_time() -> None:
     """By construction: limits add up to less, with some seconds to kill what hangs; a summary has ten lines at most."""
     for call, stages in CALLS.items():
