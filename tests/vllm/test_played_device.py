@@ -225,7 +225,7 @@ def fuzz(
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("answers", [30, pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("answers", [30, pytest.param(200, marks=pytest.mark.long)])
 def test_fuzzed_requests_are_answered_right(played: PlayedWorkshop, tmp_path: Path, runner: str, answers: int) -> None:
     """Requests that share beginnings, in a GPU cache too small for them, before little memory and a slab."""
     heads = random_prompts(SHAPE, [STEP_TOKENS] * 4, seed=29)
@@ -248,3 +248,62 @@ def test_fuzzed_requests_are_answered_right(played: PlayedWorkshop, tmp_path: Pa
         answers=answers,
     )
     assert all(counts.values()), counts
+
+
+def preempt_while_storing(model: str, runner: str, config: dict[str, Any] | None) -> list[Any]:
+    """Return the answer to a prompt that is preempted right after its prefill, by requests that get its blocks. vLLM
+    zeroes these, as it does for models with Mamba layers or a KV cache of mixed precision. Its stores are slow: they
+    begin when vLLM waits for them.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from nixl_offload.vllm.worker import NixlOffloadingWorker
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
+    submit, wait = NixlOffloadingWorker.submit_store, NixlOffloadingWorker.wait
+    held: list[Any] = []
+
+    def hold(_: NixlOffloadingWorker, *job: Any) -> bool:
+        held.append(job)
+        return True
+
+    def release(worker: NixlOffloadingWorker, job_ids: set[int]) -> None:
+        while held:
+            submit(worker, *held.pop())
+        wait(worker, job_ids)
+
+    NixlOffloadingWorker.submit_store, NixlOffloadingWorker.wait = hold, release
+    first, *others = random_prompts(SHAPE, [250, 72, 72, 72, 72], seed=31)
+    # The others hold 5 blocks each until their 81st token needs a sixth; then nothing is free but what is preempted.
+    engine = PlayedEngine(
+        config,
+        model=Path(model),
+        runner=runner,
+        kv_cache_blocks=1 + 4 * 5 + 16,
+        max_model_len=320,
+        max_num_batched_tokens=320,
+    )
+    for number, prompt in enumerate(others):
+        engine.add(f"other-{number}", prompt, max_tokens=20)
+    while min(request.num_computed_tokens for request in engine.scheduler.requests.values()) < 79:
+        engine.step()
+    engine.add("first", first, max_tokens=4)
+    answers: dict[str, Any] = {}
+    while engine.is_busy:
+        answers |= engine.step()
+    metrics = engine.metrics()["metrics"]
+    assert metrics["vllm:num_preemptions"] == 1
+    assert config is None or metrics["vllm:kv_offload_load_bytes"] > 0
+    engine.shutdown()
+    return [answers["first"]["tokens"], answers["first"]["logprobs"]]
+
+
+_V2_ZEROES_FIRST = pytest.mark.xfail(reason="V2 zeroes and copies blocks before it calls handle_preemptions")
+
+
+@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=_V2_ZEROES_FIRST)])
+def test_blocks_are_stored_before_vllm_zeroes_them(played: PlayedWorkshop, runner: str) -> None:
+    """The preempted request goes on with what was stored of it."""
+    config = chain_config(MEMORY, chunk_tokens=16)
+    right = played.call(preempt_while_storing, model=str(played.model()), runner=runner, config=None)
+    assert played.call(preempt_while_storing, model=str(played.model()), runner=runner, config=config) == right
