@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,14 @@ class NixlOffloadConnector(LeanConnector):
         scheduler.update_connector_output(connector_output)
         if connector_output.invalid_block_ids:
             evict_blocks(self, scheduler.spoiled_blocks(connector_output.invalid_block_ids))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's; what is stored of a request that has ended comes from the blocks that it had at its end."""
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.check_blocks(request.request_id, block_ids)
+        return super().request_finished_all_groups(request, block_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return completions and, for models of which no prefix can be kept, the requests whose load failed."""

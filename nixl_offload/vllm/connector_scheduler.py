@@ -5,6 +5,7 @@ Threading: the scheduler's thread. Nothing raises for reasons of storage, but fo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property
@@ -21,6 +22,7 @@ from nixl_offload.vllm.idling import Idling
 from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
+from nixl_offload.vllm.metric_names import PREFIX
 from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
 from nixl_offload.vllm.salts import note_salt
 from nixl_offload.vllm.server_load import ServerLoadCounter
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from nixl_offload.vllm.adapters import AdapterName
+
+logger = logging.getLogger(__name__)
 
 
 def _no_prefix_cache() -> object:
@@ -109,6 +113,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._counts_media = counts_media(vllm_config)
         self._adapters = AdapterTable(self._world_size)
         self._weights = WeightsCheck(self._world_size)
+        self._has_reported_reuse = False
         self._prefix_cache: Callable[[], object] = _no_prefix_cache
         """Returns vLLM's prefix cache: another one after each reset."""
         self._windows = {
@@ -329,6 +334,20 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
                 if at is not None:
                     spoiled.update(block for block in group.block_ids[at:] if block)
         return spoiled
+
+    def renamed(self, request_id: str, name: str) -> None:
+        self._held_stores.rename(request_id, name)
+
+    def block_differs(self, request_id: str) -> None:
+        self.offload_manager.count_reused_block()
+        if not self._has_reported_reuse:
+            self._has_reported_reuse = True
+            logger.warning(
+                "Request %s: a chunk is not stored, because vLLM has given away one of its blocks. Please report this; "
+                "%sunstored_chunks_total counts later ones",
+                request_id,
+                PREFIX,
+            )
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's."""

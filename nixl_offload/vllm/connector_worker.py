@@ -34,6 +34,7 @@ from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.tensor_digests import weights_digest
 from nixl_offload.vllm.vllm_internals import (
     find_worker,
+    finish_before_blocks_change,
     models_of_worker,
     pop_loading_request,
     store_on_every_rank,
@@ -85,6 +86,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self._vllm_worker = find_worker(self.vllm_config)
         if self._vllm_worker is not None:
             watch_adapters(self._vllm_worker, self._adapters.loaded)
+            finish_before_blocks_change(self._vllm_worker)
         self.rank_worker.adapters = self._adapters
         self._weights = self._digest_weights()
 

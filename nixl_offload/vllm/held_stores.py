@@ -33,6 +33,11 @@ class HeldStores:
         if not self.is_alone:
             self._allocated[status.req.request_id] = status, we_load
 
+    def rename(self, request_id: str, name: str) -> None:
+        """A request that has ended has another name from now on."""
+        if request_id in self.requests:
+            self.requests[name] = self.requests.pop(request_id)
+
     def scheduled(self, step: int, heard_steps: int, computing: Collection[str]) -> None:
         """A step is scheduled, in which the requests ``computing`` compute; of ``heard_steps`` the outcome is known.
 

@@ -260,6 +260,10 @@ class NixlOffloadManager(OffloadingManager):
         self._stats_s = 0.0
         self._metrics.hint(hint, result)
 
+    def count_reused_block(self) -> None:
+        """Count a chunk that is not stored because vLLM gave one of its blocks away."""
+        self._metrics.block_was_reused()
+
     # What vLLM asks while it schedules.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

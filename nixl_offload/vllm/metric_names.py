@@ -191,8 +191,8 @@ NOT_STORED: Final = _of(
     ("cause",),
     "chunks",
     "Chunks not stored: not_admitted (not yet computed store_after times), no_room (every tier is full of chunks in "
-    "use, disabled, or too slow) or unanswered (a bucket or directory did not say whether it has them). They are "
-    "offered again when computed again.",
+    "use, disabled, or too slow), unanswered (a bucket or directory did not say whether it has them) or block_reused "
+    "(vLLM gave a block away before it was stored). They are offered again when computed again.",
     "no_room rises: staging or storage is too slow",
 )
 PENDING: Final = _of(

@@ -102,6 +102,10 @@ class MetricsReporter:
         """Count a hint that came with a request."""
         self._stats.increase_counter(names.HINTS.name, 1, (hint, result))
 
+    def block_was_reused(self) -> None:
+        """Count a chunk that is not stored because vLLM gave one of its blocks away."""
+        self._stats.increase_counter(names.NOT_STORED.name, 1, ("block_reused",))
+
     def worked(self, work: Work) -> None:
         """Count what ranks have moved, and what failed there."""
         for act, size_bytes in work.payload_bytes.items():

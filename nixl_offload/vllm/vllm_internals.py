@@ -7,7 +7,7 @@ file to be the only one.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from nixl_offload.vllm.adapters import Adapted, AdapterUse
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.forward_context import ForwardContext
@@ -166,6 +166,65 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
     """Whether anything is stored."""
     held: Mapping[str, int] = MappingProxyType({})
     """Requests that offer nothing in this step; a later one offers it, if they have not ended by then."""
+    _renamed: Mapping[str, list[str]] = MappingProxyType({})
+    """By name: requests that have ended under it and are kept under another one, until vLLM signals their end."""
+
+    def on_new_request(self, request: Request) -> None:
+        """As vLLM's. A request of that name that ended and still stores is kept under another name from now on.
+
+        vLLM keeps requests by name, so the new one would take the place of the old, and a report of the old one's
+        stores would end the engine.
+        """
+        before = self._req_status.pop(request.request_id, None)
+        if before is not None:
+            name = f"{request.request_id}\0{self._generate_job_id()}"
+            self._req_status[name] = before
+            for job_id in before.transfer_jobs:
+                self._jobs[job_id].req_id = name
+            if not before.finished_signaled:
+                names = self._renamed.get(request.request_id, [])
+                self._renamed = {**self._renamed, request.request_id: [*names, name]}
+            self.renamed(request.request_id, name)
+        super().on_new_request(request)
+
+    def renamed(self, request_id: str, name: str) -> None:
+        """Take note that a request that has ended has another name from now on."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._renamed:
+            renamed, self._renamed = self._renamed, {}
+            ended = {name for name in scheduler_output.finished_req_ids if name not in renamed or self._has_ended(name)}
+            scheduler_output = copy(scheduler_output)
+            scheduler_output.finished_req_ids = ended.union(*renamed.values())
+        return super().build_connector_meta(scheduler_output)
+
+    def _has_ended(self, request_id: str) -> bool:
+        state = self._req_status.get(request_id)
+        return state is not None and state.req.is_finished()
+
+    def check_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """Offer no chunk of a request from a block that it does not have any more. ``block_ids``: vLLM's own table, by
+        KV cache group.
+
+        The table that we inherit is appended to; vLLM's own forgets blocks that slid out of a window, and a reset has
+        all chunks offered anew.
+        """
+        state = self._req_status.get(request_id)
+        if state is None:
+            return
+        for config, group in zip(self.config.kv_group_configs, state.group_states, strict=True):
+            owned, first = block_ids[config.group_idx], group.next_stored_chunk_idx * self.config.blocks_per_chunk
+            if group.block_ids[first:] == owned[first : len(group.block_ids)]:
+                continue
+            for at in range(first, len(group.block_ids)):
+                own = owned[at] if at < len(owned) else 0
+                if group.block_ids[at] not in (0, own):
+                    group.block_ids[at] = 0
+                    if own:
+                        self.block_differs(request_id)
+
+    def block_differs(self, request_id: str) -> None:
+        """Take note that vLLM has another block in a place than was noted, which is not stored."""
 
     def _make_boundary_key(
         self, request: Request, group_idx: int, boundary_tokens: int, req_context: ReqContext
@@ -212,6 +271,10 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
                     break
         if not worthwhile and not scheduler_output.finished_req_ids:
             return {}
+        if (table := scheduler_output.kv_connector_block_state) is not None:
+            for request_id in worthwhile:
+                if (block_ids := table.get_block_ids(request_id)) is not None:
+                    self.check_blocks(request_id, block_ids)
         output = copy(scheduler_output)
         output.num_scheduled_tokens = worthwhile
         if held:
@@ -335,6 +398,26 @@ def models_of_worker(worker: WorkerBase) -> list[torch.nn.Module]:
     """Return the models that a worker has loaded: its own, and that of a draft."""
     draft = worker.get_draft_model() if hasattr(worker, "get_draft_model") else None
     return [model for model in (worker.get_model(), draft) if model is not None]
+
+
+def finish_before_blocks_change(worker: WorkerBase) -> None:
+    """Have connectors finish the stores of reused blocks before the second model runner zeroes or copies into them.
+
+    The first one calls ``handle_preemptions`` before anything else of a step. The second calls it only after
+    ``update_requests``, which writes to blocks; a store that still waits would read what was written there.
+    """
+    runner: Any = worker.model_runner
+    update = getattr(runner, "update_requests", None)
+    if update is None:  # the first one
+        return
+
+    def update_after_stores(scheduler_output: SchedulerOutput) -> None:
+        connector, metadata = outermost_connector(), scheduler_output.kv_connector_metadata
+        if connector is not None and metadata is not None:
+            connector.handle_preemptions(metadata)
+        update(scheduler_output)
+
+    runner.update_requests = update_after_stores
 
 
 def watch_adapters(worker: WorkerBase, loaded: Callable[[LoRARequest, object], None]) -> None:
