@@ -16,7 +16,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -184,3 +184,38 @@ def test_a_failed_load_of_ours_refuses_nobody(steps: Steps) -> None:
     steps.hear(stale)
     assert steps.refused() == set()
     assert steps.step("had them") == {"had them"}
+
+
+def table(*block_ids: int, request: str = "runs") -> KVConnectorBlockState:
+    """Return vLLM's own block table of a step."""
+    return KVConnectorBlockState(
+        req_ids={request}, resolve_block_ids=lambda _: ([*block_ids],), boundary_state_offloads={}
+    )
+
+
+@pytest.mark.parametrize("replacement", [0, 999])
+def test_no_chunk_is_stored_from_a_block_that_the_request_does_not_have_any_more(
+    steps: Steps, replacement: int
+) -> None:
+    """It slid out of a window (vLLM's null block), or another one is in its place. The next chunk is stored."""
+    blocks = steps.arrive("runs")
+    steps.step()
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"runs": 2 * CHUNK_TOKENS}, 2 * CHUNK_TOKENS
+    output.kv_connector_block_state = table(replacement, *blocks[1:])
+    meta: Any = steps.scheduler.build_connector_meta(output)
+    [job] = meta.store_jobs.values()
+    assert job.src_spec.block_ids.tolist() == blocks[BLOCKS_PER_CHUNK : 2 * BLOCKS_PER_CHUNK]
+
+
+def test_what_is_stored_of_a_request_that_has_ended_comes_from_the_blocks_of_its_end(steps: Steps) -> None:
+    blocks = steps.arrive("runs")
+    steps.step()
+    request = steps.requests["runs"]
+    request.num_computed_tokens, request.status = 2 * CHUNK_TOKENS, RequestStatus.FINISHED_ABORTED
+    steps.scheduler.check_blocks("runs", ([0, *blocks[1 : 2 * BLOCKS_PER_CHUNK]],))
+    output = SchedulerOutput.make_empty()
+    output.finished_req_ids = {"runs"}
+    meta: Any = steps.scheduler.build_connector_meta(output)
+    [job] = meta.store_jobs.values()
+    assert job.src_spec.block_ids.tolist() == blocks[BLOCKS_PER_CHUNK : 2 * BLOCKS_PER_CHUNK]

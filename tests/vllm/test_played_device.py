@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -250,29 +251,34 @@ def test_fuzzed_requests_are_answered_right(played: PlayedWorkshop, tmp_path: Pa
     assert all(counts.values()), counts
 
 
-def preempt_while_storing(model: str, runner: str, config: dict[str, Any] | None) -> list[Any]:
-    """Return the answer to a prompt that is preempted right after its prefill, by requests that get its blocks. vLLM
-    zeroes these, as it does for models with Mamba layers or a KV cache of mixed precision. Its stores are slow: they
-    begin when vLLM waits for them.
-    """
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
+def hold_stores() -> list[Any]:
+    """Have stores begin only when vLLM waits for them, as where storage is slow. Return those that are held back."""
     from nixl_offload.vllm.worker import NixlOffloadingWorker
 
-    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
     submit, wait = NixlOffloadingWorker.submit_store, NixlOffloadingWorker.wait
     held: list[Any] = []
 
-    def hold(_: NixlOffloadingWorker, *job: Any) -> bool:
-        held.append(job)
+    def hold(worker: NixlOffloadingWorker, *job: Any) -> bool:
+        held.append(functools.partial(submit, worker, *job))
         return True
 
     def release(worker: NixlOffloadingWorker, job_ids: set[int]) -> None:
         while held:
-            submit(worker, *held.pop())
+            held.pop(0)()
         wait(worker, job_ids)
 
     NixlOffloadingWorker.submit_store, NixlOffloadingWorker.wait = hold, release
+    return held
+
+
+def preempt_while_storing(model: str, runner: str, config: dict[str, Any] | None) -> list[Any]:
+    """Return the answer to a prompt that is preempted right after its prefill, by requests that get its blocks. vLLM
+    zeroes these, as it does for models with Mamba layers or a KV cache of mixed precision. Its stores are held back.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
+    hold_stores()
     first, *others = random_prompts(SHAPE, [250, 72, 72, 72, 72], seed=31)
     # The others hold 5 blocks each until their 81st token needs a sixth; then nothing is free but what is preempted.
     engine = PlayedEngine(
@@ -298,12 +304,51 @@ def preempt_while_storing(model: str, runner: str, config: dict[str, Any] | None
     return [answers["first"]["tokens"], answers["first"]["logprobs"]]
 
 
-_V2_ZEROES_FIRST = pytest.mark.xfail(reason="V2 zeroes and copies blocks before it calls handle_preemptions")
-
-
-@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=_V2_ZEROES_FIRST)])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_blocks_are_stored_before_vllm_zeroes_them(played: PlayedWorkshop, runner: str) -> None:
     """The preempted request goes on with what was stored of it."""
     config = chain_config(MEMORY, chunk_tokens=16)
     right = played.call(preempt_while_storing, model=str(played.model()), runner=runner, config=None)
     assert played.call(preempt_while_storing, model=str(played.model()), runner=runner, config=config) == right
+
+
+def ask_again_while_storing(model: str, runner: str, config: dict[str, Any], names: list[str]) -> list[Any]:
+    """Return the answers to requests of these names, each asked as soon as the one before it has ended; then let go of
+    their stores, which were held back, and ask for the first prompt once more: all of it must be loaded.
+    """
+    os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"
+    held = hold_stores()
+    engine = PlayedEngine(config, model=Path(model), runner=runner)
+    prompts = random_prompts(SHAPE, [200] * len(names), seed=32)
+    answers: list[dict[str, Any]] = []
+
+    def ask(name: str, prompt: list[int]) -> None:
+        engine.add(name, prompt, max_tokens=4)
+        ended: dict[str, Any] = {}
+        while not ended:
+            ended = engine.step()
+        answers.append(ended[name])
+
+    for name, prompt in zip(names, prompts, strict=True):
+        ask(name, prompt)
+    assert held
+    for _ in range(50):
+        while held:
+            held.pop(0)()
+        engine.engine.step()
+    assert engine.settle()["idle"], "something still waits"
+    assert engine.engine.reset_prefix_cache()
+    ask("last", prompts[0])
+    assert answers[-1]["cached_tokens"] == 192
+    engine.shutdown()
+    return [[answer["tokens"], answer["logprobs"]] for answer in answers]
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_request_id_may_come_again_while_its_stores_are_out(played: PlayedWorkshop, runner: str) -> None:
+    """The engine lives, and each request's chunks are stored under the right keys."""
+    config = chain_config(MEMORY, chunk_tokens=16)
+    arguments = {"model": str(played.model()), "runner": runner, "config": config}
+    right = played.call(ask_again_while_storing, names=["a", "b", "c"], **arguments)
+    assert right[0] == right[3]
+    assert played.call(ask_again_while_storing, names=["a", "a", "a"], **arguments) == right
