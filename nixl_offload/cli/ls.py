@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -23,6 +24,7 @@ from nixl_offload.cli.common import (
     selected,
     visit,
 )
+from nixl_offload.cli.ls_diff import find_namespace, print_diff
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
 from nixl_offload.config import load_config
 from nixl_offload.tiers.inspect import BENCH_SCRATCH, ChunkInfo, Inspector, NamespaceInfo, NamespaceSize, printable
@@ -36,6 +38,7 @@ which engine has it open; how full the tier is. Servers go on meanwhile; nothing
     nixl-offload ls kv.yaml --tier s3 --tenant blue
     nixl-offload ls kv.yaml --namespace 0f3a... --keys     # chunk by chunk: key, group, rank, size, age, place
     nixl-offload ls kv.yaml --keys --json                  # a line of JSON per chunk, or per tier that failed
+    nixl-offload ls kv.yaml --diff 0f3a 77c1               # what separates two namespaces, by how their names begin
 
 A memory tier lives in the server's processes and cannot be looked at from outside. Nothing stores how often a chunk was
 hit; the server counts hits by tier in its metrics (vllm:nixl_offload_lookup_tokens_total). A slab's namespace is
@@ -60,6 +63,7 @@ def add_parser(commands: Commands) -> None:
     )
     add_selection(parser, tenant=True)
     parser.add_argument("--keys", action="store_true", help="list chunks")
+    parser.add_argument("--diff", metavar=("A", "B"), nargs=2, help="show the fields in which two namespaces differ")
 
 
 @dataclass(slots=True)
@@ -85,6 +89,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         plain.append({"kind": "memory", "capacity_bytes": memory.capacity_bytes, "told": MEMORY_NOTE})
     found = failed = 0
     with opened(arguments, config) as tiers:
+        if arguments.diff is not None:
+            return _diff(arguments, tiers, out)
         if memory and not (arguments.json or arguments.keys) and arguments.tier is None:
             print(f"{MEMORY_NOTE[0].upper()}{MEMORY_NOTE[1:]}.\n", file=out)
         for number, tier in enumerate(tiers):
@@ -114,6 +120,20 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         report_nothing_found(arguments)
         failed += 1
     return 1 if failed else 0
+
+
+def _diff(arguments: argparse.Namespace, tiers: Sequence[Inspector | TierFailure], out: TextIO) -> int:
+    visited = [visit(tier, lambda inspector: [*selected(inspector, arguments)]) for tier in tiers]
+    namespaces = [each for listed in visited if not isinstance(listed, TierFailure) for each in listed]
+    first, second = (find_namespace(namespaces, prefix) for prefix in arguments.diff)
+    if first is None or second is None:
+        missing = " and ".join(
+            prefix for prefix, each in zip(arguments.diff, (first, second), strict=True) if each is None
+        )
+        print(f"nixl-offload: nothing is there of namespace {missing}", file=sys.stderr)
+        return 1
+    print_diff(first, second, out, as_json=arguments.json)
+    return 0
 
 
 def _list(arguments: argparse.Namespace, inspector: Inspector) -> TierListing:

@@ -1,4 +1,4 @@
-"""``nixl-offload check``: libraries, hashes, memory, a model's chunks, and the process in which movers are tried."""
+"""``nixl-offload check``: libraries, memory, a model's chunks, and the process in which movers are tried."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from nixl_offload.cli.check.child import ChildProcess
 from nixl_offload.cli.check.machine import ENVIRONMENT_PROBES, EnvironmentContext, memory_section, plugin_finding
 from nixl_offload.cli.check.model import model_section
 from nixl_offload.cli.check.report import Finding, Section
-from nixl_offload.cli.check.servers import hashes_section
 from nixl_offload.cli.model_config import LLAMA_3_1_8B, model_shape
 from nixl_offload.config import Config, parse_config
-from nixl_offload.errors import ConfigError
 from nixl_offload.hardware.gds_routes import Fact
 
 FILE = {"kind": "slab", "path": "/kv", "capacity": "100GiB"}
@@ -90,41 +88,6 @@ class TestLibraries:
         assert (line.state, line.fix) == ("wrong", "export VLLM_PLUGINS=other,nixl_offload")
         monkeypatch.setenv("VLLM_PLUGINS", str(line.fix).partition("=")[2])
         assert self.lines(FILE, nixl_offload="0.1")["nixl-offload"].state == "ok"
-
-
-class TestHashes:
-    """By what the server is started with."""
-
-    def line(self, arguments: str | None, seed: str | None = None, *tiers: dict[str, Any]) -> Finding:
-        environment = {} if seed is None else {"PYTHONHASHSEED": seed}
-        words = None if arguments is None else arguments.split()
-        return by_name(hashes_section(config_of(*(tiers or (FILE,))), words, environment))["hash algorithm"]
-
-    def test_will_a_restart_find_anything(self) -> None:
-        assert self.line(None).state == "ok"
-        assert "nixl-offload check --vllm-args" in self.line(None).words
-        assert self.line("serve m --prefix-caching-hash-algo=sha256_cbor").state == "ok"
-        lost = self.line("--prefix-caching-hash-algo xxhash")
-        assert (lost.state, "nothing is stored or loaded" in lost.words) == ("wrong", True)
-        # Both fixes work.
-        for seed in ("0", ""):
-            assert self.line("--prefix-caching-hash-algo xxhash", seed).state == "ok"
-        assert self.line(str(lost.fix).rpartition("or ")[2]).state == "ok"
-        assert self.line("--prefix-caching-hash-algo md5").state == "wrong"
-        assert self.line("--prefix-caching-hash-algo xxhash", None, MEMORY).state == "ok", "nothing outlives it"
-
-    def test_blocks_and_prefix_caching(self) -> None:
-        def lines(arguments: str, **fields: Any) -> dict[str, Finding]:
-            return by_name(hashes_section(config_of(FILE, **fields), arguments.split(), {}))
-
-        uneven = lines("--block-size 48")["chunk_tokens"]
-        assert (uneven.state, uneven.words) == ("ok", "256, rounded up: 288 are 6 of vLLM's blocks of 48")
-        assert lines("--block-size 48", chunk_tokens=240)["chunk_tokens"].state == "ok"
-        assert lines("--no-enable-prefix-caching")["prefix caching"].state == "warning"
-        assert "prefix caching" not in lines("--no-enable-prefix-caching", serve_without_prefix_caching=True)
-        assert "prefix caching" not in lines("")
-        with pytest.raises(ConfigError, match="--vllm-args: argument --block-size/--block_size: invalid int"):
-            lines("--block-size many")
 
 
 class TestMemory:

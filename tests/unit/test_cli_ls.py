@@ -18,8 +18,9 @@ import pytest
 import yaml
 
 from nixl_offload.cli.ls import about_age
+from nixl_offload.cli.ls_diff import differing
 from nixl_offload.errors import TierError
-from nixl_offload.identity.namespace import make_namespace
+from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index.database import Database
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import BENCH_SCRATCH, NamespaceInfo
@@ -293,6 +294,62 @@ def test_a_directory_that_cannot_be_looked_at_is_a_failure_in_words(tmp_path: Pa
         file.write_text(yaml.safe_dump({"tiers": [{"kind": kind, "path": f"/{'x' * 300}/kv", "capacity": "1GiB"}]}))
         assert cli("ls", file) == 1
         assert "/kv: cannot be looked at: File name too long" in cli.err
+
+
+def two_namespaces(slab: StoredSlab, store: TreeStore) -> tuple[Namespace, Namespace]:
+    """A shared directory with two namespaces that differ in three fields."""
+    fields = stored_namespace("blue", "org/m").fields
+    one = make_namespace(replace(fields, settings={"model_config.max_model_len": 4}))
+    settings = {"model_config.max_model_len": 8, "a\x1b": "\x1b"}
+    other = make_namespace(replace(fields, dtype="float16", settings=settings))
+    for each in (one, other):
+        put_manifest(store, each)
+    slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "shared_dir", "path": store.where, "capacity": "1MiB"}]}))
+    return one, other
+
+
+def test_what_separates_two_namespaces(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
+    """By how their names begin; fields that are equal are left out, and no manifest can control a terminal."""
+    store = TreeStore(str(tmp_path / "tree"))
+    one, other = two_namespaces(slab, store)
+    assert cli("ls", slab.file, "--diff", one.name[:6], other.name[:6]) == 0
+    assert cli.out.splitlines() == [
+        f"namespace {one.name}: tenant blue, model org/m",
+        f"namespace {other.name}: tenant blue, model org/m",
+        '    dtype: "bfloat16" | "float16"',
+        "    model_config.max_model_len: 4 | 8",
+        '    a?: (not there) | "\\u001b"',
+    ]
+    assert cli("ls", slab.file, "--json", "--diff", one.name, other.name) == 0
+    assert cli.json == {
+        "namespaces": [one.name, other.name],
+        "differs": {
+            "dtype": ["bfloat16", "float16"],
+            "model_config.max_model_len": [4, 8],
+            "a\x1b": [None, "\x1b"],
+        },
+    }
+    assert cli("ls", slab.file, "--diff", one.name, one.name) == 0
+    assert len(cli.out.splitlines()) == 2, "nothing separates a namespace from itself"
+
+
+def test_namespaces_that_cannot_be_compared(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
+    store = TreeStore(str(tmp_path / "tree"))
+    one, _ = two_namespaces(slab, store)
+    put(store, f"{'0' * 32}/ab/{'ab' * 36}.0000")
+    assert cli("ls", slab.file, "--diff", one.name, "xyz") == 1
+    assert cli.err == "nixl-offload: nothing is there of namespace xyz\n"
+    assert cli("ls", slab.file, "--diff", one.name, "") == 2
+    assert cli.err == "nixl-offload: --diff: '' begins the names of 3 namespaces; say more of it\n"
+    assert cli("ls", slab.file, "--diff", one.name, "0" * 32) == 2
+    assert "has no manifest that fits its name" in cli.err
+
+
+def test_types_count_when_fields_are_compared() -> None:
+    """As they do in the fingerprint: 1, 1.0 and true make three namespaces."""
+    first = {"a": 1, "b": True, "c": "x", "settings": {"d": None}}
+    second = {"a": 1.0, "b": 1, "c": "x", "settings": {}}
+    assert differing(first, second) == {"a": ("1", "1.0"), "b": ("true", "1"), "d": ("null", None)}
 
 
 def test_nothing_there_and_nothing_right(tmp_path: Path, cli: Cli) -> None:

@@ -1,4 +1,4 @@
-"""The child process of ``nixl-offload check``, for libraries that may crash or hang: NIXL's plugins, movers, vLLM.
+"""The child process of ``nixl-offload check``, for libraries that may crash or hang: NIXL's plugins, movers.
 Both sides are here: ``ChildProcess`` runs tasks, ``main`` executes them.
 
 Threading: one thread on each side; tasks run one after the other, each a line of JSON in and one out. Ownership:
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import os
 import select
@@ -17,12 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final
 
 from nixl_offload.config import S3Config, parse_config
-from nixl_offload.errors import ConfigError, MoverError, NixlOffloadError
+from nixl_offload.errors import MoverError, NixlOffloadError
 
 TASK_LIMIT_S: Final = 90.0
 """Importing torch on a cold disk takes tens of seconds."""
@@ -36,9 +34,7 @@ Answer = dict[str, Any]
 class ChildProcess:
     """Runs tasks. The process starts with the first one, and anew after one that crashed or hung."""
 
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        """``variables`` are added to the child's environment."""
-        self._variables = dict(variables or {})
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, task: str, /, *, limit_s: float = TASK_LIMIT_S, **arguments: Any) -> Answer:
@@ -86,9 +82,8 @@ class ChildProcess:
             [sys.executable, "-c", code, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # NIXL, cuFile and vLLM log whatever goes wrong; their exceptions say it as well.
+            # NIXL and cuFile log whatever goes wrong; their exceptions say it as well.
             stderr=None if os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG" else subprocess.DEVNULL,
-            env={**os.environ, **self._variables},
             start_new_session=True,
         )
 
@@ -215,21 +210,6 @@ def _memory() -> Answer:
     return {"available_bytes": available_bytes, "usable_bytes": available_bytes - reserve_bytes, "by": limited_by}
 
 
-def _server(words: list[str], other: list[str] | None, transfer: dict[str, Any]) -> Answer:
-    """Have vLLM read a server's arguments. The answer ``usage`` says what is wrong with them."""
-    try:
-        from nixl_offload.vllm.compat import check_version
-
-        check_version()
-        from nixl_offload.vllm.compare import describe
-    except ImportError as error:
-        return {"failed": f"vLLM cannot be imported here: {error}", "fix": "run this check where the server runs"}
-    try:
-        return {"server": dataclasses.asdict(describe(words, other, transfer))}
-    except ConfigError as error:
-        return {"usage": str(error)}
-
-
 def _s3_tier(tier: dict[str, Any]) -> S3Config:
     found = parse_config({"tiers": [tier]}).s3
     assert found is not None
@@ -242,5 +222,4 @@ _TASKS: Final[dict[str, Any]] = {
     "file_speeds": _file_speeds,
     "objects": _objects,
     "memory": _memory,
-    "server": _server,
 }

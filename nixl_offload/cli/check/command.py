@@ -1,7 +1,7 @@
 """``nixl-offload check [CONFIG]``: tries each tier on this machine; says what is right, what is wrong, and the fix.
 
 Threading: one thread, a child process for libraries that may crash, a daemon thread per directory. A module per
-section: ``machine`` (environment, memory), ``servers`` (hashes, --vllm-args), ``directory``, ``s3``, ``model``; its
+section: ``machine`` (environment, memory), ``directory``, ``s3``, ``model``; its
 probes are functions that return a finding. They are imported late: some bring numpy along.
 """
 
@@ -29,8 +29,6 @@ Tries every tier of CONFIG on this machine, from the libraries down to the bytes
 follows if it is not right, and the fix: a command or a line of CONFIG.
 
     nixl-offload check kv.yaml
-    nixl-offload check kv.yaml --vllm-args "Qwen/Qwen3-8B --prefix-caching-hash-algo xxhash"
-    nixl-offload check kv.yaml --vllm-args "Qwen/Qwen3-8B" --vllm-args "Qwen/Qwen3-8B --max-model-len 131072"
     nixl-offload check kv.yaml --model /models/llama/config.json --tp 2 --prefill 8000
     nixl-offload check --path /mnt/nvme/kv             # one directory, without a config
     nixl-offload check kv.yaml --json --no-io          # for a program, without measuring
@@ -38,11 +36,6 @@ follows if it is not right, and the fix: a command or a line of CONFIG.
 Run it where the server runs: as the same user, in the same container, with the same environment. It may run beside
 servers and before the first one: it keeps no lock, makes no directory, and removes each scratch file and object that
 it writes (some pages; up to 64 MiB per tier for the speeds, some two seconds).
-
---vllm-args takes what follows `vllm serve`, and NAME=VALUE before it for environment variables of that server alone.
-Where it names a model, vLLM makes its final configuration of it, in a process of its own (ten seconds and more), and
-you see what identifies what such a server stores; given twice, whether the two share, and if not, what differs.
-No engine is started. Like a server, vLLM keeps the model's config in the Hub's cache.
 
     ok        as it should be
     warning   works, but slower, smaller or riskier than it could be
@@ -65,13 +58,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("file", metavar="CONFIG", nargs="?", help="the YAML config")
     parser.add_argument("--path", metavar="DIR", help="look at this directory, without a config")
     parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
-    parser.add_argument(
-        "--vllm-args",
-        metavar="ARGS",
-        action="append",
-        default=[],
-        help="the server's own arguments in quotes: will a restart find what was stored? Twice: do two servers share?",
-    )
     parser.add_argument("--model", metavar="PATH", help="the model's directory or config.json: size up its KV")
     parser.add_argument("--tp", metavar="N", type=int, default=1, help="with --model: tensor parallel size; default 1")
     parser.add_argument("--kv-dtype", metavar="TYPE", default="auto", help="with --model: as vLLM's --kv-cache-dtype")
@@ -93,23 +79,16 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         config = parse_config({"tiers": [tier]}, "--path")
     from nixl_offload.cli.check.child import ChildProcess
     from nixl_offload.cli.check.report import CheckProgress, CheckReport
-    from nixl_offload.cli.check.servers import hashes_section, read_command_lines, servers_section
 
     # What is wrong with the options shows before anything is tried.
-    lines = read_command_lines(arguments.vllm_args)
     shape = _read_model(arguments)
-    environment = {**os.environ, **(lines[0].variables if lines else {})}
-    hashes = hashes_section(config, lines[0].words if lines else None, environment)
-    sections = [] if arguments.path is not None else [hashes]
     progress = CheckProgress(sys.stderr)
     try:
-        if any(line.names_model for line in lines):
-            sections.append(servers_section(lines, config, progress))
         with ChildProcess() as child:
-            first, *others = _look(arguments, config, shape, child, progress)
+            sections = _look(arguments, config, shape, child, progress)
     finally:
         progress.clear()
-    report = CheckReport([first, *sections, *others])
+    report = CheckReport(sections)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2), file=out)
     else:

@@ -68,7 +68,7 @@ class Section:
     """Findings about one thing: the environment, the servers, a tier, the model."""
 
     kind: str
-    """``environment``, ``hashes``, ``servers``, ``model``, or the kind of a tier."""
+    """``environment``, ``model``, or the kind of a tier."""
     title: str
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)

@@ -66,7 +66,6 @@ GUARDS: Final[dict[str, tuple[str, ...]]] = {
         "engine/states": _unit("engine_states"),
         "engine/turn": _unit("turn"),
         "engine/waiting": _unit("grace"),
-        "identity/compare": _unit("cli_check_servers"),
         "identity/excused": (*_unit("settings"), "tests/vllm/test_identity_fields.py"),
         "identity/excused_environment": ("tests/vllm/test_identity_fields.py",),
         "identity/namespace": _unit("namespace", "sharded_namespace"),
