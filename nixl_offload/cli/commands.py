@@ -28,7 +28,6 @@ COMMANDS: Final = {
         "gc.command", "delete the oldest chunks of a bucket or shared directory, unused namespaces of a slab"
     ),
     "warm": Command("warm.command", "copy chunks from a bucket or shared directory into a nearer tier"),
-    "bench": Command("bench.command", "measure the tiers with a model's shapes"),
     "schema": Command("schema", "print the config's JSON Schema, which lets editors complete and check it"),
     "completion": Command("completion", "print a script that completes commands in bash, zsh, fish or tcsh"),
 }

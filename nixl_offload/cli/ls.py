@@ -27,7 +27,7 @@ from nixl_offload.cli.common import (
 from nixl_offload.cli.ls_diff import find_namespace, print_diff
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
 from nixl_offload.config import load_config
-from nixl_offload.tiers.inspect import BENCH_SCRATCH, ChunkInfo, Inspector, NamespaceInfo, NamespaceSize, printable
+from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, NamespaceSize, printable
 from nixl_offload.types import key_group
 
 _DESCRIPTION = """\
@@ -252,8 +252,6 @@ def _share(listing: TierListing) -> str:
 
 def _details(namespace: NamespaceInfo) -> str:
     found = namespace.details()
-    if not found and namespace.name.startswith(BENCH_SCRATCH):
-        return "scratch of nixl-offload bench: it runs, or was killed: gc --namespace ... --older-than 0s --delete"
     if not found:
         return "no manifest that fits: its owner is unknown"
     words = [str(found[name]) for name in ("engine", "platform", "dtype", "kv_layout") if name in found]

@@ -51,7 +51,6 @@ Later, beside the running server or without one:
 
     nixl-offload ls kv.yaml              # what is stored, by model and tenant
     nixl-offload verify kv.yaml          # reads and checks all of it
-    nixl-offload bench kv.yaml           # how fast each tier is with a model's shapes
 
 With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the file, many servers share one cache:
 

@@ -1,4 +1,4 @@
-"""A model's KV cache by its Hugging Face ``config.json`` alone, for ``check --model`` and ``bench --model``.
+"""A model's KV cache by its Hugging Face ``config.json`` alone, for ``check --model``.
 
 A config that is not understood is refused: a number that is wrong by a layer or a data type misleads whoever sizes
 drives by it. Threading: pure but for reading the file.

@@ -21,8 +21,6 @@ from nixl_offload.identity.namespace import manifest_digest, rank_digest
 from nixl_offload.stores.base import Store
 from nixl_offload.types import Key, key_group
 
-BENCH_SCRATCH: Final = b"nxobench".hex()
-"""Names of the scratch namespaces of ``nixl-offload bench`` begin with this."""
 _MAX_RANKS: Final = 1 << 16
 """A manifest that names more ranks is not believed: counting up to a forged number would never end."""
 _GROUPS: Final = range(1 << 32)

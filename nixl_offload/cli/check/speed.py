@@ -1,5 +1,5 @@
 """A short I/O test of movers, as a server compares them at start. It tells a drive from a network share, not one drive
-from another: ``nixl-offload bench`` measures.
+from another.
 
 Threading: one thread, in the child process. Ownership: the scratch file has no name while bytes move; objects are
 removed before the figures are returned. Memory for objects is kept for the life of the process: late I/O may touch it.

@@ -1,1 +1,0 @@
-"""``nixl-offload bench``: drives the tiers of a config with a model's shapes."""
