@@ -27,7 +27,6 @@ COMMANDS: Final = {
     "gc": Command(
         "gc.command", "delete the oldest chunks of a bucket or shared directory, unused namespaces of a slab"
     ),
-    "warm": Command("warm.command", "copy chunks from a bucket or shared directory into a nearer tier"),
     "schema": Command("schema", "print the config's JSON Schema, which lets editors complete and check it"),
     "completion": Command("completion", "print a script that completes commands in bash, zsh, fish or tcsh"),
 }

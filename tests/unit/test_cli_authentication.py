@@ -1,5 +1,5 @@
-"""Commands beside ``authenticate``: verify and stat check MACs, say where they cannot, and go on without a key; warm
-copies nothing that has no MAC; ls and gc need no key; nothing that is printed or logged has a key in it.
+"""Commands beside ``authenticate``: verify and stat check MACs, say where they cannot, and go on without a key;
+ls and gc need no key; nothing that is printed or logged has a key in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nixl_offload.config import load_config
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import shard_name
-from tests.unit import warm_rig
+from tests.unit import shard_images
 from tests.unit.stored_rig import Cli
 
 KEY, OTHER = bytes(range(7, 39)), bytes(range(70, 102))
@@ -32,26 +32,25 @@ CHUNKS = range(6)
 def signed(content: bytearray, first: int, key: bytes = KEY) -> bytearray:
     """Return a shard with a MAC."""
     image = np.frombuffer(content, dtype=np.uint8)
-    payload = image[HEADER_BYTES:][: warm_rig.BLOCKS * warm_rig.BLOCK_BYTES]
-    rows = payload.reshape(warm_rig.BLOCKS, warm_rig.BLOCK_BYTES)[first:]
+    payload = image[HEADER_BYTES:][: shard_images.BLOCKS * shard_images.BLOCK_BYTES]
+    rows = payload.reshape(shard_images.BLOCKS, shard_images.BLOCK_BYTES)[first:]
     return bytearray(ChunkKeys([key]).signed(image[:HEADER_BYTES], rows).tobytes() + image[HEADER_BYTES:].tobytes())
 
 
 class Directory:
-    """A shared directory with signed chunks of one namespace, and a config whose first tier is another directory."""
+    """A shared directory with signed chunks of one namespace, and a config for it."""
 
     def __init__(self, directory: Path, *, authenticated: bool = True) -> None:
-        fields = warm_rig.namespace().fields
+        fields = shard_images.namespace().fields
         settings = {**fields.settings, "authenticate": "blake3 1"} if authenticated else fields.settings
         self.namespace: Namespace = make_namespace(replace(fields, settings=settings))
         self.store = TreeStore(str(directory / "shared"))
-        warm_rig.put_manifest(self.store, self.namespace)
+        shard_images.put_manifest(self.store, self.namespace)
         for number in CHUNKS:
-            for rank in range(warm_rig.RANKS):
+            for rank in range(shard_images.RANKS):
                 self.put(number, rank)
         self.keys = directory / "keys"
         self.say(KEY)
-        self.near = directory / "near"
         self.shared = {"kind": "shared_dir", "path": str(directory / "shared"), "capacity": "64MiB"}
         self.file = directory / "kv.yaml"
         self.write({})
@@ -69,19 +68,19 @@ class Directory:
 
     def put(self, number: int, rank: int, *, key: bytes | None = KEY) -> None:
         first = number % 3
-        content = warm_rig.image(self.namespace, number, rank, first_valid_block=first)
+        content = shard_images.image(self.namespace, number, rank, first_valid_block=first)
         self.store.write(self.name(number, rank), memoryview(content if key is None else signed(content, first, key)))
 
     def forge(self, number: int, rank: int) -> None:
         """Put another payload there, with right checksums, and the MAC of the shard that was there."""
         stored = np.fromfile(f"{self.store.where}/{self.name(number, rank)}", dtype=np.uint8)
-        made = np.frombuffer(warm_rig.image(self.namespace, number, rank, seed=99), dtype=np.uint8).copy()
+        made = np.frombuffer(shard_images.image(self.namespace, number, rank, seed=99), dtype=np.uint8).copy()
         made[152:192] = stored[152:192]
         made[4088:4096] = np.frombuffer(block_checksum(made[:4088]).to_bytes(8, "little"), dtype=np.uint8)
         self.store.write(self.name(number, rank), memoryview(bytearray(made.tobytes())))
 
     def name(self, number: int, rank: int) -> str:
-        return shard_name(self.namespace.name, warm_rig.key(number), rank)
+        return shard_name(self.namespace.name, shard_images.key(number), rank)
 
 
 @pytest.fixture
@@ -156,11 +155,11 @@ def test_without_a_key_all_else_is_checked(directory: Directory, cli: Cli, how: 
     assert cli("verify", directory.file) == 0
     assert "6 not authenticated: no key" in cli.out
     assert ("going on without a key" in cli.err) == (how != "not said")
-    assert cli("stat", directory.file, warm_rig.key(1).hex(), "--verify") == 0
+    assert cli("stat", directory.file, shard_images.key(1).hex(), "--verify") == 0
     assert f"not authenticated: no key {key_id(KEY).hex()}" in cli.out
     assert cli("ls", directory.file, "--json") == 0
     assert cli("gc", directory.file) == 0
-    path = Path(directory.store.where) / shard_name(directory.namespace.name, warm_rig.key(2), 0)
+    path = Path(directory.store.where) / shard_name(directory.namespace.name, shard_images.key(2), 0)
     data = bytearray(path.read_bytes())
     data[HEADER_BYTES + 15_500] ^= 1
     path.write_bytes(data)
@@ -169,11 +168,11 @@ def test_without_a_key_all_else_is_checked(directory: Directory, cli: Cli, how: 
 
 
 def test_stat_says_whose_the_mac_is(directory: Directory, cli: Cli) -> None:
-    assert cli("stat", directory.file, warm_rig.key(1).hex(), "--verify") == 0
+    assert cli("stat", directory.file, shard_images.key(1).hex(), "--verify") == 0
     assert key_id(KEY).hex() in cli.out
     assert "every block verifies\n" in cli.out
     directory.put(1, 0, key=None)
-    assert cli("stat", directory.file, warm_rig.key(1).hex(), "--verify") == 1
+    assert cli("stat", directory.file, shard_images.key(1).hex(), "--verify") == 1
     assert "there is no MAC" in cli.out
 
 
@@ -186,31 +185,13 @@ def test_a_rotated_key(directory: Directory, cli: Cli) -> None:
     assert totals(cli) == {"unauthenticated": 6}
 
 
-def test_warm_copies_only_what_has_a_mac(directory: Directory, cli: Cli) -> None:
-    """A slab's chunks are believed without one."""
-    directory.put(0, 0, key=None)
-    directory.put(1, 1, key=OTHER)
-    slab = {"kind": "slab", "path": str(directory.near), "capacity": "64MiB"}
-    file = directory.write({"authenticate": None}, slab)
-    assert cli("warm", file) == 2
-    assert "authenticate" in cli.err
-    file = directory.write({}, slab)
-    directory.keys.chmod(0o604)
-    assert cli("warm", file) == 2
-    directory.keys.chmod(0o600)
-    assert cli("warm", file, "--json") == 1
-    assert (cli.json["copied"], cli.json["damaged"]) == (4, 2)
-
-
 def test_namespaces_without_macs_are_as_they_were(tmp_path: Path, cli: Cli) -> None:
     plain = Directory(tmp_path, authenticated=False)
     for number in CHUNKS:
-        for rank in range(warm_rig.RANKS):
+        for rank in range(shard_images.RANKS):
             plain.put(number, rank, key=None)
     assert cli("verify", plain.file, "--json") == 0
     assert totals(cli) == {"good": 6}
-    slab = {"kind": "slab", "path": str(plain.near), "capacity": "64MiB"}
-    assert cli("warm", plain.write({"authenticate": None}, slab), "--json") == 0
     plain.store.close()
 
 

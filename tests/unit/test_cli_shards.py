@@ -197,20 +197,6 @@ def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli, rang
     assert f"4 chunks in {8 * ranges} shards" in cli.out
 
 
-def test_warm_copies_them_to_a_directory_and_to_no_slab(stored: Stored, cli: Cli, tmp_path: Path) -> None:
-    """A server of any size finds them there; which shards go to which rank's slab, the command cannot know."""
-    for kind, code in (("shared_dir", 0), ("slab", 2)):
-        target = {"kind": kind, "path": str(tmp_path / kind), "capacity": "64MiB"}
-        file = tmp_path / f"{kind}.yaml"
-        file.write_text(yaml.safe_dump({"tiers": [target]}))
-        assert cli("warm", file, "--from", stored.tree) == code
-        assert kind == "shared_dir" or "say kind: shared_dir" in cli.err
-    names = {path.relative_to(stored.tree): path.read_bytes() for path in stored.tree.glob("*/??/*")}
-    target_root = tmp_path / "shared_dir"
-    assert {path.relative_to(target_root): path.read_bytes() for path in target_root.glob("*/??/*")} == names
-    assert len(names) == HEADS * len(CHUNKS)
-
-
 def test_pipeline_stages_hold_shards_of_their_own_sizes(tmp_path: Path, cli: Cli) -> None:
     """Four ranks, two in each stage, of one layer and of two: eight shards a chunk, each where its rank has it."""
     space = space_of((1, LAYERS - 1))

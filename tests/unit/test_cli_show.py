@@ -181,7 +181,7 @@ def test_a_reader_that_goes_away_is_no_traceback(file: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-@pytest.mark.parametrize("command", ["show", "check", "ls", "verify", "gc", "warm", "stat", "bucket init"])
+@pytest.mark.parametrize("command", ["show", "check", "ls", "verify", "gc", "stat", "bucket init"])
 def test_a_failure_is_an_error_object_with_json(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,6 @@ from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import NamespaceInfo
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
-from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.types import Key
 from tests.unit.gc_rig import namespace_of, put, put_manifest
 from tests.unit.stored_rig import Cli
@@ -75,15 +73,13 @@ def fill(store: Store) -> None:
 
 
 class Tiers:
-    """A tree that is full, and configs for it and for a nearer directory."""
+    """A tree that is full, and a config for it."""
 
     def __init__(self, directory: Path) -> None:
-        self.shared, self.near = directory / "shared", directory / "near"
+        self.shared = directory / "shared"
         self.store = TreeStore(str(self.shared))
         fill(self.store)
         self.tree = self.config(directory / "tree.yaml", self.shared, "shared_dir")
-        self.slab = self.config(directory / "slab.yaml", self.near, "slab")
-        self.other_tree = self.config(directory / "other.yaml", self.near, "shared_dir")
 
     @staticmethod
     def config(file: Path, path: Path, kind: str) -> Path:
@@ -140,16 +136,14 @@ def test_what_is_not_a_ranks_own_is_told(tiers: Tiers, cli: Cli) -> None:
 
 
 def test_a_stray_shard_harms_no_chunk(tiers: Tiers, cli: Cli) -> None:
-    """One of a rank that does not exist, and one of a rank that has no layer of the group: told, passed over by warm,
-    and all that ``verify --delete-bad`` deletes.
+    """One of a rank that does not exist, and one of a rank that has no layer of the group: told, and all that
+    ``verify --delete-bad`` deletes.
     """
     strays = [shard_name(SPACE.name, KEYS[0], 0xFFFF), shard_name(SPACE.name, KEYS[CHUNKS], 0)]
     put(tiers.store, strays[0], 0)
     put(tiers.store, strays[1], SIZES[1][1])
     for path in tiers.shared.rglob("*"):
         os.utime(path, (1, 1))
-    assert cli("warm", tiers.slab, "--from", tiers.shared, "--json") == 0
-    assert (cli.json["copied"], cli.json["left_out"]["incomplete"]) == (2 * CHUNKS, 0)
     assert cli("verify", tiers.tree, "--delete-bad", "--json") == 1
     told = [(each["place"], each["reason"]) for line in cli.lines[:-1] for each in line["problems"]]
     assert sorted(told) == sorted((name, "rank") for name in strays)
@@ -165,50 +159,6 @@ def test_stat_tells_which_rank_has_no_shard(tiers: Tiers, cli: Cli) -> None:
     assert cli.out.rstrip().endswith(": rank 1: missing")
     assert cli("stat", tiers.tree, KEYS[0].hex(), "--verify", "--json") == 1
     assert [each["rank"] for each in cli.json["missing"]] == [1]
-
-
-def test_warm_fills_a_slab_with_slots_of_the_largest_and_leaves_ranks_without_layers_out(
-    tiers: Tiers, cli: Cli
-) -> None:
-    assert cli("warm", tiers.slab, "--from", tiers.shared, "--json") == 0
-    assert (cli.json["copied"], cli.json["copied_bytes"]) == (2 * CHUNKS, CHUNKS * sum(map(sum, SIZES)))
-    slabs = {path.name for path in (tiers.near / SPACE.name).glob("*.slab")}
-    assert slabs == {rank_file_name(rank) for rank in range(3)}
-    assert cli("verify", tiers.slab, "--json") == 0
-    assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == 2 * CHUNKS
-    assert cli("ls", tiers.slab, "--json") == 0
-    (listed,) = cli.json["tiers"][0]["namespaces"]
-    assert (listed["chunks"], listed["shards"]) == (2 * CHUNKS, len(SHARDS))
-    assert listed["bytes"] == CHUNKS * (3 * max(SIZES[0]) + max(SIZES[1]))
-    assert cli("ls", tiers.slab, "--keys", "--json") == 0
-    assert Counter(shard["rank"] for line in cli.lines for shard in line["shards"]) == Counter(r for _, r in SHARDS)
-    for line in cli.lines:
-        for shard in line["shards"]:
-            path, _, offset = shard["place"].rpartition("@")
-            wanted = image(Key(bytes.fromhex(line["key"])), shard["rank"])
-            assert Path(path).read_bytes()[int(offset) :][: len(wanted)] == wanted
-    assert cli("warm", tiers.slab, "--from", tiers.shared, "--json") == 0
-    assert (cli.json["copied"], cli.json["present"]) == (0, 2 * CHUNKS)
-
-
-def test_warm_copies_to_a_tree_each_shard_with_its_size_and_completes_what_is_there(tiers: Tiers, cli: Cli) -> None:
-    assert cli("warm", tiers.other_tree, "--from", tiers.shared, "--json") == 0
-    assert cli.json["copied_bytes"] == CHUNKS * sum(map(sum, SIZES))
-    near = TreeStore(str(tiers.near))
-    for each, rank in SHARDS:
-        info = near.head(shard_name(SPACE.name, each, rank))
-        assert info is not None
-        assert info.size_bytes == SIZES[each[-1]][rank]
-    near.delete([shard_name(SPACE.name, KEYS[2], 2)])
-    assert cli("warm", tiers.other_tree, "--from", tiers.shared, "--json") == 0
-    assert (cli.json["copied"], cli.json["copied_bytes"], cli.json["present"]) == (1, SIZES[0][2], 2 * CHUNKS - 1)
-    assert cli("verify", tiers.other_tree) == 0
-
-
-def test_warm_passes_over_what_a_rank_of_another_size_has_left(tiers: Tiers, cli: Cli) -> None:
-    put(tiers.store, shard_name(SPACE.name, KEYS[3], 1), SIZES[0][0])
-    assert cli("warm", tiers.other_tree, "--from", tiers.shared, "--json") == 0
-    assert (cli.json["copied"], cli.json["left_out"]["incomplete"]) == (2 * CHUNKS - 1, 1)
 
 
 def older_manifest() -> dict[str, Any]:
@@ -235,9 +185,7 @@ def older_manifest() -> dict[str, Any]:
     return {"namespace": digest.hex(), "fields": plain}
 
 
-def test_chunks_of_an_older_version_are_listed_verified_and_collected_and_warm_says_no(
-    tmp_path: Path, cli: Cli, tiers: Tiers
-) -> None:
+def test_chunks_of_an_older_version_are_listed_verified_and_collected(tmp_path: Path, cli: Cli, tiers: Tiers) -> None:
     manifest = older_manifest()
     older, root = manifest["namespace"][:32], tmp_path / "older"
     store = TreeStore(str(root))
@@ -252,8 +200,6 @@ def test_chunks_of_an_older_version_are_listed_verified_and_collected_and_warm_s
     assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == 1
     put(store, shard_name(older, KEYS[0], 1), SIZES[0][1])
     assert cli("verify", file) == 1, "its own size, by the manifest, is another"
-    assert cli("warm", tiers.slab, "--from", root) == 2
-    assert "was written by another version of nixl-offload; only that version can copy it" in cli.err
     for path in root.rglob("*"):
         os.utime(path, (1, 1))
     for _ in range(2):  # the chunk, then the manifest, which describes nothing any more
@@ -277,30 +223,3 @@ def test_a_group_that_no_key_can_name_says_nothing(group: object) -> None:
         "0" * 32, {"fields": {"world_size": 2, "groups": [{"group_id": group, "slot_bytes": [8192, 8192]}]}}
     )
     assert namespace.groups == ()
-
-
-def forged(**changes: Any) -> dict[str, Any]:
-    """The manifest of a namespace that says of itself what cannot be."""
-    plain = {**SPACE.manifest()["fields"], **changes}
-    digest = manifest_digest({"fields": plain})
-    assert digest is not None
-    return {"namespace": digest.hex(), "fields": plain}
-
-
-@pytest.mark.parametrize("size", [1, 4096, 8193])
-def test_warm_ends_for_sizes_that_no_shard_has(tmp_path: Path, tiers: Tiers, cli: Cli, size: int) -> None:
-    groups = [{"group_id": 0, "tokens_per_block": 16, "slot_bytes": [size, size, 0, 0]}]
-    manifest = forged(groups=groups)
-    store = TreeStore(str(tmp_path / "forged"))
-    store.write(manifest_name(manifest["namespace"][:32]), memoryview(json.dumps(manifest).encode()))
-    assert cli("warm", tiers.slab, "--from", tmp_path / "forged") == 2
-    assert "cannot be true: a shard is a header page and whole pages" in cli.err
-
-
-def test_warm_prints_nothing_that_a_terminal_obeys(tmp_path: Path, tiers: Tiers, cli: Cli) -> None:
-    manifest = forged(settings={"\x1b]0;so\x07": []})
-    store = TreeStore(str(tmp_path / "forged"))
-    store.write(manifest_name(manifest["namespace"][:32]), memoryview(json.dumps(manifest).encode()))
-    assert cli("warm", tiers.slab, "--from", tmp_path / "forged") == 2
-    assert "namespace.settings.?]0;so?" in cli.err
-    assert "\x1b" not in cli.err

@@ -31,7 +31,7 @@ from nixl_offload.cli import main as cli
 from nixl_offload.config import parse_config
 from nixl_offload.stores.directory import TreeStore
 from tests.s3.servers import MotoServer
-from tests.unit.warm_rig import namespace, put_chunk, put_manifest
+from tests.unit.shard_images import namespace, put_chunk, put_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,7 +13,7 @@ import xxhash
 
 from nixl_offload.identity.namespace import CommonFields, Namespace, ShardedFields, make_namespace
 from nixl_offload.stores.directory import TreeStore
-from tests.unit.warm_rig import RANKS, namespace, put_chunk, put_manifest
+from tests.unit.shard_images import RANKS, namespace, put_chunk, put_manifest
 
 CHUNKS = 3
 

@@ -173,30 +173,6 @@ class SlabTier(SlotTier):
             return None
         return super().reserve(key, slot_bytes, evicted, salt)
 
-    def reserve_unused(self, key: Key, slot_bytes: int) -> Location | None:
-        """As ``reserve``, but nothing makes room: None when no slot is free."""
-        offset = None if self._lost.is_set() else self._allocator.allocate(slot_bytes)
-        if offset is None:
-            return None
-        location = Location(self._position, offset, slot_bytes)
-        self._index.insert_writing(key, location)
-        return location
-
-    def renew(self, keys: Iterable[Key], *, timeout_s: float) -> bool:
-        """Count READY chunks as used now, in this order, for engines to come as well: the last goes last.
-
-        Blocks until the journal has all that it was told; False when that took longer than ``timeout_s``.
-        """
-        renewed = 0
-        for key in keys:
-            if self.state(key) is State.READY:
-                self.touch(key)
-                self._durable.put(key, self._index.location(key))
-                renewed += 1
-                if renewed % STALE_PER_FLUSH == 0:  # as in ``open``
-                    self._durable.flush(timeout_s)
-        return self._durable.flush(timeout_s)
-
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store is over: where storage failed it, and now and then, look whether the directory is still there."""
         if now_s >= self._next_look_s or not {Outcome.FAILED, Outcome.TAINTED}.isdisjoint(failed.values()):

@@ -25,7 +25,7 @@ from nixl_offload.stores.directory import TreeStore
 from tests.prove.cells import Outcome
 from tests.prove.security.attacks import promising
 from tests.prove.security.memory import MOST_BYTES, PROMISED_BYTES, peak_bytes
-from tests.unit import warm_rig
+from tests.unit import shard_images
 
 MOST_KIB: Final = 200 << 10
 """That a command may take for a forged manifest."""
@@ -88,11 +88,11 @@ PLANTED: Final[tuple[Callable[[Path, random.Random], None], ...]] = (_garbage, _
 def try_manifests(seed: int, rounds: int) -> Outcome:
     """Plant something in place of the manifest of an authenticated namespace with chunks that have no MAC."""
     outcome = Outcome(counts={"manifests": 0})
-    fields = warm_rig.namespace().fields
+    fields = shard_images.namespace().fields
     namespace = make_namespace(replace(fields, settings={**fields.settings, "authenticate": "blake3 1"}))
     root = Path("shared").absolute()
     store = TreeStore(str(root))
-    warm_rig.put_chunk(store, namespace, 1)
+    shard_images.put_chunk(store, namespace, 1)
     path = root / namespace.name / "manifest.json"
     Path("keys").touch(0o600)
     Path("keys").write_text(random.Random(seed).randbytes(32).hex())
@@ -118,16 +118,16 @@ def try_manifests(seed: int, rounds: int) -> Outcome:
     if _verified("the genuine one", outcome) != {"bad": 1}:
         outcome.missed.append("with the genuine manifest a chunk without a MAC is not bad")
     # A server that wants no MAC takes the same chunk: so it is the MAC that is missed, and nothing else.
-    plain, root = warm_rig.namespace(), Path("plain").absolute()
+    plain, root = shard_images.namespace(), Path("plain").absolute()
     path = root / plain.name / "manifest.json"
     with closing(TreeStore(str(root))) as unsigned:
-        warm_rig.put_chunk(unsigned, plain, 1)
+        shard_images.put_chunk(unsigned, plain, 1)
         path.write_text(json.dumps(plain.manifest()))
     Path("kv.yaml").write_text(yaml.safe_dump({"tiers": [{**tier, "path": str(root)}]}))
     if _verified("without authenticate", outcome) != {"good": 1}:
         outcome.missed.append("without authenticate the chunk is not good")
     with closing(TreeStore(str(root))) as unsigned:
-        _try_large_shard(path, root / warm_rig.put_chunk(unsigned, plain, 3)[0], outcome)
+        _try_large_shard(path, root / shard_images.put_chunk(unsigned, plain, 3)[0], outcome)
     store.close()
     return outcome
 
@@ -137,7 +137,7 @@ def _try_large_shard(manifest: Path, shard: Path, outcome: Outcome) -> None:
     otherwise, then without one, so that all of it is read.
     """
     shard.write_bytes(promising(shard.read_bytes()))
-    os.truncate(shard, slot_bytes(warm_rig.BLOCKS, PROMISED_BYTES // warm_rig.BLOCKS))
+    os.truncate(shard, slot_bytes(shard_images.BLOCKS, PROMISED_BYTES // shard_images.BLOCKS))
     for words in ("a large shard", "a large shard without a manifest"):
         before_bytes = peak_bytes()
         if (verified := _verified(words, outcome)) != {"good": 1, "bad": 1}:

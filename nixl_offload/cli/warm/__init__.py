@@ -1,1 +1,0 @@
-"""``nixl-offload warm``: pulls chunks into a nearer tier."""
