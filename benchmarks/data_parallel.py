@@ -139,7 +139,6 @@ def directory_costs(root: Path, files: int) -> dict[str, float]:
                 namespace,
                 lookup=LookupOptions(),
                 ttl_s=None,
-                warm_start=False,
                 name="benchmark",
             )
             samples.append(_look(tier, keys, there))

@@ -154,7 +154,6 @@ class Ours(Side):
             NAMESPACE,
             lookup=LookupOptions.model_validate({"timeout": "60s"}),
             ttl_s=None,
-            warm_start=False,
             name=self.name,
             threads=self._connections,
         )

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.scale.bucket import EXPRESS, STANDARD, Prices
-from benchmarks.scale.collect import PETABYTE, collect, warm_start
+from benchmarks.scale.collect import PETABYTE, collect
 from benchmarks.scale.costs import by_keys, by_ranks, by_requests
 from benchmarks.scale.fleet import Figures, Fleet, Load
-from benchmarks.scale.shapes import LARGE, LONG, SHAPES, SMALL, Shape
+from benchmarks.scale.shapes import LARGE, LONG, SHAPES, Shape
 
 SECONDS_PER_MONTH: Final = 730 * 3600
 SERVERS: Final = 1000
@@ -118,7 +118,7 @@ def measure_costs(*, full: bool) -> dict[str, Any]:
 
 
 def measure_bucket(*, full: bool) -> dict[str, Any]:
-    """Fleets, gc and warm starts."""
+    """Fleets and gc."""
     base = Load(seconds=45.0 if full else 30.0)
     sizes = (10, 30, 100, 300, SERVERS) if full else (4, 16, 64)
     one = replace(base, servers=50 if full else 16)
@@ -129,11 +129,6 @@ def measure_bucket(*, full: bool) -> dict[str, Any]:
         "fleets": [fleet_report(simulate(replace(base, servers=servers))) for servers in sizes],
         "variants": [fleet_report(simulate(load)) for load in variants],
         "gc": {name: gc_report(shape, chunks // shape.ranks) for name, shape in SHAPES.items()},
-        "warm_start": {
-            "objects": chunks,
-            "lists_all_remembered": warm_start(SMALL, chunks, chunks * 2)[0],
-            "lists_too_many": warm_start(SMALL, chunks, chunks // 2)[0],
-        },
     }
 
 

@@ -51,7 +51,7 @@ class Prices:
 
 STANDARD: Final = Prices("S3 Standard", 0.005, 0.0004, 0.005, 0.023)
 EXPRESS: Final = Prices("S3 Express One Zone", 0.00113, 0.00003, 0.00113, 0.11, 0.0032, 0.0006)
-"""List prices, us-east-1. Express: one zone; its buckets list in no order, so neither warm start nor gc works there."""
+"""List prices, us-east-1. Express: one zone; its buckets list in no order, so gc does not work there."""
 
 
 class Bucket(Store):

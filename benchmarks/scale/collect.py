@@ -1,8 +1,8 @@
-"""``nixl-offload gc`` and warm starts over a petabyte: real code over a part of it, counted, then scaled.
+"""``nixl-offload gc`` over a petabyte: real code over a part of it, counted, then scaled.
 
 Both are linear in objects (``collect`` is run at two sizes, and the report shows both). What a request takes is assumed
 (``bucket.LATENCY_S``), and so is what obstore adds per listed name; other processor time is measured.
-Threading: the threads of gc and of the listing, which end before a function returns.
+Threading: the threads of gc, which end before a function returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from benchmarks.scale.shapes import Shape
 from nixl_offload.cli.gc.collection import _DELETES, Collection
 from nixl_offload.cli.gc.listing import LISTS
 from nixl_offload.stores.s3 import LIST_PAGE
-from nixl_offload.tiers.shared.listing import Listing
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.sweep import make_plan
 from nixl_offload.types import Key
@@ -81,14 +80,3 @@ def collect(shape: Shape, chunks: int, part: float = 0.1) -> Collected:
     return Collected(
         objects, run.deleted.objects, bucket.requests["list"], bucket.requests["delete"], took_s * 1e6 / (2 * objects)
     )
-
-
-def warm_start(shape: Shape, chunks: int, max_keys: int, start: int = 0) -> tuple[int, int]:
-    """Let one server list a bucket at its start. Returns LISTs and chunks found."""
-    bucket = filled(shape, chunks)
-    listing = Listing(bucket, shape.namespace(), name="simulated", max_keys=max_keys, start=start)
-    while not listing.done:
-        if not listing.take(1000):
-            time.sleep(0.001)
-    listing.close()
-    return bucket.requests["list"], listing.chunks

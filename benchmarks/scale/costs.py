@@ -79,7 +79,6 @@ def bucket_catalog(keys: Keys) -> Catalog:
         SMALL.namespace(),
         lookup=options,
         ttl_s=None,
-        warm_start=False,
         name="measured",
         threads=0,
         clock=lambda: 0.0,

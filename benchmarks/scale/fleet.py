@@ -159,7 +159,6 @@ class Server:
             namespace,
             lookup=LookupOptions(),
             ttl_s=None,
-            warm_start=False,
             name="simulated",
             threads=-1,
             clock=clock,

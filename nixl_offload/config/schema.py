@@ -202,8 +202,6 @@ class SharedDirConfig(DirectoryConfig):
     ``nixl-offload gc`` by a timer. If omitted, ``true`` on a filesystem of this machine, such as ext4 or xfs."""
     lookup: LookupOptions = LookupOptions()
     """How servers ask what the directory holds."""
-    warm_start: bool = False
-    """List the directory at start, in the background, so that first requests find their chunks at once."""
 
 
 class S3Config(_Tier):
@@ -248,8 +246,6 @@ class S3Config(_Tier):
     default. Only with ``crt_min_size``."""
     lookup: LookupOptions = LookupOptions()
     """How servers ask what the bucket holds."""
-    warm_start: bool = False
-    """List the namespace at start, in the background, so that first requests find their chunks at once."""
     required: bool = False
     """``true`` ends a start where this tier cannot be opened. ``false`` starts without it, warns, and tries again."""
 

@@ -156,7 +156,6 @@ class Engine:
             NAMESPACE,
             lookup=options(timeout="30s", max_keys=1000),
             ttl_s=None,
-            warm_start=False,
             name="Bucket",
             threads=1,
             clock=world.now,

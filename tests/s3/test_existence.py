@@ -145,15 +145,3 @@ def test_a_bucket_that_asks_to_slow_down_gets_nothing_anew(
     rig.wait_for(lambda: 1 if rig.hits(next(requests), keys_of(64)) == 64 else None)
     ticket = catalog.reserve(keys_of(64, first=700), rig.now(), next(requests))
     assert ticket is not None, "what is new is stored as soon as the bucket answers"
-
-
-def test_warm_start_lists_the_bucket(make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
-    keys = keys_of(1500)
-    _put(rclone, prefix, make(), range(1200))
-    rig = make(warm_start=True)
-    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
-    rig.settle()
-    assert len(rig.tier) == 1200
-    proxy.forget()
-    assert rig.ask("a", keys[:1200]) == [Lookup.HIT] * 1200
-    assert proxy.counts()["HEAD"] == 0

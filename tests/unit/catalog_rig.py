@@ -100,7 +100,6 @@ class Chain:
             namespace_of(),
             lookup=options(),
             ttl_s=None,
-            warm_start=False,
             name="Bucket under test",
             threads=1,
             clock=lambda: self.now_s,

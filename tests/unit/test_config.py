@@ -211,7 +211,6 @@ def test_defaults_of_a_tree_show_what_a_tree_has() -> None:
         "required": False,
         "evict": None,
         "lookup": LOOKUP_DEFAULTS,
-        "warm_start": False,
     }
 
 
@@ -234,14 +233,13 @@ def test_defaults_of_a_bucket() -> None:
         ("crt_min_size", None),
         ("crt_throughput_gbps", None),
         ("lookup", LOOKUP_DEFAULTS),
-        ("warm_start", False),
         ("required", False),
     ]
 
 
 SHARED_TIERS = [
     SHARED_DIR_TIER,
-    {**SHARED_DIR_TIER, "mover": "posix", "lookup": {"timeout": "250ms", "max_keys": 5000}, "warm_start": True},
+    {**SHARED_DIR_TIER, "mover": "posix", "lookup": {"timeout": "250ms", "max_keys": 5000}},
     S3_TIER,
     {
         **S3_TIER,
@@ -259,7 +257,6 @@ SHARED_TIERS = [
         "crt_min_size": "8MiB",
         "crt_throughput_gbps": 100.0,
         "lookup": {"timeout": "2s", "present_for": "1h", "absent_for": "1s", "max_keys": 1000},
-        "warm_start": True,
     },
 ]
 
@@ -345,7 +342,6 @@ _NO_ENDPOINT = "is not an endpoint; allowed: http(s)://host[:port]"
         ({**SLAB_TIER, "threads": 1000}, "threads: 1000 is too large; allowed: at most 256"),
         ({**SLAB_TIER, "bounce": "4KiB"}, "bounce: '4KiB' is too small; allowed: 64KiB or more"),
         ({**SHARED_DIR_TIER, "lookup": {"max_keys": 5}}, "lookup.max_keys: 5 is too small; allowed: 1000 or more"),
-        ({**SHARED_DIR_TIER, "warm_start": "yes"}, "warm_start: 'yes' is refused; allowed: true or false"),
         ({"kind": "shared_dir", "path": "/a"}, "capacity: is required; for example: capacity: "),
     ],
 )
@@ -362,7 +358,6 @@ def test_refusals_of_shared_tiers(tier: dict[str, Any], expected: str) -> None:
             {**SLAB_TIER, "lookup": {}},
             "lookup: belongs to kind: shared_dir or s3, not to kind: slab; allowed: kind, path",
         ),
-        ({**SLAB_TIER, "warm_start": True}, "warm_start: belongs to kind: shared_dir or s3, not to kind: slab; "),
         ({**SHARED_DIR_TIER, "policy": "s3fifo"}, "policy: belongs to kind: memory or slab, not to kind: shared_dir; "),
         (
             {**SLAB_TIER, "mover": "posix", "threads": 4},
@@ -413,8 +408,8 @@ def test_the_old_spelling_means_the_same(old: dict[str, Any], today: dict[str, A
             "tree means; allowed: ",
         ),
         (
-            {**OLD_SLAB, "warm_start": True},
-            "warm_start: belongs to kind: shared_dir or s3, not to kind: slab, which is what kind: file with layout: "
+            {**OLD_SLAB, "lookup": {}},
+            "lookup: belongs to kind: shared_dir or s3, not to kind: slab, which is what kind: file with layout: "
             "slab means; allowed: ",
         ),
         ({**OLD_SLAB, "layout": "tre"}, "layout: 'tre' is unknown (did you mean 'tree'?); allowed: slab, tree"),

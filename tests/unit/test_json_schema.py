@@ -78,7 +78,7 @@ def test_defaults_are_said_as_the_yaml_says_them() -> None:
     """A file that says every default of the schema means the same as one that says none."""
     for tier in (SLAB, S3, SHARED_DIR):
         said = _defaults(SCHEMA["$defs"][tier["kind"]])
-        said = {name: value for name, value in said.items() if name not in ("lookup", "warm_start", "policy")}
+        said = {name: value for name, value in said.items() if name not in ("lookup", "policy")}
         whole = {**_defaults(SCHEMA), "tiers": [{**said, **tier}]}
         assert parse_config(whole) == parse_config({"tiers": [tier]})
     chain = [
@@ -194,7 +194,7 @@ def test_schema_and_loader_agree_on_every_combination(family: str) -> None:
         {"tiers": [{**SLAB, "capacity": 1024}]},
         {"tiers": [{**SLAB, "direct_io": "yes"}]},
         {"tiers": [{**SLAB, "polcy": "lru"}]},
-        {"tiers": [{**SLAB, "warm_start": True}]},
+        {"tiers": [{**SLAB, "lookup": {}}]},
         {"tiers": [{**SHARED_DIR, "lookup": None}]},
         {"tiers": [{**SHARED_DIR, "lookup": {"timeout": 1}}]},
         {"tiers": [{**SHARED_DIR, "lookup": {"timeout": "0s"}}]},

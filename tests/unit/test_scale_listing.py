@@ -1,10 +1,7 @@
-"""Large namespaces: ``gc`` lists them in ranges at once and deletes several batches at once; a warm start begins
-anywhere, and leaves a namespace that it could not remember.
-"""
+"""Large namespaces: ``gc`` lists them in ranges at once and deletes several batches at once."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,9 +13,7 @@ from nixl_offload.cli.gc import collection, listing
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.tiers.shared.inspect import group_chunks
-from nixl_offload.tiers.shared.listing import Listing
 from nixl_offload.tiers.shared.sweep import make_plan
-from nixl_offload.types import Key
 from tests.unit.shared_rig import SLOT, MemoryStore, namespace_of
 
 NAMESPACE = namespace_of(2)
@@ -144,35 +139,3 @@ def test_of_deletes_that_fail_every_object_is_counted(store: SortedStore, monkey
     assert run.gave_up
     assert run.deleted.objects == 2000 - len(store.objects) == 404
     assert 3 * 4 <= run.failed_objects <= collection._DELETES * 4
-
-
-def listed(store: MemoryStore, max_keys: int, start: int) -> tuple[int, set[Key], list[str]]:
-    before = len(store.calls)
-    found = Listing(store, NAMESPACE, name="Bucket", max_keys=max_keys, start=start)
-    keys: set[Key] = set()
-    deadline_s = time.monotonic() + 60.0
-    while not found.done or found._found:
-        assert time.monotonic() < deadline_s
-        keys.update(each.key for each in found.take(1000))
-    found.close()
-    return found.chunks, keys, [name for called, name in store.calls[before:] if called == "list"]
-
-
-@pytest.mark.parametrize("start", [0, 3, 128, 255])
-def test_a_warm_start_finds_all_wherever_it_begins(store: SortedStore, start: int) -> None:
-    fill(store, 500)
-    chunks, keys, lists = listed(store, 1000, start)
-    assert chunks == len(keys) == 500
-    assert lists == [f"{NAME}/{start:02x}0", ""]
-
-
-@pytest.mark.parametrize("start", [0, 77, 255])
-def test_a_warm_start_leaves_what_it_could_not_remember(
-    store: SortedStore, start: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr("nixl_offload.tiers.shared.listing.SAMPLE_CHUNKS", 300)
-    fill(store, 3000)
-    assert listed(store, 2000, start)[0] == 300
-    assert "too many for lookup.max_keys, 2000" in caplog.text
-    assert listed(store, 4000, start)[0] == 3000

@@ -694,54 +694,6 @@ def test_the_manifest_is_written_once_and_again_after_trouble(make: MakeRig, sto
     assert [called for called, _ in store.calls].count("write") == 1
 
 
-# Warm start
-
-
-def test_warm_start_knows_whole_chunks_without_a_question(make: MakeRig, store: MemoryStore) -> None:
-    keys = keys_of(500)
-    writer = make(world_size=2)
-    writer.put(*keys)
-    store.put(writer.names(keys[10])[1], SLOT - 1)
-    del store.objects[writer.names(keys[20])[0]]
-    store.put(f"{writer.namespace.name}/zz/foreign")
-    rig = make(world_size=2, warm_start=True)
-    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
-    assert len(rig.tier) == 498
-    assert rig.ask("a", keys[:10]) == [Lookup.HIT] * 10
-    assert rig.heads() == 0
-    assert rig.tier.counts().listed == 498
-
-
-def test_warm_start_goes_on_where_it_broke_off_and_says_what_it_found(
-    make: MakeRig, store: MemoryStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nixl_offload.tiers.shared.listing.FIRST_PAUSE_S", 0.01)
-    caplog.set_level(logging.INFO)
-    calls = iter(range(10**6))
-
-    def stumble(operation: str, name: str) -> None:
-        if operation == "list" and next(calls) % 50 == 49:
-            raise StoreError("try later", cause="server")
-
-    make(world_size=2).put(*keys_of(200))
-    store.before = stumble
-    rig = make(world_size=2, warm_start=True)
-    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
-    assert len(rig.tier) == 200
-    listed = store.names("list")
-    assert len(listed) == 400 + (len(listed) - len(set(listed))), "a name is listed again only where it failed"
-    assert "warm start found 200 chunks in 40" in caplog.text
-
-
-def test_warm_start_stops_when_memory_is_full(make: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    make().put(*keys_of(3000))
-    rig = make(warm_start=True, max_keys=1000)
-    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
-    assert len(rig.tier) <= 1000
-    assert "no more than lookup.max_keys, 1000" in caplog.text
-
-
 def test_a_chain_longer_than_what_may_be_remembered_ends_by_its_deadline(make: MakeRig) -> None:
     rig, keys = make(max_keys=1000, timeout="300ms"), keys_of(3000)
     rig.put(*keys)

@@ -15,6 +15,7 @@ from nixl_offload.engine import TierEngine
 from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.shared_dir.calls import CallThreads
@@ -102,12 +103,14 @@ def test_a_prober_that_gets_too_few_threads_keeps_none(shortage: Shortage) -> No
     until(lambda: not _threads("nixl-offload-probe"))
 
 
-def test_a_shared_tier_that_cannot_list_keeps_no_thread(shortage: Shortage) -> None:
+def test_a_shared_tier_that_cannot_evict_keeps_no_thread(shortage: Shortage) -> None:
+    def evict() -> Eviction:
+        threading.Thread(target=print).start()
+        raise AssertionError("there was a thread")
+
     shortage(after=3)
     with pytest.raises(RuntimeError, match="start new thread"):
-        SharedTier(
-            0, MemoryStore(), namespace_of(1), lookup=options(), ttl_s=None, warm_start=True, name="T", threads=2
-        )
+        SharedTier(0, MemoryStore(), namespace_of(1), lookup=options(), ttl_s=None, name="T", threads=2, eviction=evict)
     until(lambda: not _threads("nixl-offload-probe"))
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name, shards_of, witness_of, witness_rank
-from nixl_offload.types import Key, Lookup, Outcome
+from nixl_offload.types import Key, Outcome
 from tests.unit.shared_rig import MemoryStore, Rig, key_of, keys_of, namespace_of
 
 FOUR_LAYERS, THREE_LAYERS = 20_480, 16_384
@@ -84,24 +84,6 @@ def test_a_shard_as_large_as_another_ranks_is_damaged_and_goes_with_the_others(
     rig.settle()
     assert rig.tier.counts().damaged == 1
     assert sorted(store.names("delete")) == sorted(rig.names(key))
-
-
-def test_warm_start_takes_chunks_of_which_every_holder_has_its_own_size(make: MakeRig, store: MemoryStore) -> None:
-    whole = [*keys_of(10), *keys_of(10, group=1)]
-    short, swapped, foreign = key_of(20), key_of(21), key_of(22, group=7)
-    names = {key: [shard_name(SPACE.name, key, rank) for rank in range(3)] for key in (*whole, short, swapped, foreign)}
-    make().put(*whole)
-    store.put(names[short][0], FOUR_LAYERS)
-    store.put(names[short][1], THREE_LAYERS)
-    for name, size_bytes in zip(names[swapped], reversed(SIZES[0]), strict=True):
-        store.put(name, size_bytes)
-    for name in names[foreign]:  # of a group that this model does not have
-        store.put(name, THREE_LAYERS)
-    rig = make(warm_start=True)
-    rig.wait_for(lambda: 1 if rig.tier._listing is None else None)
-    assert rig.tier.counts().listed == len(whole) == len(rig.tier)
-    assert [rig.ask(f"{key.hex()}", [key]) for key in whole] == [[Lookup.HIT]] * len(whole)
-    assert store.names("head") == []
 
 
 def test_after_a_failed_load_a_whole_chunk_is_known_for_whole(make: MakeRig, store: MemoryStore) -> None:

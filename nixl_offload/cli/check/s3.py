@@ -176,7 +176,7 @@ def try_rights(section: Section, tier: S3Config, config_file: str) -> bool:
 
     has_boto3 = importlib.util.find_spec("boto3") is not None  # It names the server's error codes.
     with closing(open_store(tier, "boto3" if has_boto3 else "auto")) as store:
-        attempt("list", "no gc, no warm start", list_leftovers)
+        attempt("list", "no gc", list_leftovers)
         section.add("bucket", ok(f"{tier.bucket} is there"))
         words = "an absent object is reported as absent"
         attempt("lookup", "servers cannot tell what is there", lambda: store.head(f"{name}-absent"), words)

@@ -25,7 +25,6 @@ def open_tier(config: S3Config, context: TierContext) -> SharedTier:
         name=f"S3 tier {store.where}",
         lookup=config.lookup,
         ttl_s=config.ttl_s,
-        warm_start=config.warm_start,
         required=config.required,
     )
 

@@ -1,8 +1,8 @@
 """The scheduler's half of a tier that other servers write to as well: a bucket, or a shared directory.
 
-Threading: called by the scheduler's thread alone, except that the prober and the listing have threads of their own. No
+Threading: called by the scheduler's thread alone, except that the prober has threads of its own. No
 method waits for storage or raises for reasons of storage.
-Ownership: the store (closed with the tier), the prober, the listing, the eviction, and what is believed of the store.
+Ownership: the store (closed with the tier), the prober, the eviction, and what is believed of the store.
 The chunks belong to nobody: any server may delete any of them at any time, and the worst that comes of it is a
 recompute.
 """
@@ -24,7 +24,6 @@ from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.shared.background_tasks import Discard, Recheck, Refresh, WriteManifest
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.health import StorageHealth
-from nixl_offload.tiers.shared.listing import Listing
 from nixl_offload.tiers.shared.lookup_queue import LookupQueue, SearchKind
 from nixl_offload.tiers.shared.maintenance import Maintenance
 from nixl_offload.tiers.shared.naming import manifest_name, shards_of, witness_of
@@ -36,7 +35,6 @@ from nixl_offload.types import NO_SALT, Key, Location, Lookup, LookupContext, Ou
 logger = logging.getLogger(__name__)
 
 EVENTS_PER_FLUSH = 8192
-LISTED_PER_FLUSH = 256
 """A few milliseconds of the scheduler's step."""
 RESET_MARGIN_S = 300.0
 """After a reset, what others stored within so long after it does not count either: clocks differ, and a fleet is not
@@ -71,8 +69,6 @@ class SharedCounts:
     """How often the tier was disabled for a while."""
     known: int = 0
     """Chunks believed present now."""
-    listed: int = 0
-    """Chunks that the warm start has found."""
 
 
 class SharedTier:
@@ -89,7 +85,6 @@ class SharedTier:
         *,
         lookup: LookupOptions,
         ttl_s: float | None,
-        warm_start: bool,
         name: str,
         eviction: Callable[[], Eviction] | None = None,
         is_local: bool = False,
@@ -97,7 +92,7 @@ class SharedTier:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Begin with nothing known, or with a listing under way. Does not reach the store on this thread.
+        """Begin with nothing known. Does not reach the store on this thread.
 
         ``namespace`` says which shards a chunk consists of, and how large each is. ``clock`` must be the one that
         callers take ``now_s`` from. ``eviction`` begins what keeps the store to its capacity; None: somebody else does.
@@ -140,16 +135,11 @@ class SharedTier:
         self._maintenance = Maintenance(
             self._prober, manifest, shards_of=self._shards_of, ttl_s=ttl_s, wall=wall, now_s=self._now_s
         )
-        self._listing: Listing | None = None
         self._eviction: Eviction | None = None
         try:
-            if warm_start:
-                self._listing = Listing(store, namespace, name=name, max_keys=lookup.max_keys)
             if eviction is not None:
                 self._eviction = eviction()
         except RuntimeError:  # no thread to be had: those that there are would wait for ever
-            if self._listing is not None:
-                self._listing.stop()
             self._prober.close()
             raise
 
@@ -162,7 +152,6 @@ class SharedTier:
         name: str,
         lookup: LookupOptions,
         ttl_s: float | None,
-        warm_start: bool,
         required: bool,
         eviction: Callable[[], Eviction] | None = None,
         is_local: bool = False,
@@ -180,7 +169,6 @@ class SharedTier:
                 context.namespace,
                 lookup=lookup,
                 ttl_s=ttl_s,
-                warm_start=warm_start,
                 name=name,
                 eviction=eviction,
                 is_local=is_local,
@@ -225,8 +213,6 @@ class SharedTier:
         self._now_s = now_s
         self._take_in()
         self._taken_in = False
-        if self._listing is not None:
-            self._take_listed(self._listing)
         overdue = self._prober.overdue(now_s, self._options.timeout_s)
         self._unanswered = {question.key for question in overdue}
         for question in overdue:
@@ -349,9 +335,6 @@ class SharedTier:
         self._lookups.infer = False
         self._prober.cancel_all()
         self._prober.since_s = self._wall() + RESET_MARGIN_S
-        if self._listing is not None:
-            self._listing.stop()
-            self._listing = None
         self._maintenance.clear()
 
     def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = 1.0) -> None:
@@ -359,13 +342,9 @@ class SharedTier:
 
         ``in_flight`` needs nothing: what is whole in the store is found there.
         """
-        if self._listing is not None:
-            self._listing.stop()
         if self._eviction is not None:
             self._eviction.close(timeout_s)
         self._prober.close(timeout_s)
-        if self._listing is not None:
-            self._listing.close(timeout_s)
         self._store.close()
 
     @property
@@ -381,8 +360,6 @@ class SharedTier:
         counts.openings = self._health.openings
         counts.discarded = self._maintenance.discarded
         counts.known = len(self._presence)
-        if self._listing is not None:
-            counts.listed = self._listing.chunks
         return counts
 
     def statistics(self) -> TierStatistics:
@@ -504,16 +481,3 @@ class SharedTier:
     def _discard(self, keys: Sequence[Key], *, even_whole: bool = False) -> None:
         if self._health.answers:
             self._maintenance.discard(keys, even_whole=even_whole)
-
-    def _take_listed(self, listing: Listing) -> None:
-        listed = listing.take(LISTED_PER_FLUSH)
-        if not listed and listing.done:
-            self._counts.listed = listing.chunks
-            self._listing = None
-            return
-        for key, modified_s in listed:
-            if self._presence.full:
-                listing.stop()
-                return
-            if self._presence.state(key) is None and not self._prober.expired(modified_s):
-                self._presence.seen(key, self._now_s, self._expires_s(modified_s))

@@ -46,7 +46,6 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
         name=name,
         lookup=config.lookup,
         ttl_s=None,
-        warm_start=config.warm_start,
         required=config.required,
         eviction=partial(Eviction, store, config.capacity_bytes, name=name) if keeps else None,
         is_local=is_local(config),

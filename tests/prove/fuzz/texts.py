@@ -22,7 +22,7 @@ from nixl_offload.vllm.hint_format import ACTION_TYPE, FIELD, BadHintError, Hint
 from tests.prove.fuzz.target import One, Reader, Target, expect
 from tests.prove.fuzz.trees import json_mutated, yaml_mutated
 
-_CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+_CONFIGS = Path(__file__).parents[3] / "nixl_offload" / "configs"
 _MESSAGE_MOST = 20_000
 _LINES_MOST = 200
 _EXITS = (0, 1, 2)

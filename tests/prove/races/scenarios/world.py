@@ -141,7 +141,6 @@ class World:
             self.namespace,
             lookup=options(timeout="200ms"),
             ttl_s=None,
-            warm_start=False,
             name="Tree",
             threads=2,
         )
