@@ -23,7 +23,7 @@ COVERAGE ?= --cov
 export PYTHONDONTWRITEBYTECODE :=
 
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
-LINTS := lint-ruff lint-types lint-imports
+LINTS := lint-ruff lint-types lint-imports lint-budget
 
 .PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream try-vllm bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
@@ -66,7 +66,7 @@ test-vllm-upstream: $(STAMP) ## vLLM's own tests of its offloading scheduler ove
 try-vllm: $(STAMP) ## What breaks with another vLLM, in minutes (VLLM=a source tree, source distribution or wheel)
 	@$(BIN)/python -m tools.try_vllm $(VLLM)
 
-lint: $(LINTS) ## Lint, types and import floors only
+lint: $(LINTS) ## Lint, types, import floors and the budget of lines only
 
 lint-ruff: $(STAMP)
 	@echo "== ruff" && $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .
@@ -77,6 +77,9 @@ lint-types: $(STAMP)
 lint-imports: $(STAMP)
 	@echo "== import floors" && $(BIN)/lint-imports --no-cache >$(VENV)/import-floors.log \
 	  || { cat $(VENV)/import-floors.log; exit 1; }
+
+lint-budget: $(STAMP)
+	@echo "== budget of lines" && $(BIN)/python -m tools.budget
 
 families: $(STAMP) ## Families of models on kinds of tiers, whole and damaged, beside a vLLM alone (ARGS="--families llama --json FILE")
 	@$(BIN)/python -m tests.families $(ARGS)
