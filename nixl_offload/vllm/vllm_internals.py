@@ -166,13 +166,13 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
     """Whether anything is stored."""
     held: Mapping[str, int] = MappingProxyType({})
     """Requests that offer nothing in this step; a later one offers it, if they have not ended by then."""
-    _renamed: Mapping[str, list[str]] = MappingProxyType({})
-    """By name: requests that have ended under it and are kept under another one, until vLLM signals their end."""
+    _renamed: Set[str] = frozenset()
+    """Other names of requests that have ended, which vLLM has not signalled yet."""
 
     def on_new_request(self, request: Request) -> None:
-        """As vLLM's. A request of that name that ended and still stores is kept under another name from now on.
+        """As vLLM's. A request of that id that has ended is kept under another name, as long as it stores.
 
-        vLLM keeps requests by name, so the new one would take the place of the old, and a report of the old one's
+        vLLM keeps requests by id, so the new one would take the place of the old, and the report of the old one's
         stores would end the engine.
         """
         before = self._req_status.pop(request.request_id, None)
@@ -182,8 +182,7 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
             for job_id in before.transfer_jobs:
                 self._jobs[job_id].req_id = name
             if not before.finished_signaled:
-                names = self._renamed.get(request.request_id, [])
-                self._renamed = {**self._renamed, request.request_id: [*names, name]}
+                self._renamed |= {name}
             self.renamed(request.request_id, name)
         super().on_new_request(request)
 
@@ -191,16 +190,14 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
         """Take note that a request that has ended has another name from now on."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self._renamed:
-            renamed, self._renamed = self._renamed, {}
-            ended = {name for name in scheduler_output.finished_req_ids if name not in renamed or self._has_ended(name)}
+        """As vLLM's. Of an id that has come again, the end is that of the request before."""
+        ended = scheduler_output.finished_req_ids
+        come_again = {name for name in ended if (state := self._req_status.get(name)) and not state.req.is_finished()}
+        if come_again or self._renamed:
             scheduler_output = copy(scheduler_output)
-            scheduler_output.finished_req_ids = ended.union(*renamed.values())
+            scheduler_output.finished_req_ids = (ended - come_again) | self._renamed
+            self._renamed = frozenset()
         return super().build_connector_meta(scheduler_output)
-
-    def _has_ended(self, request_id: str) -> bool:
-        state = self._req_status.get(request_id)
-        return state is not None and state.req.is_finished()
 
     def check_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Offer no chunk of a request from a block that it does not have any more. ``block_ids``: vLLM's own table, by
