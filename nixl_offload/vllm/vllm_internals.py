@@ -209,8 +209,10 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
         state = self._req_status.get(request_id)
         if state is None:
             return
+        has_ended = state.req.is_finished()  # vLLM may then offer again what it has offered before
         for config, group in zip(self.config.kv_group_configs, state.group_states, strict=True):
-            owned, first = block_ids[config.group_idx], group.next_stored_chunk_idx * self.config.blocks_per_chunk
+            owned = block_ids[config.group_idx]
+            first = 0 if has_ended else group.next_stored_chunk_idx * self.config.blocks_per_chunk
             if group.block_ids[first:] == owned[first : len(group.block_ids)]:
                 continue
             for at in range(first, len(group.block_ids)):
@@ -268,7 +270,8 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
                     break
         if not worthwhile and not scheduler_output.finished_req_ids:
             return {}
-        if (table := scheduler_output.kv_connector_block_state) is not None:
+        table = getattr(scheduler_output, "kv_connector_block_state", None)  # vLLM's own tests leave it out
+        if table is not None:
             for request_id in worthwhile:
                 if (block_ids := table.get_block_ids(request_id)) is not None:
                     self.check_blocks(request_id, block_ids)
@@ -276,7 +279,13 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
         output.num_scheduled_tokens = worthwhile
         if held:
             output.finished_req_ids = output.finished_req_ids.difference(held)
-        return super()._build_store_jobs(output)
+        jobs = super()._build_store_jobs(output)
+        # A request that has ended may offer blocks that others get in this step. vLLM flushes those of full attention.
+        for job_id, job in jobs.items():
+            reused = self._current_batch_allocated_block_ids.intersection(self._jobs[job_id].fenced_block_ids or ())
+            if reused and states[job.req_id].req.is_finished():
+                self._current_batch_jobs_to_flush.add(job_id)
+        return jobs
 
 
 def request_state(scheduler: OffloadingConnectorScheduler, request_id: str) -> RequestOffloadState | None:

@@ -55,41 +55,41 @@ BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
 WINDOW_TOKENS = 96
 MAX_STEPS = 20_000
-_HEAD_SIZE = 32
-PAGE_BYTES = 2 * BLOCK_TOKENS * _HEAD_SIZE * 4
+HEAD_SIZE = 32
+PAGE_BYTES = 2 * BLOCK_TOKENS * HEAD_SIZE * 4
 """Of a layer, keys and values in float32."""
 _MEMORY_BYTES = 8 << 20
 """For the KV cache of each rank."""
 _NULL_BLOCK = 0
 
 
-def vllm_config_of(model: Path, stages: Sequence[str], connector: Mapping[str, Any]) -> VllmConfig:
+def vllm_config_of(model: Path, stages: Sequence[str], connector: Mapping[str, Any], **engine_args: Any) -> VllmConfig:
     """Return the configuration of an engine with so many stages. ``connector``: our config."""
-    return EngineArgs(
-        model=str(model),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        async_scheduling=False,
-        block_size=BLOCK_TOKENS,
-        max_model_len=1024,
-        max_num_batched_tokens=256,
-        max_num_seqs=4,
-        pipeline_parallel_size=len(stages),
-        hf_overrides={"num_hidden_layers": sum(map(len, stages))},
-        kv_transfer_config=KVTransferConfig(
+    arguments = {
+        "model": str(model),
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "async_scheduling": False,
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 4,
+        "pipeline_parallel_size": len(stages),
+        "hf_overrides": {"num_hidden_layers": sum(map(len, stages))},
+        "kv_transfer_config": KVTransferConfig(
             kv_connector="NixlOffloadConnector",
             kv_role="kv_both",
             kv_connector_extra_config={"config": {"chunk_tokens": CHUNK_TOKENS, "slow_hits": "take", **connector}},
         ),
-    ).create_engine_config()
+    }
+    return EngineArgs(**(arguments | engine_args)).create_engine_config()
 
 
 def _worker_of(config: Any) -> WorkerBase:
     """Make what our connector looks for in a rank's process: vLLM's worker, with a model that stays as it is."""
     worker = object.__new__(WorkerBase)
     worker.model_config = config.model_config
-    worker.model_runner = None
     model = torch.nn.Linear(2, 2)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -120,7 +120,7 @@ class PlayedRank:
         common: dict[str, Any] = {
             "block_size": BLOCK_TOKENS,
             "num_kv_heads": 1,
-            "head_size": _HEAD_SIZE,
+            "head_size": HEAD_SIZE,
             "dtype": torch.float32,
         }
         full, window = FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW_TOKENS)
@@ -137,6 +137,7 @@ class PlayedRank:
         self._caches = allocate_kv_cache(config, torch.device("cpu"), layout)
         self.groups = [group.layer_names for group in config.kv_cache_groups]
         self._vllm_worker = _worker_of(self.config)
+        self._vllm_worker.model_runner = self._runner()
         self._connector.register_kv_caches(self._caches)
 
     @property
@@ -155,7 +156,7 @@ class PlayedRank:
         connector, metadata = self._connector, scheduled.kv_connector_metadata
         assert connector is not None
         assert metadata is not None
-        connector.handle_preemptions(metadata)
+        self._begin(scheduled)
         connector.bind_connector_metadata(metadata)
         self._forward(scheduled)
         connector.start_load_kv(None)  # type: ignore[arg-type]
@@ -178,6 +179,16 @@ class PlayedRank:
     def shutdown(self) -> None:
         if self._connector is not None:
             self._connector.shutdown()
+
+    def _runner(self) -> Any:
+        """Return what plays vLLM's model runner for our connector; None: nothing."""
+        return None
+
+    def _begin(self, scheduled: SchedulerOutput) -> None:
+        """Do what comes before the forward pass."""
+        assert self._connector is not None
+        assert scheduled.kv_connector_metadata is not None
+        self._connector.handle_preemptions(scheduled.kv_connector_metadata)
 
     def _forward(self, scheduled: SchedulerOutput) -> None:
         for name in scheduled.finished_req_ids:
@@ -240,13 +251,14 @@ class PlayedExecutor(Executor):
     """Steps all ranks one after the other, and answers with one token for each prompt that is through."""
 
     supports_pp = True
+    rank_type: ClassVar[type[PlayedRank]] = PlayedRank
     stages: ClassVar[Sequence[str]]
     layout: ClassVar[str]
 
     def _init_executor(self) -> None:
         firsts = [sum(map(len, self.stages[:rank])) for rank in range(len(self.stages))]
         self.ranks = [
-            PlayedRank(self.vllm_config, rank, kinds, first)
+            self.rank_type(self.vllm_config, rank, kinds, first)
             for rank, (kinds, first) in enumerate(zip(self.stages, firsts, strict=True))
         ]
         self._output: ModelRunnerOutput | None = None
@@ -335,10 +347,12 @@ def _done(output: Any) -> Future[Any]:
 class PlayedEngine:
     """vLLM's engine core over ``PlayedRank``s. ``is_open``: its tiers are, as a server's before its first request."""
 
+    executor_type: ClassVar[type[PlayedExecutor]] = PlayedExecutor
+
     def __init__(
         self, vllm_config: VllmConfig, stages: Sequence[str], layout: str = "LBHNC", *, is_open: bool = True
     ) -> None:
-        executor = type("StagedExecutor", (PlayedExecutor,), {"stages": stages, "layout": layout})
+        executor = type("StagedExecutor", (self.executor_type,), {"stages": stages, "layout": layout})
         self.core = engine_core.EngineCore(vllm_config, executor, log_stats=False)
         assert isinstance(self.core.model_executor, PlayedExecutor)
         self.ranks = self.core.model_executor.ranks
