@@ -9,6 +9,7 @@ Threading: one test's thread, beside those of the connector's halves.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -347,3 +348,107 @@ def _take_down(update: Callable[[RequestOffloadState], None]) -> Callable[[Reque
                 BELONGS[key] = numbers[at * config.tokens_per_chunk : (at + 1) * config.tokens_per_chunk]
 
     return updated
+
+
+class Fuzz:
+    """Does at random what users do, and lets the engine step between."""
+
+    def __init__(self, engine: FuzzedEngine, seed: int) -> None:
+        self.engine = engine
+        self.requests = 0
+        self._random = random.Random(seed)
+        self._documents = [self._random.choices(range(500), k=MAX_TOKENS) for _ in range(4)]
+        self._sessions: dict[str, int] = {}
+        """Live ones -> tokens that they may still have."""
+        self._names: list[str] = []
+        self.log: list[str] = []
+
+    def run(self, actions: int) -> None:
+        """Do so many things, and come to rest."""
+        chosen = [self._ask, self._abort, self._reset, self._let_go, self._session, self._go_on]
+        for _ in range(actions):
+            action = self._random.choices(chosen, weights=[10, 2, 1, 3, 1, 2])[0]
+            action()
+            steps = self._random.choice([0, 1, 1, 2, 5, 12])
+            self.log.append(f"step {steps}")
+            self.engine.step(steps)
+        for name in list(self._sessions):
+            self._end(name)
+        self.engine.settle()
+        for turn in ("computed", "loaded"):
+            self.engine.reset_prefix_cache()
+            for at, document in enumerate(self._documents):
+                self.engine.ask(f"document {at} {turn}", document[: MAX_TOKENS - 100])
+                self.engine.settle()
+
+    @property
+    def _live(self) -> list[str]:
+        return list(self.engine.core.scheduler.requests)  # type: ignore[attr-defined]
+
+    def _prompt(self, most: int = MAX_TOKENS - 100) -> list[int]:
+        document = self._random.choice(self._documents)
+        shared = document[: self._random.randrange(1, most)]
+        return (shared + self._random.choices(range(500), k=self._random.choice([0, 0, 5, 40])))[:most]
+
+    def _ask(self) -> None:
+        live = self._live
+        if len(live) >= 6:
+            return
+        ended = [name for name in self._names[-6:] if name not in live]
+        name = self._random.choice(ended) if ended and self._random.random() < 0.4 else f"r{self.requests}"
+        prompt, tokens = self._prompt(), self._random.choice([1, 1, 3, 40, 90])
+        self.log.append(f"ask {name} {len(prompt)} {tokens}")
+        self.engine.ask(name, prompt, tokens)
+        self._names.append(name)
+        self.requests += 1
+
+    def _session(self) -> None:
+        if len(self._live) >= 6:
+            return
+        name, prompt, tokens = f"s{self.requests}", self._prompt(200), self._random.choice([1, 3, 40])
+        self.log.append(f"session {name} {len(prompt)} {tokens}")
+        self.engine.ask(name, prompt, tokens, resumable=True)
+        self._sessions[name] = MAX_TOKENS - len(prompt) - tokens - 2
+        self.requests += 1
+
+    def _go_on(self) -> None:
+        self._sessions = {name: room for name, room in self._sessions.items() if name in self._live}
+        if not self._sessions:
+            return
+        name = self._random.choice(list(self._sessions))
+        tokens, prompt = self._random.choice([1, 3, 40]), self._prompt(100)
+        self._sessions[name] -= len(prompt) + tokens
+        if self._sessions[name] < 2 or self._random.random() < 0.2:
+            self._end(name)
+            return
+        self.log.append(f"go on {name} {len(prompt)} {tokens}")
+        self.engine.ask(name, prompt, tokens, resumable=True)
+        self.requests += 1
+
+    def _end(self, name: str) -> None:
+        self._sessions.pop(name)
+        if name in self._live:
+            self.log.append(f"end {name}")
+            self.engine.ask(name, [1], 1)
+
+    def _abort(self) -> None:
+        if live := self._live:
+            name = self._random.choice(live)
+            self.log.append(f"abort {name}")
+            self.engine.core.abort_requests([name])
+            self._sessions.pop(name, None)
+
+    def _reset(self) -> None:
+        running, connector = self._random.choice([(False, False), (True, False), (False, True), (True, True)])
+        self.log.append(f"reset running={running} connector={connector}")
+        try:
+            self.engine.core.reset_prefix_cache(running, connector)
+        except RuntimeError as error:  # vLLM cannot while a load is under way
+            if "remote KV transfer" not in str(error):
+                raise
+
+    def _let_go(self) -> None:
+        stores = self.engine.rank.stores
+        names = [job for job in stores.held if self._random.random() < 0.5]
+        self.log.append(f"let go {names}")
+        stores.let_go(names)

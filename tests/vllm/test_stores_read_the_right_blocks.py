@@ -15,11 +15,24 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from examples.demo.model import ModelShape, write_model
-from tests.vllm.fuzz_rig import MAX_TOKENS, FuzzedEngine, fuzzed
+from tests.thinned import thinned
+from tests.vllm.fuzz_rig import MAX_TOKENS, Fuzz, FuzzedEngine, fuzzed
 from tests.vllm.harness import tree_tier
 from tests.vllm.pipeline_rig import CHUNK_TOKENS, vllm_config_of
 
+FAMILIES: dict[str, tuple[str, int | None]] = {
+    "full": ("FF", 0),
+    "windows": ("SS", 0),
+    "windows, all kept": ("SS", None),
+    "mixed": ("FFSS", 0),
+    "mixed, all kept": ("FFSS", None),
+    "chunked": ("FFCC", 0),
+    "large blocks, all kept": ("LLWW", None),
+}
+"""Layers by kind, and vLLM's ``prefix_cache_retention_interval``."""
 RUNNERS = {"first runner": False, "second runner": True}
+MEDIA = ("memory", "slab", "tree", "chain")
+AXES = thinned(family=FAMILIES, medium=dict(zip(MEDIA, MEDIA, strict=True)), second_runner=RUNNERS)
 BLOCKS = 60
 PROMPTS = [random.Random(seed).choices(range(500), k=6 * CHUNK_TOKENS) for seed in range(4)]
 MEMORY = {"kind": "memory", "capacity": "16MiB"}
@@ -171,3 +184,30 @@ def test_stores_that_wait_read_their_blocks_before_these_are_zeroed(start: Start
         engine.settle()
         assert engine.rank.began_with[f"again-{at}"] >= 4 * CHUNK_TOKENS, "stored and loaded"
     assert engine.rank.wrong == []
+
+
+@pytest.mark.parametrize(**AXES)
+def test_nothing_that_users_do_makes_a_request_begin_with_wrong_kv(
+    start: Start, family: tuple[str, int | None], medium: str, second_runner: bool
+) -> None:
+    """Requests, aborts, preemptions, sessions, resets and ids that come again, at random."""
+    kinds, retention_tokens = family
+    fuzz(start(kinds, medium, second_runner=second_runner, retention_tokens=retention_tokens), range(2))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("second_runner", RUNNERS.values(), ids=RUNNERS)
+@pytest.mark.parametrize("medium", MEDIA)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_same_at_length(start: Start, family: tuple[str, int | None], medium: str, second_runner: bool) -> None:
+    kinds, retention_tokens = family
+    fuzz(start(kinds, medium, second_runner=second_runner, retention_tokens=retention_tokens), range(2, 22))
+
+
+def fuzz(engine: FuzzedEngine, seeds: range) -> None:
+    for seed in seeds:
+        Fuzz(engine, seed).run(60)
+        assert (seed, engine.rank.wrong, engine.left()) == (seed, [], [])
+    assert engine.rank.answers >= 5 * len(seeds)
+    assert engine.rank.moved["load"], "something was loaded"
