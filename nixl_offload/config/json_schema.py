@@ -11,10 +11,9 @@ Threading: pure functions.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from nixl_offload.config.old_configs import KIND_OF_LAYOUT
 from nixl_offload.config.schema import (
     FIELDS_IN_FRONT,
     MOVERS_WITH,
@@ -41,13 +40,13 @@ def json_schema() -> _Schema:
         schema["allOf"] = list(rules[kind](schema))
     schema = {"$schema": DIALECT, "title": "nixl-offload config", **generated}
     schema["properties"]["tiers"] |= {
-        "items": {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in (*TIER_KINDS, "file")]},
+        "items": {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in TIER_KINDS]},
         **_order_of_tiers(kinds["memory"]),
     }
     schema["properties"]["shards"] |= {"anyOf": _ways_to_cut(models["ShardCut"]), "default": "distinct"}
     schema["properties"]["vllm"] |= {"properties": dict.fromkeys(VLLM_KEYS, True), "additionalProperties": False}
     named = {f"of_{kind}": _is_of_kind(kind) for kind in TIER_KINDS}
-    schema["$defs"] = {**kinds, "file": _old_spelling(kinds), **named, **models}
+    schema["$defs"] = {**kinds, **named, **models}
     return schema
 
 
@@ -108,26 +107,8 @@ def _order_of_tiers(memory_tier: _Schema) -> _Schema:
 
 
 def _is_of_kind(kind: str) -> _Schema:
-    """A tier of this kind, in today's spelling or the old one."""
-    today = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
-    layouts = [layout for layout, new in KIND_OF_LAYOUT.items() if new == kind]
-    if not layouts:
-        return today
-    (layout,) = layouts
-    required = ["kind"] if layout == "slab" else ["kind", "layout"]
-    old = {"properties": {"kind": {"const": "file"}, "layout": {"const": layout}}, "required": required}
-    return {"anyOf": [today, old]}
-
-
-def _old_spelling(kinds: Mapping[str, _Schema]) -> _Schema:
-    """``kind: file``, which an earlier release wrote and this one reads."""
-    spelled: list[_Schema] = []
-    for layout, kind in KIND_OF_LAYOUT.items():
-        schema = kinds[kind]
-        own = {"kind": {"const": "file"}, "layout": {"const": layout}}
-        required = schema["required"] if layout == "slab" else [*schema["required"], "layout"]
-        spelled.append({**schema, "properties": {**schema["properties"], **own}, "required": required})
-    return {"description": "The old spelling of kind: slab and kind: shared_dir.", "deprecated": True, "oneOf": spelled}
+    """A tier of this kind."""
+    return {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
 
 
 def _rules_of_memory(tier: _Schema) -> Iterator[_Schema]:

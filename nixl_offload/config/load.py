@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from nixl_offload.config.document import Path, parse_yaml
-from nixl_offload.config.old_configs import replace_retired_movers, rewrite_kinds
 from nixl_offload.config.problems import find_problems, render
 from nixl_offload.config.rules import Problem, show_value
 from nixl_offload.config.schema import Config
@@ -126,11 +125,10 @@ def _check(data: object, source: str, lines: Mapping[Path, int]) -> Config:
         data = {}
     if not isinstance(data, Mapping):
         raise ConfigError(f"{source}: {show_value(data)} is not a mapping; allowed: fields such as tenant and tiers")
-    data = replace_retired_movers(data)
     config: Config | None = None
     error: ValidationError | None = None
     try:
-        config = Config.model_validate(rewrite_kinds(data))
+        config = Config.model_validate(data)
     except ValidationError as exc:
         error = exc
     problems: list[Problem] = find_problems(data, error)

@@ -14,31 +14,26 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nixl_offload.config.document import Path, render_path
-from nixl_offload.config.old_configs import KIND_OF_LAYOUT, old_spelling, rewrite_kinds
 from nixl_offload.config.rules import Problem, broken_rules, did_you_mean, show_value
 from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config, literals, nested_model
 from nixl_offload.units import format_duration, format_size
 
 
 def find_problems(raw: Mapping[str, Any], error: ValidationError | None) -> list[Problem]:
-    """Return what is wrong with ``raw``, each path once: our own rules first, then what pydantic found.
-
-    ``raw`` is what the user wrote; ``error`` tells of it in today's spelling.
-    """
-    today = rewrite_kinds(raw)
-    problems = broken_rules(today)
+    """Return what is wrong with ``raw``, each path once: our own rules first, then what pydantic found."""
+    problems = broken_rules(raw)
     told = {problem.path for problem in problems}
     for details in error.errors() if error else ():
         if details["type"] == "too_short" and details["input"]:
             continue  # pydantic counts only the tiers that passed; the others have been named
-        problem = _translate(details, today, raw)
+        problem = _translate(details, raw)
         if not any(problem.path[: len(path)] == path for path in told):
             problems.append(problem)
     return problems
 
 
-def _translate(details: ErrorDetails, raw: Mapping[str, Any], written: Mapping[str, Any]) -> Problem:
-    """Turn one of pydantic's findings about ``raw`` into our words; ``written`` is the same in the user's spelling."""
+def _translate(details: ErrorDetails, raw: Mapping[str, Any]) -> Problem:
+    """Turn one of pydantic's findings about ``raw`` into our words."""
     path = _strip_tag(details["loc"])
     kind, context = details["type"], details.get("ctx", {})
     # Somebody may have put a key where the name of its file belongs.
@@ -47,7 +42,7 @@ def _translate(details: ErrorDetails, raw: Mapping[str, Any], written: Mapping[s
     name = str(path[-1]) if path else ""
     if kind == "extra_forbidden":
         fields = _names(model)
-        elsewhere = _of_other_kinds(path, raw, written)
+        elsewhere = _of_other_kinds(path, raw)
         return Problem(
             path, f"{elsewhere or 'unknown field' + did_you_mean(name, fields)}; allowed: {', '.join(fields)}"
         )
@@ -58,10 +53,6 @@ def _translate(details: ErrorDetails, raw: Mapping[str, Any], written: Mapping[s
         if kind == "union_tag_not_found":
             return Problem(path, f"is required; allowed: {', '.join(TIER_KINDS)}")
         tag = value.get("kind") if isinstance(value, Mapping) else value
-        if tag == "file":  # the old spelling, with a layout that never was
-            return Problem(
-                (*path[:-1], "layout"), _unknown(_written((*path[:-1], "layout"), raw, None), [*KIND_OF_LAYOUT])
-            )
         return Problem(path, _unknown(tag, TIER_KINDS))
     if kind == "literal_error":
         return Problem(path, _unknown(value, literals(model, name)))
@@ -128,7 +119,7 @@ def _model_at(path: Path, raw: Mapping[str, Any]) -> type[BaseModel]:
     return model
 
 
-def _of_other_kinds(path: Path, raw: Mapping[str, Any], written: Mapping[str, Any]) -> str:
+def _of_other_kinds(path: Path, raw: Mapping[str, Any]) -> str:
     """Say that a tier's field belongs to tiers of other kinds; empty where no kind has it."""
     if len(path) != 3 or path[0] != "tiers":
         return ""
@@ -137,8 +128,7 @@ def _of_other_kinds(path: Path, raw: Mapping[str, Any], written: Mapping[str, An
     if not kinds:
         return ""
     kind = raw["tiers"][position]["kind"]
-    old = old_spelling(written["tiers"][position])
-    return f"belongs to kind: {' or '.join(kinds)}, not to kind: {kind}{f', which is what {old} means' if old else ''}"
+    return f"belongs to kind: {' or '.join(kinds)}, not to kind: {kind}"
 
 
 def _names(model: type[BaseModel]) -> list[str]:

@@ -20,8 +20,6 @@ FORMAT_VERSION: Final = 1
 """Version of the bytes of a stored chunk. A new one makes a new namespace, so that old chunks are never read."""
 
 _DOMAIN: Final = b"nixl-offload namespace 2\0"
-_DOMAIN_1: Final = b"nixl-offload namespace 1\0"
-"""Of manifests that older versions wrote, which have no ``ranks``: their namespaces can still be listed and deleted."""
 _RANK_DOMAIN: Final = b"nixl-offload rank 1\0"
 _SHORT_NAME_CHARS: Final = 32
 
@@ -266,8 +264,7 @@ def rank_digest(digest: bytes, rank: int) -> bytes:
 
 def _fingerprint(plain: dict[str, Any]) -> bytes:
     canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    domain = _DOMAIN if "ranks" in plain else _DOMAIN_1
-    return hashlib.sha256(domain + canonical.encode()).digest()
+    return hashlib.sha256(_DOMAIN + canonical.encode()).digest()
 
 
 def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:

@@ -37,8 +37,8 @@ _ROWS_PER_READ = 16_384
 _CHECKED_BYTES = 64 << 20
 """A file up to this size (some 600,000 keys) is checked whole when it is opened, which takes 0.15 s. SQLite itself
 notices damage only where it stumbles over it, and may until then lose what it is given."""
-_WRITE_VERSION_AT, _READ_VERSION_AT = 18, 19
-"""Offsets in the file's header; 2 means a write-ahead log."""
+_VERSIONS_AT, _ROLLBACK_JOURNAL = 18, b"\1\1"
+"""Where the file's header says what kind of journal it has."""
 _NO_MAPPING = "PRAGMA mmap_size=0"
 """The default, unless SQLite was built with another."""
 
@@ -95,16 +95,14 @@ class Database:
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 raise UnusableError("it is no file, or has another name (a hard link)")
             os.fchmod(descriptor, 0o600)
-            head = os.pread(descriptor, _READ_VERSION_AT + 1, 0)
-            _refuse_read_only_format(head)
         finally:
             os.close(descriptor)
+        refuse_write_ahead_log(self.path)
         self._file_id = _file_id(self.path)
         self._connection = _connect(self.path, timeout_s=1.0)
         try:
             self._connection.execute(_NO_MAPPING)
-            has_log = head[_READ_VERSION_AT:] == b"\2"
-            if has_log or os.path.lexists(self.path + "-journal") or os.path.lexists(self.path + "-wal"):
+            if os.path.lexists(self.path + "-journal"):
                 self._settle(self._connection)
             self._prepare(self._connection)
         except BaseException:
@@ -173,26 +171,12 @@ class Database:
             connection.close()
 
     def _settle(self, connection: sqlite3.Connection) -> None:
-        """Apply and remove what was left beside the file: a journal by a kill, a write-ahead log by an earlier version.
-
-        A log is indexed in a file that all map into memory, and a write to mapped memory that the medium refuses ends
-        the process with SIGBUS, where a rollback journal's fails with an error. An exclusive connection has that index
-        in memory of its own. A journal may bring log mode back, where a conversion was cut short.
-        """
-        run = connection.execute
-        run("PRAGMA locking_mode=EXCLUSIVE")
-        (mode,) = run("PRAGMA journal_mode=DELETE").fetchone()
-        if mode != b"delete":
-            raise sqlite3.OperationalError(f"its journal mode stays {mode.decode(errors='replace')}")
-        run("PRAGMA locking_mode=NORMAL")
+        """Apply and remove the journal that a kill has left."""
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         # Leaving PERSIST deletes a journal that is void, which would stay until the next commit: a kill came before its
-        # first sync, or the lines above have rolled it back.
-        run("PRAGMA journal_mode=PERSIST")
-        run("PRAGMA journal_mode=DELETE")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path + "-shm")
-        # A log that came back after a power cut would be applied to what has been written since.
-        _sync_directory(os.path.dirname(os.path.abspath(self.path)))
+        # first sync, or the line above has rolled it back.
+        connection.execute("PRAGMA journal_mode=PERSIST")
+        connection.execute("PRAGMA journal_mode=DELETE")
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         run = connection.execute
@@ -225,6 +209,18 @@ class Database:
             (verdict,) = run("PRAGMA quick_check(1)").fetchone()
             if verdict != b"ok":
                 raise UnusableError(verdict.decode(errors="replace"))
+
+
+def refuse_write_ahead_log(path: str) -> None:
+    """Raise UnusableError for a file that is not in rollback-journal mode, and OSError where it cannot be read.
+
+    A write-ahead log is indexed in a file that all map into memory, and a write to mapped memory that the medium
+    refuses ends the process.
+    """
+    with open(path, "rb") as file:
+        file.seek(_VERSIONS_AT)
+        if file.read(len(_ROLLBACK_JOURNAL)) not in (b"", _ROLLBACK_JOURNAL) or os.path.lexists(path + "-wal"):
+            raise UnusableError("it has no rollback journal, which every index of ours has")
 
 
 def max_bytes(n_keys: int, key_bytes: int = MAX_KEY_BYTES) -> int:
@@ -298,20 +294,6 @@ def _connect(path: str, timeout_s: float) -> sqlite3.Connection:
     )
     connection.text_factory = bytes  # a damaged page may hold text that is none, and then reading would raise
     return connection
-
-
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _refuse_read_only_format(head: bytes) -> None:
-    """Raise UnusableError for a write version that SQLite would answer, for ever, with "readonly database"."""
-    if len(head) > _WRITE_VERSION_AT and head[_WRITE_VERSION_AT] not in (1, 2):
-        raise UnusableError(f"its write version is {head[_WRITE_VERSION_AT]}")
 
 
 def _file_id(path: str) -> tuple[int, int]:

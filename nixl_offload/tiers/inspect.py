@@ -89,8 +89,8 @@ class NamespaceInfo:
     trouble: str | None = None
     """Why its chunks cannot be listed, if so."""
     digest: bytes | None = field(init=False)
-    _sizes: dict[int, int | tuple[int, ...]] = field(init=False, repr=False, compare=False)
-    """By KV group: bytes of a shard by rank, or one number where an older version had one for all ranks."""
+    _sizes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    """By KV group: bytes of a shard by rank."""
 
     def __post_init__(self) -> None:
         self.digest = manifest_digest(self.manifest)
@@ -154,15 +154,13 @@ class NamespaceInfo:
 
     def shard_bytes(self, key: Key, rank: int) -> int | None:
         """Return the size of the shard of ``rank``, header and padding included; None where no manifest tells it."""
-        sizes = self._sizes.get(key_group(key))
-        if not isinstance(sizes, tuple):
-            return sizes
+        sizes = self._sizes.get(key_group(key), ())
         return sizes[rank] if 0 <= rank < len(sizes) else None
 
     def holders(self, group: int) -> Sequence[int]:
         """Return the ranks that hold a shard of the group's chunks: all of them, unless the manifest says otherwise."""
         sizes = self._sizes.get(group)
-        if not isinstance(sizes, tuple):
+        if sizes is None:
             return range(self.ranks or 0)
         return tuple(rank for rank, size in enumerate(sizes) if size)
 
@@ -207,15 +205,15 @@ class NamespaceInfo:
         return value if type(value) is int and 0 < value < 1 << 31 else None
 
 
-def _sizes_of(groups: object, ranks: int | None) -> dict[int, int | tuple[int, ...]]:
+def _sizes_of(groups: object, ranks: int | None) -> dict[int, tuple[int, ...]]:
     """Return what a manifest says of shard sizes, as far as it can be true: anybody may have written it."""
-    sizes: dict[int, int | tuple[int, ...]] = {}
+    sizes: dict[int, tuple[int, ...]] = {}
     for group in groups if isinstance(groups, list) and ranks else ():
-        number, size = (group.get("group_id"), group.get("slot_bytes")) if isinstance(group, dict) else (None, None)
-        of_ranks = tuple(size) if isinstance(size, list) and len(size) == ranks else (size,)
-        possible = all(type(each) is int and 0 <= each < _MAX_BYTES for each in of_ranks) and any(of_ranks)
-        if type(number) is int and number in _GROUPS and possible:
-            sizes[number] = of_ranks if isinstance(size, list) else of_ranks[0]
+        number, of_ranks = (group.get("group_id"), group.get("slot_bytes")) if isinstance(group, dict) else (None, None)
+        if type(number) is not int or number not in _GROUPS or not isinstance(of_ranks, list) or len(of_ranks) != ranks:
+            continue
+        if all(type(each) is int and 0 <= each < _MAX_BYTES for each in of_ranks) and any(of_ranks):
+            sizes[number] = tuple(of_ranks)
     return sizes
 
 

@@ -117,39 +117,3 @@ def test_a_full_medium_costs_rows_and_not_the_process(small_filesystem: SmallFil
         assert running.close()
         assert running.process.wait(20) == 0
     assert IndexReader(path).count()[0] == number + 1
-
-
-@pytest.mark.parametrize("when", ["at the start", "later"])
-def test_an_index_with_an_old_log_on_a_medium_that_refuses_writes(small_filesystem: SmallFilesystem, when: str) -> None:
-    """Nothing of it can be read then but by converting it; the engine serves on without its rows."""
-    path = small_filesystem.path / "index.sqlite"
-    with engine(path) as running:
-        assert running.put(1)
-        assert running.close()
-    script = (
-        "import os, sqlite3, sys\n"
-        "connection = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
-        "connection.execute('PRAGMA journal_mode=WAL')\n"
-        "connection.execute('INSERT INTO slot VALUES (NULL, ?, 8192, 4096)', (b'k' * 36,))\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    subprocess.run([sys.executable, "-c", script, str(path)], check=False)
-    if when == "later":
-        with engine(path) as running:
-            assert running.rows_found == 2
-            os.sync()
-            small_filesystem.make_read_only()
-            assert not running.put(3, timeout_s=0.5)
-            assert not running.close()
-            assert running.process.wait(20) == 0
-        return
-    os.sync()
-    small_filesystem.make_read_only()
-    with engine(path) as running:
-        assert running.rows_found == 0
-        assert not running.put(3, timeout_s=0.5)
-        small_filesystem.make_writable()
-        assert running.put(4)
-        assert running.close()
-        assert running.process.wait(20) == 0
-    assert IndexReader(path).count()[0] == 4

@@ -491,14 +491,6 @@ def test_an_error_of_our_own_does_not_keep_an_engine_from_starting(
 # What else is in the directory
 
 
-def old_choices(directory: Path) -> list[Path]:
-    """What earlier releases kept of their measurements."""
-    paths = [directory / f".mover-choice-{number:032x}.json" for number in range(64)]
-    for path in [*paths, directory / ".mover-choice.lock"]:
-        path.write_text('{"version": 1, "mover": "gds", "way": "direct"}')
-    return [*paths, directory / ".mover-choice.lock"]
-
-
 def test_what_killed_ranks_left_is_removed(tmp_path: Path) -> None:
     """By the next one that measures; what is young may be in use, what has other names is not ours."""
     old_s = time.time() - 3600
@@ -513,30 +505,23 @@ def test_what_killed_ranks_left_is_removed(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == set(kept)
 
 
-def test_choices_of_earlier_releases_are_ignored(tmp_path: Path) -> None:
-    """They neither decide nor disappear."""
-    kept = old_choices(tmp_path)
-    assert planned(tmp_path).mover == "posix"
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
-
-
-def test_gc_leaves_choices_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a tree they are neither listed nor counted nor deleted, whatever else goes."""
+def test_gc_leaves_scratch_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a shared directory it is neither listed nor counted nor deleted, whatever else goes."""
     root = tmp_path / "kv"
     store = TreeStore(str(root))
     namespace = namespace_of()
     put_manifest(store, namespace)
     shards = put_chunk(store, namespace, 1)
-    ours = [root / ".mover-choice-0123456789abcdef.scratch", *old_choices(root)]
-    ours[0].touch()
-    for path in [*ours, *(root / shard for shard in shards)]:
+    ours = root / ".mover-choice-0123456789abcdef.scratch"
+    ours.touch()
+    for path in [ours, *(root / shard for shard in shards)]:
         os.utime(path, (1, 1))
     config = tmp_path / "kv.yaml"
     config.write_text(f"tiers: [{{kind: shared_dir, path: {root}, capacity: 1GiB}}]\n")
     assert main(["gc", str(config), "--older-than", "1h", "--delete", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert not any((root / shard).exists() for shard in shards)
-    assert all(path.exists() for path in ours)
+    assert ours.exists()
     assert report["other_objects"] == 0
     assert [info.name for info in store.list("")] == [f"{namespace.name}/manifest.json"]
 
@@ -558,7 +543,7 @@ def test_a_slab_keeps_its_size(tmp_path: Path, dp_size: int) -> None:
         return directory.rank_bytes
 
     first = opened()
-    old_choices(tmp_path)
+    (tmp_path / ".mover-choice-0123456789abcdef.scratch").write_bytes(bytes(200 << 10))
     planned(tmp_path)
     assert opened() == first
     (tmp_path / "stranger").write_bytes(bytes(8 << 20))

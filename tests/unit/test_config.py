@@ -21,7 +21,6 @@ from nixl_offload.config import (
     kv_transfer_config,
     load_config,
     merge_extra_config,
-    old_configs,
     parse_config,
 )
 from nixl_offload.errors import ConfigError
@@ -381,61 +380,6 @@ def test_what_would_be_ignored_is_refused(tier: dict[str, Any], expected: str) -
     assert "\n" not in message
 
 
-OLD_SLAB: dict[str, Any] = {**SLAB_TIER, "kind": "file"}
-OLD_TREE: dict[str, Any] = {**SHARED_DIR_TIER, "kind": "file", "layout": "tree"}
-
-
-@pytest.mark.parametrize(
-    ("old", "today"),
-    [
-        (OLD_SLAB, SLAB_TIER),
-        ({**OLD_SLAB, "layout": "slab", "policy": "s3fifo"}, {**SLAB_TIER, "policy": "s3fifo"}),
-        ({**OLD_TREE, "lookup": {"timeout": "2s"}}, {**SHARED_DIR_TIER, "lookup": {"timeout": "2s"}}),
-    ],
-)
-def test_the_old_spelling_means_the_same(old: dict[str, Any], today: dict[str, Any]) -> None:
-    config = parse_config({"tiers": [MEMORY_TIER, old, S3_TIER]})
-    assert config == parse_config({"tiers": [MEMORY_TIER, today, S3_TIER]})
-    assert "layout" not in config.to_dict()["tiers"][1]
-
-
-@pytest.mark.parametrize(
-    ("tier", "expected"),
-    [
-        (
-            {**OLD_TREE, "policy": "s3fifo"},
-            "policy: belongs to kind: memory or slab, not to kind: shared_dir, which is what kind: file with layout: "
-            "tree means; allowed: ",
-        ),
-        (
-            {**OLD_SLAB, "lookup": {}},
-            "lookup: belongs to kind: shared_dir or s3, not to kind: slab, which is what kind: file with layout: "
-            "slab means; allowed: ",
-        ),
-        ({**OLD_SLAB, "layout": "tre"}, "layout: 'tre' is unknown (did you mean 'tree'?); allowed: slab, tree"),
-        ({**OLD_SLAB, "layout": None}, "layout: None is unknown; allowed: slab, tree"),
-        ({**OLD_SLAB, "layout": ["tree"]}, "layout: ['tree'] is unknown; allowed: slab, tree"),
-        ({**SLAB_TIER, "layout": "tree"}, "layout: unknown field; allowed: kind, path, capacity, "),
-        (
-            {**OLD_SLAB, "polcy": "lru"},
-            "polcy: unknown field (did you mean 'policy'?); allowed: kind, path, capacity, ",
-        ),
-    ],
-)
-def test_refusals_of_the_old_spelling(tier: dict[str, Any], expected: str) -> None:
-    message = refusal({"tiers": [tier]})
-    assert message.startswith(f"inline: tiers[0].{expected}")
-    assert "\n" not in message, "one fault, one line"
-
-
-def test_faults_of_the_old_spelling_are_told_with_their_line(tmp_path: Path) -> None:
-    text = "tiers:\n  - kind: file\n    layout: tree\n    path: /mnt/kv\n    capacity: 1TiB\n    policy: lru\n"
-    assert file_refusal(tmp_path, text).startswith("kv.yaml:6: tiers[0].policy: belongs to kind: memory or slab, ")
-    assert file_refusal(tmp_path, text.replace("tree", "tee")).startswith(
-        "kv.yaml:3: tiers[0].layout: 'tee' is unknown"
-    )
-
-
 def test_null_says_nothing() -> None:
     tier = parse_config({"tiers": [{**S3_TIER, "mover": "obstore", "crt_min_size": None, "ca_bundle": None}]}).tiers[0]
     assert isinstance(tier, S3Config)
@@ -554,24 +498,8 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("tier", "old", "new"), [(SLAB_TIER, "gds", "gds_mt"), (OLD_TREE, "gds", "gds_mt"), (S3_TIER, "boto3", "obstore")]
-)
-def test_a_retired_mover_is_replaced_and_told_once(
-    tier: dict[str, Any], old: str, new: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Configs of earlier releases still load."""
-    monkeypatch.setattr(old_configs, "_warned", set())
-    config = parse_config({"tiers": [{**tier, "mover": old}]})
-    assert config == parse_config({"tiers": [{**tier, "mover": new}]})
-    parse_config({"tiers": [{**tier, "mover": old}]})
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.startswith(f"mover: {old} is gone, because ")
-    assert line.endswith(f"; using mover: {new}")
-
-
 @pytest.mark.parametrize(("tier", "mover"), [(SLAB_TIER, "boto3"), (S3_TIER, "gds")])
-def test_a_mover_that_such_a_tier_never_had_is_named_as_it_was_written(tier: dict[str, Any], mover: str) -> None:
+def test_a_mover_that_such_a_tier_does_not_have_is_named(tier: dict[str, Any], mover: str) -> None:
     with pytest.raises(ConfigError, match=f"tiers.0..mover: '{mover}' is unknown"):
         parse_config({"tiers": [{**tier, "mover": mover}]})
 

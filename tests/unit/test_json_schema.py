@@ -26,8 +26,6 @@ VALIDATOR = Draft202012Validator(SCHEMA)
 MEMORY: dict[str, Any] = {"kind": "memory", "capacity": "32GiB"}
 SLAB: dict[str, Any] = {"kind": "slab", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
 SHARED_DIR: dict[str, Any] = {**SLAB, "kind": "shared_dir", "path": "/mnt/shared/kv"}
-OLD: dict[str, Any] = {**SLAB, "kind": "file"}
-OLD_TREE: dict[str, Any] = {**SHARED_DIR, "kind": "file", "layout": "tree"}
 S3: dict[str, Any] = {"kind": "s3", "bucket": "kv-cache"}
 
 
@@ -112,7 +110,7 @@ def _tiers_of(base: dict[str, Any], **choices: list[Any]) -> Iterator[list[dict[
 
 
 def _chains() -> Iterator[list[dict[str, Any]]]:
-    of_kind = {"memory": MEMORY, "slab": SLAB, "shared_dir": SHARED_DIR, "old": OLD, "old tree": OLD_TREE, "s3": S3}
+    of_kind = {"memory": MEMORY, "slab": SLAB, "shared_dir": SHARED_DIR, "s3": S3}
     for length in range(5):
         for kinds in itertools.product(of_kind, repeat=length):
             yield [of_kind[kind] for kind in kinds]
@@ -135,10 +133,9 @@ FAMILIES: dict[str, list[list[dict[str, Any]]]] = {
     "memory": list(_memories()),
     "files": [
         tiers
-        for base, layouts in ((SLAB, [...]), (SHARED_DIR, [..., "tree"]), (OLD, [..., "slab", "tree", None]))
+        for base in (SLAB, SHARED_DIR)
         for tiers in _tiers_of(
             base,
-            layout=layouts,
             mover=[..., "auto", "gds_mt", "posix", "kvikio", "uring"],
             threads=[..., 1, 0, 257, "8"],
             bounce=[..., "1MiB", 65535],
@@ -148,7 +145,7 @@ FAMILIES: dict[str, list[list[dict[str, Any]]]] = {
     ],
     "shares": [
         tiers
-        for base in (MEMORY, SLAB, OLD, SHARED_DIR, S3)
+        for base in (MEMORY, SLAB, SHARED_DIR, S3)
         for tiers in _tiers_of(
             base, share_per_salt=[..., None, "1%", "25%", "99%", "0%", "05%", "100%", "2.5%", "25", " 25%", 25, 0.25]
         )

@@ -4,8 +4,7 @@ Threading: every call opens a connection of its own and closes it. Reading creat
 so whoever may read the files may look. ``drop_rows`` alone writes, and is for the holder of the directory's lock.
 
 Reader and engine share the file by SQLite's locks: a commit waits for the read in progress, so many rows are read
-some at a time. Where a kill left a transaction half done, or an earlier version its write-ahead log, only a writer can
-read the file; a private copy is read then.
+some at a time. Where a kill left a transaction half done, only a writer can read the file; a private copy is read then.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 from nixl_offload.errors import TierError
-from nixl_offload.index.database import READABLE, is_damage, translate
+from nixl_offload.index.database import READABLE, UnusableError, is_damage, refuse_write_ahead_log, translate
 from nixl_offload.types import Key
 
 _ROWS_PER_READ: Final = 10_000
@@ -41,8 +40,6 @@ _PAUSE_S: Final = 0.1
 _PATIENCE_S: Final = 10.0
 _POLL_S: Final = 0.002
 """Of a lock. SQLite itself asks every 100 ms, and beside a busy engine misses the short times between commits."""
-_READ_VERSION_AT: Final = 19
-"""Offset in the file's header; 2 means a write-ahead log."""
 
 
 class IndexRow(NamedTuple):
@@ -132,15 +129,15 @@ class _Source:
         failed, refused, give_up_s = 0, 0, time.monotonic() + _PATIENCE_S
         while True:
             try:
-                self._path.stat()
-                if self._copy is None and (refused == _REFUSED_BEFORE_COPYING or self._has_log()):
+                refuse_write_ahead_log(str(self._path))
+                if self._copy is None and refused == _REFUSED_BEFORE_COPYING:
                     self._copy = self._make_copy()
                 with contextlib.closing(self._connect()) as connection:
                     found: list[tuple[Any, ...]] = connection.execute(statement, values).fetchall()
                     return found
             except FileNotFoundError as error:
                 raise translate(error, str(self._path)) from error
-            except (sqlite3.Error, UnicodeError, OSError) as error:
+            except (UnusableError, sqlite3.Error, UnicodeError, OSError) as error:
                 why = translate(error, str(self._path))
                 if why.cause == "locked" and time.monotonic() < give_up_s:
                     time.sleep(_POLL_S)
@@ -152,12 +149,6 @@ class _Source:
                         raise TierError(f"index {self._path} is damaged: {error}", cause="io") from error
                     raise why from error
             time.sleep(_PAUSE_S)
-
-    def _has_log(self) -> bool:
-        if os.path.lexists(f"{self._path}-wal"):
-            return True
-        with self._path.open("rb") as file:
-            return file.read(_READ_VERSION_AT + 1)[_READ_VERSION_AT:] == b"\x02"
 
     def _connect(self) -> sqlite3.Connection:
         if self._copy is None:
@@ -188,7 +179,7 @@ class _Source:
     def _state(self) -> dict[str, tuple[int, ...]]:
         """Return the files that make up the index and, of each that is there, what tells whether it has changed."""
         state: dict[str, tuple[int, ...]] = {}
-        for name in (f"{self._path}{end}" for end in ("", "-journal", "-wal")):
+        for name in (f"{self._path}{end}" for end in ("", "-journal")):
             state[name] = ()
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(name)

@@ -22,7 +22,7 @@ from nixl_offload.identity.weights_cache import CACHE_PREFIX
 
 MANIFEST_NAME: Final = "manifest.json"
 MOVER_CHOICE_PREFIX: Final = ".mover-choice"
-"""Scratch files of ``engine.autotune``, and what earlier releases remembered of their movers: a few KiB."""
+"""Scratch files of ``engine.autotune``: a few KiB."""
 SMALL_FILES: Final = (MOVER_CHOICE_PREFIX, CACHE_PREFIX)
 """How names of small files of ours begin; room for them is set aside."""
 _MANIFEST_MAX_BYTES: Final = 1 << 20

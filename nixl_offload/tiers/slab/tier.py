@@ -121,7 +121,7 @@ class SlabTier(SlotTier):
         try:
             allocator = SlabAllocator(directory.rank_bytes, slot_classes, directory.extent_bytes, replicas)
             geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(world_size)}
-            if replicas:  # else the index of an older release is good
+            if replicas:
                 geometry["replicas"] = json.dumps(sorted(replicas.items()))
             if stages := namespace.stages:  # others hold other shards
                 geometry["stages"] = " ".join(map(str, stages))

@@ -128,7 +128,7 @@ def payload(scratch: Path) -> One:
 
 
 def _index_bases() -> list[tuple[bytes, bytes, bytes]]:
-    """Index files: file, journal, log of earlier versions. Closed, left behind by a kill, empty, and of others."""
+    """Index files: file, journal, write-ahead log. Closed, left behind by a kill, empty, and of others."""
     bases = ((3, "closed"), (40, "closed"), (3, "killed"), (3, "log"), (0, "closed"))
     return [_index_files(rows, left) for rows, left in bases] + [
         (_foreign(statement), b"", b"")
@@ -141,7 +141,7 @@ def _index_bases() -> list[tuple[bytes, bytes, bytes]]:
 
 
 def _index_files(rows: int, left: str) -> tuple[bytes, bytes, bytes]:
-    """Write an index as the product does, as a kill in a transaction leaves it, or with an earlier version's log."""
+    """Write an index as the product does, as a kill in a transaction leaves it, or with a write-ahead log."""
     from nixl_offload.index.database import Database
 
     path, chance = Path("base.sqlite").absolute(), random.Random(rows)

@@ -222,7 +222,7 @@ def _yaml() -> Iterator[bytes]:
 
 def _json() -> Iterator[bytes]:
     yield b'{"tiers": [{"kind": "slab", "path": "/x", "capacity": "1GiB"}]}'
-    yield b'{"tiers": [{"kind": "file", "layout": "tree", "path": "/x"}, {"kind": "s3", "bucket": "b-b", "ttl": "7d"}]}'
+    yield b'{"tiers": [{"kind": "shared_dir", "path": "/x"}, {"kind": "s3", "bucket": "b-b", "ttl": "7d"}]}'
     yield b'{"tiers": [{"kind": "memory", "capacity": 1073741824}], "vllm": {"a": 1}, "lookup": {"timeout": "1s"}}'
 
 
