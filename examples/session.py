@@ -122,7 +122,7 @@ def record(directory: Path) -> str:
     )
     session.say("## Is everything right here?")
     session.run("cat kv.yaml")
-    session.run("nixl-offload check kv.yaml --model model/config.json --kv-dtype float32")
+    session.run("nixl-offload check kv.yaml")
     session.say("## Serve, stop, serve again")
     session.run("serve kv.yaml")
     session.say("The second server loads from the drive what the first one computed.")

@@ -239,6 +239,13 @@ class ServingTiers:
             return False
         if namespace is not None:
             self._is_known = True
+            said = namespace.fields
+            logger.info(
+                "%d tokens take %.2f MiB in each tier, in a chunk for each of %d KV groups",
+                said.tokens_per_block * said.blocks_per_chunk,
+                sum(namespace.chunk_bytes(group.group_id) for group in said.groups) / 2**20,
+                len(said.groups),
+            )
             self._begin(namespace)
         return self._is_known
 

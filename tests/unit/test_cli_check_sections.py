@@ -1,4 +1,4 @@
-"""``nixl-offload check``: libraries, memory, a model's chunks, and the process in which movers are tried."""
+"""``nixl-offload check``: libraries, memory, and the process in which movers are tried."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from nixl_offload.cli.check import child as check_child
 from nixl_offload.cli.check import machine as check_machine
 from nixl_offload.cli.check.child import ChildProcess
 from nixl_offload.cli.check.machine import ENVIRONMENT_PROBES, EnvironmentContext, memory_section, plugin_finding
-from nixl_offload.cli.check.model import model_section
 from nixl_offload.cli.check.report import Finding, Section
-from nixl_offload.cli.model_config import LLAMA_3_1_8B, model_shape
 from nixl_offload.config import Config, parse_config
 from nixl_offload.hardware.gds_routes import Fact
 
@@ -105,51 +103,6 @@ class TestMemory:
         assert (short.state, short.fix) == ("wrong", "capacity: 344MiB")
         assert room(100 << 20).state == "wrong"
         assert by_name(memory_section(1 << 30, {"failed": "no"}, 0))["room"].state == "unknown"
-
-
-class TestModel:
-    """Llama 3.1 8B: 128 KiB per token."""
-
-    def lines(self, prefill: float | None, tp: int = 1, read: float = 1e9, **fields: Any) -> dict[str, Finding]:
-        config = config_of(MEMORY, FILE, **fields)
-        told = [Section("memory", ""), Section("slab", "")]
-        told[1].facts = {"io": {"read_bytes_s": read}} if read else {"io": None}
-        shape = model_shape(LLAMA_3_1_8B, name="llama", tp=tp)
-        return by_name(model_section(shape, config, told, has_capacity=True, prefill_tokens_s=prefill))
-
-    def test_worth_it_or_not(self) -> None:
-        """10,000 tokens of Llama 3.1 8B are 1.22 GiB: 1.3 s at 1 GB/s, whatever the ranks."""
-        for tp in (1, 2):
-            load = self.lines(5000, tp)["slab load"]
-            assert load.state == "ok"
-            assert "10,000 tokens (1.22GiB) load in 1.3 s" in load.words
-            assert "worth it, 1.5 times faster" in load.words
-        slow = self.lines(50_000)["slab load"]
-        assert (slow.state, "not worth it" in slow.words) == ("warning", True)
-        assert "fewer than 7,6" in self.lines(None)["slab load"].words
-        assert self.lines(None, read=0)["slab load"].state == "unknown"
-
-    def test_what_ranks_have_alike_counts_once_behind_memory(self) -> None:
-        """With 16 ranks and 8 KV heads two have the same; with ``per_rank`` each stores its own."""
-        once, each = self.lines(None, 16), self.lines(None, 16, shards="per_rank")
-        assert once["slab capacity"].words.startswith("100GiB hold 3,196 chunks")
-        assert each["slab capacity"].words.startswith("100GiB hold 1,598 chunks")
-        assert once["memory capacity"] == each["memory capacity"]
-        assert "2 ranks have the same, which is stored once" in once["kv cache"].words
-        assert "stored once" not in each["kv cache"].words + self.lines(None, 8)["kv cache"].words
-
-    def test_chunks_and_their_fixes(self) -> None:
-        fine = self.lines(None)
-        assert fine["chunk"].words == "256 tokens are 32.0MiB, 7.6 million tokens per TB"
-        assert fine["slab capacity"].words.startswith("100GiB hold 3,199 chunks, 818,944 tokens")
-        assert (fine["memory capacity"].state, fine["memory capacity"].fix) == ("warning", "capacity: 13GiB")
-        assert (fine["staging"].state, fine["staging"].fix) == ("warning", "staging: 257MiB")
-        assert self.lines(None, staging="257MiB")["staging"].state == "ok"
-        small = self.lines(None, chunk_tokens=1)["chunk"]
-        assert (small.state, small.fix) == ("warning", "chunk_tokens: 8")
-        assert self.lines(None, chunk_tokens=8)["chunk"].state == "ok"
-        none = self.lines(None, chunk_tokens=4096)["memory capacity"]
-        assert (none.state, none.fix) == ("wrong", "capacity: 4097MiB")
 
 
 class TestChildProcess:

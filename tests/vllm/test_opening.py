@@ -68,9 +68,13 @@ def hear(asked: Matching, *ranks: RankStatus) -> None:
     asked.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
 
 
-def test_the_first_request_after_a_start_waits_for_the_ranks_and_hits(restarted: Callable[[], Matching]) -> None:
+def test_the_first_request_after_a_start_waits_for_the_ranks_and_hits(
+    restarted: Callable[[], Matching], caplog: pytest.LogCaptureFixture
+) -> None:
     """An engine without requests steps on its own, so that the ranks hear where the tiers are before one comes."""
-    asked = restarted()
+    with caplog.at_level("INFO", "nixl_offload"):
+        asked = restarted()
+    assert "256 tokens take 0.01 MiB in each tier, in a chunk for each of 1 KV groups" in caplog.text
     assert asked.scheduler.has_pending_push_work()
     assert asked.ask() == (None, False)
     told = step(asked)

@@ -1,8 +1,8 @@
 """``nixl-offload check [CONFIG]``: tries each tier on this machine; says what is right, what is wrong, and the fix.
 
 Threading: one thread, a child process for libraries that may crash, a daemon thread per directory. A module per
-section: ``machine`` (environment, memory), ``directory``, ``s3``, ``model``; its
-probes are functions that return a finding. They are imported late: some bring numpy along.
+section: ``machine`` (environment, memory), ``directory``, ``s3``; its probes are functions that return a finding. They
+are imported late: some bring numpy along.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from nixl_offload.errors import ConfigError
 if TYPE_CHECKING:
     from nixl_offload.cli.check.child import ChildProcess
     from nixl_offload.cli.check.report import CheckProgress, Section
-    from nixl_offload.cli.model_shape import ModelShape
 
 _PIECE_BYTES: Final = 2 << 20
 _DESCRIPTION = """\
@@ -29,7 +28,6 @@ Tries every tier of CONFIG on this machine, from the libraries down to the bytes
 follows if it is not right, and the fix: a command or a line of CONFIG.
 
     nixl-offload check kv.yaml
-    nixl-offload check kv.yaml --model /models/llama/config.json --tp 2 --prefill 8000
     nixl-offload check --path /mnt/nvme/kv             # one directory, without a config
     nixl-offload check kv.yaml --json --no-io          # for a program, without measuring
 
@@ -58,12 +56,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("file", metavar="CONFIG", nargs="?", help="the YAML config")
     parser.add_argument("--path", metavar="DIR", help="look at this directory, without a config")
     parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
-    parser.add_argument("--model", metavar="PATH", help="the model's directory or config.json: size up its KV")
-    parser.add_argument("--tp", metavar="N", type=int, default=1, help="with --model: tensor parallel size; default 1")
-    parser.add_argument("--kv-dtype", metavar="TYPE", default="auto", help="with --model: as vLLM's --kv-cache-dtype")
-    parser.add_argument(
-        "--prefill", metavar="TOKENS/s", type=float, help="with --model: how fast the server computes prompts"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -80,12 +72,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     from nixl_offload.cli.check.child import ChildProcess
     from nixl_offload.cli.check.report import CheckProgress, CheckReport
 
-    # What is wrong with the options shows before anything is tried.
-    shape = _read_model(arguments)
     progress = CheckProgress(sys.stderr)
     try:
         with ChildProcess() as child:
-            sections = _look(arguments, config, shape, child, progress)
+            sections = _look(arguments, config, child, progress)
     finally:
         progress.clear()
     report = CheckReport(sections)
@@ -96,33 +86,19 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     return 0 if report.works else 1
 
 
-def _read_model(arguments: argparse.Namespace) -> ModelShape | None:
-    if arguments.prefill is not None and not arguments.prefill > 0:
-        raise ConfigError("--prefill: not a speed; allowed: tokens per second, more than 0")
-    if arguments.model is None:
-        if arguments.prefill is not None or arguments.tp != 1 or arguments.kv_dtype != "auto":
-            raise ConfigError("--tp, --kv-dtype, --prefill: of which model? Say --model, its directory or config.json")
-        return None
-    from nixl_offload.cli.model_config import read_model_shape
-
-    return read_model_shape(arguments.model, kv_dtype=arguments.kv_dtype, tp=arguments.tp)
-
-
 def _look(
     arguments: argparse.Namespace,
     config: Config,
-    shape: ModelShape | None,
     child: ChildProcess,
     progress: CheckProgress,
 ) -> list[Section]:
-    """Return the environment's section, one for each tier, and the model's. All kinds of tiers are told apart here."""
+    """Return the environment's section, and one for each tier. All kinds of tiers are told apart here."""
     from nixl_offload.cli.check import machine
     from nixl_offload.cli.check.directory import DirectoryContext, directory_section
     from nixl_offload.hardware.gds_routes import find_driver
 
     gpu = find_driver("/").fact
     has_capacity, io = arguments.path is None, not arguments.no_io
-    piece_bytes = _PIECE_BYTES if shape is None else shape.chunk_bytes(config.chunk_tokens)
     progress("looking at libraries and plugins", why_long="NIXL imports torch")
     environment = machine.EnvironmentContext(config, gpu, machine.cuda_of_torch())
     sections = [machine.environment_section(environment, child)]
@@ -133,18 +109,12 @@ def _look(
             section = machine.memory_section(tier.capacity_bytes, child.run("memory"), config.staging_bytes)
         elif tier.kind != "s3":
             context = DirectoryContext(tier, has_capacity, nearer=config.tiers[: config.tiers.index(tier)])
-            section = directory_section(context, child, progress, gpu=bool(gpu.ok), io=io, piece_bytes=piece_bytes)
+            section = directory_section(context, child, progress, gpu=bool(gpu.ok), io=io, piece_bytes=_PIECE_BYTES)
             section.add("staging", machine.staging_finding(config.staging_bytes) if gpu.ok else None)
         else:
             from nixl_offload.cli.check.s3 import s3_section
 
             file = shlex.quote(arguments.file)
-            section = s3_section(tier, child, progress, config_file=file, io=io, piece_bytes=piece_bytes)
+            section = s3_section(tier, child, progress, config_file=file, io=io, piece_bytes=_PIECE_BYTES)
         sections.append(section)
-    if shape is not None:
-        from nixl_offload.cli.check.model import model_section
-
-        prefill = arguments.prefill
-        model = model_section(shape, config, sections[1:], has_capacity=has_capacity, prefill_tokens_s=prefill)
-        sections.append(model)
     return sections

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.cli.main import main
-from nixl_offload.cli.model_config import read_model_shape
 from nixl_offload.config import from_extra_config, kv_transfer_config, load_config, parse_config
 from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config
 from nixl_offload.errors import ConfigError
@@ -67,22 +66,6 @@ def _check_message(message: str, named: str) -> None:
     expect(named in message, "an error names its file")
     expect(len(message) < _MESSAGE_MOST and message.count("\n") < _LINES_MOST, "an error is short")
     expect("Traceback" not in message and "pydantic" not in message, "an error is in our words")
-
-
-def model_config(scratch: Path) -> One:
-    """A model's config.json, which anybody may have uploaded."""
-    file = scratch / "config.json"
-
-    def one(data: bytes) -> None:
-        file.write_bytes(data)
-        try:
-            shape = read_model_shape(file)
-        except ConfigError as error:
-            _check_message(str(error), "")
-            return
-        expect(shape.bytes_per_token >= 0 and shape.chunk_bytes(256) > 0, "a model that is understood has KV")
-
-    return one
 
 
 def hints(scratch: Path) -> One:
@@ -193,11 +176,6 @@ def targets() -> Iterator[Target]:
         partial(json_mutated, words=said),
         max_bytes=1500,
     )
-    known = tuple(word.decode().strip('"') for word in _model_words())
-    yield Target(
-        "texts/model_config", model_config, 20_000, _models, _model_words(), partial(json_mutated, words=known),
-        max_bytes=800,
-    )  # fmt: skip
     yield Target(
         "texts/hints", hints, 100_000,
         lambda: [b'{"token_ids":[1,2],"prefetch":true}', b'{"nixl_offload":{"drop_from":3}}', b'[{"retain_s":1.5}]'],
@@ -224,33 +202,3 @@ def _json() -> Iterator[bytes]:
     yield b'{"tiers": [{"kind": "slab", "path": "/x", "capacity": "1GiB"}]}'
     yield b'{"tiers": [{"kind": "shared_dir", "path": "/x"}, {"kind": "s3", "bucket": "b-b", "ttl": "7d"}]}'
     yield b'{"tiers": [{"kind": "memory", "capacity": 1073741824}], "vllm": {"a": 1}, "lookup": {"timeout": "1s"}}'
-
-
-def _models() -> Iterator[bytes]:
-    from nixl_offload.cli.model_config import LLAMA_3_1_8B
-
-    yield json.dumps(dict(LLAMA_3_1_8B)).encode()
-    state = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8}
-    yield json.dumps(
-        {
-            "model_type": "lfm2",
-            **state,
-            "dtype": "float16",
-            "conv_L_cache": 3,
-            "layer_types": ["conv", "full_attention"],
-        }
-    ).encode()
-    yield json.dumps({"model_type": "nemotron_h", **state, "layers_block_type": ["mamba", "attention"]}).encode()
-    yield json.dumps({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "head_dim": 8}}).encode()
-    yield json.dumps({"model_type": "deepseek_v2", **state, "kv_lora_rank": 4, "qk_rope_head_dim": 2}).encode()
-
-
-def _model_words() -> list[bytes]:
-    names = (
-        *("model_type", "layer_types", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("hidden_size", "head_dim", "sliding_window", "text_config", "quantization_config", "kv_cache_scheme"),
-        *("dtype", "torch_dtype", "full_attn_idxs", "hybrid_override_pattern", "layers_block_type"),
-        *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "mamba_ssm_cache_dtype"),
-        *("qwen3_next", "lfm2", "nemotron_h", "gemma2", "gpt_oss", "use_sliding_window", "max_window_layers"),
-    )
-    return [f'"{name}"'.encode() for name in names]
