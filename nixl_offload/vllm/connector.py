@@ -1,4 +1,5 @@
-"""``NixlOffloadConnector``: vLLM's offloading connector with a failure channel and our two halves in it.
+"""``NixlOffloadConnector``: vLLM's offloading connector with a failure channel and our two halves in it; and
+``OffConnector``, which takes its place where nothing may be stored or loaded.
 
 Threading: one instance per role; vLLM calls each from one thread. The rule that holds throughout: nothing that storage
 does or fails to do raises into vLLM. Loads that fail are reported as such and recomputed.
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, PromMetric, PromMetricT
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import resolve_mamba_align_size
 from vllm.platforms import current_platform
 
 from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
@@ -25,7 +29,7 @@ from nixl_offload.vllm.compat import check_version
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
-from nixl_offload.vllm.kv_caches import keeps_state
+from nixl_offload.vllm.kv_caches import keeps_state, retained_blocks
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.registration import SPEC_NAME, register
 from nixl_offload.vllm.request_identity import sentence_about_media
@@ -52,58 +56,106 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class OffConnector(KVConnectorBase_V1, SupportsHMA):
+    """Stores and loads nothing."""
+
+    requires_kv_delivery = False
+
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _do_nothing
+    update_state_after_alloc = set_xfer_handshake_metadata_pp_aware = _do_nothing
+
+    def get_num_new_matched_tokens(self, *args: Any) -> tuple[int, bool]:
+        """Find nothing."""
+        return 0, False
+
+    def build_connector_meta(self, *args: Any) -> KVConnectorMetadata:
+        """Return an empty message."""
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(self, *args: Any) -> tuple[bool, None]:
+        """Let vLLM free the blocks at once."""
+        return False, None
+
+
 class NixlOffloadConnector(LeanConnector):
     """Registered as ``NixlOffloadConnector``; configured by ``kv_connector_extra_config: {"config": FILE}``."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Read the config, apply it to vLLM's, and build this role's half.
+    spec: NixlOffloadSpec
 
-        Raises ConfigError, NotSupportedError or TierError in words meant for the operator: at start, and only there.
+    def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
+        """Read the config and apply it to vLLM's. Return an ``OffConnector`` where nothing may be stored or loaded.
+
+        Raises ConfigError or NotSupportedError in words meant for the operator: at start, and only there.
         """
         check_version()
         register()
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        config = from_extra_config(transfer.kv_connector_extra_config)
+        off = reason_to_stay_off(vllm_config, config)
+        try:
+            if off is None:
+                return cls._apply_config(config, vllm_config, role, kv_cache_config)
+        except (AssertionError, ValueError) as error:  # vLLM's, where its own offloading does not know a model
+            sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+            off = f"vLLM cannot offload this model's KV cache groups, with blocks of {sizes} tokens: {error!r}"
+        if role == KVConnectorRole.SCHEDULER:
+            logger.warning("Nothing is stored or loaded: %s", off)
+        return OffConnector(vllm_config, role, kv_cache_config)
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Build this role's half.
+
+        Raises ConfigError or TierError in words meant for the operator: at start, and only there.
+        """
         # Past OffloadingConnector.__init__, which would build vLLM's own halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        config = self._apply_config(vllm_config, kv_cache_config, role)
-        offloading_config = build_offloading_config(vllm_config, kv_cache_config)
-        set_canonical_layout(self, offloading_config)
+        spec, config, transfer = self.spec, self.spec.config_file, vllm_config.kv_transfer_config
+        assert transfer is not None
+        set_canonical_layout(self, spec.config)
         self.connector_scheduler: NixlOffloadScheduler | None = None
         self.connector_worker: NixlConnectorWorker | None = None
-        spec = NixlOffloadSpec(
-            offloading_config, config_file=config, vllm_config=vllm_config, kv_cache_config=kv_cache_config
-        )
         self._recompute = config.on_load_failure == "recompute"
-        self._off = reason_to_stay_off(vllm_config, config)
         if role == KVConnectorRole.SCHEDULER:
-            if self._off is not None:
-                logger.warning("Nothing is stored or loaded: %s", self._off)
-            elif (sentence := sentence_about_stopping(vllm_config, config)) is not None:
+            if (sentence := sentence_about_stopping(vllm_config, config)) is not None:
                 logger.warning("%s", sentence)
-            if self._off is None and (sentence := sentence_about_media(vllm_config)) is not None:
+            if (sentence := sentence_about_media(vllm_config)) is not None:
                 logger.info("%s", sentence)
             self.connector_scheduler = NixlOffloadScheduler(spec, vllm_config, kv_cache_config)
-            self.connector_scheduler.recompute = config.on_load_failure == "recompute"
-            self.connector_scheduler.is_off = self._off is not None
-            transfer = vllm_config.kv_transfer_config
-            assert transfer is not None
+            self.connector_scheduler.recompute = self._recompute
             self.connector_scheduler.set_role(loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
         else:
             self.connector_worker = NixlConnectorWorker(spec, vllm_config, kv_cache_config)
 
-    @staticmethod
-    def _apply_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: KVConnectorRole) -> Config:
+    @classmethod
+    def _apply_config(
+        cls, config: Config, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> NixlOffloadConnector:
+        """Tell vLLM what ``config`` says, and return a connector that has its spec."""
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         extra = transfer.kv_connector_extra_config
-        config = from_extra_config(extra)
         tokens = group_tokens(vllm_config, kv_cache_config)
         if extra.get("spec_name") != SPEC_NAME:  # in one process both roles share this mapping
             extra.update(merge_extra_config(extra, config))
         extra["spec_name"] = SPEC_NAME
         # Of state vLLM keeps what a prompt's last whole block ends with, which is where a chunk of several rarely ends.
         has_state = keeps_state(kv_cache_config)
-        extra["blocks_per_chunk"] = blocks = 1 if has_state else blocks_per_chunk(config.chunk_tokens, max(tokens))
+        wanted = 1 if has_state else blocks_per_chunk(config.chunk_tokens, max(tokens))
+        extra["blocks_per_chunk"] = blocks = retained_blocks(
+            wanted, tokens, kv_cache_config, vllm_config.cache_config.prefix_cache_retention_interval or 0
+        )
         warning = turn_off_loads_within_the_step(extra)
+        connector: NixlOffloadConnector = super().__new__(cls)
+        connector.spec = NixlOffloadSpec(
+            build_offloading_config(vllm_config, kv_cache_config),
+            config_file=config,
+            vllm_config=vllm_config,
+            kv_cache_config=kv_cache_config,
+        )
+        resolve_mamba_align_size(connector.spec, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             if blocks * max(tokens) != config.chunk_tokens:
                 logger.info(
@@ -112,13 +164,15 @@ class NixlOffloadConnector(LeanConnector):
                     config.chunk_tokens,
                     "one of vLLM's blocks, because this model keeps a state; --block-size makes larger ones"
                     if has_state
+                    else "prefix_cache_retention_interval must be a multiple of it"
+                    if blocks != wanted
                     else f"vLLM's blocks hold {max(tokens)}, and a chunk is whole blocks",
                 )
             if warning:
                 logger.warning("%s", warning)
             # Read by vLLM's scheduler right after it has built the connector.
             transfer.kv_load_failure_policy = config.on_load_failure
-        return config
+        return connector
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -140,7 +194,7 @@ class NixlOffloadConnector(LeanConnector):
         """As vLLM's; and say so where vLLM would fail the requests whose load fails."""
         super().register_kv_caches(kv_caches)
         outermost = outermost_connector()
-        if outermost is not self and self._recompute and self._off is None and load_failure_policy(outermost) == "fail":
+        if outermost is not self and self._recompute and load_failure_policy(outermost) == "fail":
             logger.warning(
                 "A load that fails ends its request with an error, for %s has kv_load_failure_policy fail. Set it to "
                 "recompute there: vLLM does not look for it inside",

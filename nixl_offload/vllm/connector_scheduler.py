@@ -97,8 +97,6 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._world_size = vllm_config.parallel_config.world_size
         self._geometries: dict[int, RankGeometry] = {}
         """By rank: what was told so far, as long as some rank has not told."""
-        self.is_off = False
-        """Nothing will ever be stored or loaded."""
         self._loads = self._stores = True
         """What ``kv_role`` has us do."""
         self._answers: dict[str, _LastAnswer] = {}
@@ -149,7 +147,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         self._held_stores.is_alone |= is_start and bool(told)
         self._geometries.update(told)
-        if self.is_off or self.offload_manager.is_begun or set(self._geometries) != set(range(self._world_size)):
+        if self.offload_manager.is_begun or set(self._geometries) != set(range(self._world_size)):
             return
         ranks = [self._geometries[rank] for rank in range(self._world_size)]
         self._weights.start([rank.weights for rank in ranks])
@@ -364,7 +362,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         if self.offload_manager.serving.awaits_required:
             return True
-        awaits = self._hints.has_pending or (not self.is_off and not self.offload_manager.is_begun)
+        awaits = self._hints.has_pending or not self.offload_manager.is_begun
         return self._idling.is_patient and (awaits or super().has_pending_push_work())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -407,7 +405,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if not isinstance(status, AdaptedRequestState) or status.transfer_jobs:
             return False
         status.adapt(self._adapters.find(name, self._prefix_cache()))
-        return not self.is_off and self._adapters.may_come(name, self._steps + 1, self._heard_steps)
+        return self._adapters.may_come(name, self._steps + 1, self._heard_steps)
 
     def _take_adapters(self, told: Mapping[int, Mapping[AdapterName, tuple[str | None, ...]]]) -> None:
         """Take the word of ranks that have loaded adapters. What runs with one that was replaced is refused, for it

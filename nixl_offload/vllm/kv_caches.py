@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
@@ -34,6 +35,22 @@ def keeps_state(kv_cache_config: KVCacheConfig) -> bool:
     """Say whether some layers keep a state (Mamba, GDN, short convolutions) and not what tokens had to say."""
     groups = kv_cache_config.kv_cache_groups
     return any(isinstance(spec, MambaSpec) for group in groups for spec in _layer_specs(group))
+
+
+def retained_blocks(blocks: int, tokens: Sequence[int], kv_cache_config: KVCacheConfig, interval: int) -> int:
+    """Return how many blocks a chunk may have, ``blocks`` at most. ``tokens``: of a block, by offloaded group.
+
+    Of windows and state vLLM keeps what lies before multiples of ``interval`` (``prefix_cache_retention_interval``), so
+    a chunk must divide it. Raises ValueError where no block does.
+    """
+    groups = [kv_cache_config.kv_cache_groups[group] for group in get_offloading_group_ids(kv_cache_config)]
+    for fewer in range(blocks, 0, -1):
+        if all(
+            interval % (size * fewer) == 0 or all(isinstance(spec, FullAttentionSpec) for spec in _layer_specs(group))
+            for size, group in zip(tokens, groups, strict=True)
+        ):
+            return fewer
+    raise ValueError(f"prefix_cache_retention_interval ({interval}) is not a multiple of a block")
 
 
 def _layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:

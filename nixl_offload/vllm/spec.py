@@ -24,7 +24,6 @@ from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.data_parallel import sharing_engines
-from nixl_offload.vllm.identity import reason_to_stay_off
 from nixl_offload.vllm.kv_caches import without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.metrics import DEFINITIONS
@@ -85,7 +84,6 @@ class NixlOffloadSpec(OffloadingSpec):
         offloaded = get_offloading_group_ids(self.kv_cache_config)
         groups = [self.kv_cache_config.kv_cache_groups[group] for group in offloaded]
         claimed_share = self.vllm_config.cache_config.gpu_memory_utilization
-        off = reason_to_stay_off(self.vllm_config, self.config_file) is not None
         caches = without_padding(kv_caches, groups)
         engines = len(sharing_engines(self.vllm_config.parallel_config))
         shards = self._cut(kv_caches)
@@ -98,7 +96,6 @@ class NixlOffloadSpec(OffloadingSpec):
             engines=engines,
             shards=shards,
             keys=self._keys,
-            off=off,
         )
 
     def _cut(self, kv_caches: CanonicalKVCaches) -> RankShards | None:

@@ -80,14 +80,12 @@ class NixlOffloadingWorker(OffloadingWorker):
         engines: int = 1,
         shards: RankShards | None = None,
         keys: ChunkKeys | None = None,
-        off: bool = False,
     ) -> None:
         """Take the host memory that the config asks for, and compare transfer paths on a device.
 
         ``claimed_share``: of the device's memory, what vLLM keeps for itself. ``engines``: data-parallel engines that
         divide the memory tier. ``shards``: how chunks are cut into shards; None: each rank stores what it has as it
-        lies there. ``keys``: of the config's ``authenticate``. ``off``: nothing will be stored or loaded, so take
-        nothing.
+        lies there. ``keys``: of the config's ``authenticate``.
 
         This may take seconds, and the start waits for it: CUDA graphs are captured next, and no other thread may
         allocate device memory during that. Raises TierError when there is not so much host memory: at start, and only
@@ -111,7 +109,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Whether any; else this rank needs no memory, reaches no storage, and is done with its part at once."""
         self._host: HostSlab | None = None
         self._plans: list[TransferPlan | None] = []
-        if self._has_layers and not off:
+        if self._has_layers:
             self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines, keys)
             self._plans = plan_tiers(config, self._tensors, self.layout)
         self._engine = self._make_chain()
@@ -135,7 +133,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         """As it was told last."""
         self._look_s = 0.0
         """When to look for a new one."""
-        self._is_shut_down = off
+        self._is_shut_down = False
         self.adapters = LoadedAdapters()
         """Whoever loads LoRA adapters on this rank tells it here."""
 
