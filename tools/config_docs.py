@@ -42,6 +42,7 @@ _TEXT_KINDS: Final = {
     "endpoint": "URL",
     "region": "name",
     "share_per_salt": "share",
+    "keep_free": "share",
 }
 _TYPES: Final = {
     "boolean": "`true`, `false`",

@@ -157,6 +157,9 @@ class DirectoryConfig(_Tier):
     host memory, which no other limit counts."""
     direct_io: bool = True
     """Bypass the page cache. ``false`` costs host memory and copies. Off anyway on filesystems without O_DIRECT."""
+    keep_free_percent: Percent | None = Field(default=None, alias="keep_free")
+    """Share of the filesystem that stays free, such as ``20%``. If omitted, ``10%`` on a drive of this machine on which
+    other files lie, or of which a container sees only a part; ``20%`` in an emptyDir; else ``0%``."""
     required: bool = False
     """``true`` ends a start where this tier cannot be opened. ``false`` starts without it, warns, and tries again."""
 

@@ -29,6 +29,8 @@ class Mount(NamedTuple):
     """The mount's and the filesystem's."""
     device: str
     """``major:minor``; 0 as major where there is no block device."""
+    top: str = "/"
+    """The directory of the filesystem that is seen at ``point``; another than its root in a bind mount."""
 
     def option(self, name: str) -> str | None:
         """Return ``ordered`` for ``data`` of ``data=ordered``; "" for a word alone; None where it is not said."""
@@ -81,8 +83,9 @@ def _mount(line: str) -> Mount | None:
     words, tail = fields.split(), rest.split()
     if len(words) < 6 or len(tail) < 2:
         return None
-    point, source = (_ESCAPE.sub(lambda match: chr(int(match[1], 8)), text) for text in (words[4], tail[1]))
-    return Mount(point, tail[0], source, tuple(",".join([words[5], *tail[2:3]]).split(",")), words[2])
+    texts = (words[4], tail[1], words[3])
+    point, source, top = (_ESCAPE.sub(lambda match: chr(int(match[1], 8)), text) for text in texts)
+    return Mount(point, tail[0], source, tuple(",".join([words[5], *tail[2:3]]).split(",")), words[2], top)
 
 
 def _device(path: str) -> BlockDevice:

@@ -454,13 +454,14 @@ class NamedNamespace(Namespace):
         return {"namespace": self.digest.hex()}
 
 
-def open_tier(path: Path) -> TierDirectory:
+def open_tier(path: Path, *, capacity_bytes: int = 32 * MIB, kept_free: float = 0.0, first: int = 0) -> TierDirectory:
     namespace = object.__new__(NamedNamespace)
-    object.__setattr__(namespace, "digest", bytes(range(32)))
+    object.__setattr__(namespace, "digest", bytes(range(first, first + 32)))
     object.__setattr__(namespace, "plan", None)
     return TierDirectory.open(
         path,
-        capacity_bytes=32 * MIB,
+        capacity_bytes=capacity_bytes,
+        kept_free=kept_free,
         namespace=namespace,
         slot_classes=[64 * KIB],
         world_size=1,
@@ -494,19 +495,44 @@ def test_the_scheduler_takes_a_vanished_directory_back(tmp_path: Path) -> None:
 def test_starting_on_a_full_disk_keeps_what_is_there(
     small_filesystem: SmallFilesystem, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine that finds its disk full starts, serves the slab it has, and says how much room is missing."""
+    """An engine that finds its disk full starts, serves the slab it has but for what its other files may need, and says
+    how much room is missing.
+    """
     tier = open_tier(small_filesystem.path / "kv")
     slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes)
     slab.open()
-    slab.ensure(0, MIB)
+    slab.ensure(0, 16 * MIB)
     slab.close()
     tier.close()
     small_filesystem.fill()
     caplog.set_level(logging.INFO)
     again = open_tier(small_filesystem.path / "kv")
-    assert (again.rank_bytes, again.extent_bytes) == (tier.rank_bytes, tier.extent_bytes)
+    assert 15 * MIB <= again.rank_bytes <= 16 * MIB
+    assert again.extent_bytes == tier.extent_bytes
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+    slab = SlabFile(again.rank_path(0), again.rank_bytes, again.extent_bytes)
     slab.open()
-    slab.ensure(0, MIB)
+    slab.ensure(0, again.rank_bytes)
     slab.close()
     again.close()
+
+
+def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesystem) -> None:
+    """Whatever its capacity: it is sized by what the drive has, so that its chunks are evicted instead of new ones
+    refused. Another model's slab makes room. What others write later stops its growth.
+    """
+    path = small_filesystem.path / "kv"
+    for first in range(2):
+        tier = open_tier(path, capacity_bytes=1 << 40, kept_free=0.25, first=first)
+        slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, kept_free=0.25)
+        slab.open()
+        slab.ensure(0, tier.rank_bytes)
+        slab.close()
+        tier.close()
+        space = os.statvfs(path)
+        assert 0.25 <= space.f_bavail / space.f_blocks < 0.3
+    slab = SlabFile(slab.path, 2 * slab.rank_bytes, EXTENT, kept_free=0.25)
+    slab.open()
+    assert refusal(slab, slab.rank_bytes // 2 + EXTENT) == "full"
+    assert slab.check() == "full"
+    slab.close()

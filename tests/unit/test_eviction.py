@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 
 from nixl_offload.config import SharedDirConfig
-from nixl_offload.errors import ConfigError, StoreError
+from nixl_offload.errors import ConfigError, StoreError, TierError
 from nixl_offload.hardware import mounts
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.shared.eviction import Eviction, shrink
 from nixl_offload.tiers.shared_dir import kind
+from nixl_offload.tiers.shared_dir.files import TreeFiles
 from tests.unit.gc_rig import RANKS, namespace_of, put_chunk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +55,9 @@ def fill(store: TreeStore, count: int, *, tenant: str = "default", used_s: Calla
     return chunks
 
 
-def mount_tmpfs(point: Path) -> None:
+def mount_tmpfs(point: Path, options: str = "size=1m") -> None:
     """Skip the test where this user may not."""
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(point)]
+    mounting = ["mount", "-t", "tmpfs", "-o", options, "none", str(point)]
     done = subprocess.run(mounting, check=False, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"cannot mount tmpfs here: {done.stderr.strip()}")
@@ -78,7 +80,7 @@ def test_what_was_not_used_for_longest_goes(store: TreeStore) -> None:
     ours = fill(store, 50, used_s=lambda number: now_s - 1000 + 2 * number)
     others = fill(store, 50, tenant="other", used_s=lambda number: now_s - 999 + 2 * number)
     by_age = [chunk for pair in zip(ours, others, strict=True) for chunk in pair]
-    assert shrink(store, CAPACITY_BYTES) == 100 - LEFT
+    assert shrink(store, CAPACITY_BYTES).chunks == 100 - LEFT
     assert there(store) == {name for chunk in by_age[100 - LEFT :] for name in chunk}
 
 
@@ -87,7 +89,7 @@ def test_what_was_used_before_the_clock_was_set_back_goes_first(store: TreeStore
     now_s = time.time()
     future = fill(store, 50, used_s=lambda number: now_s + 1e6 + number)
     others = fill(store, 50, tenant="other", used_s=lambda number: now_s - 1000 + number)
-    assert shrink(store, CAPACITY_BYTES) == 100 - LEFT
+    assert shrink(store, CAPACITY_BYTES).chunks == 100 - LEFT
     left = there(store)
     assert {name for chunk in others for name in chunk} <= left
     assert len({name for chunk in future for name in chunk} & left) == (LEFT - 50) * RANKS
@@ -95,17 +97,20 @@ def test_what_was_used_before_the_clock_was_set_back_goes_first(store: TreeStore
 
 def test_nothing_goes_below_the_mark(store: TreeStore) -> None:
     chunks = fill(store, 63, used_s=lambda number: 1e9 + number)
-    assert shrink(store, CAPACITY_BYTES) == 0
+    assert shrink(store, CAPACITY_BYTES).chunks == 0
     assert there(store) == {name for chunk in chunks for name in chunk}
 
 
+@pytest.mark.parametrize("options", ["size=1m", "size=64m,nr_inodes=300"])
 def test_a_filesystem_with_less_room_than_the_capacity_is_not_left_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
 ) -> None:
-    """Chunks that were not used for longest make room for new ones, as they do at the capacity."""
+    """Chunks that were not used for longest make room for new ones, as they do at the capacity: where bytes are gone,
+    and where inodes are.
+    """
     monkeypatch.setattr(eviction, "LOOK_S", 0.02)
     monkeypatch.setattr(eviction, "PASS_S", 0.0)
-    mount_tmpfs(tmp_path)
+    mount_tmpfs(tmp_path, options)
     store = TreeStore(str(tmp_path))
     try:
         with pytest.raises(StoreError, match="No space"):
@@ -123,15 +128,73 @@ def test_a_filesystem_with_less_room_than_the_capacity_is_not_left_full(
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+def test_a_share_of_the_filesystem_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others need it, and the kubelet evicts a pod that takes it: neither stores nor what others write may do so."""
+    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
+    mount_tmpfs(tmp_path, "size=1m")
+    store = TreeStore(str(tmp_path))
+    files = TreeFiles(str(tmp_path), direct_io=True, kept_free=0.25)
+
+    def free() -> float:
+        space = os.statvfs(tmp_path)
+        return space.f_bavail / space.f_blocks
+
+    try:
+        fill(store, 30, used_s=lambda number: 1e9 + number)
+        with pytest.raises(TierError, match="25% that stay free") as caught:
+            files.discard_unused(files.create("draft", 600 << 10))
+        assert caught.value.cause == "full"
+        (tmp_path / "others").write_bytes(bytes(int((free() - 0.2) * (1 << 20))))
+        assert free() < 0.25
+        evicting = Eviction(store, 1 << 40, name="Tier", kept_free=0.25)
+        try:
+            until(lambda: free() > 0.25)
+        finally:
+            evicting.close()
+        assert there(store)
+        files.discard_unused(files.create("draft", SHARD_BYTES))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_whose_drive_leaves_space_to_others(tmp_path: Path) -> None:
+    """A drive on which nothing else lies is the tier's alone, unless a container sees only a part of it."""
+    drive, part = tmp_path / "drive", tmp_path / "part"
+    path, lost, empty_dir = drive / "kv" / "tier", drive / "lost+found", drive / "kv" / "kubernetes.io~empty-dir" / "kv"
+
+    def share(path: Path, **said: str) -> float:
+        fields = {"kind": "shared_dir", "path": str(path), "capacity": "1GiB", **said}
+        return kept_free(SharedDirConfig.model_validate(fields))
+
+    drive.mkdir()
+    part.mkdir()
+    mount_tmpfs(drive)
+    try:
+        for each in (path, lost, empty_dir):
+            each.mkdir(parents=True)
+        assert share(path) == share(drive) == 0.0
+        assert share(path, keep_free="20%") == 0.2
+        subprocess.run(["mount", "--bind", str(drive / "kv"), str(part)], check=True)
+        assert share(part / "tier") == share(part) == 0.1
+        subprocess.run(["mount", "--bind", str(empty_dir), str(part)], check=True)
+        assert share(part / "tier") == 0.2
+        subprocess.run(["umount", str(part)], check=True)
+        (drive / "others").touch()
+        assert share(path) == 0.1
+    finally:
+        subprocess.run(["umount", str(part)], check=False)
+        subprocess.run(["umount", str(drive)], check=True)
+
+
 def test_files_of_others_stay_and_do_not_count(store: TreeStore) -> None:
     """However old and large they are."""
     stranger = Path(store.where, "notes.txt")
     stranger.write_bytes(bytes(CAPACITY_BYTES))
     os.utime(stranger, (1.0, 1.0))
     fill(store, 63, used_s=lambda number: 1e9 + number)
-    assert shrink(store, CAPACITY_BYTES) == 0
+    assert shrink(store, CAPACITY_BYTES).chunks == 0
     fill(store, 64, used_s=lambda number: 1e9 + number)
-    assert shrink(store, CAPACITY_BYTES) == 64 - LEFT
+    assert shrink(store, CAPACITY_BYTES).chunks == 64 - LEFT
     assert stranger.exists()
 
 
@@ -188,7 +251,7 @@ def test_long_passes_are_rare_where_nothing_is_written(store: TreeStore, monkeyp
     monkeypatch.setattr(eviction, "PASS_S", 0.0)
     shrunk = []
 
-    def slowly(*arguments: Any, **options: Any) -> int:
+    def slowly(*arguments: Any, **options: Any) -> eviction.Shrunk:
         shrunk.append(time.monotonic())
         evicted = shrink(*arguments, **options)
         time.sleep(0.1)

@@ -33,6 +33,7 @@ from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.mounts import find_mount
+from nixl_offload.tiers.free_space import kept_free, spare_bytes
 from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared.sweep import GRACE_S
@@ -239,20 +240,23 @@ def _space(context: DirectoryContext) -> Finding:
     if not context.has_capacity:
         return ok(f"{about_size(free)} free")
     capacity, held = context.tier.capacity_bytes, _held_bytes(context.tier.path)
-    fits = whole if held is None else free + held
+    share = kept_free(context.tier, context.root)
+    fits = whole if held is None else int(max(0, spare_bytes(space, share))) + held
     used = "too many files to count what they take"
     if held is not None:
         used = f"{about_size(held)} in use by what the directory holds"
     words = f"capacity {format_size(capacity)}; {about_size(free)} free of {about_size(whole)}, {used}"
+    words += f"; {share:.0%} of it stay free (keep_free)" if share else ""
     if capacity <= fits:
         return ok(words)
     if isinstance(context.tier, SharedDirConfig) and is_kept(context.tier, context.root):
-        return ok(f"{words}: servers evict when the disk is full")
+        return ok(f"{words}: servers evict sooner")
     fits = int(fits * _FILL_SHARE)
     if fits < _MIB:
         return wrong(f"{words}: the disk is full", f"free some of it: du -xsh {at}/*")
     unit = 1 << 30 if fits >= 10 << 30 else _MIB
-    return warning(f"{words}: storing stops when the disk is full", f"capacity: {format_size(fits // unit * unit)}")
+    does = "storing stops when the disk is full" if context.tier.is_shared else "a server uses what fits"
+    return warning(f"{words}: {does}", f"capacity: {format_size(fits // unit * unit)}")
 
 
 def _held_bytes(path: str) -> int | None:

@@ -11,16 +11,18 @@ A pass lists all there is, twice if some of it must go: as ``nixl-offload gc`` d
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from nixl_offload.errors import StoreError, TierError
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.free_space import spare_bytes, spare_files
 from nixl_offload.tiers.inspect import ChunkInfo
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.shared.inspect import group_chunks
@@ -32,8 +34,8 @@ logger = logging.getLogger(__name__)
 LOCK_NAME: Final = ".evict.lock"
 """Listings leave out what begins with a dot."""
 STEPS: Final = 64
-"""A pass begins when the filesystem has lost a 64th of the capacity since the last one. Where less than that is left,
-as much is deleted that two are."""
+"""A pass begins when the filesystem has lost a 64th of what the directory may hold since the last one, or has nothing
+left to spare. Where less than a 64th is left, as much is deleted that two are."""
 LOOK_S: Final = 1.0
 """How often the free space is looked at, and the lock tried for."""
 PASS_S: Final = 60.0
@@ -54,12 +56,17 @@ _PAUSE_S: Final = 200e-6
 class Eviction:
     """Begins at once. ``close`` ends it."""
 
-    def __init__(self, store: TreeStore, capacity_bytes: int, *, name: str) -> None:
-        """``store`` stays the caller's. ``name`` opens each message."""
+    def __init__(self, store: TreeStore, capacity_bytes: int, *, name: str, kept_free: float = 0.0) -> None:
+        """``store`` stays the caller's. ``name`` opens each message. ``kept_free``: the share of the filesystem that
+        stays free.
+        """
         self.evicted = 0
         """Chunks deleted, ever; written by the thread."""
         self._store = store
         self._capacity_bytes = capacity_bytes
+        self._kept_free = kept_free
+        self._limit_bytes = capacity_bytes
+        """What the directory may hold, by the last pass."""
         self._name = name
         self._lock = DirectoryLock(Path(store.where, LOCK_NAME))
         self._device: int | None = None
@@ -107,7 +114,8 @@ class Eviction:
             except TierError as error:
                 if error.cause == "locked":
                     return False
-                raise
+                if error.cause != "full":  # no inode is left for the lock: one pass without it makes room
+                    raise
             self._pass_s = self._drafts_s = float("-inf")
         self._device = device
         return True
@@ -118,12 +126,15 @@ class Eviction:
         free_bytes = space.f_bavail * space.f_frsize
         self._lost_bytes += max(0, self._free_bytes - free_bytes)  # others may free as much meanwhile
         self._free_bytes = free_bytes
-        is_early = now_s - self._pass_s < max(PASS_S, REST * self._took_s)
-        if is_early and self._lost_bytes < self._capacity_bytes // STEPS:
+        is_short = spare_bytes(space, self._kept_free) <= 0 or spare_files(space, self._kept_free) <= 0
+        is_early = now_s - self._pass_s < max(0.0 if is_short else PASS_S, REST * self._took_s)
+        if is_early and self._lost_bytes < self._limit_bytes // STEPS:
             return
         self._lost_bytes, self._pass_s = 0, now_s
-        known_bytes = free_bytes if space.f_blocks else None  # some filesystems do not tell
-        self.evicted += shrink(self._store, self._capacity_bytes, free_bytes=known_bytes, stopped=self._stop.is_set)
+        evicted, self._limit_bytes = shrink(
+            self._store, self._capacity_bytes, space=space, kept_free=self._kept_free, stopped=self._stop.is_set
+        )
+        self.evicted += evicted
         self._told = False
         self._took_s = time.monotonic() - now_s
         if now_s - self._drafts_s >= STALE_DRAFT_S:
@@ -137,29 +148,43 @@ class Eviction:
             logger.warning("%s: nothing is evicted: %s", self._name, trouble)
 
 
+class Shrunk(NamedTuple):
+    """What ``shrink`` has done."""
+
+    chunks: int
+    """Deleted."""
+    limit_bytes: int
+    """What the directory may hold: the capacity, or less where the filesystem has less room."""
+
+
 def shrink(
     store: TreeStore,
     capacity_bytes: int,
     *,
-    free_bytes: int | None = None,
+    space: os.statvfs_result | None = None,
+    kept_free: float = 0.0,
     wall: Callable[[], float] = time.time,
     stopped: Callable[[], bool] = bool,
-) -> int:
+) -> Shrunk:
     """Delete what was not used for longest, where there is more than 63/64 of ``capacity_bytes``, down to 62/64.
 
-    Where the filesystem, which has ``free_bytes`` left, has less room than that, its room counts.
-    Returns how many chunks were deleted. Ends early when ``stopped``. Raises OSError; StoreError, of a file that cannot
-    be deleted after all others were.
+    Where the filesystem has less room than that, by its ``space`` and the share ``kept_free`` of it, its room counts:
+    in bytes, and in files of the size that files have there. Ends early when ``stopped``.
+    Raises OSError; StoreError, of a file that cannot be deleted after all others were.
     """
     latest_s, ages = wall() + CLOCK_S, Ages()
     for chunk in _chunks(store, stopped, latest_s):
         ages.add(chunk)
-    if free_bytes is not None:
-        capacity_bytes = min(capacity_bytes, ages.total.size_bytes + free_bytes)
-    step_bytes = capacity_bytes // STEPS
-    if stopped() or ages.total.size_bytes <= capacity_bytes - step_bytes:
-        return 0
-    left_bytes = capacity_bytes - 2 * step_bytes
+    limit_bytes: float = capacity_bytes
+    if space is not None:
+        file_bytes = ages.total.size_bytes / max(1, ages.total.objects)
+        by_files = math.inf if not file_bytes else file_bytes * spare_files(space, kept_free)
+        limit_bytes = min(limit_bytes, ages.total.size_bytes + min(spare_bytes(space, kept_free), by_files))
+    limit_bytes = max(0, int(limit_bytes))
+    step_bytes = limit_bytes // STEPS
+    if stopped() or ages.total.size_bytes <= limit_bytes - step_bytes:
+        return Shrunk(0, limit_bytes)
+    left_bytes = limit_bytes - 2 * step_bytes
     sweep = Sweep(make_plan(ages, now_s=wall(), max_bytes=left_bytes, older_than_s=None, grace_s=0.0))
     names: list[str] = []
     evicted, fault = 0, None
@@ -174,7 +199,7 @@ def shrink(
     logger.debug("%s: %d chunks evicted; it held %.1f GiB", store.where, evicted, ages.total.size_bytes / 2**30)
     if fault is not None:
         raise fault
-    return evicted
+    return Shrunk(evicted, limit_bytes)
 
 
 def _delete(store: TreeStore, names: list[str]) -> StoreError | None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_offload.errors import TierError
+from nixl_offload.tiers.free_space import spare_bytes
 from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab.file import fallocate
 from nixl_offload.types import PAGE_BYTES
@@ -67,8 +68,12 @@ class OpenedShard:
 class TreeFiles:
     """Files below ``root``, named by ``tiers.shared.naming``. Everything raises TierError."""
 
-    def __init__(self, root: str, *, direct_io: bool, touch_after_s: float = TOUCH_AFTER_S) -> None:
+    def __init__(
+        self, root: str, *, direct_io: bool, touch_after_s: float = TOUCH_AFTER_S, kept_free: float = 0.0
+    ) -> None:
+        """``kept_free``: no file is created that would leave less than this share of the filesystem free."""
         self.root = root.rstrip("/") or "/"
+        self._kept_free = kept_free
         self._direct: bool | None = None if direct_io else False
         """Whether O_DIRECT works here; None until it was tried."""
         self._touch_after_s = touch_after_s
@@ -92,6 +97,11 @@ class TreeFiles:
         path = f"{directory}/.{base}.{self._mark}.{next(self._numbers)}.tmp"
         fd = -1
         try:
+            if self._kept_free and spare_bytes(os.statvfs(self.root), self._kept_free) < length_bytes:
+                raise TierError(
+                    f"{self.root}: no more than the {self._kept_free:.0%} that stay free of its filesystem are left",
+                    cause="full",
+                )
             fd, direct = self._open(path, _CREATE, directory)
             _reserve(fd, length_bytes)
             direct = direct and self._direct_works(fd)
@@ -166,7 +176,7 @@ class TreeFiles:
             return tier_error(error, "").cause
         if space.f_flag & os.ST_RDONLY:
             return "readonly"
-        if space.f_blocks and space.f_bavail * space.f_frsize < length_bytes:
+        if spare_bytes(space, self._kept_free) < length_bytes:
             return "full"
         return "io"
 

@@ -16,6 +16,7 @@ from nixl_offload.hardware.mounts import LOCAL, find_mount
 from nixl_offload.movers.base import Mover
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.inspect import require_directory
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.inspect import SharedInspector
@@ -39,7 +40,7 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
         )
     store = TreeStore(config.path)
     warn_of_others(config.path)
-    name = f"Shared directory tier {store.where}"
+    name, share = f"Shared directory tier {store.where}", kept_free(config)
     return SharedTier.open(
         context,
         store,
@@ -47,7 +48,7 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
         lookup=config.lookup,
         ttl_s=None,
         required=config.required,
-        eviction=partial(Eviction, store, config.capacity_bytes, name=name) if keeps else None,
+        eviction=partial(Eviction, store, config.capacity_bytes, name=name, kept_free=share) if keeps else None,
         is_local=is_local(config),
     )
 
@@ -74,6 +75,7 @@ def open_link(config: SharedDirConfig, place: SharedPlace, rank: int, mover: Mov
         rank,
         mover,
         direct_io=config.direct_io,
+        kept_free=kept_free(config),
         clock=time.monotonic,
         is_kept=is_kept(config),
     )

@@ -59,14 +59,22 @@ class TreeLink(Link):
         direct_io: bool,
         clock: Callable[[], float],
         is_kept: bool = False,
+        kept_free: float = 0.0,
     ) -> None:
-        """``is_kept``: engines evict from the directory, so it must show soon what is in use."""
+        """``is_kept``: engines evict from the directory, so it must show soon what is in use. ``kept_free``: as for
+        ``TreeFiles``.
+        """
         self.name = f"shared directory tier {root}"
         self.mover = mover
         self._namespace = namespace_name
         self._rank = rank
         self._clock = clock
-        self._files = TreeFiles(root, direct_io=direct_io, touch_after_s=KEPT_TOUCH_S if is_kept else TOUCH_AFTER_S)
+        self._files = TreeFiles(
+            root,
+            direct_io=direct_io,
+            touch_after_s=KEPT_TOUCH_S if is_kept else TOUCH_AFTER_S,
+            kept_free=kept_free,
+        )
         self._calls = CallThreads("nixl-offload-tree", clock=clock)
         self._syncs = CallThreads("nixl-offload-tree-sync", clock=clock)
         """For what takes long: nothing that is opened or created waits behind the syncing of files."""

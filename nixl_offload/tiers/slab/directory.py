@@ -29,6 +29,7 @@ from typing import Any, Final
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index.database import max_bytes
+from nixl_offload.tiers.free_space import spare_bytes
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab import other_namespaces
@@ -84,6 +85,7 @@ class TierDirectory:
         dp_engines: range = range(1),
         index_bytes: Callable[[int], int] = max_bytes,
         replicas: Mapping[int, int] | None = None,
+        kept_free: float = 0.0,
     ) -> TierDirectory:
         """Lock ``path``, make room in it, and work out the slabs' size.
 
@@ -91,7 +93,8 @@ class TierDirectory:
         indexes, other namespaces. The latter are removed whole, least recently used first, while this namespace
         cannot have half, or the least it needs. ``dp_engines``: the engines that share ``path``, this one,
         ``dp_index``, among them. ``index_bytes`` bounds the durable index by its number of keys. ``replicas``: as
-        ``SlotPlaces.replicas``.
+        ``SlotPlaces.replicas``. Where ``path`` cannot hold the capacity and leave the share ``kept_free`` of its
+        filesystem free, it is lowered to what it can, so that chunks are evicted before the drive is full.
         Raises TierError (``locked`` by another engine; ``full`` when others' files take the capacity; causes of the
         operating system) and ConfigError (capacity too small for this model; names the least that would do).
         """
@@ -109,7 +112,9 @@ class TierDirectory:
                     undo.callback(locks[-1].release)
                     locks[-1].acquire()
                 directory = cls(namespace, root, tuple(locks), dp_engines)
-                directory._settle(base, capacity_bytes, tuple(slot_classes), world_size, index_bytes, replicas or {})
+                directory._settle(
+                    base, capacity_bytes, tuple(slot_classes), world_size, index_bytes, replicas or {}, kept_free
+                )
             except OSError as error:
                 raise tier_error(error, f"cannot use the directory {root}") from error
             undo.pop_all()
@@ -174,6 +179,7 @@ class TierDirectory:
         world_size: int,
         index_bytes: Callable[[int], int],
         replicas: Mapping[int, int],
+        kept_free: float,
     ) -> None:
         """Do all that follows the lock. Raises OSError, TierError, ConfigError."""
         budget = _Budget(slot_classes, world_size, index_bytes, max(replicas.values(), default=1))
@@ -186,6 +192,16 @@ class TierDirectory:
                 f"capacity {format_size(capacity_bytes)} of {base} is too small for this model: slots of "
                 f"{max(slot_classes)} bytes on {world_size} ranks and {engines} data-parallel engines need "
                 f"at least {format_size(least_bytes * engines)}"
+            )
+        room_bytes = other_namespaces.tree_bytes(base) + spare_bytes(os.statvfs(base), kept_free)
+        if room_bytes < capacity_bytes:
+            share_bytes = max(least_bytes, int(room_bytes) // engines)
+            logger.warning(
+                "Slab tier %s: of the capacity of %s the drive has room for %s%s: no more is used until the next start",
+                base,
+                format_size(capacity_bytes),
+                format_size(max(0, int(room_bytes)) >> 20 << 20),
+                f", where {kept_free:.0%} of it stay free (keep_free)" if kept_free else "",
             )
         available_bytes = self._make_room(base, share_bytes, max(share_bytes // 2, least_bytes))
         if available_bytes < least_bytes:
@@ -201,7 +217,6 @@ class TierDirectory:
         self.namespace_path.chmod(0o700)
         self._filesystem = self.namespace_path.stat().st_dev
         self._trim(world_size)
-        self._warn_if_disk_is_smaller(world_size)
         slab: dict[str, object] = {
             "extent_bytes": self.extent_bytes,
             "slot_classes": sorted(set(slot_classes)),
@@ -292,18 +307,6 @@ class TierDirectory:
                 path.unlink()  # nothing else is lost, whatever it was: of a hard link the other name stays
             elif status.st_size > self.rank_bytes:
                 os.truncate(path, self.rank_bytes)
-
-    def _warn_if_disk_is_smaller(self, world_size: int) -> None:
-        space = os.statvfs(self.namespace_path)
-        wanted_bytes = world_size * self.rank_bytes - other_namespaces.tree_bytes(self.namespace_path)
-        free_bytes = space.f_bavail * space.f_frsize
-        if space.f_blocks and free_bytes < wanted_bytes:
-            logger.warning(
-                "Slab tier %s: the capacity allows %.1f GiB more, the disk has %.1f GiB free; storing stops when full",
-                self.root,
-                wanted_bytes / 2**30,
-                free_bytes / 2**30,
-            )
 
     def _write_manifest(self) -> None:
         """Put the manifest in place whole, or only touch it when it says the same: that works on a full disk too.

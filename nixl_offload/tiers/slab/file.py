@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.tiers.free_space import spare_bytes
 from nixl_offload.tiers.lock import is_held_by
 from nixl_offload.tiers.os_errors import cause_of, tier_error
 from nixl_offload.types import PAGE_BYTES, align_up
@@ -98,16 +99,19 @@ class SlabFile:
         direct_io: bool = True,
         owner: str = "",
         is_locked_here: bool = False,
+        kept_free: float = 0.0,
     ) -> None:
         """Remember the geometry, which is that of the allocator. Nothing is touched before ``open``.
 
         ``owner``: who may hold the lock of the directory above that of the file (``SlabPlace.owner``); "": anybody.
-        ``is_locked_here``: nothing is made before it does (``SlabPlace.is_locked_here``).
+        ``is_locked_here``: nothing is made before it does (``SlabPlace.is_locked_here``). ``kept_free``: the file does
+        not grow where less than this share of the filesystem would be left free.
         """
         self.path = Path(path)
         self.rank_bytes = rank_bytes
         self.extent_bytes = extent_bytes
         self.direct_io = False
+        self._kept_free = kept_free
         self._owner = owner
         self._wants_direct_io = direct_io
         self._told_buffered = False
@@ -206,7 +210,7 @@ class SlabFile:
             os.close(probe)
         if self._fd < 0 or (status.st_dev, status.st_ino) != self._identity:
             return "missing"
-        if space.f_blocks and space.f_bavail * space.f_frsize < self._short_bytes:
+        if self._short_bytes and spare_bytes(space, self._kept_free) < self._short_bytes:
             return "full"
         return None
 
@@ -292,7 +296,8 @@ class SlabFile:
     def _refuse(self, error: OSError, needed_bytes: int) -> NoReturn:
         if cause_of(error.errno) == "full":
             self._short_bytes = needed_bytes
-        raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}") from error
+        kept = f" and leave {self._kept_free:.0%} of the drive free" if self._kept_free else ""
+        raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}{kept}") from error
 
     def _check_lock(self) -> bool:
         """Say whether the engine has locked the directory. Raises TierError: another has."""
@@ -318,8 +323,7 @@ class SlabFile:
 
     def _require_space(self, needed_bytes: int) -> None:
         """Refuse early rather than take a disk's last blocks away from others and give them back."""
-        space = os.fstatvfs(self._fd)
-        if needed_bytes > 0 and space.f_blocks and space.f_bavail * space.f_frsize < needed_bytes:
+        if needed_bytes > 0 and spare_bytes(os.fstatvfs(self._fd), self._kept_free) < needed_bytes:
             self._refuse(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed_bytes)
 
     def _holds_data(self, start: int, end: int) -> bool:

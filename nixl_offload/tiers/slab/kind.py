@@ -11,6 +11,7 @@ import time
 from nixl_offload.config import SlabConfig
 from nixl_offload.movers.base import Mover
 from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name, warn_of_others
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from nixl_offload.tiers.slab.link import SlabLink
@@ -45,6 +46,7 @@ def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> 
                     direct_io=config.direct_io,
                     owner=place.owner,
                     is_locked_here=place.is_locked_here(),
+                    kept_free=kept_free(config),
                 )
             )
             slabs[-1].open()  # whoever comes first makes it

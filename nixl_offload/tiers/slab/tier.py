@@ -19,6 +19,7 @@ from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
 from nixl_offload.index.durable import DurableIndex
+from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.reopen import adopt_rows
 from nixl_offload.tiers.slot_allocator import SlabAllocator
@@ -117,6 +118,7 @@ class SlabTier(SlotTier):
             dp_index=dp_index,
             dp_engines=dp_engines,
             replicas=replicas,
+            kept_free=kept_free(config),
         )
         try:
             allocator = SlabAllocator(directory.rank_bytes, slot_classes, directory.extent_bytes, replicas)

@@ -1,0 +1,50 @@
+"""What a tier leaves free of its filesystem, and what it may still take: bytes, and inodes for files.
+
+Threading: pure but for /proc and the directory itself; takes as long as its storage takes to answer.
+
+A tier that fills a drive stops others that use it. On a Kubernetes node it is the pod that ends: the kubelet evicts
+pods where less than 10 % of the node's filesystem is free, 15 % of the one with the images, or 5 % of the inodes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Final
+
+from nixl_offload.config import DirectoryConfig
+from nixl_offload.hardware.mounts import LOCAL, find_mount
+
+SHARED_DRIVE: Final = 0.10
+"""The share that stays free where others use the drive, if the config says nothing."""
+EMPTY_DIR: Final = 0.20
+"""And in an emptyDir, which lies on the filesystem that the kubelet watches."""
+
+
+def kept_free(config: DirectoryConfig, root: str = "/") -> float:
+    """Return the share of its filesystem that a tier leaves free. ``root`` stands for ``/`` in tests.
+
+    A network filesystem is others' to watch. A drive is the tier's alone where nothing else lies in its root; whatever
+    a container sees of a larger filesystem (an emptyDir, a hostPath) is not.
+    """
+    if config.keep_free_percent is not None:
+        return config.keep_free_percent / 100
+    mount = find_mount(config.path, root)
+    if mount is None or mount.kind not in LOCAL:
+        return 0.0
+    if mount.top != "/":
+        return EMPTY_DIR if "/kubernetes.io~empty-dir/" in mount.top else SHARED_DRIVE
+    inside = os.path.relpath(os.path.realpath(config.path), mount.point).split("/")[0]
+    if inside == "." or not set(os.listdir(mount.point)) - {inside, "lost+found"}:
+        return 0.0
+    return SHARED_DRIVE
+
+
+def spare_bytes(space: os.statvfs_result, kept_free: float) -> float:
+    """Return the bytes that may be taken so that ``kept_free`` stays free; infinite if the filesystem does not tell."""
+    return (space.f_bavail - kept_free * space.f_blocks) * space.f_frsize if space.f_blocks else math.inf
+
+
+def spare_files(space: os.statvfs_result, kept_free: float) -> float:
+    """Return the same of files, which end where the inodes do."""
+    return space.f_favail - kept_free * space.f_files if space.f_files else math.inf
