@@ -45,7 +45,8 @@ class IndexStateError(NixlOffloadError):
 class TierError(NixlOffloadError):
     """A tier cannot do what was asked now. ``cause`` groups warnings: one clear line per cause.
 
-    ``cause`` is one of ``full``, ``readonly``, ``missing``, ``locked``, ``permission``, ``io``.
+    ``cause`` is one of ``full``, ``readonly``, ``missing``, ``locked``, ``permission``, ``files`` (the process may open
+    no more, and the tier is not to blame), ``io``.
     """
 
     def __init__(self, message: str, *, cause: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from typing import Final
 
 from nixl_offload.errors import TierError
@@ -23,6 +24,8 @@ _CAUSES: Final = {
     errno.ENXIO: "missing",
     errno.EACCES: "permission",
     errno.EPERM: "permission",
+    errno.EMFILE: "files",
+    errno.ENFILE: "files",
 }
 
 
@@ -34,4 +37,6 @@ def cause_of(error_number: int | None) -> str:
 def tier_error(error: OSError, doing: str) -> TierError:
     """Translate ``error``; ``doing`` says in a few words what failed ("cannot open /x"). Raise it ``from error``."""
     why = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno == errno.EMFILE:
+        why += f" (RLIMIT_NOFILE, ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
     return TierError(f"{doing}: {why}", cause=cause_of(error.errno))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import shutil
 import socket
 import stat
@@ -249,6 +250,54 @@ def test_a_directory_that_vanishes_before_the_rename_fails_the_store(make: Make,
     clock.ahead_s += 2
     assert rig.store(1, [rig.chunk(0, SOURCE)]) == (OK,)
     assert len(shards(root)) == 1
+
+
+@contextlib.contextmanager
+def descriptors(left: int) -> Iterator[None]:
+    """Leave this process only so many."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest, taken = max(map(int, os.listdir("/proc/self/fd"))), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/", os.O_PATH))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + left, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
+
+
+@pytest.mark.parametrize(("left", "outcome"), [(6, OK), (0, DROPPED)])
+def test_few_descriptors_slow_a_tier_down_and_do_not_put_it_out_of_use(
+    make: Make, tmp_path: Path, left: int, outcome: Outcome, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No more chunks travel at once than there are descriptors for, and a line names the limit. Where none is left the
+    chunks are not moved, and the directory is not blamed.
+    """
+    clock = Clock()
+    rig = make("per_layer", link=tree(tmp_path / "shared"), clock=clock)
+    assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
+    clock.ahead_s += 2
+    with descriptors(left):
+        assert set(rig.store(1, [rig.chunk(key, SOURCE) for key in range(1, 33)])) == {outcome}
+        assert rig.load(2, [rig.chunk(0, TARGET)]) == (outcome,)
+    assert rig.link.trouble == "none"
+    assert "RLIMIT_NOFILE" in caplog.text
+    clock.ahead_s += 2
+    assert rig.store(3, [rig.chunk(33, SOURCE)]) == (OK,)
+
+
+def test_a_slab_goes_on_where_no_descriptor_is_left(make: Make) -> None:
+    """It needs none to store; only its look whether the file is still there does."""
+    clock = Clock()
+    rig = make("per_layer", clock=clock)
+    assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
+    clock.ahead_s += 2
+    with descriptors(0):
+        assert rig.store(1, [rig.chunk(1, SOURCE)]) == (OK,)
 
 
 # -- the filesystem -------------------------------------------------------------------------------------------------

@@ -271,7 +271,11 @@ class Context:
                 except StopIteration as stop:
                     answered(chunk, stop.value)
                 except TierError as error:
-                    chunk.end(Outcome.FAILED, f"storage: {error.cause}", error.cause)
+                    is_blamed = error.cause != "files"
+                    if not is_blamed:
+                        self.rate_log.warning("files", "A chunk is not moved: %s", error)
+                    outcome = Outcome.FAILED if is_blamed else Outcome.DROPPED
+                    chunk.end(outcome, f"storage: {error.cause}", error.cause)
                 except Exception as error:  # noqa: BLE001 - the others' calls are under way, and must be seen through
                     self.rate_log.error("link", "A chunk failed unexpectedly: %r", error, exc_info=error)
                     chunk.end(Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")

@@ -6,6 +6,9 @@ mover belong to the paths, which close them; slots belong to batches.
 
 from __future__ import annotations
 
+import math
+import os
+import resource
 from collections.abc import Mapping, Sequence
 
 from nixl_offload.engine import image
@@ -29,6 +32,11 @@ IN_FLIGHT_BYTES = 64 << 20
 """Between the two: what is in flight at once."""
 OWN_CHUNKS = 64
 """In flight, where each has a file or object of its own, and so requests of its own."""
+FILES_PER_CHUNK = 4
+"""Descriptors that such a chunk may take: the file's, one to sync it by, and two of KvikIO's. Or sockets."""
+FILES_SHARE = 2
+"""One in so many descriptors that the process has left is for the tier: the engine ends where it gets none."""
+FILES_LOOK_S = 1.0
 OWN_BATCH_CHUNKS = 16
 """Of those, a batch takes at most so many: it waits for the last of them."""
 STORE_SHARE = 3 / 4
@@ -58,6 +66,9 @@ class LinkPaths:
         self._plans = plans
         self._tier = tier
         self._keep_alive = keep_alive
+        self._own_chunks = OWN_CHUNKS
+        self._look_s = -math.inf
+        """When to count descriptors again."""
         self.turn = context.turn
 
     def room(self, task: Task, in_flight: InFlight) -> int:
@@ -66,10 +77,12 @@ class LinkPaths:
         if plan is None:
             return 1  # it will be rejected
         slot_bytes = max(1, plan.slot_bytes)
-        total, most = OWN_CHUNKS, OWN_BATCH_CHUNKS
+        total, most = self._own_chunks, OWN_BATCH_CHUNKS
         if self._context.link_memory.link.shares_file:
             total, most = max(MIN_CHUNKS, min(MAX_CHUNKS, IN_FLIGHT_BYTES // slot_bytes)), MAX_BATCH_CHUNKS
-        stores = int(total * STORE_SHARE)
+        elif not in_flight.chunks:
+            total = self._look_at_descriptors()
+        stores = max(1, int(total * STORE_SHARE))
         limit = min(most, max(1, MAX_BATCH_BYTES // slot_bytes), total - in_flight.chunks)
         if plan.goes_singly:
             limit = min(limit, 1)
@@ -89,6 +102,31 @@ class LinkPaths:
             reserve = max(1, int(usable * LOAD_RESERVE))
             limit = min(limit, max(1, usable - reserve) - in_flight.stores)
         return limit
+
+    def _look_at_descriptors(self) -> int:
+        """Return how many chunks with a file or object of their own may be in flight, now that none is."""
+        now_s = self._context.clock()
+        if now_s < self._look_s:
+            return self._own_chunks
+        self._look_s = now_s + FILES_LOOK_S
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            left = limit - len(os.listdir("/proc/self/fd"))
+        except OSError:  # not even one
+            left = 0
+        self._own_chunks = max(1, min(OWN_CHUNKS, left // FILES_SHARE // FILES_PER_CHUNK))
+        if self._own_chunks < OWN_CHUNKS:
+            self._context.rate_log.warning(
+                "descriptors",
+                "%d of %d files that this process may have open are left (RLIMIT_NOFILE, ulimit -n): %d chunks of the "
+                "%s travel at once instead of %d",
+                left,
+                limit,
+                self._own_chunks,
+                self._context.link_memory.link.name,
+                OWN_CHUNKS,
+            )
+        return self._own_chunks
 
     def why_not(self, task: Task) -> str | None:
         """Say why a load shall not wait: nobody knows when a suspect tier answers what takes up its room."""

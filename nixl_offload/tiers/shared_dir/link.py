@@ -139,7 +139,8 @@ class TreeLink(Link):
                 self._calls.start(partial(self._files.discard, draft))
                 raise TierError(str(error), cause="io") from error
         except TierError as error:
-            self._stores.failed(error.cause, str(error), self._clock())
+            if error.cause != "files":
+                self._stores.failed(error.cause, str(error), self._clock())
             raise
         return _WriteTarget(file, 0, draft, is_trial)
 
@@ -183,7 +184,7 @@ class TreeLink(Link):
         except TierError as error:
             if error.cause == "missing":
                 self._loads.succeeded(self._clock())
-            else:
+            elif error.cause != "files":
                 self._loads.failed(error.cause, str(error), self._clock())
             raise
         return Target(file, 0)

@@ -162,6 +162,8 @@ class SlabLink(Link):
                 if not self._current[which]:
                     self._open(which)
         except TierError as error:
+            if error.cause == "files" and self._stores.closed:
+                return True  # it cannot be looked at now, and was well a second ago
             self._stores.failed(error.cause, str(error), now_s)
             return False
         except (MoverError, OSError) as error:
