@@ -27,6 +27,7 @@ import torch
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.engine.host_pages import populate, threads_for
+from nixl_offload.engine.own_streams import runtime
 from nixl_offload.engine.slot_headers import SlotHeaders
 from nixl_offload.engine.staging import Slot
 from nixl_offload.errors import LayoutError, TierError
@@ -55,6 +56,7 @@ NO_POOL = -1
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _REGISTER_PORTABLE = 1
+_NOT_SUPPORTED = 801
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -78,7 +80,8 @@ class HostSlab:
     ) -> None:
         """Allocate and prefault, by several threads: 0.2 to 2 seconds per GiB on a busy virtual machine of two cores.
 
-        ``pinned`` needs CUDA and makes copies asynchronous; ``device`` says whose NUMA node is preferred then.
+        ``pinned`` needs CUDA and makes copies asynchronous; ``device`` says whose NUMA node is preferred then. The
+        attribute says whether it is.
         ``sharers``: ranks that a configured ``capacity`` is divided by, for the words of an error. ``progress``
         replaces the bar (on a terminal) or the log lines (elsewhere). ``keys``: as for ``SlotHeaders``. Raises
         TierError with cause ``full`` when the machine or a control group cannot give that much, or cannot lock it;
@@ -112,7 +115,7 @@ class HostSlab:
             _words(self.memory_bytes),
             relay_slots,
             _words(slot_bytes),
-            "page-locked" if pinned else "pageable",
+            "page-locked" if self.pinned else "pageable",
             100 * _huge_bytes(self.region) // self.length_bytes,
             node,
             time.monotonic() - began_s,
@@ -168,7 +171,9 @@ class HostSlab:
                         piece_end = min(end, (address // PIN_PIECE_BYTES + 1) * PIN_PIECE_BYTES)
                         if self.region.address + ready_bytes < piece_end:
                             break
-                        _lock(address, piece_end - address)
+                        self.pinned = _lock(address, piece_end - address)
+                        if not self.pinned:
+                            break
                         self._pieces.append((address, piece_end - address))
                         address = piece_end
 
@@ -200,15 +205,26 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
-def _lock(address: int, length_bytes: int) -> None:
-    """Page-lock for every CUDA context of the process. Raises TierError."""
+def _lock(address: int, length_bytes: int) -> bool:
+    """Page-lock for every CUDA context of the process. False, with a warning, where CUDA never does. Raises TierError.
+
+    Copies of pageable memory keep the order of their stream. Those to it hold the calling thread.
+    """
     try:
         code = int(_cudart().cudaHostRegister(address, length_bytes, _REGISTER_PORTABLE))
         why = f"CUDA error {code}"
     except (RuntimeError, AssertionError) as error:  # torch without CUDA, or a driver that does not start
         code, why = -1, str(error)
     if code == 0:
-        return
+        return True
+    if code == _NOT_SUPPORTED:
+        with suppress(OSError, AttributeError):
+            runtime().cudaGetLastError()  # else torch takes it for the error of its next kernel
+        logger.warning(
+            "Host memory stays pageable: CUDA cannot page-lock it here (error 801, confidential computing). Copies "
+            "between it and the GPU are slower"
+        )
+        return False
     soft_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "none" if soft_bytes == resource.RLIM_INFINITY else _words(soft_bytes)
     raise TierError(

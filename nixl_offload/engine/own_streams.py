@@ -47,7 +47,7 @@ def take(device: torch.device) -> OwnStream | None:
         pass
     handle = ctypes.c_void_p()
     try:
-        error = _runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
+        error = runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
     except (OSError, AttributeError) as problem:
         _complain(str(problem))
         return None
@@ -58,7 +58,7 @@ def take(device: torch.device) -> OwnStream | None:
 
 
 @functools.cache
-def _runtime() -> Any:
+def runtime() -> Any:
     """The CUDA runtime that torch has loaded. Raises OSError."""
     version = torch.version.cuda
     if version is None:

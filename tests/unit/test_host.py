@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,31 @@ def test_page_locking_without_cuda_is_a_clear_error_and_gives_the_memory_back() 
     del caught
     gc.collect()
     assert resident_bytes() - before < 40 * MIB
+
+
+def test_memory_that_cuda_cannot_page_lock_stays_pageable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in confidential computing. It is said once, however many pieces there are, and nothing is unlocked."""
+    refused, forgotten = list[int](), list[int]()
+
+    def refuse(address: int, length_bytes: int, flags: int) -> int:
+        refused.append(address)
+        return 801
+
+    monkeypatch.setattr(host_module, "_cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
+    monkeypatch.setattr(host_module, "runtime", lambda: SimpleNamespace(cudaGetLastError=lambda: forgotten.append(801)))
+    monkeypatch.setattr(host_module, "PIN_PIECE_BYTES", 4 * MIB)
+    with caplog.at_level(logging.INFO):
+        slab = HostSlab(memory_bytes=16 * MIB, relay_slots=0, slot_bytes=4096, pinned=True)
+    assert not slab.pinned
+    slab.slot(0, 4096).memory[:] = 7
+    slab.close()
+    assert (len(refused), forgotten) == (1, [801]), "torch would raise what is not forgotten at its next kernel"
+    assert [record.getMessage()[:27] for record in caplog.records if record.levelno == logging.WARNING] == [
+        "Host memory stays pageable:"
+    ]
+    assert "16MiB (memory tier 16MiB, 0 relay slots of 4KiB), pageable" in caplog.text
 
 
 # -- what can be had ------------------------------------------------------------------------------------------------

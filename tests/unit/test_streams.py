@@ -126,7 +126,7 @@ class _External(_Recorded):
 def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
     """As much of CUDA as makes streams; the calling thread's device is the one that is asked for."""
     runtime = PlayedRuntime()
-    monkeypatch.setattr(own_streams, "_runtime", lambda: runtime)
+    monkeypatch.setattr(own_streams, "runtime", lambda: runtime)
     monkeypatch.setattr(own_streams, "_FREE", {})
     monkeypatch.setattr(torch.cuda, "ExternalStream", _External)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
@@ -183,7 +183,7 @@ def test_without_streams_of_our_own_torchs_are_taken(
     def missing() -> None:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(own_streams, "_runtime", missing)
+    monkeypatch.setattr(own_streams, "runtime", missing)
     assert type(streams.new()._stream) is _Recorded  # type: ignore[attr-defined]
     assert caplog.text.count("cannot open shared object file") == 1
 
