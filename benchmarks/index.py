@@ -28,7 +28,7 @@ from nixl_offload.index.database import max_bytes
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.tiers.slab.reopen import adopt_rows
 from nixl_offload.tiers.slot_allocator import SlabAllocator
-from nixl_offload.types import Key, Location, Salt
+from nixl_offload.types import Key, Location
 
 SLOT_BYTES = 2 << 20
 EXTENT_BYTES = 1 << 30
@@ -38,8 +38,6 @@ GEOMETRY = {"benchmark": "index"}
 CHAIN = 100_000
 """Calls per measurement."""
 ROUNDS = 5
-SHARES = 4
-"""Of what is filled, the part that one salt may hold, where there are salts."""
 
 
 def resident_bytes() -> int:
@@ -73,26 +71,17 @@ def ns_per_call(call: Callable[[Key], object], make_keys: Callable[[], list[Key]
     return sorted(results)[ROUNDS // 2]
 
 
-def measure_memory(count: int, policy: str, salts: int) -> dict[str, Any]:
-    """Fill an index, then measure single calls on it. ``salts`` 0: without a share per salt; else every other chain
-    of 16 chunks is that of one which goes on storing, and is beyond its share, and the rest are those of so many.
-    """
+def measure_memory(count: int, policy: str) -> dict[str, Any]:
+    """Fill an index, then measure single calls on it."""
     material = np.random.default_rng(1).bytes(32 * count)
     absent = np.random.default_rng(2).bytes(32 * CHAIN)
     choose = random.Random(3)
-    noisy = Salt(1 if salts else 0)
     gc.collect()
     before_bytes = resident_bytes()
     start_s = time.thread_time()
-    index = Index(policy, count * SLOT_BYTES // SHARES if salts else None)
+    index = Index(policy)
     for number, key in enumerate(keys_of(material, range(count))):
-        location = Location(0, number * SLOT_BYTES, SLOT_BYTES)
-        if salts:
-            chain = number // 16
-            index.insert_writing(key, location, noisy if chain % 2 else Salt(chain % salts + 1))
-            index.commit(key)
-        else:
-            index.insert_ready(key, location)
+        index.insert_ready(key, Location(0, number * SLOT_BYTES, SLOT_BYTES))
     filled_s = time.thread_time() - start_s
     filled_bytes = resident_bytes()
 
@@ -108,9 +97,9 @@ def measure_memory(count: int, policy: str, salts: int) -> dict[str, Any]:
         index.unpin(key)
 
     def replace(key: Key) -> None:
-        victim = index.evict(SLOT_BYTES, noisy)
+        victim = index.evict(SLOT_BYTES)
         assert victim is not None
-        index.insert_writing(key, victim[1], noisy)
+        index.insert_writing(key, victim[1])
         index.commit(key)
 
     serial = iter(range(1 << 62))
@@ -203,10 +192,9 @@ def measure_reopen(count: int, policy: str, directory: str) -> dict[str, Any]:
     }
 
 
-def run_case(what: str, count: int, policy: str, directory: str, salts: int) -> dict[str, Any]:
+def run_case(what: str, count: int, policy: str, directory: str) -> dict[str, Any]:
     """Measure in a new process."""
     command = [sys.executable, "-m", "benchmarks.index", "--case", what, "--keys", str(count), "--policy", policy]
-    command += ["--salts", str(salts)]
     output = subprocess.run([*command, "--directory", directory], check=True, stdout=subprocess.PIPE, text=True).stdout
     figures: dict[str, Any] = json.loads(output)
     return figures
@@ -216,7 +204,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keys", type=int, nargs="+", default=[1_000_000, 10_000_000])
     parser.add_argument("--policy", choices=["lru", "s3fifo"], nargs="+", default=["lru", "s3fifo"])
-    parser.add_argument("--salts", type=int, default=0, help="with a share per salt, and so many salts")
     parser.add_argument("--directory", default=None, help="where the database is written; default: a temporary one")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--case", choices=["memory", "reopen"], help=argparse.SUPPRESS)
@@ -225,7 +212,7 @@ def main() -> None:
         parser.error(f"--keys: at least {CHAIN}")
 
     if arguments.case == "memory":
-        print(json.dumps(measure_memory(arguments.keys[0], arguments.policy[0], arguments.salts)))
+        print(json.dumps(measure_memory(arguments.keys[0], arguments.policy[0])))
         return
     if arguments.case == "reopen":
         print(json.dumps(measure_reopen(arguments.keys[0], arguments.policy[0], arguments.directory)))
@@ -238,10 +225,10 @@ def main() -> None:
                 result = {
                     "keys": count,
                     "policy": policy,
-                    **run_case("memory", count, policy, directory, arguments.salts),
+                    **run_case("memory", count, policy, directory),
                 }
                 if policy == arguments.policy[0]:
-                    result.update(run_case("reopen", count, policy, directory, 0))
+                    result.update(run_case("reopen", count, policy, directory))
                 results.append(result)
                 if not arguments.json:
                     print(

@@ -11,12 +11,6 @@ from typing import Literal, NamedTuple, NewType
 Key = NewType("Key", bytes)
 """vLLM's ``OffloadKey``: block hash (16 to 60 bytes) followed by the KV-cache group index, 4 bytes big-endian."""
 
-Salt = NewType("Salt", int)
-"""Stands for one ``cache_salt`` of requests, in this process alone."""
-
-NO_SALT = Salt(0)
-"""Requests without a ``cache_salt``, and chunks of which nobody knows any more whose they are."""
-
 Verify = Literal["checksum", "always", "header"]
 """What is verified before use: see ``config.schema.Config.verify``."""
 

@@ -41,7 +41,6 @@ _TEXT_KINDS: Final = {
     "prefix": "names with `/` between",
     "endpoint": "URL",
     "region": "name",
-    "share_per_salt": "share",
     "keep_free": "share",
 }
 _TYPES: Final = {

@@ -8,7 +8,7 @@ is settled, so nothing can be written over while a rank may still touch it, rese
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import count, groupby
+from itertools import count
 from typing import Final
 
 from nixl_offload.catalog.admission import Admission
@@ -31,7 +31,7 @@ from nixl_offload.catalog.write_through import ChainOptions, WriteThrough, Write
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.slot_tier import SlotTier
-from nixl_offload.types import NO_SALT, Key, Location, Lookup, LookupContext, Outcome, Salt
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 PREFETCH_BACKLOGS: Final = 4
 """Prefetches under way are at most this part of what may be written through at any time: both wait in one queue."""
@@ -176,19 +176,17 @@ class Catalog:
         for tier in self._tiers:
             tier.forget_request(request_id)
 
-    def touch(self, keys: Iterable[Key], salt: Salt = NO_SALT) -> None:
-        """Mark chunks, in prefix order, as recently used by a request with this salt, wherever they are."""
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Mark chunks, in prefix order, as recently used, wherever they are."""
         backwards = tuple(keys)[::-1]
         for tier in self._tiers:
             touch = tier.touch
             for key in backwards:
-                touch(key, salt)
+                touch(key)
 
     # What may begin
 
-    def reserve(
-        self, keys: Iterable[Key], now_s: float, request_id: str = "", salt: Salt = NO_SALT
-    ) -> StoreTicket | None:
+    def reserve(self, keys: Iterable[Key], now_s: float, request_id: str = "") -> StoreTicket | None:
         """Reserve room for the chunks among ``keys`` that no tier has; for the first of them when room is short.
 
         A chunk goes to the nearest tier that takes it. Tiers that did not answer this request are left out, now and
@@ -198,7 +196,7 @@ class Catalog:
         So a prompt's beginning is not evicted to make room for its end. Farther tiers that lack them get them written.
         """
         keys = tuple(keys)
-        self.touch(keys, salt)
+        self.touch(keys)
         granted: list[Key] = []
         locations: list[Location] = []
         refused: set[tuple[int, int]] = set()
@@ -209,7 +207,7 @@ class Catalog:
             copies = states.count(_READY)
             if copies:
                 if copies < len(states):
-                    self._write_throughs.offer(key, states, now_s, salt)
+                    self._write_throughs.offer(key, states, now_s)
                 continue
             if key in self._placing:
                 continue
@@ -219,7 +217,7 @@ class Catalog:
             if None not in states:  # being written, or on its way out, everywhere: room for others there may be
                 self._unanswered += bool(doubtful)
                 continue
-            location = None if is_full else self._placing.place(key, states, refused, now_s, salt)
+            location = None if is_full else self._placing.place(key, states, refused, now_s)
             if location is None:
                 is_full = True
                 self._unanswered += bool(doubtful)
@@ -229,25 +227,23 @@ class Catalog:
             locations.append(location)
         if not granted:
             return None
-        ticket = self._open("store", granted, locations, now_s, salt, doubtful=doubtful)
+        ticket = self._open("store", granted, locations, now_s, doubtful=doubtful)
         return StoreTicket(ticket, tuple(granted), tuple(locations))
 
-    def prepare_load(
-        self, keys: Iterable[Key], now_s: float, allowed: Collection[int] | None = None, salt: Salt = NO_SALT
-    ) -> LoadTicket:
+    def prepare_load(self, keys: Iterable[Key], now_s: float, allowed: Collection[int] | None = None) -> LoadTicket:
         """Pin ``keys`` and tell where they are, among the tiers ``allowed``. A key that is gone gets ``NOWHERE``.
 
         What comes from farther than the memory tier is kept there, as far as there is room: under a ticket of its own,
         for it may be told of long after the load.
         """
         wanted = tuple(keys)
-        locations = tuple(self._pin(key, allowed, salt) for key in wanted)
+        locations = tuple(self._pin(key, allowed) for key in wanted)
         ticket = self._open("load", wanted, locations, now_s)
-        slots = self._promotion_slots(wanted, locations, salt)
+        slots = self._promotion_slots(wanted, locations)
         promoted = [(key, slot) for key, slot in zip(wanted, slots, strict=True) if slot is not None]
         if not promoted:
             return LoadTicket(ticket, wanted, locations)
-        promotion = self._open("promotion", [key for key, _ in promoted], [slot for _, slot in promoted], now_s, salt)
+        promotion = self._open("promotion", [key for key, _ in promoted], [slot for _, slot in promoted], now_s)
         return LoadTicket(ticket, wanted, locations, promotion, slots)
 
     def begin_write_throughs(self, now_s: float) -> list[WriteThroughTicket]:
@@ -263,9 +259,9 @@ class Catalog:
             number = self._open("write_through", keys, targets, now_s, writes=writes)
             tickets.append(WriteThroughTicket(number, keys, sources, targets))
         fetches = self._prefetches.begin(now_s) if self._prefetches.has_pending else ()
-        for salt, its_fetches in groupby(fetches, lambda fetch: fetch.salt):
-            keys, sources, targets, _ = zip(*its_fetches, strict=True)
-            number = self._open("prefetch", keys, targets, now_s, salt, sources=sources)
+        if fetches:
+            keys, sources, targets = zip(*fetches, strict=True)
+            number = self._open("prefetch", keys, targets, now_s, sources=sources)
             tickets.append(WriteThroughTicket(number, keys, sources, targets))
         return tickets
 
@@ -280,13 +276,12 @@ class Catalog:
         *,
         is_prefix: bool,
         groups: int,
-        salt: Salt = NO_SALT,
     ) -> None:
         """Have chunks of one KV cache group read into memory in the background, in their order, from the tiers
         ``allowed`` (None: any). ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that no
         tier has are of no use. ``groups``: how many groups of the prompt share what one prefetch may take.
         """
-        self._prefetches.add(keys, end_tokens, now_s, allowed, is_prefix=is_prefix, groups=groups, salt=salt)
+        self._prefetches.add(keys, end_tokens, now_s, allowed, is_prefix=is_prefix, groups=groups)
 
     def retain(self, keys: Iterable[Key], seconds: float, now_s: float) -> None:
         """Do not evict these chunks for so long, as far as there is room: see ``retention``. 0 ends it."""
@@ -402,7 +397,6 @@ class Catalog:
         keys: Sequence[Key],
         locations: Sequence[Location],
         now_s: float,
-        salt: Salt = NO_SALT,
         writes: Sequence[WriteThrough] = (),
         sources: tuple[Location, ...] = (),
         doubtful: tuple[int, ...] = (),
@@ -413,7 +407,6 @@ class Catalog:
             tuple(keys),
             tuple(locations),
             self._world_size,
-            salt=salt,
             writes=tuple(writes),
             sources=sources,
             doubtful=doubtful,
@@ -423,17 +416,15 @@ class Catalog:
                 self._writing_since[location.tier][key] = now_s
         return number
 
-    def _pin(self, key: Key, allowed: Collection[int] | None, salt: Salt) -> Location:
+    def _pin(self, key: Key, allowed: Collection[int] | None) -> Location:
         position = self.where(key, allowed)
         if position is None:
             return NOWHERE
         tier = self._tiers[position]
-        tier.touch(key, salt)
+        tier.touch(key)
         return tier.pin(key)
 
-    def _promotion_slots(
-        self, keys: Sequence[Key], locations: Sequence[Location], salt: Salt
-    ) -> tuple[Location | None, ...]:
+    def _promotion_slots(self, keys: Sequence[Key], locations: Sequence[Location]) -> tuple[Location | None, ...]:
         """Reserve room in memory for what comes from farther, once all of ``keys`` are pinned."""
         memory = self._chain.memory
         if memory is None or not self._chain.promote:
@@ -445,7 +436,7 @@ class Catalog:
             if location.tier <= memory or tier.state(key) is not None:
                 slots.append(None)
             else:
-                slots.append(tier.reserve(key, self._slot_bytes(key), evicted, salt))
+                slots.append(tier.reserve(key, self._slot_bytes(key), evicted))
         self._removed(memory, evicted)
         return tuple(slots)
 
@@ -487,7 +478,7 @@ class Catalog:
                 self._retention.stored(tier_position, key)
             if record.kind != "write_through" and len(self._tiers) > 1:
                 # What a bucket has served, and memory kept, goes on to the files between them as well.
-                self._write_throughs.offer(key, self._states(key, record.doubtful), now_s, record.salt)
+                self._write_throughs.offer(key, self._states(key, record.doubtful), now_s)
 
     def _release_source(self, key: Key, location: Location, outcome: Outcome | None, now_s: float) -> None:
         """A chunk is not read from there any more. ``outcome``: of what was written, None if that is well."""

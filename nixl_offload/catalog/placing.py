@@ -10,7 +10,7 @@ from typing import Final
 
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
-from nixl_offload.types import Key, Location, Salt
+from nixl_offload.types import Key, Location
 
 TRIAL_S: Final = 10.0
 """A disabled tier gets one chunk in this time all the same: ranks look at their storage again when they store."""
@@ -65,7 +65,6 @@ class Placing:
         states: Sequence[State | None],
         refused: set[tuple[int, int]],
         now_s: float,
-        salt: Salt,
     ) -> Location | None:
         """Make ``key`` WRITING somewhere. None: nowhere. ``states``: of the key, by tier.
 
@@ -86,7 +85,7 @@ class Placing:
                     return None
                 continue
             evicted: list[Key] = []
-            location = tier.reserve(key, needed, evicted, salt)
+            location = tier.reserve(key, needed, evicted)
             self._evicted(position, evicted)
             if location is None:
                 refused.add((position, needed))

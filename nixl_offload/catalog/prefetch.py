@@ -15,7 +15,7 @@ from itertools import count, islice
 from typing import Final, NamedTuple
 
 from nixl_offload.tiers.base import Tier
-from nixl_offload.types import Key, Location, Lookup, LookupContext, Salt
+from nixl_offload.types import Key, Location, Lookup, LookupContext
 
 MAX_PREFETCHES: Final = 256
 """That wait; the oldest is dropped first."""
@@ -24,7 +24,7 @@ MAX_LOOKED_UP: Final = 256
 MAX_BEGUN: Final = 64
 """Chunks that begin in one step."""
 MEMORY_SHARE: Final = 0.5
-"""Of memory, the most that one prefetch takes, and a salt's share at most: more would throw out what came first."""
+"""Of memory, the most that one prefetch takes: more would throw out what came first."""
 PATIENCE_S: Final = 30.0
 """A prefetch is dropped after this time: what was foretold has come by then, or the tiers have no time for it."""
 
@@ -35,7 +35,6 @@ class Fetch(NamedTuple):
     key: Key
     source: Location
     target: Location
-    salt: Salt
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +49,6 @@ class _Prefetch:
     groups: int
     allowed: Collection[int] | None
     since_s: float
-    salt: Salt
     next: int = 0
     taken_bytes: int = 0
     """Of memory: brought, or there already."""
@@ -134,7 +132,6 @@ class PrefetchQueue:
         *,
         is_prefix: bool,
         groups: int,
-        salt: Salt,
     ) -> None:
         """Have chunks of one group read into memory from the tiers ``allowed`` (None: any), in their order.
 
@@ -146,7 +143,7 @@ class PrefetchQueue:
         if len(self._waiting) >= MAX_PREFETCHES:
             self._give_up(self._waiting.popleft(), "overflow")
         name = f"prefetch-{next(self._numbers)}"
-        self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, groups, allowed, now_s, salt))
+        self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, groups, allowed, now_s))
 
     def begin(self, now_s: float) -> list[Fetch]:
         """Begin what may begin now: sources pinned, slots in memory reserved."""
@@ -190,8 +187,6 @@ class PrefetchQueue:
         if slots is None:
             return _Step(now_s, 0, 0, MAX_LOOKED_UP)
         limit_bytes = slots.capacity_bytes * MEMORY_SHARE
-        if slots.share_bytes is not None:
-            limit_bytes = min(limit_bytes, slots.share_bytes)
         return _Step(now_s, limit_bytes, slots.capacity_bytes - slots.retired_bytes, MAX_LOOKED_UP)
 
     def _give_up(self, prefetch: _Prefetch, why: str) -> None:
@@ -244,12 +239,12 @@ class PrefetchQueue:
             if self._bytes_under_way and self._bytes_under_way + slot_bytes > self._backlog_bytes:
                 return _Progress.STEP_OVER
             # Not asked for again: memory may have given up chunks of other sizes, and still lacks room.
-            target = None if slot_bytes in step.full else memory.reserve(key, slot_bytes, step.evicted, prefetch.salt)
+            target = None if slot_bytes in step.full else memory.reserve(key, slot_bytes, step.evicted)
             if target is None:
                 step.full.add(slot_bytes)
                 return _Progress.NO_ROOM if slot_bytes <= step.usable_bytes else _Progress.NEVER
             self._bytes_under_way += slot_bytes
-            step.begun.append(Fetch(key, self._tiers[source].pin(key), target, prefetch.salt))
+            step.begun.append(Fetch(key, self._tiers[source].pin(key), target))
         else:
             memory.touch(key)
         prefetch.taken_bytes += slot_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nixl_offload.catalog.write_through import WriteThrough
-from nixl_offload.types import NO_SALT, Key, Location, LookupContext, Outcome, Salt, worst
+from nixl_offload.types import Key, Location, LookupContext, Outcome, worst
 
 NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
 """Stands for a chunk that is gone; a rank answers it with FAILED and the request recomputes."""
@@ -69,8 +69,6 @@ class OpenTicket:
     locations: tuple[Location, ...]
     """What is written; of a load, what is read."""
     ranks_left: int
-    salt: Salt = NO_SALT
-    """Of the request. A write-through's chunks, which may be several requests', have their own in ``writes``."""
     failures: dict[int, Outcome] = field(default_factory=dict)
     """By position: the worst that any rank has said."""
     writes: tuple[WriteThrough, ...] = ()

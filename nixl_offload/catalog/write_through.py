@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
-from nixl_offload.types import Key, Location, Outcome, Salt
+from nixl_offload.types import Key, Location, Outcome
 
 PATIENCE_S: Final = 30.0
 """A pending write is dropped after this time, if its tier has finished no write-through either in that time."""
@@ -56,7 +56,6 @@ class PendingChunk:
 
     key: Key
     slot_bytes: int
-    salt: Salt
     open_writes: int = 0
     """Tiers to which its write is pending or under way."""
     pinned: bool = False
@@ -117,7 +116,7 @@ class WriteThroughQueue:
         """Bytes per rank that are on their way, by target."""
         return tuple(self._bytes_under_way)
 
-    def offer(self, key: Key, states: Sequence[State | None], now_s: float, salt: Salt) -> None:
+    def offer(self, key: Key, states: Sequence[State | None], now_s: float) -> None:
         """A chunk was stored, or offered again: it is to be written to each farther tier that lacks it.
 
         ``states``: of the chunk, by tier. A tier that is just giving it up lacks it, too.
@@ -132,7 +131,7 @@ class WriteThroughQueue:
             return
         chunk = self._chunks.get(key)
         if chunk is None:
-            chunk = self._chunks[key] = PendingChunk(key, self._slot_bytes(key), salt)
+            chunk = self._chunks[key] = PendingChunk(key, self._slot_bytes(key))
         for position in lacking:
             pending = self._pending[position]
             if key in pending:
@@ -212,7 +211,7 @@ class WriteThroughQueue:
             if bytes_under_way and bytes_under_way + chunk.slot_bytes > self._options.write_through_backlog_bytes:
                 is_blocked = True
                 break
-            location = tier.reserve(key, chunk.slot_bytes, evicted, chunk.salt)
+            location = tier.reserve(key, chunk.slot_bytes, evicted)
             if location is None:
                 is_blocked = True
                 break

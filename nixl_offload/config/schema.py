@@ -122,9 +122,6 @@ class MemoryConfig(_Tier):
     Allocated whole at start. If an engine spans several machines, each machine provides the share of its own ranks."""
     policy: PolicyName = "lru"
     """What to evict: ``lru``, the least recently used; ``s3fifo``, likewise, and one-time prompts first."""
-    share_per_salt_percent: Percent | None = Field(default=None, alias="share_per_salt")
-    """Such as ``25%``: when room is needed, the ``cache_salt`` whose requests hold most beyond this share of
-    ``capacity`` gives up chunks first. Requests without a salt count as one. If omitted, salts make no difference."""
     promote: bool = True
     """Keep in memory what a farther tier serves."""
     unsaved: Literal["pin", "drop"] = "pin"
@@ -186,9 +183,6 @@ class SlabConfig(DirectoryConfig):
     and do not shrink."""
     policy: PolicyName = "lru"
     """What to evict, as in memory."""
-    share_per_salt_percent: Percent | None = Field(default=None, alias="share_per_salt")
-    """Whose chunks to evict first, as in memory. What was stored before a restart counts as without a salt until it is
-    used."""
 
 
 class SharedDirConfig(DirectoryConfig):

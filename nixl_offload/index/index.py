@@ -19,12 +19,11 @@ from nixl_offload.errors import IndexStateError
 from nixl_offload.index.key_table import KeyTable
 from nixl_offload.index.links import Links
 from nixl_offload.index.places import Places
-from nixl_offload.index.policy import POLICY_NAMES, Policy, Victims, make_policy
+from nixl_offload.index.policy import POLICY_NAMES, Policy, make_policy
 from nixl_offload.index.rows import Rows
-from nixl_offload.index.shares import SharePolicy, Shares
 from nixl_offload.index.size_class import Occupancy, SizeClass
 from nixl_offload.index.states import STATE_OF_PHASE, Event, Phase, State, next_phase
-from nixl_offload.types import NO_SALT, Key, Location, Salt
+from nixl_offload.types import Key, Location
 
 _GROWTH = 4096
 """Most nodes that the columns grow by at a time: some microseconds."""
@@ -48,23 +47,13 @@ class Index:
         "_pins",
         "_places",
         "_policy_name",
-        "_shares",
-        "share_bytes",
-        "share_evictions",
     )
 
-    def __init__(self, policy: str = "lru", share_bytes: int | None = None) -> None:
-        """``policy`` is ``lru`` or ``s3fifo``, one instance per size class. Raises ValueError for any other.
-
-        ``share_bytes``: whoever holds more goes first (``shares.py``). None: salts are ignored, and cost nothing.
-        """
+    def __init__(self, policy: str = "lru") -> None:
+        """``policy`` is ``lru`` or ``s3fifo``, one instance per size class. Raises ValueError for any other."""
         if policy not in POLICY_NAMES:
             raise ValueError(f"unknown eviction policy {policy!r}; known: {', '.join(POLICY_NAMES)}")
         self._policy_name = policy
-        self.share_bytes = share_bytes
-        """What a salt may hold when room is needed; None: salts are ignored."""
-        self.share_evictions: int | None = None if share_bytes is None else 0
-        """Of all evictions, those of salts that held more than their share; None where there are none."""
         self._reset()
 
     def _reset(self, tier: int | None = None) -> None:
@@ -72,7 +61,6 @@ class Index:
         self._find = self._keys.find
         """Key -> node, 0 if absent."""
         self._links = Links()
-        self._shares = None if self.share_bytes is None else Shares(self._links, self.share_bytes)
         self._places = Places(self._new_policy, tier)
         self._phases = bytearray(1)
         """By node; node 0 is ABSENT for ever."""
@@ -127,13 +115,13 @@ class Index:
 
     # Storing
 
-    def insert_writing(self, key: Key, location: Location, salt: Salt = NO_SALT) -> None:
-        """Absent -> WRITING. It counts for ``salt`` until it is gone.
+    def insert_writing(self, key: Key, location: Location) -> None:
+        """Absent -> WRITING.
 
         Raises IndexStateError if the key is here in any state (EVICTING too), if the location overlaps one in use, or
         if it is not of this index's tier (that of the first insertion).
         """
-        self._insert(key, location, Event.INSERT_WRITING, salt)
+        self._insert(key, location, Event.INSERT_WRITING)
 
     def insert_ready(self, key: Key, location: Location) -> None:
         """Absent -> READY, as the youngest of its class: for reopening. Raises like ``insert_writing``."""
@@ -155,8 +143,6 @@ class Index:
         self._links.new_nodes(count)
         self._phases[first : first + count] = bytes([Phase.READY]) * count
         nodes = np.arange(first, first + count, dtype=np.uint32)
-        if self._shares is not None:
-            self._shares.enter_many(int(rows.slot_bytes.sum()))
         for size_class, its_nodes in self._places.put_many(nodes, tier, rows):
             size_class.counts[Phase.READY] += len(its_nodes)
             size_class.policy.add_many(its_nodes)
@@ -188,27 +174,18 @@ class Index:
         last = self._pins.get(node, 0) <= 1
         return self._apply(node, Event.UNPIN_LAST if last else Event.UNPIN)
 
-    def touch(self, key: Key, salt: Salt = NO_SALT) -> None:
-        """Count a use of a READY key, pinned or not. Ignores keys that are absent or in another state.
-
-        It counts for ``salt`` from now on, if that is one.
-        """
+    def touch(self, key: Key) -> None:
+        """Count a use of a READY key, pinned or not. Ignores keys that are absent or in another state."""
         node = self._find(key)
         if STATE_OF_PHASE[self._phases[node]] is State.READY:
-            policy = self._places.size_class(node).policy
-            if salt and isinstance(policy, SharePolicy):
-                policy.claim(node, salt)
-            policy.touch(node)
+            self._places.size_class(node).policy.touch(node)
 
     # Giving up
 
-    def evict(self, slot_bytes: int, salt: Salt = NO_SALT) -> tuple[Key, Location] | None:
-        """Choose an unpinned READY key of this slot size, to make room for one of ``salt``, and remove it.
-
-        Returns it with its freed location, or None.
-        """
+    def evict(self, slot_bytes: int) -> tuple[Key, Location] | None:
+        """Choose an unpinned READY key of this slot size and remove it. Returns it with its freed location, or None."""
         size_class = self._places.class_of_size(slot_bytes)
-        node = None if size_class is None else self._victim(size_class.policy, salt)
+        node = None if size_class is None else size_class.policy.victim()
         if node is None:
             return None
         key = self._keys.key(node)
@@ -232,21 +209,15 @@ class Index:
         phases = np.frombuffer(bytes(self._phases), dtype=np.uint8)
         held_nodes = np.flatnonzero((phases != Phase.ABSENT) & (phases != Phase.READY)).tolist()
         held = [
-            (
-                self._keys.key(node),
-                self._places.location(node),
-                self._pins.get(node, 0),
-                Phase(self._phases[node]),
-                NO_SALT if self._shares is None else self._shares.salt(node),
-            )
+            (self._keys.key(node), self._places.location(node), self._pins.get(node, 0), Phase(self._phases[node]))
             for node in held_nodes
         ]
         self._reset(self._places.tier)
-        for key, location, pins, phase, salt in held:
+        for key, location, pins, phase in held:
             if phase in (Phase.WRITING, Phase.DOOMED):
-                self._insert(key, location, Event.INSERT_WRITING, salt)
+                self._insert(key, location, Event.INSERT_WRITING)
             else:
-                self._insert(key, location, Event.INSERT_READY, salt)
+                self._insert(key, location, Event.INSERT_READY)
                 for _ in range(pins):
                     self.pin(key)
             self.drop(key)
@@ -255,26 +226,9 @@ class Index:
     # Inside
 
     def _new_policy(self, slot_bytes: int) -> Policy:
-        shares = self._shares
-        return (
-            self._policy_over(self._links)
-            if shares is None
-            else SharePolicy(self._policy_over, self._links, shares, slot_bytes)
-        )
+        return make_policy(self._policy_name, self._links, self._fingerprint)
 
-    def _policy_over(self, links: Links, victims: Victims | None = None) -> Policy:
-        return make_policy(self._policy_name, links, self._fingerprint, victims)
-
-    def _victim(self, policy: Policy, salt: Salt) -> int | None:
-        if isinstance(policy, SharePolicy):
-            node = policy.victim_beyond_share(salt)
-            if node is not None:
-                assert self.share_evictions is not None, "there are shares"
-                self.share_evictions += 1
-                return node
-        return policy.victim()
-
-    def _insert(self, key: Key, location: Location, event: Event, salt: Salt = NO_SALT) -> None:
+    def _insert(self, key: Key, location: Location, event: Event) -> None:
         phase = next_phase(self._phases[self._find(key)], event)
         self._places.refuse(location)
         node = self._links.node()
@@ -283,8 +237,6 @@ class Index:
         self._keys.add(key, node)
         self._phases[node] = phase
         size_class = self._places.put(node, location)
-        if self._shares is not None:
-            self._shares.enter(node, salt, location.slot_bytes)
         size_class.counts[phase] += 1
         if phase == Phase.READY:
             size_class.policy.add(node)
@@ -299,8 +251,6 @@ class Index:
             return
         self._phases.extend(bytes(missing))
         self._places.grow(missing)
-        if self._shares is not None:
-            self._shares.grow(len(self._phases))
         self._keys.grow(len(self._phases) - 1)
 
     def _apply(self, node: int, event: Event) -> Location | None:
@@ -340,8 +290,6 @@ class Index:
         # The location is taken first: once the node is free, its columns belong to the next key.
         location = self._places.location(node)
         size_class.slots.clear(location.offset)
-        if self._shares is not None:
-            self._shares.leave(node, location.slot_bytes)
         self._keys.remove(node)
         self._links.free(node)
         return location
@@ -368,14 +316,7 @@ class Index:
             counts[number_of[id(size_class)]][phase] += 1
         assert set(self._pins) <= nodes, "a pin of a key that is gone"
         roots = self._links.in_use - len(nodes)
-        held_bytes: dict[int, int] = {}
-        if self._shares is None:
-            assert 0 <= roots <= 2 * len(classes), "a node was not taken back"
-        else:
-            for node in nodes:
-                number = self._shares.number(node)
-                held_bytes[number] = held_bytes.get(number, 0) + self._places.location(node).slot_bytes
-            self._shares.check(held_bytes)
+        assert 0 <= roots <= 2 * len(classes), "a node was not taken back"
         spans.sort()
         for (_, end), (start, _) in pairwise(spans):
             assert end <= start, "two keys share bytes"
@@ -386,7 +327,5 @@ class Index:
             candidates: list[Any] = list(size_class.policy)
             assert len(candidates) == len(size_class.policy) == len(expected), "the policy's count is wrong"
             assert set(candidates) == expected, "the policy holds other keys than those that can be evicted"
-            if isinstance(size_class.policy, SharePolicy):
-                size_class.policy.check()
             everywhere = set(size_class.slots.near(0, 1 << 63))
             assert everywhere == its_nodes, "the slot map is wrong"

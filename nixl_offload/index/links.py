@@ -72,31 +72,6 @@ class Links:
         self.mark.extend(bytes(count))
 
 
-class SecondLinks(Links):
-    """Further columns over the nodes of other links, so that a node can be in two queues. Costs 9 bytes per node, too.
-
-    Nodes are handed out and taken back by the others. ``grow`` gives those their columns here.
-    """
-
-    __slots__ = ("_first",)
-
-    def __init__(self, first: Links) -> None:
-        super().__init__()
-        self._first = first
-
-    def node(self) -> int:
-        """Hand out a node of the first links, for the root of a queue here."""
-        node = self._first.node()
-        self.grow(node)
-        return node
-
-    def grow(self, node: int) -> None:
-        """Make room for node numbers up to this one."""
-        missing = node + 1 - len(self.after)
-        if missing > 0:
-            self._extend(missing)
-
-
 class Queue:
     """A queue of nodes, oldest first. A node is in at most one queue at a time."""
 

@@ -145,23 +145,6 @@ class Ghosts:
         return True
 
 
-class Victims:
-    """Remembers the victims of one policy, or of several. Costs nothing until there is one."""
-
-    __slots__ = ("ghosts",)
-
-    def __init__(self) -> None:
-        self.ghosts: Ghosts | None = None
-
-    def remember(self, fingerprint: int, candidates: int) -> None:
-        """Note a victim of a policy that has so many candidates left."""
-        # The table is made when the first victim shows how many candidates fit; a cache that doubled starts a new one.
-        candidates = max(candidates, 1)
-        if self.ghosts is None or candidates > 2 * self.ghosts.capacity:
-            self.ghosts = Ghosts(candidates)
-        self.ghosts.remember(fingerprint)
-
-
 class S3FifoPolicy(Policy):
     """S3-FIFO (Yang et al., SOSP 2023): what is used only once passes through a small queue and leaves by it.
 
@@ -172,7 +155,7 @@ class S3FifoPolicy(Policy):
     ``fingerprint_of(node)`` gives 32 bits that identify the content of a node across evictions.
     """
 
-    __slots__ = ("_fingerprint_of", "_links", "_main", "_mark", "_small", "_victims")
+    __slots__ = ("_fingerprint_of", "_ghosts", "_links", "_main", "_mark", "_small")
 
     _USES = 0b011
     """Mark: uses since it entered its queue, 0 to 3."""
@@ -180,13 +163,12 @@ class S3FifoPolicy(Policy):
     """Mark: belongs to ``main``, also while parked."""
     _USES_TO_MOVE = 2
 
-    def __init__(self, links: Links, fingerprint_of: Callable[[int], int], victims: Victims | None = None) -> None:
-        """``victims``: where to remember them; None: alone."""
+    def __init__(self, links: Links, fingerprint_of: Callable[[int], int]) -> None:
         self._links = links
         self._mark = links.mark
         self._small = Queue(links)
         self._main = Queue(links)
-        self._victims = Victims() if victims is None else victims
+        self._ghosts: Ghosts | None = None
         self._fingerprint_of = fingerprint_of
 
     def __len__(self) -> int:
@@ -198,8 +180,7 @@ class S3FifoPolicy(Policy):
 
     def add(self, node: int) -> None:
         """Enter ``small``, or ``main`` if given up lately."""
-        ghosts = self._victims.ghosts
-        if ghosts is not None and ghosts.recall(self._fingerprint_of(node)):
+        if self._ghosts is not None and self._ghosts.recall(self._fingerprint_of(node)):
             self._mark[node] = self._IN_MAIN
             self._main.push(node)
         else:
@@ -208,7 +189,7 @@ class S3FifoPolicy(Policy):
 
     def add_many(self, nodes: Nodes) -> None:
         """Enter ``small``, or, each for itself, ``main``."""
-        if self._victims.ghosts is None:
+        if self._ghosts is None:
             self._small.push_many(nodes)
         else:
             for node in nodes.tolist():
@@ -240,7 +221,7 @@ class S3FifoPolicy(Policy):
                 if node is None:
                     return None
                 if self._mark[node] & self._USES < self._USES_TO_MOVE:
-                    self._victims.remember(self._fingerprint_of(node), len(self))
+                    self._remember(self._fingerprint_of(node))
                     return node
                 self._mark[node] = self._IN_MAIN
                 self._main.push(node)
@@ -252,16 +233,21 @@ class S3FifoPolicy(Policy):
                 self._mark[node] -= 1
                 self._main.push(node)
 
+    def _remember(self, fingerprint: int) -> None:
+        # The table is made when the first victim shows how many candidates fit; a cache that doubled starts a new one.
+        candidates = max(len(self), 1)
+        if self._ghosts is None or candidates > 2 * self._ghosts.capacity:
+            self._ghosts = Ghosts(candidates)
+        self._ghosts.remember(fingerprint)
+
     def _queue_of(self, node: int) -> Queue:
         return self._main if self._mark[node] & self._IN_MAIN else self._small
 
 
-def make_policy(
-    name: str, links: Links, fingerprint_of: Callable[[int], int], victims: Victims | None = None
-) -> Policy:
+def make_policy(name: str, links: Links, fingerprint_of: Callable[[int], int]) -> Policy:
     """Make a policy by its config name. Raises ValueError naming the known ones."""
     if name == "lru":
         return LruPolicy(links)
     if name == "s3fifo":
-        return S3FifoPolicy(links, fingerprint_of, victims)
+        return S3FifoPolicy(links, fingerprint_of)
     raise ValueError(f"unknown eviction policy {name!r}; known: {', '.join(POLICY_NAMES)}")

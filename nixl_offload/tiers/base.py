@@ -17,7 +17,7 @@ from nixl_offload.identity.namespace import Namespace, ShardedFields
 from nixl_offload.index import State
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.types import NO_SALT, Key, Location, Lookup, LookupContext, Outcome, Salt
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 T = TypeVar("T")
 
@@ -67,10 +67,6 @@ class SlotStatistics:
     """Out of use for good, because something may still write there."""
     evictions: int
     """Chunks that made room for others, since the start."""
-    share_bytes: int | None = None
-    """What one salt may hold when room is needed. None: ``share_per_salt`` is not set."""
-    share_evictions: int | None = None
-    """Of the evictions, those of salts that held more. None: likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +150,10 @@ class Tier(Protocol):
         ...
 
     def state(self, key: Key) -> State | None: ...
-    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key], salt: Salt = NO_SALT) -> Location | None:
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key``, whose state is None, WRITING at a location, evicting as needed (victims are appended).
 
-        It counts for ``salt``, in a tier with a share per salt. None: no room, or the tier is disabled.
+        None: no room, or the tier is disabled.
         """
         ...
 
@@ -175,8 +171,8 @@ class Tier(Protocol):
 
     def pin(self, key: Key) -> Location: ...
     def unpin(self, key: Key) -> None: ...
-    def touch(self, key: Key, salt: Salt = NO_SALT) -> None:
-        """Count a use of a chunk, if it is READY, by a request with this salt."""
+    def touch(self, key: Key) -> None:
+        """Count a use of a chunk, if it is READY."""
         ...
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:

@@ -12,7 +12,7 @@ from typing import Protocol
 from nixl_offload.index import Index, Occupancy, State
 from nixl_offload.tiers.base import SlotStatistics, TierStatistics, not_arrived
 from nixl_offload.tiers.slot_allocator import SlabAllocator
-from nixl_offload.types import NO_SALT, Key, Location, Lookup, LookupContext, Outcome, Salt
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 
 class Journal(Protocol):
@@ -21,13 +21,6 @@ class Journal(Protocol):
     def put(self, key: Key, location: Location) -> None: ...
     def delete(self, key: Key) -> None: ...
     def clear(self) -> None: ...
-
-
-def share_bytes_of(allocator: SlabAllocator, share_per_salt_percent: int | None) -> int | None:
-    """Return what one salt may hold on the ranks that read each other's slots; None: salts are ignored."""
-    if share_per_salt_percent is None:
-        return None
-    return allocator.rank_bytes * allocator.places.together * share_per_salt_percent // 100
 
 
 class NoJournal:
@@ -78,18 +71,9 @@ class SlotTier:
 
     def statistics(self) -> TierStatistics:
         """Return how full the slots are."""
-        places, share_bytes = self._allocator.places, self._index.share_bytes
+        places = self._allocator.places
         used_bytes = sum(taken.bytes_total // places.replicas.get(size, 1) for size, taken in self.occupancy().items())
-        return TierStatistics(
-            slots=SlotStatistics(
-                used_bytes,
-                self.capacity_bytes,
-                self.retired_bytes,
-                self.evictions,
-                None if share_bytes is None else share_bytes // places.together,
-                self._index.share_evictions,
-            )
-        )
+        return TierStatistics(slots=SlotStatistics(used_bytes, self.capacity_bytes, self.retired_bytes, self.evictions))
 
     @property
     def is_looking(self) -> bool:
@@ -127,17 +111,17 @@ class SlotTier:
         """Never: the index knows."""
         return False
 
-    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key], salt: Salt = NO_SALT) -> Location | None:
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         offset = self._allocator.allocate(slot_bytes)
         if offset is None:
             before = len(evicted)
-            offset = self._make_room(slot_bytes, evicted, salt)
+            offset = self._make_room(slot_bytes, evicted)
             self.evictions += len(evicted) - before
         if offset is None:
             return None
         location = Location(self._position, offset, slot_bytes)
-        self._index.insert_writing(key, location, salt)
+        self._index.insert_writing(key, location)
         return location
 
     def commit(self, key: Key) -> bool:
@@ -171,9 +155,9 @@ class SlotTier:
         if freed is not None:
             self._free(freed)
 
-    def touch(self, key: Key, salt: Salt = NO_SALT) -> None:
+    def touch(self, key: Key) -> None:
         """Mark as recently used; unknown keys are ignored."""
-        self._index.touch(key, salt)
+        self._index.touch(key)
 
     def drop(self, key: Key) -> bool:
         """Never serve this chunk again. True: it could be loaded until now."""
@@ -204,7 +188,7 @@ class SlotTier:
         """Whether ``key`` may be dropped so that its extent can go to another class of slots."""
         return self._index.state(key) is State.READY
 
-    def _make_room(self, slot_bytes: int, evicted: list[Key], salt: Salt) -> int | None:
+    def _make_room(self, slot_bytes: int, evicted: list[Key]) -> int | None:
         starved = self._allocator.reclaimable(slot_bytes)
         if starved is not None:
             for key in self._index.keys_between(*starved):
@@ -214,7 +198,7 @@ class SlotTier:
             offset = self._allocator.allocate(slot_bytes)
             if offset is not None:
                 return offset
-        victim = self._index.evict(slot_bytes, salt)
+        victim = self._index.evict(slot_bytes)
         if victim is None:
             return None
         key, location = victim

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Place, Tier, TierStatistics
-from nixl_offload.types import NO_SALT, Key, Location, Lookup, LookupContext, Outcome, Salt
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 RANKS_WAIT_S = 5.0
 """Requests wait so long at most, from the first that would hit, for the ranks to open a tier."""
@@ -72,7 +72,7 @@ class ClosedTier:
         """It knows no key."""
         return None
 
-    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key], salt: Salt = NO_SALT) -> Location | None:
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """There is no room."""
         return None
 
@@ -93,7 +93,7 @@ class ClosedTier:
     def unpin(self, key: Key) -> None:
         """Nothing was pinned."""
 
-    def touch(self, key: Key, salt: Salt = NO_SALT) -> None:
+    def touch(self, key: Key) -> None:
         """It knows no key."""
 
     def flush(self, now_s: float) -> None:

@@ -24,7 +24,6 @@ from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
 from nixl_offload.vllm.metric_names import PREFIX
 from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
-from nixl_offload.vllm.salts import note_salt
 from nixl_offload.vllm.server_load import ServerLoadCounter
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.tier_events import name_media
@@ -169,7 +168,6 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         status = request_state(self, request.request_id)
         if status is None:
             return
-        note_salt(request, status.req_context)
         if request.kv_transfer_params or request.kv_hints:
             self._hints.arrived(request, status)
 

@@ -19,11 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Re
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
 
 from nixl_offload.catalog import Catalog
-from nixl_offload.types import Key, Salt
+from nixl_offload.types import Key
 from nixl_offload.vllm.adapters import AdapterUse
 from nixl_offload.vllm.hint_format import BadHintError, Hint, hints_of
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
-from nixl_offload.vllm.salts import note_salt, salt_of
 from nixl_offload.vllm.vllm_internals import AdaptedRequestState, request_without_tokens
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ class _Prompt:
             req_context=ReqContext(self._request.request_id),
             offloading_context=RequestOffloadingContext(),
         )
-        note_salt(self._request, self.status.req_context)
         if isinstance(self.status, AdaptedRequestState):
             self.status.adapt(_use_of(carrier))
 
@@ -179,7 +177,7 @@ class Hints:
         if is_refused:
             return
         if hint.prefetch and self._manager.catalog is not None:
-            self._prefetch(self._manager.catalog, self._keys(status), allowed, salt_of(status.req_context))
+            self._prefetch(self._manager.catalog, self._keys(status), allowed)
         if hint.retain_s is not None or hint.drop_from is not None:
             self._at_end.setdefault(request.request_id, []).append(hint)
 
@@ -203,7 +201,7 @@ class Hints:
             return
         keys = self._keys(status)
         if hint.token_ids is not None and hint.prefetch:
-            self._prefetch(catalog, keys, allowed, salt_of(status.req_context))
+            self._prefetch(catalog, keys, allowed)
         if hint.retain_s is not None:
             retain = partial(self._retain, hint.retain_s, self._clock())
             self._begin(retain, list(chain.from_iterable(keys)))
@@ -219,9 +217,7 @@ class Hints:
         self._waiting_chunks += len(keys)
         self._tasks.append(_Task(act, keys))
 
-    def _prefetch(
-        self, catalog: Catalog, keys: list[list[OffloadKey]], allowed: frozenset[int] | None, salt: Salt
-    ) -> None:
+    def _prefetch(self, catalog: Catalog, keys: list[list[OffloadKey]], allowed: frozenset[int] | None) -> None:
         now_s = self._clock()
         for config, of_group in zip(self._config.kv_group_configs, keys, strict=True):
             window, tokens = config.sliding_window_size_in_chunks, config.tokens_per_chunk
@@ -229,9 +225,7 @@ class Hints:
             # Looked up as vLLM does, windows back to front. One more: a prompt's last token is always computed.
             looked_up = slice(None) if window is None else slice(None, -(window + 2), -1)
             chunks = cast("list[Key]", of_group[looked_up])
-            catalog.prefetch(
-                chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None, groups=len(keys), salt=salt
-            )
+            catalog.prefetch(chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None, groups=len(keys))
 
     def _retain(self, retain_s: float, since_s: float, keys: list[OffloadKey]) -> None:
         if self._manager.catalog is not None:

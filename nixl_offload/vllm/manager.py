@@ -42,7 +42,6 @@ from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupSta
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.open_tiers import chain_options
-from nixl_offload.vllm.salts import salt_of
 from nixl_offload.vllm.server_load import ServerLoad
 from nixl_offload.vllm.serving_tiers import ServingTiers
 from nixl_offload.vllm.tier_events import TierEvents, allowed_tiers, label_of
@@ -366,7 +365,7 @@ class NixlOffloadManager(OffloadingManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
         if self._catalog is not None:
-            self._catalog.touch((Key(key) for key in keys), salt_of(req_context))
+            self._catalog.touch(Key(key) for key in keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> TicketSpec:
         """Pin chunks and tell the ranks where they are."""
@@ -376,7 +375,7 @@ class NixlOffloadManager(OffloadingManager):
         self.version += 1
         now_s = time.monotonic()
         allowed = allowed_tiers(req_context, self._labels)
-        ticket = self._catalog.prepare_load(wanted, now_s, allowed, salt_of(req_context))
+        ticket = self._catalog.prepare_load(wanted, now_s, allowed)
         if self._decider is not None:
             self._decider.begin_load(ticket, req_context, now_s)
         return TicketSpec(ticket, _adapter_of(req_context))
@@ -385,8 +384,7 @@ class NixlOffloadManager(OffloadingManager):
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
         ticket = None
         if self._catalog is not None and not self._reopens and not _is_refused(req_context):
-            salt = salt_of(req_context)
-            ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id, salt)
+            ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id)
             self._changed()
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput(

@@ -169,14 +169,6 @@ EVICTED: Final = _of(
     "Chunks evicted to make room. Of a shared directory, by the engine that does it for all.",
     "Rises while the hit ratio falls: the working set does not fit",
 )
-SHARE_EVICTED: Final = _of(
-    "share_evicted_chunks",
-    "counter",
-    TIER,
-    "chunks",
-    "Of evicted_chunks, those evicted because their salt exceeded share_per_salt. Reported only where that is set.",
-    "Near evicted_chunks: a few salts take all the room there is, and spare the others",
-)
 KNOWN: Final = _of(
     "known_chunks",
     "gauge",
@@ -311,7 +303,6 @@ METRICS: Final[tuple[Metric, ...]] = (
     CAPACITY,
     RETIRED,
     EVICTED,
-    SHARE_EVICTED,
     KNOWN,
     NOT_STORED,
     PENDING,

@@ -190,8 +190,6 @@ class MetricsReporter:
         self._show(names.CAPACITY, slots.capacity_bytes, label)
         self._show(names.RETIRED, slots.retired_bytes, label)
         self._count(names.EVICTED, slots.evictions, label)
-        if slots.share_evictions is not None:
-            self._count(names.SHARE_EVICTED, slots.share_evictions, label)
 
     def _take_shared(self, shared: SharedStatistics, label: _Labels) -> None:
         self._count(names.PROBES, shared.probes, label)

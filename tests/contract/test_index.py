@@ -1,9 +1,9 @@
-"""The shipped suite over every index and policy that we have, without and with a share per salt."""
+"""The shipped suite over every index and policy that we have."""
 
 from __future__ import annotations
 
 from nixl_offload.index import Index
-from nixl_offload.testing.index_suite import SLOT_BYTES, IndexSuite
+from nixl_offload.testing.index_suite import IndexSuite
 
 
 class TestLruIndex(IndexSuite):
@@ -20,19 +20,3 @@ class TestS3FifoIndex(IndexSuite):
     def make_index(self) -> Index:
         """Return a new, empty index."""
         return Index("s3fifo")
-
-
-class TestLruShareIndex(IndexSuite):
-    """With a share that is soon exceeded."""
-
-    def make_index(self) -> Index:
-        """Return a new, empty index."""
-        return Index("lru", 4 * SLOT_BYTES)
-
-
-class TestS3FifoShareIndex(IndexSuite):
-    """Likewise, evicting by S3-FIFO."""
-
-    def make_index(self) -> Index:
-        """Return a new, empty index."""
-        return Index("s3fifo", 4 * SLOT_BYTES)

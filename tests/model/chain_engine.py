@@ -42,7 +42,6 @@ class Setup:
     chain: ChainOptions
     store_backlog_bytes: int
     store_after: int
-    share: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +136,7 @@ class Engine:
 
     def _open(self, position: int, kind: str) -> MemoryTier | SlabTier | SharedTier:
         setup, world = self.setup, self.world
-        evicting = {"policy": setup.policy, "share_per_salt": setup.share}
+        evicting = {"policy": setup.policy}
         if kind == "memory":
             memory = MemoryConfig.model_validate({"kind": kind, "capacity": MEMORY_BYTES, **evicting})
             return MemoryTier.open(

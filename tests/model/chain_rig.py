@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from nixl_offload.index import State
-from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, Salt, worst
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, worst
 from tests.model.chain_claims import (
     check_changes,
     check_everything,
@@ -26,11 +26,6 @@ FRESH = [key_of(number, number % 2) for number in range(1000, 1002)]
 """Keys that nobody uses until the end; one of each size."""
 MOST_STEPS = 200
 """More than it takes until nothing is under way, at five seconds each."""
-
-
-def salt_of(keys: Sequence[Key]) -> Salt:
-    """Return the salt of a request for these chunks; none for one in three. Others ask for the same with another."""
-    return Salt(sum(keys[0]) % 3 if keys else 0)
 
 
 class ChainRig:
@@ -62,7 +57,7 @@ class ChainRig:
         """A prompt was computed."""
         engine = self.engine
         engine.offers.update(keys)
-        grant = engine.catalog.reserve(keys, self.world.now_s, salt=salt_of(keys))
+        grant = engine.catalog.reserve(keys, self.world.now_s)
         if grant is None:
             return
         assert len(set(grant.keys)) == len(grant.keys)
@@ -93,7 +88,7 @@ class ChainRig:
         """Begin a load; return from where."""
         engine = self.engine
         nearest = [engine.nearest(key, allowed) for key in keys]
-        grant = engine.catalog.prepare_load(keys, self.world.now_s, allowed, salt_of(keys))
+        grant = engine.catalog.prepare_load(keys, self.world.now_s, allowed)
         assert grant.keys == tuple(keys)
         slots = grant.promotion_slots or (None,) * len(keys)
         promoted = [position for position, slot in enumerate(slots) if slot is not None]

@@ -96,7 +96,6 @@ class ChainMachine(RuleBasedStateMachine):
         write_through_backlog=st.sampled_from([3 * SLOT_MAX, 1 << 30, 1]),
         store_backlog=st.sampled_from([1 << 30, 3 * SLOT_MAX]),
         store_after=st.sampled_from([1, 1, 1, 2]),
-        share=st.sampled_from([None, "25%"]),
         stored=st.integers(0, 8).map(lambda times: 3 * times),
     )
     def begin(
@@ -109,7 +108,6 @@ class ChainMachine(RuleBasedStateMachine):
         write_through_backlog: int,
         store_backlog: int,
         store_after: int,
-        share: str | None,
         stored: int,
     ) -> None:
         """Begin with ``stored`` chunks offered, so that tiers may be full."""
@@ -120,7 +118,7 @@ class ChainMachine(RuleBasedStateMachine):
             write_through_backlog_bytes=write_through_backlog,
             memory=0 if kinds[0] == "memory" else None,
         )
-        self.rig = rig = ChainRig(self.path / "kv", Setup(kinds, policy, chain, store_backlog, store_after, share))
+        self.rig = rig = ChainRig(self.path / "kv", Setup(kinds, policy, chain, store_backlog, store_after))
         rig.seen = SEEN
         self.frontier = stored
         """How many keys were ever offered."""

@@ -1,6 +1,4 @@
-"""The index against a dictionary: any sequence of calls, both policies, two size classes, with and without a share per
-salt, refusals included.
-"""
+"""The index against a dictionary: any sequence of calls, both policies, two size classes, refusals included."""
 
 from __future__ import annotations
 
@@ -13,13 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nixl_offload.errors import IndexStateError
 from nixl_offload.index import Index, State
-from nixl_offload.types import NO_SALT, Key, Location, Salt
+from nixl_offload.types import Key, Location
 
 KEYS = [Key(bytes([n]) * 32 + bytes(4)) for n in range(9)]
 SIZES = (4096, 12288)
 # Starts every 4 KiB: the larger slots overlap each other and the small ones in every way.
 LOCATIONS = [Location(2, 4096 * n, size) for n in range(9) for size in SIZES]
-SALTS = [NO_SALT, Salt(-5), Salt(1 << 60)]
 
 
 @dataclass
@@ -28,7 +25,6 @@ class Held:
 
     location: Location
     state: State
-    salt: Salt
     pins: int = 0
     writer: bool = False
 
@@ -37,12 +33,10 @@ class IndexMachine(RuleBasedStateMachine):
     """Rules do to the index and to ``self.model`` what a caller may do, rightly or wrongly."""
 
     policy = "lru"
-    share_bytes: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = Index(self.policy, self.share_bytes)
-        self.share_evictions = 0
+        self.index = Index(self.policy)
         self.model: dict[Key, Held] = {}
         self.order: list[Key] = []
         """Evictable keys, least recently used first."""
@@ -52,27 +46,17 @@ class IndexMachine(RuleBasedStateMachine):
             self.order.remove(key)
         return self.model.pop(key).location
 
-    def beyond(self, salt: Salt, slot_bytes: int) -> dict[Salt, int]:
-        """What the salts hold that are beyond their share with one more slot for ``salt``, if that holds any."""
-        held_bytes: dict[Salt, int] = {}
-        for held in self.model.values():
-            held_bytes[held.salt] = held_bytes.get(held.salt, 0) + held.location.slot_bytes
-        if salt in held_bytes:
-            held_bytes[salt] += slot_bytes
-        return {salt: size for salt, size in held_bytes.items() if size > (self.share_bytes or 1 << 62)}
-
     @rule(
         key=st.sampled_from(KEYS),
         location=st.sampled_from(LOCATIONS),
         ready=st.booleans(),
-        salt=st.sampled_from(SALTS),
     )
-    def insert(self, key: Key, location: Location, ready: bool, salt: Salt) -> None:
+    def insert(self, key: Key, location: Location, ready: bool) -> None:
         def insert(key: Key, location: Location) -> None:
             if ready:
                 self.index.insert_ready(key, location)
             else:
-                self.index.insert_writing(key, location, salt)
+                self.index.insert_writing(key, location)
 
         overlaps = any(
             location.offset < h.location.offset + h.location.slot_bytes
@@ -85,7 +69,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         insert(key, location)
         state = State.READY if ready else State.WRITING
-        self.model[key] = Held(location, state, NO_SALT if ready else salt, writer=not ready)
+        self.model[key] = Held(location, state, writer=not ready)
         if ready:
             self.order.append(key)
 
@@ -132,29 +116,21 @@ class IndexMachine(RuleBasedStateMachine):
             assert freed is None
             self.order.append(key)
 
-    @rule(key=st.sampled_from(KEYS), salt=st.sampled_from(SALTS))
-    def touch(self, key: Key, salt: Salt) -> None:
-        self.index.touch(key, salt)
-        if salt and key in self.model and self.model[key].state is State.READY:
-            self.model[key].salt = salt
+    @rule(key=st.sampled_from(KEYS))
+    def touch(self, key: Key) -> None:
+        self.index.touch(key)
         if key in self.order:
             self.order.remove(key)
             self.order.append(key)
 
-    @rule(slot_bytes=st.sampled_from((*SIZES, 777)), salt=st.sampled_from(SALTS))
-    def evict(self, slot_bytes: int, salt: Salt) -> None:
+    @rule(slot_bytes=st.sampled_from((*SIZES, 777)))
+    def evict(self, slot_bytes: int) -> None:
         victims = [k for k in self.order if self.model[k].location.slot_bytes == slot_bytes]
-        beyond = self.beyond(salt, slot_bytes)
-        most = max((beyond.get(self.model[k].salt, 0) for k in victims), default=0)
-        found = self.index.evict(slot_bytes, salt)
+        found = self.index.evict(slot_bytes)
         if found is None:
             assert not victims
             return
         key, location = found
-        if most:
-            self.share_evictions += 1
-            assert beyond[self.model[key].salt] == most, "another salt is farther beyond its share"
-            victims = [k for k in victims if self.model[k].salt == self.model[key].salt]
         assert key in victims
         if self.policy == "lru":
             assert key == victims[0]
@@ -202,7 +178,6 @@ class IndexMachine(RuleBasedStateMachine):
             assert occupancy.evicting == sum(h.state is State.EVICTING for h in mine)
             assert occupancy.pinned == sum(h.state is State.READY and h.pins > 0 for h in mine)
             assert occupancy.ready == sum(h.state is State.READY and not h.pins for h in mine)
-        assert self.index.share_evictions == (None if self.share_bytes is None else self.share_evictions)
         self.index.check()
 
 
@@ -212,24 +187,8 @@ class S3FifoMachine(IndexMachine):
     policy = "s3fifo"
 
 
-class LruShareMachine(IndexMachine):
-    """With a share per salt: of four small slots, or one large one and a small one."""
-
-    share_bytes = 16384
-
-
-class S3FifoShareMachine(LruShareMachine):
-    """Likewise."""
-
-    policy = "s3fifo"
-
-
 SETTINGS = settings(max_examples=80, stateful_step_count=60, deadline=None, derandomize=True)
 TestLruModel = IndexMachine.TestCase
 TestLruModel.settings = SETTINGS
 TestS3FifoModel = S3FifoMachine.TestCase
 TestS3FifoModel.settings = SETTINGS
-TestLruShareModel = LruShareMachine.TestCase
-TestLruShareModel.settings = SETTINGS
-TestS3FifoShareModel = S3FifoShareMachine.TestCase
-TestS3FifoShareModel.settings = SETTINGS

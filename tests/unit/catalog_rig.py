@@ -17,7 +17,7 @@ from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
 from nixl_offload.tiers.slot_allocator import SlabAllocator
-from nixl_offload.types import NO_SALT, Key, Outcome, Salt
+from nixl_offload.types import Key, Outcome
 from tests.unit.shared_rig import MemoryStore, namespace_of, options
 
 SLOT = 8192
@@ -50,11 +50,8 @@ class Chain:
         write_through_backlog_slots: int = 1000,
         store_backlog_slots: int = 1000,
         store_after: int = 1,
-        share_slots: int | None = None,
     ) -> None:
-        """``share_slots``: of memory and of the slab, what one salt may hold."""
         self.now_s = 100.0
-        self._share_bytes = None if share_slots is None else share_slots * SLOT
         self.world_size = world_size
         self.store_of_bucket = MemoryStore()
         self.indexes: list[Index] = []
@@ -83,12 +80,12 @@ class Chain:
         """Ticket -> how many keys: what no rank has reported yet."""
 
     def _memory(self, slots: int) -> MemoryTier:
-        self.indexes.append(Index(share_bytes=self._share_bytes))
+        self.indexes.append(Index())
         allocator = SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT)
         return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self.indexes[-1], allocator)
 
     def _file(self, path: Path, slots: int) -> SlabTier:
-        self.indexes.append(Index(share_bytes=self._share_bytes))
+        self.indexes.append(Index())
         place = SlabPlace(str(path), (b"n" * 32,), slots * SLOT, SLOT)
         journal, _ = DurableIndex.open(str(path / "index.sqlite"), {})
         return SlabTier(FILE, place, self.indexes[-1], SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), journal)
@@ -107,15 +104,15 @@ class Chain:
 
     # What vLLM does
 
-    def reserve(self, *numbers: int, salt: Salt = NO_SALT) -> StoreTicket | None:
-        grant = self.catalog.reserve(keys(*numbers), self.now_s, salt=salt)
+    def reserve(self, *numbers: int) -> StoreTicket | None:
+        grant = self.catalog.reserve(keys(*numbers), self.now_s)
         if grant is not None:
             self.open[grant.ticket] = len(grant.keys)
         return grant
 
-    def store(self, *numbers: int, salt: Salt = NO_SALT) -> Settled:
+    def store(self, *numbers: int) -> Settled:
         """Store all of ``numbers``."""
-        grant = self.reserve(*numbers, salt=salt)
+        grant = self.reserve(*numbers)
         assert grant is not None
         assert grant.keys == tuple(keys(*numbers))
         return self.report(grant.ticket)
@@ -125,10 +122,9 @@ class Chain:
         *numbers: int,
         failed: Mapping[int, Outcome] | None = None,
         promoted: Outcome = Outcome.OK,
-        salt: Salt = NO_SALT,
     ) -> None:
         """Load ``numbers``, and let all their promotions end in the same way."""
-        grant = self.catalog.prepare_load(keys(*numbers), self.now_s, salt=salt)
+        grant = self.catalog.prepare_load(keys(*numbers), self.now_s)
         self.report(grant.ticket, failed)
         if grant.promotion_ticket:
             count = sum(slot is not None for slot in grant.promotion_slots)

@@ -95,7 +95,6 @@ def test_defaults() -> None:
                 "keep_free": None,
                 "required": False,
                 "policy": "lru",
-                "share_per_salt": None,
             }
         ],
         "vllm": {},
@@ -112,7 +111,6 @@ def test_defaults_of_memory() -> None:
         ("kind", "memory"),
         ("capacity", "32GiB"),
         ("policy", "lru"),
-        ("share_per_salt", None),
         ("promote", True),
         ("unsaved", "pin"),
         ("unsaved_limit", None),
@@ -123,7 +121,6 @@ def test_a_chain_is_read_and_rendered_back() -> None:
     memory = {
         **MEMORY_TIER,
         "policy": "s3fifo",
-        "share_per_salt": "7%",
         "promote": False,
         "unsaved": "pin",
         "unsaved_limit": "32GiB",
@@ -135,7 +132,6 @@ def test_a_chain_is_read_and_rendered_back() -> None:
     tier = config.tiers[0]
     assert isinstance(tier, MemoryConfig)
     assert (tier.capacity_bytes, tier.unsaved_limit_bytes, tier.promote) == (32 << 30, 32 << 30, False)
-    assert tier.share_per_salt_percent == 7
     assert config.to_dict()["tiers"][0] == memory
     assert parse_config(config.to_dict()) == config
 
@@ -143,7 +139,7 @@ def test_a_chain_is_read_and_rendered_back() -> None:
 def test_defaults_of_memory_alone_can_be_read_back() -> None:
     """What ``show`` prints of a tier alone names no option that would be refused there."""
     config = parse_config({"tiers": [MEMORY_TIER]})
-    assert config.to_dict()["tiers"] == [{**MEMORY_TIER, "policy": "lru", "share_per_salt": None}]
+    assert config.to_dict()["tiers"] == [{**MEMORY_TIER, "policy": "lru"}]
     assert parse_config(config.to_dict()) == config
 
 
@@ -175,11 +171,6 @@ _ALONE = "has no meaning without a tier behind this one; remove it, or add a tie
         ([{"kind": "memory", "unsaved_limit": "1GiB"}, SLAB_TIER], "capacity: is required; for example: capacity: "),
         ([{**MEMORY_TIER, "capacity": "1KiB"}, SLAB_TIER], "capacity: '1KiB' is too small; allowed: 8KiB or more"),
         ([{**MEMORY_TIER, "unsaved": "keep"}, SLAB_TIER], "unsaved: 'keep' is unknown; allowed: pin, drop"),
-        (
-            [{**MEMORY_TIER, "share_per_salt": "100%"}],
-            "share_per_salt: '100%' is not a share; allowed: whole percents from 1% to 99%",
-        ),
-        ([{**MEMORY_TIER, "share_per_salt": 25}], "share_per_salt: 25 is not a share; allowed: whole percents from 1%"),
         ([{**MEMORY_TIER, "promote": 1}, SLAB_TIER], "promote: 1 is refused; allowed: true or false"),
         ([{**MEMORY_TIER, "polcy": "lru"}], "polcy: unknown field (did you mean 'policy'?); allowed: kind, capacity, "),
     ],

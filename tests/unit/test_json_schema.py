@@ -143,13 +143,6 @@ FAMILIES: dict[str, list[list[dict[str, Any]]]] = {
             lookup=[..., {}],
         )
     ],
-    "shares": [
-        tiers
-        for base in (MEMORY, SLAB, SHARED_DIR, S3)
-        for tiers in _tiers_of(
-            base, share_per_salt=[..., None, "1%", "25%", "99%", "0%", "05%", "100%", "2.5%", "25", " 25%", 25, 0.25]
-        )
-    ],
     "buckets": list(
         _tiers_of(
             S3,

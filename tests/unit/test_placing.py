@@ -13,7 +13,7 @@ import pytest
 from nixl_offload.catalog.placing import TRIAL_S, Placing
 from nixl_offload.catalog.tickets import NOWHERE, OpenTicket
 from nixl_offload.index import State
-from nixl_offload.types import NO_SALT, Key, Location, Outcome, Salt
+from nixl_offload.types import Key, Location, Outcome
 
 SLOT = 4096
 BACKLOG_SLOTS = 2
@@ -27,7 +27,7 @@ class Shelf:
         self.position, self.slots, self.asked = position, slots, 0
         self._offsets = count()
 
-    def reserve(self, key: Key, needed: int, evicted: list[Key], salt: Salt) -> Location | None:
+    def reserve(self, key: Key, needed: int, evicted: list[Key]) -> Location | None:
         self.asked += 1
         if not self.slots:
             return None
@@ -55,7 +55,7 @@ class World:
     ) -> int | None:
         """Return the tier that key ``number`` goes to."""
         found = self.placing.place(
-            key(number), states or (None,) * len(self.shelves), set() if refused is None else refused, now_s, NO_SALT
+            key(number), states or (None,) * len(self.shelves), set() if refused is None else refused, now_s
         )
         return None if found is None else found.tier
 
@@ -123,8 +123,8 @@ def test_a_chunk_larger_than_the_backlog_is_stored_alone(make: Callable[..., Wor
         stuck_after_s=STUCK_S,
         evicted=lambda *_: None,
     )
-    assert placing.place(key(1), (None,), set(), 0.0, NO_SALT) == Location(0, 0, large)
-    assert placing.place(key(2), (None,), set(), 0.0, NO_SALT) is None
+    assert placing.place(key(1), (None,), set(), 0.0) == Location(0, 0, large)
+    assert placing.place(key(2), (None,), set(), 0.0) is None
 
 
 def test_a_tier_that_has_no_room_is_not_asked_again_for_that_size(make: Callable[..., World]) -> None:

@@ -347,13 +347,6 @@ def test_what_had_to_make_room_is_told(make: MakeChain) -> None:
     ]
 
 
-def test_one_prefetch_takes_a_share_of_memory_at_most(make: MakeChain) -> None:
-    chain = make(memory_slots=8, share_slots=2)
-    on_file_only(chain, 1, 2, 3, 4)
-    foretell(chain, 1, 2, 3, 4)
-    assert bring(chain) == [(key(1), FILE), (key(2), FILE)]
-
-
 def test_one_prefetch_takes_half_of_memory_at_most(make: MakeChain) -> None:
     chain = make(memory_slots=8)
     for first in (1, 5, 9):

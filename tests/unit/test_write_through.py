@@ -22,7 +22,7 @@ from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
 from nixl_offload.tiers.slot_allocator import SlabAllocator
-from nixl_offload.types import Lookup, LookupContext, Outcome, Salt
+from nixl_offload.types import Lookup, LookupContext, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
 
@@ -297,7 +297,7 @@ def test_what_waited_in_vain_is_dropped_bit_by_bit(make: MakeChain, monkeypatch:
     monkeypatch.setattr(write_through, "MAX_DROPPED", 3)
     chain = make(bucket=True)
     bucket = _break(chain)
-    monkeypatch.setattr(bucket, "reserve", lambda key, slot_bytes, evicted, salt: None)
+    monkeypatch.setattr(bucket, "reserve", lambda key, slot_bytes, evicted: None)
     chain.store(*range(8))
     while chain.catalog.counts().pending_writes[FILE]:
         chain.write_through()
@@ -822,15 +822,6 @@ def test_without_memory_nothing_is_pinned_as_unsaved(make: MakeChain) -> None:
     assert chain.catalog.counts().unsaved_bytes == 0
     chain.write_through()
     assert chain.holders(1) == [MEMORY, FILE]
-
-
-def test_whoever_loads_a_chunk_has_it_in_his_share(make: MakeChain) -> None:
-    chain = make(file_slots=0, share_slots=2)
-    chain.store(1, salt=Salt(7))
-    chain.load(1, salt=Salt(8))
-    (index,) = chain.indexes
-    assert index._shares is not None
-    assert index._shares.held_bytes() == {8: SLOT}
 
 
 def test_only_what_has_to_go_and_look_is_flushed(make: MakeChain) -> None:

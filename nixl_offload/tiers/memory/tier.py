@@ -15,7 +15,7 @@ from nixl_offload.errors import ConfigError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
 from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, SlabAllocator, choose_extent_bytes
-from nixl_offload.tiers.slot_tier import SlotTier, share_bytes_of
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import PAGE_BYTES, Key, align_up
 from nixl_offload.units import format_size
 
@@ -87,9 +87,7 @@ class MemoryTier(SlotTier):
             rank_namespaces=namespace.rank_digests,
             rank_bytes=allocator.rank_bytes,
         )
-        return cls(
-            position, place, Index(config.policy, share_bytes_of(allocator, config.share_per_salt_percent)), allocator
-        )
+        return cls(position, place, Index(config.policy), allocator)
 
     def close(self, in_flight: Iterable[Key] = ()) -> None:
         """Nothing is left behind; ``in_flight`` is for tiers that outlive the engine."""

@@ -30,7 +30,7 @@ from nixl_offload.tiers.shared.naming import manifest_name, shards_of, witness_o
 from nixl_offload.tiers.shared.presence import Presence
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.prober_events import ProbeAnswer, ProbeCounts, ProbeResult, SearchEnd, TaskEnd, TrialEnd
-from nixl_offload.types import NO_SALT, Key, Location, Lookup, LookupContext, Outcome, Salt, key_group
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class SharedTier:
 
     # Storing
 
-    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key], salt: Salt = NO_SALT) -> Location | None:
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING. None while the tier is disabled. ``Eviction`` or ``nixl-offload gc`` make room."""
         if not self._health.may_store(self._now_s) or not self._presence.reserve(key):
             return None
@@ -293,7 +293,7 @@ class SharedTier:
         """Take one pin back."""
         self._presence.unpin(key)
 
-    def touch(self, key: Key, salt: Salt = NO_SALT) -> None:
+    def touch(self, key: Key) -> None:
         """Mark as recently used; unknown keys are ignored. Now and then a chunk in use is refreshed."""
         self._presence.touch(key)
         ttl_s, maintenance = self._ttl_s, self._maintenance

@@ -24,8 +24,8 @@ from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.reopen import adopt_rows
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.tiers.slot_places import SlotPlaces
-from nixl_offload.tiers.slot_tier import SlotTier, share_bytes_of
-from nixl_offload.types import NO_SALT, Key, Location, Outcome, Salt
+from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class SlabTier(SlotTier):
                 geometry["stages"] = " ".join(map(str, stages))
             durable, rows = DurableIndex.open(str(directory.index_path), geometry)
             try:
-                index = Index(config.policy, share_bytes_of(allocator, config.share_per_salt_percent))
+                index = Index(config.policy)
                 stale = adopt_rows(rows, position, index, allocator)
                 for number, key in enumerate(stale, 1):
                     durable.delete(key)
@@ -169,11 +169,11 @@ class SlabTier(SlotTier):
         )
         return cls(position, place, index, allocator, durable, directory)
 
-    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key], salt: Salt = NO_SALT) -> Location | None:
+    def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         if self._lost.is_set():
             return None
-        return super().reserve(key, slot_bytes, evicted, salt)
+        return super().reserve(key, slot_bytes, evicted)
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store is over: where storage failed it, and now and then, look whether the directory is still there."""
