@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from io import StringIO
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +29,12 @@ from nixl_offload.cli.check.file_movers import add_gds, add_speeds, try_movers
 from nixl_offload.cli.check.report import CheckProgress, Finding, Section
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
 from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.slab.file import warn_of_others
 from tests.unit.gds_rig import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 _DROP_FROM_BOUNDING_SET = 24
+_FS_GROUP = 2000
 _DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2
 
 
@@ -181,6 +187,18 @@ def test_what_another_user_has_left_in_the_directory_is_wrong_and_its_fix_works(
     assert fix is not None
     _do(fix.removeprefix("sudo "))
     assert _access_as_a_user(path)[0] == "ok"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a volume of another user's")
+def test_nobody_is_asked_to_change_the_mode_of_anothers_directory() -> None:
+    """A volume with an fsGroup is root's and its group's: a directory below it is what a pod can have for itself."""
+    with tempfile.TemporaryDirectory() as volume, ProcessPoolExecutor(1, get_context("fork"), _be_a_pod) as pool:
+        os.chown(volume, 0, _FS_GROUP)
+        Path(volume).chmod(0o2775)
+        state, fix, log = pool.submit(_seen, volume).result()
+        assert (state, fix) == ("warning", f"path: {volume}/kv, in the config, which the server makes with mode 0700")
+        assert "set path to a directory below" in log
+        assert pool.submit(_seen, f"{volume}/kv").result() == ("ok", None, "")
 
 
 def test_a_directory_that_others_may_write_is_warned_of(tmp_path: Path) -> None:
@@ -409,6 +427,22 @@ def _access_as_a_user(path: Path) -> tuple[str, str, str | None]:
     )
     state, words, fix = json.loads(done.stdout)
     return state, words, fix
+
+
+def _be_a_pod() -> None:
+    """Be a user of no name, in the group of the volume."""
+    os.setgroups([_FS_GROUP])
+    os.setgid(0)
+    os.setuid(1_000_680_000)
+
+
+def _seen(path: str) -> tuple[str, str | None, str]:
+    """State and fix of the check, and what a start logs."""
+    log = StringIO()
+    logging.getLogger("nixl_offload").addHandler(logging.StreamHandler(log))
+    warn_of_others(path)
+    found = look("directory", tier_of(Path(path)))
+    return found.state, found.fix, log.getvalue()
 
 
 @contextlib.contextmanager

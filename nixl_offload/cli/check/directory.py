@@ -38,6 +38,7 @@ from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.tiers.shared_dir.kind import is_kept
+from nixl_offload.tiers.slab.file import may_chmod
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 
@@ -160,7 +161,8 @@ def _access(context: DirectoryContext) -> Finding:
         return wrong(words, f"sudo chown -R {me} {quoted}")
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         words = f"{owner}: other users of this machine may remove what servers keep there"
-        return warning(words, f"chmod 700 {quoted}")
+        below = f"path: {os.path.join(at, 'kv')}, in the config, which the server makes with mode 0700"
+        return warning(words, f"chmod 700 {quoted}" if may_chmod(status) else below)
     return ok(f"{owner}; {me} can write there")
 
 

@@ -56,14 +56,20 @@ def make_private_directory(directory: Path) -> None:
 def warn_of_others(directory: str) -> None:
     """Log a warning where others than this user may make, rename and remove files. Says nothing of one that is away."""
     with contextlib.suppress(OSError):
-        mode = stat.S_IMODE(os.stat(directory).st_mode)
+        status = os.stat(directory)
+        mode = stat.S_IMODE(status.st_mode)
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             logger.warning(
-                "%s: others than this server's user can write there (mode %04o), and change what models say: make it "
-                "0700",
+                "%s: others than this server's user can write there (mode %04o), and change what models say: %s",
                 directory,
                 mode,
+                "make it 0700" if may_chmod(status) else "set path to a directory below, which the server makes 0700",
             )
+
+
+def may_chmod(status: os.stat_result) -> bool:
+    """Whether this user may. A volume of Kubernetes with an fsGroup is root's, and its pod's user is not."""
+    return os.geteuid() in (0, status.st_uid)
 
 
 def require_lock(directory: Path, owner: str) -> None:
