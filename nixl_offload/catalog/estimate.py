@@ -350,9 +350,16 @@ class LoadOrRecompute:
         if allowed == len(parts):
             return False
         context_tokens = computed_tokens + sum(part.tokens for part in parts[:allowed])
-        limit_s = self.prefill.seconds(sum(part.tokens for part in parts[allowed:]), context_tokens)
-        waited_s = max(self.tiers[parts[allowed].tier].oldest_s(now_s), now_s - since_s)
-        return waited_s < (WAIT_S if limit_s is None else limit_s)
+        tokens = sum(part.tokens for part in parts[allowed:])
+        return self.wait_left_s(parts[allowed].tier, tokens, context_tokens, now_s, since_s) > 0
+
+    def wait_left_s(self, tier: int | None, tokens: int, context_tokens: int, now_s: float, since_s: float) -> float:
+        """Return how long a request may still wait for a load of ``tier``, rather than be computed: as long as
+        computing ``tokens`` takes, since the oldest load went out, or since it began to wait, if that is earlier.
+        """
+        limit_s = self.prefill.seconds(tokens, context_tokens)
+        oldest_s = 0.0 if tier is None else self.tiers[tier].oldest_s(now_s)
+        return (WAIT_S if limit_s is None else limit_s) - max(oldest_s, now_s - since_s)
 
     def counts(self) -> Mapping[tuple[int, Decision], int]:
         """How often it was decided so about a tier, in requests, since the beginning."""

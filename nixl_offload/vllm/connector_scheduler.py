@@ -31,9 +31,12 @@ from nixl_offload.vllm.vllm_internals import (
     AdaptedRequestState,
     ChunkwiseScheduler,
     allocated_requests,
+    begin_without_hit,
+    chunk_being_loaded,
     first_lookup_group,
     forget_descriptions,
     hit_keys,
+    is_being_loaded,
     known_requests,
     offer_again,
     request_state,
@@ -46,9 +49,11 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.base import OffloadKey
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -62,23 +67,26 @@ def _no_prefix_cache() -> object:
 
 
 ANSWER_S: Final = 0.1
-"""So long at most a request that waits is told again what it was told, without being looked up. Tiers that others
-write to change by themselves."""
+"""A request that waits gets the same answer for this long, without another lookup. Tiers that other servers write to
+change by themselves."""
 WAIT_ANSWER_S: Final = 0.01
-"""Likewise for one that waits for the loads of others, which may take no longer than this."""
+"""The same, for the answer "not yet"."""
 
 
 class _LastAnswer(NamedTuple):
-    """What a request was told that has no blocks yet."""
+    """The answer to a request that has no blocks yet."""
 
-    computed_tokens: int
-    limit: int | None
-    """The most that it may load."""
+    question: tuple[int, int | None]
+    """The tokens that the GPU's cache has, and the most that may be loaded."""
+    found: int | None
+    """None: not yet."""
+    until_s: float
     version: int
     """``NixlOffloadManager.version`` at that time."""
-    until_s: float
-    found: int | None
-    """None: to wait for the loads of others."""
+    is_looking: bool = False
+    """Whether some tier was looking; when it no longer is, it has found out."""
+    awaited: OffloadKey | None = None
+    """The chunk that another request loads; the answer holds until that load ends."""
 
 
 class NixlOffloadScheduler(ChunkwiseScheduler):
@@ -96,8 +104,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._world_size = vllm_config.parallel_config.world_size
         self._geometries: dict[int, RankGeometry] = {}
         """By rank: what was told so far, as long as some rank has not told."""
-        self._loads = self._stores = True
-        """What ``kv_role`` has us do."""
+        self._loads = True
+        """Whether ``kv_role`` has us load."""
         self._answers: dict[str, _LastAnswer] = {}
         """By request, until it is given blocks."""
         self._asked_about: set[str] = set()
@@ -133,7 +141,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
     def set_role(self, *, loads: bool, stores: bool) -> None:
         """Say what ``kv_role`` has us do: a producer stores only, a consumer loads only."""
-        self._loads, self._stores = loads, stores
+        self._loads, self.ever_stores = loads, stores
 
     def open(self, ranks: Sequence[RankGeometry]) -> None:
         """Open the tiers. An engine without requests steps now, while the ranks open theirs."""
@@ -176,31 +184,42 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     ) -> tuple[int | None, bool]:
         """As vLLM's, less what would take longer to load than to compute.
 
-        vLLM asks in every step as long as there is no room for the request: while nothing has changed it is told the
-        same.
+        vLLM asks in every step as long as there is no room for the request. The answer is kept while nothing changes.
         """
         self._idling.record_progress()
         self._asked_about.add(request.request_id)
         if self.offload_manager.is_begun and self._awaits_weights():
             return None, False
-        version, known = self.offload_manager.version, self._answers.get(request.request_id)
-        if (
-            known is not None
-            and known.version == version
-            and known.computed_tokens == num_computed_tokens
-            and known.limit == max_num_new_tokens
-            and self._weights.trust is Trust.SETTLED
-            and request.lora_request is None
-            and time.monotonic() < known.until_s
-        ):
+        question = num_computed_tokens, max_num_new_tokens
+        known = self._answers.get(request.request_id)
+        if known is not None and known.question == question and self._holds(known) and request.lora_request is None:
             return known.found, bool(known.found)
         found, is_async = self._look_up(request, num_computed_tokens, max_num_new_tokens)
         if found is not None:
-            until_s = time.monotonic() + ANSWER_S
-            self._answers[request.request_id] = _LastAnswer(
-                num_computed_tokens, max_num_new_tokens, version, until_s, found
-            )
+            self._answer(request, question, found, ANSWER_S)
         return found, is_async
+
+    def _holds(self, known: _LastAnswer) -> bool:
+        """Whether a lookup would give this answer again, for all that is known without one."""
+        if time.monotonic() >= known.until_s or self._weights.trust is not Trust.SETTLED:
+            return False
+        if known.awaited is not None:
+            return is_being_loaded(self, known.awaited)
+        return known.version == self.offload_manager.version and known.is_looking <= self.offload_manager.is_looking
+
+    def _answer(
+        self,
+        request: Request,
+        question: tuple[int, int | None],
+        found: int | None,
+        seconds: float,
+        awaited: OffloadKey | None = None,
+    ) -> None:
+        """Keep an answer for ``seconds``, or until something changes."""
+        manager, until_s = self.offload_manager, time.monotonic() + seconds
+        is_looking = found is None and manager.is_looking
+        answer = _LastAnswer(question, found, until_s, manager.version, is_looking, awaited)
+        self._answers[request.request_id] = answer
 
     def _look_up(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
@@ -208,13 +227,21 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._refuse_worthless_keys(request)  # a session may have been given an image since
         if request.lora_request is not None and self._awaits_adapter(request):
             return None, False
-        if not self._loads or self._weights.trust is Trust.BLOCKED:
+        if not self._loads or self._weights.trust is Trust.BLOCKED or self._comes_from_elsewhere(request):
             return super().get_num_new_matched_tokens(request, num_computed_tokens, 0)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        group = first_lookup_group(self)
-        chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
         status = request_state(self, request.request_id)
         assert status is not None
+        if found is None:
+            limit = self._limit_after_wait(request, status, (num_computed_tokens, max_num_new_tokens))
+            if limit is None:
+                return None, False
+            if status.transfer_jobs:
+                begin_without_hit(status, num_computed_tokens)
+                return 0, False
+            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, limit)
+        group = first_lookup_group(self)
+        chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
         if found is not None:
             whole_tokens = request.num_tokens // chunk_tokens * chunk_tokens
             asked = max(found, whole_tokens - num_computed_tokens)
@@ -233,17 +260,49 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             self._load.beside(request.request_id),
         )
         if wanted is None:
-            until_s = time.monotonic() + WAIT_ANSWER_S
-            self._answers[request.request_id] = _LastAnswer(
-                num_computed_tokens, max_num_new_tokens, self.offload_manager.version, until_s, None
-            )
+            self._answer(request, (num_computed_tokens, max_num_new_tokens), None, WAIT_ANSWER_S)
             return None, False
         if wanted >= found:
             return found, is_async
-        # Asked again with a limit, for vLLM remembers what it has answered. Where there are windows it takes one token
-        # off, as off the end of a prompt, and with recurrent state that would cost a whole chunk.
-        limit = wanted + 1 if self._windows else wanted
-        return super().get_num_new_matched_tokens(request, num_computed_tokens, limit)
+        # Asked again with a limit, for vLLM remembers what it has answered.
+        return super().get_num_new_matched_tokens(request, num_computed_tokens, self._limit(wanted))
+
+    def _limit(self, tokens: int) -> int:
+        """Return the limit with which vLLM finds ``tokens``.
+
+        Where there are windows it takes one token off, as off the end of a prompt. With recurrent state that would cost
+        a whole chunk.
+        """
+        return tokens + 1 if self._windows else tokens
+
+    def _comes_from_elsewhere(self, request: Request) -> bool:
+        """Whether another connector brings the whole prompt, which our lookup would only delay."""
+        params = request.kv_transfer_params
+        return bool(params and params.get("do_remote_prefill")) and not self._held_stores.is_alone
+
+    def _limit_after_wait(
+        self, request: Request, status: RequestOffloadState, question: tuple[int, int | None]
+    ) -> int | None:
+        """Return the most that a request may load which has waited, for loads of others or for its own stores, as long
+        as computing takes. None: it waits on.
+
+        Storage may hang, and with a common system prompt all requests wait for the same load.
+        """
+        computed_tokens, most = question
+        awaited, before = chunk_being_loaded(self, status, computed_tokens)
+        if (
+            awaited is None and not status.transfer_jobs
+        ):  # for a tier that looks, or a store of others: both have limits
+            self._answer(request, question, None, WAIT_ANSWER_S)
+            return None
+        left_s = self.offload_manager.wait_left_s(
+            status.req_context, computed_tokens + before, request.num_tokens - computed_tokens - before, awaited
+        )
+        if left_s > 0:
+            self._answer(request, question, None, WAIT_ANSWER_S if awaited is None else left_s, awaited)
+            return None
+        limit = self._limit(before)
+        return limit if most is None else min(limit, most)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
@@ -255,7 +314,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             if status is not None:
                 self._held_stores.allocated(status, we_load=num_external_tokens > 0)
         if status is not None:
-            self.offload_manager.count_lookup(status.req_context)
+            self.offload_manager.allocated(status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """As vLLM's, with our moves, and once with where each tier is to be opened.
@@ -273,7 +332,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._weights.look(self._prefix_cache(), now_s)
         if tokens:
             self._weights.want(now_s)
-        self.stores = self._stores and self._weights.trust is Trust.SETTLED and not manager.will_store
+        self.stores = self.ever_stores and self._weights.trust is Trust.SETTLED and not manager.will_store
         self._held_stores.scheduled(self._steps, self._heard_steps, scheduler_output.num_scheduled_tokens)
         self.held = self._held_stores.requests
         self._asked_about.clear()

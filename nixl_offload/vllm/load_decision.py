@@ -33,9 +33,16 @@ class LoadDecision(NamedTuple):
 
 
 class WaitsSince(NamedTuple):
-    """When a request was first told to wait for the loads of others. Kept with it, so that it waits once."""
+    """When a request began to wait. Kept with it, so that it waits once; None: it does not."""
 
-    at_s: float
+    at_s: float | None
+
+
+def _waits_since_s(req_context: ReqContext, now_s: float) -> float:
+    waits = req_context.get_state(WaitsSince)
+    if waits is None or waits.at_s is None:
+        return now_s
+    return waits.at_s
 
 
 class LookupStatistics(NamedTuple):
@@ -80,16 +87,23 @@ class LoadDecider:
             return tokens
         loaded, trial = tokens, None
         if self._skips_slow:
-            waits = req_context.get_state(WaitsSince)
-            if self._speeds.must_wait(parts, first_token, now_s, now_s if waits is None else waits.at_s):
-                if waits is None:
-                    req_context.set_state(WaitsSince(now_s))
+            since_s = _waits_since_s(req_context, now_s)
+            if self._speeds.must_wait(parts, first_token, now_s, since_s):
+                req_context.set_state(WaitsSince(since_s))
                 return None
             waiting, running = server
             choice = self._speeds.choose(parts, first_token, now_s, waiting=waiting, running=running)
             loaded, trial = choice.tokens, choice.trial
         req_context.set_state(LoadDecision(first_token, tokens, loaded, tuple(parts), trial))
         return loaded
+
+    def wait_left_s(
+        self, req_context: ReqContext, first_token: int, tokens: int, tier: int | None, now_s: float
+    ) -> float:
+        """As the manager's. ``tier``: that of the load that it waits for."""
+        since_s = _waits_since_s(req_context, now_s)
+        req_context.set_state(WaitsSince(since_s))
+        return self._speeds.wait_left_s(tier, tokens, first_token, now_s, since_s)
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
         """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""

@@ -38,7 +38,7 @@ from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.adapters import Adapted, AdapterUse
 from nixl_offload.vllm.identity import with_loaded_weights
-from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics
+from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics, WaitsSince
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.open_tiers import chain_options
@@ -344,8 +344,18 @@ class NixlOffloadManager(OffloadingManager):
             self._stats_s = 0.0
         return loaded_tokens
 
-    def count_lookup(self, req_context: ReqContext) -> None:
-        """Count what a request has looked up, once."""
+    def wait_left_s(self, req_context: ReqContext, first_token: int, tokens: int, awaited: OffloadKey | None) -> float:
+        """Return how long a request may still wait rather than be computed: altogether as long as computing ``tokens``
+        behind ``first_token`` takes. ``awaited``: the chunk that another load brings, if it waits for that.
+        """
+        if self._catalog is None or self._decider is None:
+            return 0.0
+        tier = None if awaited is None else self._catalog.where(Key(awaited))
+        return self._decider.wait_left_s(req_context, first_token, tokens, tier, time.monotonic())
+
+    def allocated(self, req_context: ReqContext) -> None:
+        """A request is given blocks: count what it has looked up, once. It may wait anew if it is preempted."""
+        req_context.set_state(WaitsSince(None))
         looked = req_context.get_state(LookupStatistics)
         if looked is None or not looked.asked_tokens:
             return
@@ -441,7 +451,12 @@ class NixlOffloadManager(OffloadingManager):
 
     def is_waiting(self) -> bool:
         """Whether some rank opens its tiers or moves bytes, or somebody looks into a shared tier."""
-        return self.has_pending_work() or any(tier.is_looking for tier in self._tiers)
+        return self.has_pending_work() or self.is_looking
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether some tier is looking for what requests have asked about."""
+        return any(tier.is_looking for tier in self._tiers)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what has changed in our metrics since the last call.

@@ -163,7 +163,9 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
     """
 
     stores = True
-    """Whether anything is stored."""
+    """Whether anything is stored in this step."""
+    ever_stores = True
+    """Whether anything is stored in any step."""
     held: Mapping[str, int] = MappingProxyType({})
     """Requests that offer nothing in this step; a later one offers it, if they have not ended by then."""
     _renamed: Set[str] = frozenset()
@@ -251,6 +253,8 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
         return offloads if limit is None else [offload for offload in offloads if offload[2] <= limit]
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        if not self.ever_stores:
+            self._pass_over_blocks(scheduler_output.num_scheduled_tokens)
         if not self.stores:
             return {}
         configs = self.config.kv_group_configs
@@ -287,6 +291,13 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
                 self._current_batch_jobs_to_flush.add(job_id)
         return jobs
 
+    def _pass_over_blocks(self, request_ids: Iterable[str]) -> None:
+        """Have vLLM not look in each step through all blocks of windows that are still to be stored: none will be."""
+        for request_id in request_ids:
+            state = self._req_status.get(request_id)
+            for group in state.group_states if state is not None else ():
+                group.next_stored_chunk_idx = len(group.block_ids) // self.config.blocks_per_chunk
+
 
 def request_state(scheduler: OffloadingConnectorScheduler, request_id: str) -> RequestOffloadState | None:
     """Return what vLLM's half knows of a request; None: nothing."""
@@ -307,6 +318,36 @@ def first_lookup_group(scheduler: OffloadingConnectorScheduler) -> int:
     return scheduler._lookup_groups[0]
 
 
+def is_being_loaded(scheduler: OffloadingConnectorScheduler, key: OffloadKey) -> bool:
+    """Whether some request loads a chunk."""
+    return key in (scheduler._chunks_being_loaded or ())
+
+
+def chunk_being_loaded(
+    scheduler: OffloadingConnectorScheduler, status: RequestOffloadState, computed_tokens: int
+) -> tuple[OffloadKey | None, int]:
+    """Return the first chunk of a request behind ``computed_tokens`` that some other request loads, and how many tokens
+    lie between; None and 0: there is none.
+    """
+    begins: dict[int, OffloadKey] = {}
+    for config, group in zip(scheduler.config.kv_group_configs, status.group_states, strict=True):
+        first = computed_tokens // config.tokens_per_chunk
+        for at, key in enumerate(group.offload_keys[first:], first):
+            if is_being_loaded(scheduler, key):
+                begins.setdefault(max(0, at * config.tokens_per_chunk - computed_tokens), key)
+                break
+    return (begins[min(begins)], min(begins)) if begins else (None, 0)
+
+
+def begin_without_hit(status: RequestOffloadState, computed_tokens: int) -> None:
+    """Have a request whose stores are still out be computed behind ``computed_tokens``. vLLM has it wait for them, for
+    it loads nothing beside them.
+    """
+    status.update_offload_keys()
+    status.num_locally_computed_tokens = computed_tokens
+    status.update_num_hit_chunks(computed_tokens)
+
+
 def hit_keys(
     scheduler: OffloadingConnectorScheduler, status: RequestOffloadState, group: int, end: int
 ) -> list[OffloadKey]:
@@ -316,7 +357,8 @@ def hit_keys(
     config, keys = scheduler.config.kv_group_configs[group], status.group_states[group].offload_keys
     if status.partial_tail_boundary is None:
         return keys[: -(-end // config.tokens_per_chunk)]
-    tail = scheduler._make_boundary_key(status.req, config.group_idx, end, status.req_context)
+    tokens = scheduler._partial_tail_key_tokens(config, end)
+    tail = scheduler._make_boundary_key(status.req, config.group_idx, tokens, status.req_context)
     return [*keys[: end // config.tokens_per_chunk], tail]
 
 

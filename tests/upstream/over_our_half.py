@@ -23,6 +23,7 @@ class MockedManager:
     is_begun = False
     """Ranks have not told which weights they have, and nothing waits for that."""
     will_store = False
+    is_looking = False
     moves: tuple[Any, ...] = ()
     serving = SimpleNamespace(is_whole=True, awaits_required=False)
 
@@ -38,12 +39,15 @@ class MockedManager:
         return getattr(self._manager, name)
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None: ...
-    def count_lookup(self, req_context: Any) -> None: ...
+    def allocated(self, req_context: Any) -> None: ...
     def take_ranks(self, ranks: Any) -> None: ...
     def take_work(self, work: Any) -> None: ...
 
     def tokens_to_load(self, keys: Any, context: Any, first_token: int, tokens: int, *rest: Any) -> int:
         return tokens
+
+    def wait_left_s(self, *told: Any) -> float:
+        return 60.0
 
     def is_waiting(self) -> bool:
         return False

@@ -136,8 +136,8 @@ def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]
     looks = request()
     looks.set_state(LookupStatistics(0, 3 * CHUNK_TOKENS, CHUNK_TOKENS))
     rig.manager.tokens_to_load(keys(6), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
-    rig.manager.count_lookup(looks)
-    rig.manager.count_lookup(looks)
+    rig.manager.allocated(looks)
+    rig.manager.allocated(looks)
     assert told("hit_decisions", "memory", "taken") == 1
     assert told("lookup_tokens", "memory", "hit") == CHUNK_TOKENS
     assert told("lookup_tokens", "memory", "miss") == 2 * CHUNK_TOKENS, "which the tree was asked about"
@@ -190,7 +190,7 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     looks = request()
     looks.set_state(LookupStatistics(0, CHUNK_TOKENS, CHUNK_TOKENS))
     rig.manager.tokens_to_load(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
-    rig.manager.count_lookup(looks)
+    rig.manager.allocated(looks)
     rig.offer(*range(10, 16))
     rig.offer(*range(10, 16))
     rig.manager.take_ranks({0: RankStatus(frozenset({0}), tiers=(STATUS,))})

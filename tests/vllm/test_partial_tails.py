@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import eagle_proof_margin, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import make_offload_key
@@ -33,7 +33,13 @@ STATE_GROUP, STATE_BLOCK = 1, 9
 
 
 @pytest.fixture
-def scheduler() -> Any:
+def has_draft() -> bool:
+    """Whether a draft model (EAGLE) shares the attention's KV cache group."""
+    return False
+
+
+@pytest.fixture
+def scheduler(has_draft: bool) -> Any:
     """Attention and a state, in chunks of one block, of which vLLM also knows what lies within."""
     init_none_hash(sha256)
     offloading, caches = manager_rig.offloading_config(), manager_rig.kv_cache_config()
@@ -44,6 +50,7 @@ def scheduler() -> Any:
     )
     state = MambaSpec(block_size=BLOCK_TOKENS, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
     caches.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=state, layer_names=["state"], is_eagle_group=False))
+    caches.kv_cache_groups[0].is_eagle_group = has_draft
     config = manager_rig.config_of(manager_rig.memory_tier(64))
     spec = NixlOffloadSpec(
         offloading, config_file=config, vllm_config=manager_rig.vllm_config(), kv_cache_config=caches
@@ -112,6 +119,28 @@ def test_a_hit_that_ends_within_a_block_is_loaded_where_that_is_quicker(
     scheduler.on_new_request(request)
     ends = [BLOCK_TOKENS, TAIL] if whole_blocks else [2 * HASH_TOKENS]
     keys = [make_offload_key(request.block_hashes[end // HASH_TOKENS - 1], group) for end in ends for group in (0, 1)]
+    manager = scheduler.offload_manager
+    output = manager.prepare_store(keys, manager_rig.request("stores"))
+    assert output is not None
+    manager.settle({output.store_spec.ticket.ticket: TicketReport()}, [LoadSample(0, SLOT, seconds, False)] * 5)  # type: ignore[attr-defined]
+    for _ in range(5):
+        manager.observe_prefill(256, 0, 0.01)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
+
+
+@pytest.mark.parametrize("has_draft", [True])
+@pytest.mark.parametrize(("seconds", "tokens"), [(0.0001, 2 * HASH_TOKENS), (10.0, 0)])
+def test_a_hit_of_a_model_with_a_draft_is_loaded_where_that_is_quicker(
+    scheduler: NixlOffloadScheduler, seconds: float, tokens: int
+) -> None:
+    """The key of the attention's tail covers what the draft needs behind the boundary."""
+    proof = eagle_proof_margin(BLOCK_TOKENS, HASH_TOKENS, False)
+    prompt = list(range(2 * HASH_TOKENS + proof + 5))
+    hasher = get_request_block_hasher(HASH_TOKENS, sha256)
+    request = Request("asks", prompt, SamplingParams(max_tokens=9), None, block_hasher=hasher)
+    scheduler.on_new_request(request)
+    ends = {0: 2 * HASH_TOKENS + proof, STATE_GROUP: 2 * HASH_TOKENS}
+    keys = [make_offload_key(request.block_hashes[end // HASH_TOKENS - 1], group) for group, end in ends.items()]
     manager = scheduler.offload_manager
     output = manager.prepare_store(keys, manager_rig.request("stores"))
     assert output is not None

@@ -352,3 +352,47 @@ def test_a_request_id_may_come_again_while_its_stores_are_out(played: PlayedWork
     right = played.call(ask_again_while_storing, names=["a", "b", "c"], **arguments)
     assert right[0] == right[3]
     assert played.call(ask_again_while_storing, names=["a", "a", "a"], **arguments) == right
+
+
+def ask_while_a_load_hangs(model: str, runner: str, config: dict[str, Any]) -> list[Any]:
+    """Return the answers to one prompt: computed; while a load of it hangs; and by that load, which goes on then."""
+    from nixl_offload.vllm.worker import NixlOffloadingWorker
+
+    held: list[Any] = []
+    submit = NixlOffloadingWorker.submit_load
+
+    def hold(worker: NixlOffloadingWorker, *job: Any, **options: Any) -> bool:
+        held.append(functools.partial(submit, worker, *job, **options))
+        return True
+
+    engine = PlayedEngine(config, model=Path(model), runner=runner)
+    [prompt] = random_prompts(SHAPE, [200], seed=33)
+    answers: dict[str, Any] = {}
+
+    def step_until(name: str) -> None:
+        while name not in answers:
+            answers.update(engine.step())
+
+    engine.add("computed", prompt, max_tokens=4)
+    step_until("computed")
+    assert engine.settle()["idle"]
+    assert engine.engine.reset_prefix_cache()
+    NixlOffloadingWorker.submit_load = hold
+    engine.add("loads", prompt, max_tokens=4)
+    while not held:
+        engine.step()
+    engine.add("shares", prompt, max_tokens=4)
+    step_until("shares")
+    assert "loads" not in answers
+    for job in held:
+        job()
+    step_until("loads")
+    assert answers["loads"]["cached_tokens"] == 192
+    engine.shutdown()
+    return [[answers[name]["tokens"], answers[name]["logprobs"]] for name in ("computed", "shares", "loads")]
+
+
+def test_a_load_that_hangs_holds_no_request_that_shares_its_prompt(played: PlayedWorkshop) -> None:
+    config = chain_config(MEMORY, chunk_tokens=16)
+    computed, shares, loads = played.call(ask_while_a_load_hangs, model=str(played.model()), runner="v2", config=config)
+    assert shares == loads == computed
