@@ -75,6 +75,8 @@ class SlabAllocator:
         self.extent_bytes = extent
         self.extent_count = max(0, rank_bytes) // extent
         self.rank_bytes = self.extent_count * extent
+        self.limit = self.extent_count
+        """No extent from this one on is lent: the drive may have no room for it now."""
         self.slot_classes = tuple(classes)
         self._number = {size: number for number, size in enumerate(classes)}
         self.places = SlotPlaces(self.rank_bytes, extent, dict(replicas or {}))
@@ -324,6 +326,8 @@ class SlabAllocator:
             self._in_roomy[heappop(roomy)] = 0
         while self._pool:
             extent = self._pool[0]
+            if extent >= self.limit:
+                break
             if self._owner[extent] == _POOL:
                 if lend:
                     self._lend(extent, number)

@@ -62,17 +62,14 @@ def test_a_full_disk_refuses_whole_extents_and_resumes(small_filesystem: SmallFi
     free_bytes = small_filesystem.free_bytes
     assert 0 < free_bytes < EXTENT
     assert refusal(slab, EXTENT) == "full"
-    assert slab.check() == "full"
+    assert slab.check() is None, "what has space can be written"
     assert small_filesystem.free_bytes == free_bytes, "a refused extent leaves no space taken"
     assert slab.path.stat().st_size == EXTENT
     slab.ensure(EXTENT - 64 * KIB, 64 * KIB)
     write_direct(slab.path, 0, EXTENT)
     small_filesystem.fill()
     write_direct(slab.path, 0, EXTENT)
-    with pytest.raises(TierError, match="not usable yet"):
-        slab.reopen()
     small_filesystem.drain()
-    assert slab.check() is None
     assert slab.reopen() is False, "the same file: nothing is lost"
     slab.ensure(EXTENT, 64 * KIB)
     assert slab.check() is None
@@ -534,5 +531,4 @@ def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesyst
     slab = SlabFile(slab.path, 2 * slab.rank_bytes, EXTENT, kept_free=0.25)
     slab.open()
     assert refusal(slab, slab.rank_bytes // 2 + EXTENT) == "full"
-    assert slab.check() == "full"
     slab.close()

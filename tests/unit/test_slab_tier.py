@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +359,60 @@ def test_a_lock_that_somebody_deleted_is_taken_again(open_tier: OpenTier, tmp_pa
     assert tier._healer is not None
     tier._healer.join(WAIT_S)
     assert holder_of(tmp_path / "kv" / "lock") is not None
+
+
+def test_chunks_are_evicted_where_others_have_filled_the_drive(
+    open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path
+) -> None:
+    """The first store that the drive has no room for fails; those after it go where others' chunks were. When there is
+    room again the slab grows.
+    """
+    (tmp_path / "kv").mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(tmp_path / "kv")]
+    if subprocess.run(mounting, check=False, capture_output=True).returncode:
+        pytest.skip("a tmpfs mount is not permitted here")
+    numbers = count()
+
+    def put(tier: SlabTier, rank: Rank) -> tuple[int, list[Key]] | None:
+        """Return the offset, and what was evicted. None: the drive is full, as the tier has heard by now."""
+        new, evicted = key(next(numbers)), list[Key]()
+        location = tier.reserve(new, SLOT, evicted)
+        assert location is not None
+        assert rank.may_store()
+        try:
+            for _ in rank.link.begin_write(new, location, SLOT):
+                pass
+        except TierError:
+            tier.abort(new)
+            heal(tier, rank.now_s)
+            assert rank.link.trouble == "full"
+            return None
+        tier.commit(new)
+        return location.offset, evicted
+
+    try:
+        tier = open_tier()
+        rank = open_rank(tier)
+        assert put(tier, rank)
+        space = os.statvfs(tmp_path / "kv")
+        (tmp_path / "kv" / "others").write_bytes(bytes(space.f_bavail * space.f_frsize - 3 * tier.place.extent_bytes))
+        while grown := put(tier, rank):
+            assert not grown[1]
+        first = put(tier, rank)
+        assert first is not None
+        assert first[1], "evicted"
+        (tmp_path / "kv" / "others").unlink()
+        tier.flush(rank.now_s)
+        assert tier._healer is not None
+        tier._healer.join(WAIT_S)
+        more = put(tier, rank)
+        assert more is not None
+        assert more[0] > first[0]
+        assert not more[1]
+    finally:
+        rank.close()
+        tier.close()
+        subprocess.run(["umount", "-l", str(tmp_path / "kv")], check=True)
 
 
 def open_and_close(place: SlabPlace, path: Path) -> None:

@@ -71,6 +71,7 @@ class TierDirectory:
         self._dp_engines = dp_engines
         self._filesystem = 0
         self._manifest = ""
+        self._kept_free = 0.0
 
     @classmethod
     def open(
@@ -161,6 +162,13 @@ class TierDirectory:
             if self._closed.is_set():
                 self.close()
 
+    def extents_now(self) -> int:
+        """Return how many extents each slab may have: those that it has, where not all can grow. Raises OSError."""
+        sizes = [path.stat().st_size for path in self.namespace_path.iterdir() if _RANK_NAME.fullmatch(path.name)]
+        spare = spare_bytes(os.statvfs(self.namespace_path), self._kept_free)
+        grows = not sizes or spare >= len(sizes) * self.extent_bytes
+        return (self.rank_bytes if grows else min(sizes)) // self.extent_bytes
+
     def measure_bytes(self) -> int:
         """Return the real bytes under this engine's root now, the promise that ``capacity_bytes`` bounds."""
         return other_namespaces.tree_bytes(self.root)
@@ -182,6 +190,7 @@ class TierDirectory:
         kept_free: float,
     ) -> None:
         """Do all that follows the lock. Raises OSError, TierError, ConfigError."""
+        self._kept_free = kept_free
         budget = _Budget(slot_classes, world_size, index_bytes, max(replicas.values(), default=1))
         engines = len(self._dp_engines)
         share_bytes = capacity_bytes // engines

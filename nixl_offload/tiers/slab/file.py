@@ -128,8 +128,6 @@ class SlabFile:
         self._is_locked_here = is_locked_here
         """The engine's scheduler runs on this machine, too, and locks the directory."""
         self._backed = bytearray(-(-rank_bytes // extent_bytes))
-        self._short_bytes = 0
-        """What the last refused preallocation needed; 0 when none was refused."""
 
     def open(self) -> None:
         """Open or create the file (0600, directories 0700). What is there stays, except beyond ``rank_bytes``.
@@ -162,7 +160,6 @@ class SlabFile:
         self._identity = (status.st_dev, status.st_ino)
         self._filesystem = status.st_dev
         self._is_locked_here |= is_locked
-        self._short_bytes = 0
 
     def close(self) -> None:
         """Close the descriptor. Idempotent; the bytes stay."""
@@ -196,8 +193,8 @@ class SlabFile:
     def check(self) -> str | None:
         """Look whether storing can work now. Returns None, or the ``TierError.cause`` that stands against it.
 
-        ``missing``: the path is gone, or it is another file than the one opened; ``reopen`` is needed. ``full``: there
-        is still not the space that the last refused ``ensure`` wanted. ``locked``: the directory is another engine's.
+        ``missing``: the path is gone, or it is another file than the one opened; ``reopen`` is needed.
+        ``locked``: the directory is another engine's. A full drive is no reason: what has space can be written.
         """
         try:
             self._check_lock()
@@ -209,15 +206,12 @@ class SlabFile:
             return cause_of(error.errno)
         try:
             status = os.fstat(probe)
-            space = os.fstatvfs(probe)
         except OSError as error:
             return cause_of(error.errno)
         finally:
             os.close(probe)
         if self._fd < 0 or (status.st_dev, status.st_ino) != self._identity:
             return "missing"
-        if self._short_bytes and spare_bytes(space, self._kept_free) < self._short_bytes:
-            return "full"
         return None
 
     def reopen(self) -> bool:
@@ -278,7 +272,6 @@ class SlabFile:
                 elif not holds_data:
                     fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, length)
             self._refuse(error, length)
-        self._short_bytes = 0
         return True
 
     def _grow(self, end: int) -> None:
@@ -297,11 +290,8 @@ class SlabFile:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
             self._refuse(error, end - size)
-        self._short_bytes = 0
 
     def _refuse(self, error: OSError, needed_bytes: int) -> NoReturn:
-        if cause_of(error.errno) == "full":
-            self._short_bytes = needed_bytes
         kept = f" and leave {self._kept_free:.0%} of the drive free" if self._kept_free else ""
         raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}{kept}") from error
 

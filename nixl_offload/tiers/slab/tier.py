@@ -87,6 +87,8 @@ class SlabTier(SlotTier):
         self._durable = durable
         self._next_heal_s = self._next_look_s = 0.0
         self._healer: threading.Thread | None = None
+        self._extents = allocator.extent_count
+        """Those that the drive has room for, by the last look."""
         self._lost = threading.Event()
         """Another engine owns the directory now."""
 
@@ -173,7 +175,13 @@ class SlabTier(SlotTier):
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         if self._lost.is_set():
             return None
+        self._allocator.limit = self._extents
         return super().reserve(key, slot_bytes, evicted)
+
+    def flush(self, now_s: float) -> None:
+        """Look again where the drive had no room."""
+        if self._extents < self._allocator.extent_count:
+            self.heal(now_s)
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store is over: where storage failed it, and now and then, look whether the directory is still there."""
@@ -182,7 +190,8 @@ class SlabTier(SlotTier):
             self.heal(now_s)
 
     def heal(self, now_s: float) -> None:
-        """Look on a thread of its own whether the directory, or its lock, vanished, and take it back if so.
+        """Look on a thread of its own whether the directory, or its lock, vanished, and take it back if so; and whether
+        the drive has room. Where it has none, chunks are evicted within what slabs have.
 
         At most one such thread, at most every ``HEAL_EVERY_S`` seconds (``now_s``: monotonic). Never raises. When
         another engine has taken the place meanwhile, nothing is stored any more; what can still be read is served.
@@ -217,8 +226,9 @@ class SlabTier(SlotTier):
     def _restore(self, directory: TierDirectory) -> None:
         try:
             directory.restore()
-        except TierError as error:
-            if error.cause != "locked":
+            self._extents = directory.extents_now()
+        except (OSError, TierError) as error:
+            if not isinstance(error, TierError) or error.cause != "locked":
                 logger.debug("%s", error)
                 return
             # The index at this path is the other engine's, too.
