@@ -180,7 +180,7 @@ class SlabConfig(DirectoryConfig):
     kind: Literal["slab"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
     """What the directory may hold, all ranks and data-parallel engines together; never exceeded. Slabs grow up to it
-    and do not shrink."""
+    and do not shrink. In an emptyDir, stay below its ``sizeLimit``, at which the kubelet evicts the pod."""
     policy: PolicyName = "lru"
     """What to evict, as in memory."""
 
@@ -193,7 +193,8 @@ class SharedDirConfig(DirectoryConfig):
     is_shared: ClassVar[bool] = True
     kind: Literal["shared_dir"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """What the directory may hold; what was not used for longest goes first."""
+    """What the directory may hold; what was not used for longest goes first. In an emptyDir, at most 90 % of its
+    ``sizeLimit``, at which the kubelet evicts the pod."""
     evict: bool | None = None
     """``true``: servers keep the directory to ``capacity``, to within what they write in a few seconds. ``false``: run
     ``nixl-offload gc`` by a timer. If omitted, ``true`` on a filesystem of this machine, such as ext4 or xfs."""

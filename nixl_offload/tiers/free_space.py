@@ -35,9 +35,11 @@ def kept_free(config: DirectoryConfig, root: str = "/") -> float:
     if mount.top != "/":
         return EMPTY_DIR if "/kubernetes.io~empty-dir/" in mount.top else SHARED_DRIVE
     inside = os.path.relpath(os.path.realpath(config.path), mount.point).split("/")[0]
-    if inside == "." or not set(os.listdir(mount.point)) - {inside, "lost+found"}:
-        return 0.0
-    return SHARED_DRIVE
+    try:
+        others = set(os.listdir(mount.point)) - {inside, "lost+found"}
+    except OSError:  # not for this user to see
+        return SHARED_DRIVE
+    return SHARED_DRIVE if others and inside != "." else 0.0
 
 
 def spare_bytes(space: os.statvfs_result, kept_free: float) -> float:

@@ -105,7 +105,7 @@ FAILURES: Final = _of(
     "Shards that were not stored, loaded or written through. corrupt: checksum, header_checksum, magic, version, "
     "namespace, key, length, blocks or authentication did not verify. dropped: queue_full (too many stores for "
     "storage), needed_back (vLLM wanted the blocks before storage had time), no_answer, no_time (a write-through "
-    "waited 30 s) or closed (shutdown). "
+    "waited 30 s), files (the process may open no more) or closed (shutdown). "
     "failed: disabled (see disabled_ranks), full, readonly, missing, locked, permission, io, timeout "
     "(load_timeout), needed_back, closed, or layout and unexpected (bugs).",
     "Why chunks_total shows failed, corrupt or dropped",

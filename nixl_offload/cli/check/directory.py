@@ -179,7 +179,7 @@ def _refused(context: DirectoryContext, error: OSError, owner: str, *, mine: boo
             fix = f"sudo install -d -m 700 -o {me} {shlex.quote(context.tier.path)}"
         return wrong(f"{where} belongs to {owner}; {me} cannot write there", fix)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = f"free some of it: du -xsh {quoted}/*" if full else f"findmnt -T {quoted}; dmesg | tail"
+    fix = f"free some of it: df -hi {quoted}; du -xsh {quoted}/*" if full else f"findmnt -T {quoted}; dmesg | tail"
     return wrong(f"{where}: no file can be made there ({error.strerror})", fix)
 
 
