@@ -40,6 +40,7 @@ from nixl_offload.vllm.vllm_internals import (
     known_requests,
     offer_again,
     request_state,
+    resets_for_pause,
     with_adapter,
 )
 from nixl_offload.vllm.weights_check import Trust, WeightsCheck
@@ -332,6 +333,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._weights.look(self._prefix_cache(), now_s)
         if tokens:
             self._weights.want(now_s)
+            manager.is_paused = False
         self.stores = self.ever_stores and self._weights.trust is Trust.SETTLED and not manager.will_store
         self._held_stores.scheduled(self._steps, self._heard_steps, scheduler_output.num_scheduled_tokens)
         self.held = self._held_stores.requests
@@ -433,9 +435,15 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     # Weights that may be others since a cache was reset.
 
     def reset_cache(self) -> None:
-        """As vLLM's; and have the ranks tell which weights they have before anything is stored or loaded again."""
-        super().reset_cache()
-        self._hints.clear()
+        """As vLLM's; and have the ranks tell which weights they have before anything is stored or loaded again.
+
+        Where vLLM pauses or sleeps, what is stored stays: its namespace tells which weights it belongs to.
+        """
+        if resets_for_pause():
+            self.offload_manager.is_paused = True
+        else:
+            super().reset_cache()
+            self._hints.clear()
         self._weights.suspect(time.monotonic())
 
     def _awaits_weights(self) -> bool:

@@ -114,6 +114,8 @@ class NixlOffloadManager(OffloadingManager):
         self._loaded_weights: str | None = None
         self._reopens = False
         """Tiers are to be opened for other weights, once nothing is under way."""
+        self.is_paused = False
+        """vLLM has paused, and may sleep, when ranks move nothing: no move begins until it computes again."""
         self._catalog: Catalog | None = None
         """None until the namespace is known."""
         self._labels = [label_of(tier, is_local=False) for tier in config.tiers]
@@ -289,9 +291,7 @@ class NixlOffloadManager(OffloadingManager):
             return
         if self._catalog.has_flush:
             self._catalog.flush(time.monotonic())
-        if self._reopens:
-            return
-        if self._catalog.is_chain:
+        if self._catalog.is_chain and not self._reopens and not self.is_paused:
             moves = self._catalog.begin_write_throughs(time.monotonic())
             self.moves += moves
             if moves or self.has_events:
@@ -441,7 +441,9 @@ class NixlOffloadManager(OffloadingManager):
         to be moved.
         """
         catalog = self._catalog
-        is_busy = catalog is not None and (catalog.open_tickets > 0 or catalog.has_pending_writes)
+        is_busy = catalog is not None and (
+            catalog.open_tickets > 0 or (catalog.has_pending_writes and not self.is_paused)
+        )
         return is_busy or self.serving.is_opening or (self._reopens and not self.serving.is_off)
 
     @property

@@ -7,10 +7,11 @@ file to be the only one.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from copy import copy
 from dataclasses import replace
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -440,6 +441,19 @@ def find_worker(vllm_config: VllmConfig) -> WorkerBase | None:
             if worker.model_config is vllm_config.model_config:
                 return worker
     return None
+
+
+def resets_for_pause() -> bool:
+    """Whether vLLM resets caches now because it pauses, sleeps or gives KV memory back, and nobody has asked for it.
+
+    It resets the connector's in the same words as for ``reset_external=true``: who has called tells them apart.
+    """
+    from vllm.v1.engine.core import EngineCore  # not in the ranks' processes
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not EngineCore._reset_caches.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def models_of_worker(worker: WorkerBase) -> list[torch.nn.Module]:

@@ -369,21 +369,22 @@ class PlayedEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Compute one token for each prompt, and return how many tokens of each need not be computed."""
-        requests = [
-            Request(
-                f"request-{next(self._numbers)}",
-                list(prompt),
-                SamplingParams(max_tokens=1, ignore_eos=True),
-                None,
-                block_hasher=self.core.request_block_hasher,
-            )
-            for prompt in prompts
-        ]
+        requests = [self.request(prompt) for prompt in prompts]
         for request in requests:
             self.core.add_request(request)
         self.settle()
         assert all(request.is_finished() for request in requests)
         return [self.ranks[0].began_with[request.request_id] for request in requests]
+
+    def request(self, prompt: Sequence[int]) -> Request:
+        """Make a request that computes one token."""
+        return Request(
+            f"request-{next(self._numbers)}",
+            list(prompt),
+            SamplingParams(max_tokens=1, ignore_eos=True),
+            None,
+            block_hasher=self.core.request_block_hasher,
+        )
 
     def settle(self) -> None:
         """Step until nothing is left to do, background work included."""
