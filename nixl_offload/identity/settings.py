@@ -3,7 +3,7 @@
 Equal configurations give equal settings in every process, and different ones give different settings. What cannot be
 compared between processes gets a value that no other process has: that costs a cold cache, not a wrong answer.
 
-Threading: pure functions, but for files that a setting names (``*_path``), which count by their content, and for the
+Threading: pure functions, but for files and directories that a setting names, which count by their content, and for the
 cache of digests of large ones.
 """
 
@@ -203,13 +203,16 @@ def _item_text(part: Mapping[str, Setting], path: str) -> str:
 
 
 def text_setting(path: str, text: str, digest_file: DigestFile = digest_of_file) -> str:
-    """Return what a text counts as: itself, or a digest where ``plain_text`` says so, or where it names a file, which
-    counts by its content. Such a file may be another one tomorrow.
+    """Return what a text counts as: itself, or a digest where ``plain_text`` says so, or where it names a file or a
+    directory, which count by their content. They may hold something else tomorrow.
 
-    ``digest_file`` is called for a large one, and raises NamespaceError where it cannot be read to its end, or changes
-    meanwhile.
+    ``digest_file`` is called for a directory or a large file, and raises NamespaceError where it cannot be read to its
+    end, or changes meanwhile.
     """
-    if (os.path.isabs(text) or path.endswith(("_path", "_file"))) and os.path.isfile(text):
+    names_path = os.sep in text or path.endswith(("_path", "_file", "_dir"))
+    if names_path and os.path.isdir(text):
+        return f"directory {digest_of(digest_file(text))}"
+    if names_path and os.path.isfile(text):
         try:
             with open(text, "rb") as file:
                 if os.fstat(file.fileno()).st_size <= PIECE_BYTES:

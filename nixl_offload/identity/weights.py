@@ -226,11 +226,12 @@ class WeightsDigest:
 
 
 def digest_of_file(path: str) -> str:
-    """Return the digest of one file's content, in hex, read as those of weights are. Waits for it; remembers nothing.
+    """Return the digest of a file's content, or of all files in a directory that count, in hex. Waits for it; remembers
+    nothing.
 
     Raises NamespaceError: it cannot be read, or changed while it was read.
     """
-    return WeightsDigest(path, None, alone=True).wait_for_result()
+    return WeightsDigest(path, None, alone=os.path.isfile(path)).wait_for_result()
 
 
 def _count_pieces(file: ModelFile) -> int:

@@ -29,7 +29,7 @@ from nixl_offload.vllm.messages import (
     WeightsAnswer,
     WorkerReport,
 )
-from nixl_offload.vllm.rank_identity import allocation_digest
+from nixl_offload.vllm.rank_identity import allocation_digest, sources_of
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.tensor_digests import weights_digest
 from nixl_offload.vllm.vllm_internals import (
@@ -73,6 +73,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self._weights: str | None = None
         """Digest of what this rank has loaded at start."""
         self._weights_unknown = False
+        self._sources: tuple[str, ...] = ("(not known)",)
+        """Where they come from beside the models' own files."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; and take down what was allocated. Where that fails, the scheduler's half stays off."""
@@ -87,6 +89,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         if self._vllm_worker is not None:
             watch_adapters(self._vllm_worker, self._adapters.loaded)
             finish_before_blocks_change(self._vllm_worker)
+            self._sources = sources_of(models_of_worker(self._vllm_worker))
         self.rank_worker.adapters = self._adapters
         self._weights = self._digest_weights()
 
@@ -129,7 +132,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             backends = set()  # vLLM would name the backend that it prefers
         else:
             backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
-        return replace(self.rank_worker.geometry(self._allocated, backends), weights=self._weights)
+        told = self.rank_worker.geometry(self._allocated, backends)
+        return replace(told, weights=self._weights, sources=self._sources)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """As vLLM's, before the step's forward pass is launched; and fence the loads of this step off what ran before.

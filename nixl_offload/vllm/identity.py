@@ -7,13 +7,15 @@ the files that settings name; the scheduler's asks what needs no files.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import vllm
@@ -54,6 +56,11 @@ _SNAPSHOT: Final = re.compile(rf"models--(?P<repository>[^/]+)/snapshots/(?P<com
 _PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 _DRAFT: Final = "speculative_config.draft_model_config"
 _TOKENIZER: Final = "model_config.tokenizer"
+_READS_FILES: Final = {
+    *("auto", "dummy", "fastsafetensors", "hf", "instanttensor", "mistral", "npcache", "pt", "runai_streamer"),
+    *("runai_streamer_sharded", "safetensors", "sharded_state"),
+}
+"""Formats of vLLM that load what a model's own files hold."""
 
 
 class ModelName(NamedTuple):
@@ -65,24 +72,6 @@ class ModelName(NamedTuple):
     """The commit, where it is known."""
     files: str | None
     """The file or directory whose content says which model it is; None: the name and the revision do."""
-
-
-class KnownFields(TypedDict):
-    """What the configuration tells of a namespace before any rank has allocated anything."""
-
-    tenant: str
-    engine: str
-    platform: str
-    model: str
-    revision: str | None
-    hash_algorithm: str
-    hash_seed: str | None
-    settings: dict[str, Setting]
-    tp: int
-    pp: int
-    pcp: int
-    dcp: int
-    world_size: int
 
 
 def group_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
@@ -102,8 +91,6 @@ def reason_to_stay_off(vllm_config: VllmConfig, config: Config) -> str | None:
             "prefix caching is off in vLLM's final configuration, which vLLM also decides by itself where cached KV "
             "must not be reused; serve_without_prefix_caching: true in the config overrules this"
         )
-    if str(vllm_config.load_config.load_format) == "ipc_cache":
-        return "the weights come from a cache on this host (--load-format ipc_cache), and nothing tells which they are"
     algorithm = str(cache.prefix_caching_hash_algo)
     if config.stored and algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
         return (
@@ -141,10 +128,11 @@ def _is_untouched(snapshot: str) -> bool:
     return bool(files) and all(os.path.dirname(os.path.realpath(file)) == blobs for file in files)
 
 
-def models_of(vllm_config: VllmConfig) -> dict[str, ModelName]:
+def models_of(vllm_config: VllmConfig, sources: Collection[str] = ()) -> dict[str, ModelName]:
     """Return the models whose KV is stored, by their path in the configuration: the draft's, too.
 
-    A tokenizer of its own, or of another revision, is among them: some models compute with it.
+    A tokenizer of its own, or of another revision, is among them: some models compute with it. So are ``sources`` that
+    ranks have named.
     """
     model = vllm_config.model_config
     models = {"model_config": name_model(model)}
@@ -155,7 +143,14 @@ def models_of(vllm_config: VllmConfig) -> dict[str, ModelName]:
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and draft is not vllm_config.model_config:
         models[_DRAFT] = name_model(draft)
-    return models
+    own = {model.model, getattr(draft, "model", None)}
+    named = sorted((_name(source, None) for source in sources if source not in own), key=str)
+    return models | {f"sources.{number}": name for number, name in enumerate(named)}
+
+
+def sources_of_ranks(ranks: Sequence[RankGeometry]) -> set[str]:
+    """Return what any of ``ranks`` has loaded beside the models' own files."""
+    return {source for rank in ranks for source in rank.sources}
 
 
 def build_namespace(
@@ -165,16 +160,37 @@ def build_namespace(
     ranks: Sequence[RankGeometry],
     weights: Mapping[str, str],
     digest_file: DigestFile = digest_of_file,
+    loaded: str | None = None,
 ) -> Namespace:
     """Return the fingerprint of everything that makes bytes interchangeable between two engines.
 
     ``ranks``: what each has told, in order. ``weights``: digests of the files that ``models_of`` names, by its keys.
-    ``digest_file``: as for ``text_setting``.
+    ``digest_file``: as for ``text_setting``. ``loaded``: see ``loaded_weights``.
     """
+    models = models_of(vllm_config, sources_of_ranks(ranks))
+    model = models.pop("model_config")
+    settings = settings_of(vllm_config, digest_file)
+    settings |= _drafts(models, weights) | _environment(digest_file) | _libraries()
+    if config.authenticate is not None:
+        settings["authenticate"] = SCHEME  # what has no MAC is not looked for, and not said to be there
+    seed = os.environ.get("PYTHONHASHSEED")
+    parallel = vllm_config.parallel_config
     backends = sorted({name for rank in ranks for name in rank.attention_backends})
     is_cut = any(rank.shards is not None for rank in ranks)
     by_rank = NamespaceFields(
-        **known_fields(vllm_config, config, weights, digest_file),
+        tenant=config.tenant,
+        engine=f"vllm {vllm.__version__}",
+        platform=_platform(),
+        model=model.name,
+        revision=model.revision,
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+        hash_seed=None if seed is None else repr(seed),
+        settings=settings,
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        pcp=parallel.prefill_context_parallel_size,
+        dcp=parallel.decode_context_parallel_size,
+        world_size=parallel.world_size,
         attention_backend="+".join(backends) or None,
         weights=weights.get("model_config"),
         dtype=offloading.model.dtype,
@@ -193,8 +209,10 @@ def build_namespace(
         ranks=tuple(rank.digest for rank in ranks),
     )
     if is_cut:
-        return _by_shard(by_rank, ranks, counts_sizes=_weights_depend_on_sizes(vllm_config))
-    return make_namespace(by_rank)
+        namespace = _by_shard(by_rank, ranks, counts_sizes=_weights_depend_on_sizes(vllm_config))
+    else:
+        namespace = make_namespace(by_rank)
+    return with_loaded_weights(namespace, loaded)
 
 
 def _weights_depend_on_sizes(vllm_config: VllmConfig) -> bool:
@@ -250,45 +268,46 @@ def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts
     return replace(namespace, slot_replicas=replicas_of_slots(together))
 
 
-def with_loaded_weights(first: Namespace, loaded_weights: str | None) -> Namespace:
-    """Return the namespace of an engine that was ``first`` at its start and has other weights now. ``loaded_weights``:
-    what tells them from those of the start; None: they are those. Files and settings count as they were at the start:
-    they say nothing of what was loaded since.
+def loaded_weights(
+    vllm_config: VllmConfig,
+    models: Mapping[str, ModelName],
+    weights: Mapping[str, WeightsDigest],
+    ranks: Sequence[RankGeometry],
+) -> str | None:
+    """Return a digest of the weights that ranks have in memory; None: the files of ``models`` tell which they are.
+
+    The files are preferred: engines of other sizes share them, and memory that no file fills differs in each process.
+    ``weights``: by file or directory, all done.
     """
-    if loaded_weights is None:
+    load = vllm_config.load_config
+    draft_load = getattr(vllm_config.speculative_config, "draft_load_config", None) or load
+    formats = {str(load.load_format), str(draft_load.load_format)}
+    loads = [model for path, model in models.items() if path != _TOKENIZER]
+    are_told = all(
+        weights[model.files].weight_files if model.files is not None else re.fullmatch(_COMMIT, model.revision or "")
+        for model in loads
+    )
+    if formats == {"dummy"} or (formats <= _READS_FILES and are_told):
+        return None
+    return digest_of_ranks([rank.weights for rank in ranks])
+
+
+def digest_of_ranks(digests: Sequence[str | None]) -> str:
+    """Return one digest of what each rank has loaded. Where some rank cannot tell, it is one that nobody shares."""
+    if None in digests:
+        return f"unknown-{secrets.token_hex(16)}"
+    return hashlib.sha256("".join(str(digest) for digest in digests).encode("ascii")).hexdigest()
+
+
+def with_loaded_weights(first: Namespace, loaded: str | None) -> Namespace:
+    """Return ``first`` for ranks that have the weights ``loaded`` in memory; None: those of ``first``. Files and
+    settings count as they were at the start: they say nothing of what was loaded since.
+    """
+    if loaded is None:
         return first
-    settings = {**first.fields.settings, "loaded_weights": loaded_weights}
+    settings = {**first.fields.settings, "loaded_weights": loaded}
     changed = make_namespace(replace(first.fields, settings=settings), first.plan)
     return replace(changed, slot_replicas=first.slot_replicas)
-
-
-def known_fields(
-    vllm_config: VllmConfig, config: Config, weights: Mapping[str, str], digest_file: DigestFile
-) -> KnownFields:
-    """Return what can be told without ranks. ``weights``, ``digest_file``: as for ``build_namespace``."""
-    models = models_of(vllm_config)
-    model = models.pop("model_config")
-    parallel = vllm_config.parallel_config
-    algorithm, seed = str(vllm_config.cache_config.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")
-    settings = settings_of(vllm_config, digest_file)
-    settings |= _drafts(models, weights) | _environment(digest_file) | _libraries()
-    if config.authenticate is not None:
-        settings["authenticate"] = SCHEME  # what has no MAC is not looked for, and not said to be there
-    return KnownFields(
-        tenant=config.tenant,
-        engine=f"vllm {vllm.__version__}",
-        platform=_platform(),
-        model=model.name,
-        revision=model.revision,
-        hash_algorithm=algorithm,
-        hash_seed=None if seed is None else repr(seed),
-        settings=settings,
-        tp=parallel.tensor_parallel_size,
-        pp=parallel.pipeline_parallel_size,
-        pcp=parallel.prefill_context_parallel_size,
-        dcp=parallel.decode_context_parallel_size,
-        world_size=parallel.world_size,
-    )
 
 
 def settings_of(vllm_config: VllmConfig, digest_file: DigestFile) -> dict[str, Setting]:
@@ -337,20 +356,3 @@ def _platform() -> str:
         return f"{kind}:{current_platform.get_device_capability()}"
     isa = current_platform.get_cpu_architecture().name
     return f"cpu:{isa}:{'amx' if getattr(torch.cpu, '_is_amx_tile_supported', bool)() else 'plain'}"
-
-
-def known_by_name_alone(model: ModelName) -> bool:
-    """Whether nothing but a name tells which weights they are."""
-    return model.files is None and (model.revision is None or not re.fullmatch(_COMMIT, model.revision))
-
-
-def warn_about_weights(models: Mapping[str, ModelName], weights: Mapping[str, WeightsDigest]) -> None:
-    """Say so where nothing but a name tells which weights they are. ``weights``: by file or directory, all done."""
-    for path, model in models.items():
-        holds_none = model.files is not None and not weights[model.files].weight_files
-        if path != _TOKENIZER and (holds_none or known_by_name_alone(model)):
-            logger.warning(
-                "The weights of %s are known by name alone: whoever replaces them under that name must change the "
-                "tenant, or stored KV of the old ones is served",
-                model.name,
-            )

@@ -40,6 +40,8 @@ class RankGeometry(KVConnectorHandshakeMetadata):
     """Equal for ranks that open the same files by the same paths (``hardware.same_machine``); "": not known."""
     weights: str | None = None
     """Digest of the weights that it has loaded; None: not known."""
+    sources: tuple[str, ...] = ()
+    """What its models came from beside their own files (``rank_identity.sources_of``)."""
     shards: ShardPlan | None = None
     """How chunks are cut into shards; ``digest`` is of the layers of the whole model then. None: each rank stores what
     it has."""

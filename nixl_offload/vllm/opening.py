@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
 from nixl_offload.tiers.kinds import AnyTier
 from nixl_offload.vllm.background import BackgroundOpening
-from nixl_offload.vllm.identity import build_namespace, models_of, warn_about_weights
+from nixl_offload.vllm.identity import build_namespace, loaded_weights, models_of, sources_of_ranks
 from nixl_offload.vllm.open_tiers import open_tier
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ class TierOpening:
         """The namespace is known, or cannot be, and the tiers are being opened."""
         self._lock = threading.Lock()
         """Guards what follows."""
-        self._digests: list[WeightsDigest] = []
-        """Of weights, and of large files that settings name."""
+        self._digests: dict[tuple[str, bool], WeightsDigest] = {}
+        """By path, and whether it counts alone: of weights, and of directories and large files that settings name."""
         self._closed = False
         self._namespace: Namespace | None = None
         self._error: Exception | None = None
@@ -81,7 +82,7 @@ class TierOpening:
             return False
         if not self._is_prepared.wait(weights_s):
             with self._lock:
-                size_bytes = sum(digest.progress()[1] for digest in self._digests)
+                size_bytes = sum(digest.progress()[1] for digest in self._digests.values())
             if size_bytes > SMALL_BYTES or not self._is_prepared.wait(small_weights_s):
                 return False
         with self._lock:
@@ -120,7 +121,7 @@ class TierOpening:
         """Give up, and close what nobody took. Waits ``CLOSE_S`` at most. Idempotent."""
         with self._lock:
             self._closed = True
-            digests, tiers = list(self._digests), list(self._tiers.values())
+            digests, tiers = list(self._digests.values()), list(self._tiers.values())
         for digest in digests:
             digest.close()
         until_s = time.monotonic() + CLOSE_S
@@ -154,27 +155,27 @@ class TierOpening:
     def _make_namespace(self) -> Namespace:
         if self._given is not None:
             return self._given
-        models = models_of(self._vllm_config)
+        models = models_of(self._vllm_config, sources_of_ranks(self._ranks))
         weights = {
             files: self._digest(files) for files in {model.files for model in models.values()} if files is not None
         }
         results = {files: digest.wait_for_result() for files, digest in weights.items()}
-        warn_about_weights(models, weights)
         return build_namespace(
             self._vllm_config,
             self._offloading,
             self._config,
             self._ranks,
             {path: results[model.files] for path, model in models.items() if model.files is not None},
-            lambda path: self._digest(path, alone=True).wait_for_result(),
+            lambda path: self._digest(path, alone=os.path.isfile(path)).wait_for_result(),
+            loaded_weights(self._vllm_config, models, weights, self._ranks),
         )
 
     def _digest(self, path: str, *, alone: bool = False) -> WeightsDigest:
-        """Begin to read, as ``WeightsDigest`` does, until ``close``."""
+        """Begin to read, as ``WeightsDigest`` does, once, until ``close``."""
         cache = cache_directory_of(self._config)  # may ask who the user is, over a network
         with self._lock:
-            digest = WeightsDigest(path, cache, alone=alone)
-            self._digests.append(digest)
+            digest = self._digests.get((path, alone)) or WeightsDigest(path, cache, alone=alone)
+            self._digests[path, alone] = digest
             if self._closed:
                 digest.close()
         return digest

@@ -1,6 +1,7 @@
-"""Digests what a rank has allocated: per layer its name, group, kind of cache, and how a block lies in memory.
+"""Digests what a rank has allocated: per layer its name, group, kind of cache, and how a block lies in memory. Names
+what the rank has loaded beside a model's own files.
 
-The namespace holds the digests of all ranks, so that ranks that differ in any of it share nothing.
+The namespace holds this of all ranks, so that ranks that differ in any of it share nothing.
 
 Threading: a pure function, called by the worker's main thread when vLLM registers the KV caches.
 """
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
@@ -23,13 +25,30 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_REMOTE_CODE: Final = "transformers_modules."
+"""Modules of a model's own code; transformers puts the commit or a digest of the sources into the name."""
+_KNOWN_CODE: Final = ("torch", "transformers", "vllm")
+"""Packages whose models read weights from ``secondary_weights`` and from their own files alone."""
+
+
+def sources_of(models: Iterable[torch.nn.Module]) -> tuple[str, ...]:
+    """Return where the weights of ``models`` come from beside their own files, sorted: directories, ids of the Hub, and
+    modules of code that may load anything.
+    """
+    found = set()
+    for model in models:
+        found |= {str(source.model_or_path) for source in getattr(model, "secondary_weights", ())}
+        classes = {type(module) for module in model.modules()}
+        found |= {made.__module__ for made in classes if made.__module__.partition(".")[0] not in _KNOWN_CODE}
+    return tuple(sorted(found))
+
 
 def allocation_digest(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> str:
     """Return a hex digest of this rank's offloaded KV caches. How many blocks there are, and where, is not in it."""
     layers = vllm_config.compilation_config.static_forward_context
-    facts: list[object] = []
+    facts: list[object] = [sorted(name for name in sys.modules if name.startswith(_REMOTE_CODE))]
     for number in get_offloading_group_ids(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[number]
         facts.append([number, str(group.role), group.is_eagle_group])

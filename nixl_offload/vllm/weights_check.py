@@ -9,12 +9,11 @@ Threading: the scheduler's thread. Reads no clock: time is passed in.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
+from nixl_offload.vllm.identity import digest_of_ranks
 from nixl_offload.vllm.messages import WeightsAnswer
 
 logger = logging.getLogger(__name__)
@@ -123,8 +122,4 @@ class WeightsCheck:
 
     def _generation_of(self, digests: tuple[str | None, ...]) -> str | None:
         """None: as at start. Where some rank cannot tell, nobody shares: the next question makes another one."""
-        if None in digests or None in self._first:
-            return f"unknown-{secrets.token_hex(16)}"
-        if digests == self._first:
-            return None
-        return hashlib.sha256("".join(str(digest) for digest in digests).encode("ascii")).hexdigest()
+        return None if digests == self._first and None not in digests else digest_of_ranks(digests)

@@ -307,10 +307,25 @@ def test_what_names_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert str(content).startswith("file sha256:")
 
 
+def test_a_directory_counts_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whichever field, and wherever it lies; a word that is the name of one by chance stays a word."""
+    for place in ("a", "b"):
+        (tmp_path / place / "llm").mkdir(parents=True)
+        (tmp_path / place / "llm" / "model.safetensors").write_bytes(b"weights")
+    monkeypatch.chdir(tmp_path / "a")
+    names = {"text_model_id": str(tmp_path / "a" / "llm"), "mode": "llm"}
+    before = settings(names)
+    assert before["mode"] == "llm"
+    assert settings({"text_model_id": str(tmp_path / "b" / "llm"), "mode": "llm"}) == before
+    assert settings({"text_model_id": "../a/llm", "mode": "llm"}) == before
+    (tmp_path / "a" / "llm" / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert settings(names) != before
+
+
 def test_what_cannot_be_read_counts_by_its_name(tmp_path: Path) -> None:
     """Reading a pipe would never end."""
     os.mkfifo(tmp_path / "pipe")
-    for name in (str(tmp_path / "pipe"), str(tmp_path), "/proc/self/mem"):
+    for name in (str(tmp_path / "pipe"), "/proc/self/mem"):
         assert settings({"scale_path": name}) == {"scale_path": name}
 
 

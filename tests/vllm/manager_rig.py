@@ -129,7 +129,7 @@ def offloading_config(world_size: int = 1, *, events: bool = True) -> Offloading
 
 def ranks(count: int = 1) -> list[RankGeometry]:
     """Return what so many equal ranks tell of themselves."""
-    return [RankGeometry(rank, (SLOT,), f"{rank:064x}", ("CPU_ATTN",)) for rank in range(count)]
+    return [RankGeometry(rank, (SLOT,), f"{rank:064x}", ("CPU_ATTN",), weights="ab") for rank in range(count)]
 
 
 def ranks_open(manager: NixlOffloadManager, count: int = 1) -> None:

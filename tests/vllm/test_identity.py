@@ -5,7 +5,7 @@ what cannot does not.
 from __future__ import annotations
 
 import os
-import tempfile
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 import torch
 from huggingface_hub._revision import ResolvedRevision
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -34,10 +35,10 @@ from nixl_offload.chunk.shards import ShardPlan, make_plan
 from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.namespace import Namespace, ShardedFields
-from nixl_offload.identity.weights import PIECE_BYTES, digest_of_file
+from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.vllm.identity import (
     build_namespace,
-    known_fields,
+    loaded_weights,
     models_of,
     name_model,
     reason_to_stay_off,
@@ -198,20 +199,6 @@ def test_the_name_counts_beside_the_weights(build: Build, base: Namespace, model
     assert namespace(build(), weights="others").digest != base.digest
 
 
-def test_a_large_file_counts_alike_for_an_engine_and_a_comparison(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What compares two servers writes nothing."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as scales:
-        scales.truncate(PIECE_BYTES + 1)
-        vllm_config = build(additional_config={"scales": scales.name})
-        compared = known_fields(vllm_config, config(), {}, digest_of_file)["settings"]
-        served = namespace(vllm_config).fields.settings
-    assert served["additional_config.scales"] == compared["additional_config.scales"]
-    assert not (tmp_path / "nixl-offload").exists()
-
-
 def test_a_config_with_keys_of_several_types(build: Build, base: Namespace) -> None:
     """``sort_keys`` of json raises on them."""
     mixed = build()
@@ -341,6 +328,54 @@ def test_a_draft_model_counts_with_its_weights(build: Build, models: Path) -> No
     assert len(digests) == 2
 
 
+def loaded(vllm_config: VllmConfig, *sources: str, weights: str | None = "ab") -> str | None:
+    """Return what the namespace has of the weights in a rank's memory."""
+    models = models_of(vllm_config, sources)
+    digests = {model.files: WeightsDigest(model.files, None) for model in models.values() if model.files is not None}
+    assert all(digest.wait(30.0) for digest in digests.values())
+    ranks = [replace(rank, weights=weights) for rank in manager_rig.ranks()]
+    return loaded_weights(vllm_config, models, digests, ranks)
+
+
+def test_loaded_weights_count_where_no_file_tells_which_they_are(build: Build, models: Path, tmp_path: Path) -> None:
+    base, other = build(), str(write_model(models / "source", TINY))
+    for sources in ((), (base.model_config.model,), (other,)):
+        assert loaded(base, *sources) is None, sources
+    streamed, unpinned, special = build(), build(), build()
+    streamed.model_config.model_weights = "s3://bucket/base"
+    unpinned.model_config.model = "org/tiny"
+    special.load_config.load_format = "ipc_cache"
+    for vllm_config, *sources in (
+        (base, "org/other"),
+        (base, "my.plugin"),
+        (base, str(tmp_path)),
+        (streamed,),
+        (unpinned,),
+        (special,),
+    ):
+        found = {loaded(vllm_config, *sources, weights=weights) for weights in ("ab", "cd", None, None)}
+        assert len(found) == 4, "ranks that cannot tell share with nobody"
+        assert None not in found
+        assert loaded(vllm_config, *sources) in found
+
+
+def test_another_source_counts_by_its_files(build: Build, models: Path) -> None:
+    """As a draft does; and by its name alone where it is on the Hub."""
+    (rank,) = manager_rig.ranks()
+    offloading = manager_rig.offloading_config()
+    found = {
+        build_namespace(build(), offloading, config(), [replace(rank, sources=source)], {"sources.0": digest}).digest
+        for digest, source in (
+            ("a", ("org/x",)),
+            ("a", ("org/y",)),
+            ("b", (str(models),)),
+            ("c", (str(models),)),
+            ("", ()),
+        )
+    }
+    assert len(found) == 5
+
+
 # When to stay off
 
 
@@ -467,6 +502,23 @@ def test_the_digest_of_a_rank_is_of_its_layers() -> None:
         digest(layers=scaled),
     ]
     assert len(set(found)) == len(found)
+
+
+def test_remote_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``auto_map`` may name another repository, whose code changes: transformers names modules by their content."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.modules", dict(sys.modules))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    found = [digest()]
+    code = tmp_path / "repo" / "layers.py"
+    code.parent.mkdir()
+    for text in ("class Layer: size = 1", "class Layer: size = 2"):
+        code.write_text(text)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.modules", dict(sys.modules))
+            get_class_from_dynamic_module(f"{code.parent}--layers.Layer", "org/model")
+            found.append(digest())
+    assert len(set(found)) == 3
 
 
 def test_how_many_blocks_there_are_is_not_in_the_digest() -> None:

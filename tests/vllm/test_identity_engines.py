@@ -25,6 +25,7 @@ from tests.vllm.families import CPU_MLA, IMAGE_TOKENS, write_long_rope, write_ml
 from tests.vllm.harness import Answer, Engine, Workshop, file_tier
 from tests.vllm.hub_stand_in import HubStandIn
 from tests.vllm.shared_rig import RECOVERY_DEADLINE_S, Medium, hits, said, tree
+from tests.vllm.zygote import MAIN_MODULE
 
 PROMPTS = chunk_prompts(2, seed=501)
 ALL_HITS = len(PROMPTS) * FULL_TOKENS
@@ -331,3 +332,18 @@ def test_a_model_from_the_hub(hub: HubStandIn, engines: Engines, shared: Medium)
     manifests = [json.loads(path.read_text()) for path in shared.directory.glob("*/manifest.json")]
     told = {(manifest["fields"]["model"], manifest["fields"]["revision"]) for manifest in manifests}
     assert told == {(name, first), (name, second)}
+
+
+def test_a_second_source_of_weights(hub: HubStandIn, engines: Engines, shared: Medium, base: Path) -> None:
+    """Ultravox's ``text_model_id`` names another model without a commit, and that model is replaced."""
+    sources = [write_model(engines.scratch / f"source-{seed}", TINY, seed=seed) for seed in (1, 2)]
+    environment = hub.environment(engines.scratch / "hub-sources") | {MAIN_MODULE: "tests.vllm.second_source"}
+    options = {"model": base, "environment": environment, "hf_overrides": {"text_model_id": "org/language-model"}}
+    hub.publish("org/language-model", sources[0])
+    stored = engines.answers(shared.config(), **options)
+    hub.publish("org/language-model", sources[1])
+    answers = engines.answers(shared.config(), **options)
+    assert hits(answers) == 0
+    assert [each.tokens for each in answers] != [each.tokens for each in stored]
+    hub.publish("org/language-model", sources[0])
+    engines.assert_shares(stored, shared.config(), **options)

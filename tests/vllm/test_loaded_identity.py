@@ -13,11 +13,13 @@ import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker.worker_base import WorkerBase
 
 from nixl_offload.errors import NamespaceError
 from nixl_offload.vllm.adapters import AdapterName, AdapterTable, AdapterUse, LoadedAdapters
 from nixl_offload.vllm.messages import WeightsAnswer, WorkerReport
+from nixl_offload.vllm.rank_identity import sources_of
 from nixl_offload.vllm.tensor_digests import adapter_digest, make_factors, piece_sums, weights_digest
 from nixl_offload.vllm.vllm_internals import find_worker
 from nixl_offload.vllm.weights_check import ANSWER_WAIT_S, Trust, WeightsCheck
@@ -85,6 +87,16 @@ def test_sums_of_pieces_tell_what_changed() -> None:
     shifted = torch.cat([right[:1], right])[1:]
     assert shifted.data_ptr() % 4
     assert sums(shifted) == sums(right)
+
+
+def test_where_weights_come_from_is_named() -> None:
+    """What the loader reads after a model's own files, and code that may read anything."""
+    plain, ultravox = model(), model()
+    ultravox.secondary_weights = [DefaultModelLoader.Source(model_or_path="org/llm", revision=None)]
+    assert sources_of([plain]) == ()
+    assert sources_of([plain, ultravox]) == ("org/llm",)
+    plain.layer = type("Layer", (torch.nn.Module,), {"__module__": "transformers_modules.org.repo.abc.layers"})()
+    assert sources_of([plain]) == ("transformers_modules.org.repo.abc.layers",)
 
 
 def adapter(*, number: int = 1, value: float = 0.5, scaling: float | None = None) -> LoRAModel:

@@ -254,7 +254,7 @@ def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(model: Path,
     opening = manager.serving._opening
     assert opening is not None
     until_s = time.monotonic() + DEADLINE_S
-    while not any(digest.progress()[1] >= 1 << 40 for digest in tuple(opening._digests)):
+    while not any(digest.progress()[1] >= 1 << 40 for digest in tuple(opening._digests.values())):
         assert time.monotonic() < until_s
         time.sleep(0.001)
     manager.shutdown()

@@ -57,7 +57,7 @@ def scheduler(has_draft: bool) -> Any:
     )
     made = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
     assert made.config.supports_partial_tail
-    made.take_geometries({0: RankGeometry(0, (SLOT, SLOT), f"{0:064x}", ("CPU_ATTN",))}, is_start=True)
+    made.take_geometries({0: RankGeometry(0, (SLOT, SLOT), f"{0:064x}", ("CPU_ATTN",), weights="ab")}, is_start=True)
     manager_rig.ranks_open(made.offload_manager)
     yield made
     made.offload_manager.shutdown()
