@@ -8,7 +8,8 @@ does or fails to do raises into vLLM. Loads that fail are reported as such and r
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -288,8 +289,27 @@ class NixlOffloadConnector(LeanConnector):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         transfer.kv_connector_extra_config.setdefault("spec_name", SPEC_NAME)
-        parent = cast(Any, super())
-        return cast(
-            KVConnectorPromMetrics,
-            parent.build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues),
-        )
+        types = {kind: partial(_made, made) for kind, made in metric_types.items()}
+        make = partial(cast(Any, super()).build_prom_metrics, vllm_config, types, labelnames, per_engine_labelvalues)
+        return _LateMetrics(make)
+
+
+class _LateMetrics(KVConnectorPromMetrics):
+    """vLLM's metrics of our connector, made when the first arrive.
+
+    A connector of vLLM's own beside ours has then registered those that have the same names, which count that alone.
+    """
+
+    def __init__(self, make: Callable[[], KVConnectorPromMetrics]) -> None:
+        self._make = cache(make)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self._make().observe(transfer_stats_data, engine_idx)
+
+
+def _made(metric: Any, **arguments: Any) -> Any:
+    """Make a metric; one that nobody sees where its name is taken."""
+    try:
+        return metric(**arguments)
+    except ValueError:
+        return metric(**arguments, registry=None)
