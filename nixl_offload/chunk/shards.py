@@ -13,17 +13,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, count
 from math import gcd
 from typing import Final, Literal, NamedTuple
 
 from nixl_offload.types import Key
 
-MOST_SHARDS: Final = 8
-"""The most that ``auto`` cuts a chunk into: as many as a usual server has GPUs."""
-LEAST_SHARD_BYTES: Final = 1 << 20
-"""The least that ``auto`` makes of a shard: below it a file or an object costs more than its bytes."""
-
-HeadCut = Literal["distinct", "auto"] | int
+HeadCut = Literal["distinct"] | int
 """What the config says of heads, where chunks are to be cut: ``ShardCut.heads``."""
 
 
@@ -130,22 +126,14 @@ class ShardPlan:
         return max(group.head_ranges for group in self.groups)
 
 
-def cut(wanted: HeadCut, heads: Collection[int], chunk_bytes: int) -> int:
+def cut(wanted: HeadCut, heads: Collection[int]) -> int:
     """Return into how many ranges of heads the chunks of a group are cut.
 
-    ``heads``: the KV heads that its layers have on all ranks together; 1 where KV is not divided (MLA).
-    ``chunk_bytes``: of what a chunk has in a range of layers, over all ranks, replicas once. A number
-    that does not divide the heads is reduced to what it has in common with them.
+    ``heads``: the KV heads that its layers have on all ranks together; 1 where KV is not divided (MLA). A
+    number that does not divide the heads is reduced to what it has in common with them.
     """
     common = gcd(*heads)
-    if wanted == "distinct":
-        return common
-    if wanted != "auto":
-        return gcd(wanted, common)
-    ranges = 1
-    while ranges < MOST_SHARDS and common % (2 * ranges) == 0 and chunk_bytes >= 2 * ranges * LEAST_SHARD_BYTES:
-        ranges *= 2
-    return ranges
+    return common if wanted == "distinct" else gcd(wanted, common)
 
 
 def hold(head_ranges: int, heads: Collection[int], tp: int) -> GroupShards | None:
@@ -173,19 +161,17 @@ def cut_layers(wanted: Sequence[tuple[int, int]], stages: Sequence[tuple[int, in
 def make_plan(
     wanted: HeadCut,
     heads: Sequence[Collection[int]],
-    chunk_bytes: Sequence[Sequence[int]],
+    has_layers: Sequence[Sequence[bool]],
     tp: int,
     layers: LayerCut = ONE_RANGE,
 ) -> ShardPlan | str:
     """Return the plan of an engine with ``tp`` ranks in each stage, or why there is none, as a clause.
 
-    ``heads``: by group, as for ``cut``. ``chunk_bytes``: by group and range of layers, as for ``cut``; 0: the group has
-    no layer there. No range has fewer heads in a shard than another, so the smallest one says how many ``auto`` makes.
+    ``heads``: by group, as for ``cut``. ``has_layers``: by group and range of layers.
     """
     groups = []
-    for number, (of_layers, sizes) in enumerate(zip(heads, chunk_bytes, strict=True)):
-        ranges = tuple(at for at, size_bytes in enumerate(sizes) if size_bytes)
-        head_ranges = cut(wanted, of_layers, min(sizes[at] for at in ranges))
+    for number, (of_layers, has) in enumerate(zip(heads, has_layers, strict=True)):
+        head_ranges = cut(wanted, of_layers)
         held = hold(head_ranges, of_layers, tp)
         if wanted == "distinct" and (held is None or held.per_rank > 1):
             return f"with tensor parallelism {tp} ranks do not have one KV head each in all layers of group {number}"
@@ -197,5 +183,5 @@ def make_plan(
                 f"tensor parallelism {tp} cannot share out; "
                 f"{f'`shards: {total}` would do' if works else 'no number would do'}"
             )
-        groups.append(replace(held, ranges=ranges))
+        groups.append(replace(held, ranges=tuple(compress(count(), has))))
     return ShardPlan(tuple(groups), layers)

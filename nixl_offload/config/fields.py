@@ -108,9 +108,9 @@ def _tenant(tenant: str) -> str:
 
 
 def _head_ranges(count: object) -> object:
-    if count in ("distinct", "auto") or _is_count(count):
+    if count == "distinct" or _is_count(count):
         return count
-    raise ValueError(f"is no number of shards; allowed: distinct, auto, or a number from 1 to {_MOST_SHARDS}")
+    raise ValueError(f"is no number of shards; allowed: distinct, or a number from 1 to {_MOST_SHARDS}")
 
 
 def _layer_ranges(count: object) -> object:
@@ -127,13 +127,12 @@ def shard_cut(shards: object) -> object:
     """Return how chunks are cut, in full; None: not at all."""
     if shards == "per_rank":
         return None
-    if shards in ("distinct", "auto") or _is_count(shards):
+    if shards == "distinct" or _is_count(shards):
         return {"heads": shards}
     if isinstance(shards, dict | BaseModel):
         return shards
     raise ValueError(
-        "is no way to cut a chunk; allowed: distinct, per_rank, auto, a number from 1 to "
-        f"{_MOST_SHARDS}, or heads and layers"
+        f"is no way to cut a chunk; allowed: distinct, per_rank, a number from 1 to {_MOST_SHARDS}, or heads and layers"
     )
 
 
@@ -145,9 +144,9 @@ _NAMES: Final = rf"{_PREFIX_PART.pattern}(/{_PREFIX_PART.pattern})*"
 
 _COUNT: Final = {"type": "integer", "minimum": 1, "maximum": _MOST_SHARDS}
 HeadRanges = Annotated[
-    Literal["distinct", "auto"] | int,
+    Literal["distinct"] | int,
     BeforeValidator(_head_ranges),
-    WithJsonSchema({"anyOf": [{"type": "string", "enum": ["distinct", "auto"]}, _COUNT]}),
+    WithJsonSchema({"anyOf": [{"type": "string", "enum": ["distinct"]}, _COUNT]}),
 ]
 LayerRanges = Annotated[int, BeforeValidator(_layer_ranges), WithJsonSchema(_COUNT)]
 SizeBytes = Annotated[

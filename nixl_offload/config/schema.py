@@ -63,9 +63,8 @@ class _Model(BaseModel):
 class ShardCut(_Model):
     """A range of KV heads in a range of layers is one shard."""
 
-    heads: HeadRanges = "auto"
-    """The number of ranges of KV heads. ``auto``: up to 8, of 1 MiB or more each. ``distinct``: one for each head, if
-    no rank has several."""
+    heads: HeadRanges
+    """The number of ranges of KV heads. ``distinct``: one for each head, if no rank has several."""
     layers: LayerRanges | None = None
     """Split the layers as a server with this many pipeline stages would. If omitted, use the server's own stages. A
     server with a stage that begins inside one of these ranges falls back to ``per_rank``."""
@@ -307,10 +306,10 @@ class Config(_Model):
     """How a chunk is split into shards. ``per_rank``: each rank stores its own part; only servers of the same size find
     it. ``distinct``: the same, but data that several ranks hold identically (MLA, or KV heads copied because there are
     more ranks than heads) is stored once; servers of any ``--tensor-parallel-size`` that hold it identically find it. A
-    number N: N ranges of KV heads, found by every server whose tensor-parallel size divides N. ``auto``: up to 8
-    ranges, of 1 MiB or more each. With pipeline parallelism each stage is split separately, so only servers with the
-    same stages share; set ``heads`` and ``layers`` to share between different numbers of stages. If the model or the
-    server does not allow the setting, the log says why, and ``per_rank`` is used."""
+    number N: N ranges of KV heads, found by every server whose tensor-parallel size divides N. With pipeline
+    parallelism each stage is split separately, so only servers with the same stages share; set ``heads`` and
+    ``layers`` to share between different numbers of stages. If the model or the server does not allow the setting, the
+    log says why, and ``per_rank`` is used."""
     slow_hits: Literal["skip", "take"] = "skip"
     """A hit that would take longer to load than to compute, as measured by this server: ``skip`` computes it, ``take``
     loads it anyway. With ``skip``, at most four hits are loaded at a time until the speed of a tier is known; others

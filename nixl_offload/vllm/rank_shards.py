@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from nixl_offload.chunk.heads import HeadPages, shard_groups
 from nixl_offload.chunk.layout import GroupLayout, KVLayout
@@ -66,7 +66,7 @@ class _Told(NamedTuple):
 
     heads: tuple[tuple[int, ...], ...]
     """By group, of each layer: the KV heads that all ranks have together; 1 where KV is not divided (MLA)."""
-    chunk_bytes: tuple[tuple[int, ...], ...]
+    has_layers: tuple[tuple[bool, ...], ...]
     """By group and range of layers, as ``make_plan`` takes them."""
     digests: tuple[str, ...]
     """By range of layers: of its layers. Ranks of a stage may differ here, by scales of their own, and nowhere else."""
@@ -101,7 +101,7 @@ def cut_chunks(
         why = understood_pages(vllm_config, kv_cache_config, kv_caches)
         if why is None:
             ranges = _ranges(vllm_config, kv_cache_config, kv_caches, canonical, cut)
-            own = _tell(vllm_config, kv_cache_config, kv_caches, ranges, blocks_per_chunk)
+            own = _tell(vllm_config, kv_cache_config, kv_caches, ranges)
         else:
             own = why
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's word
@@ -116,8 +116,8 @@ def cut_chunks(
         return "ranks of one pipeline stage have other layers"
     stages = told[rank % tp :: tp]
     heads = [tuple(chain.from_iterable(each)) for each in zip(*(stage.heads for stage in stages), strict=True)]
-    sizes = [tuple(chain.from_iterable(each)) for each in zip(*(stage.chunk_bytes for stage in stages), strict=True)]
-    plan = make_plan(wanted.heads, heads, sizes, tp, cut)
+    has = [tuple(chain.from_iterable(each)) for each in zip(*(stage.has_layers for stage in stages), strict=True)]
+    plan = make_plan(wanted.heads, heads, has, tp, cut)
     if isinstance(plan, str):
         return plan
     for group in plan.groups:
@@ -144,8 +144,7 @@ def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:
         return "the draft model has a tensor parallelism of its own"
     if wanted.heads == "distinct" and not vllm_config.model_config.use_mla and not has_replicas(vllm_config):
         return "each rank has KV heads of its own"
-    # A TP that cannot hold what ``auto`` makes of large chunks cannot hold what it makes of smaller ones either.
-    plan = make_plan(wanted.heads, [[kv_heads(vllm_config)]], [[1 << 62]], parallel.tensor_parallel_size)
+    plan = make_plan(wanted.heads, [[kv_heads(vllm_config)]], [[True]], parallel.tensor_parallel_size)
     return plan if isinstance(plan, str) else layer_cut(vllm_config, wanted.layers)
 
 
@@ -221,25 +220,20 @@ def _tell(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
     ranges: Mapping[int, _Layers],
-    blocks_per_chunk: int,
 ) -> _Told:
-    model = vllm_config.model_config
-    heads: list[list[int]] = []
-    sizes: list[list[int]] = []
-    for position in range(len(get_offloading_group_ids(kv_cache_config))):
-        heads.append([])
-        sizes.append([])
-        for number in ranges:
-            sizes[-1].append(0)
-            for spec, _ in ranges[number][position].values():
-                assert isinstance(spec, AttentionSpec)
-                page_bytes, is_divided = spec.unpadded_page_size_bytes, not isinstance(spec, MLAAttentionSpec)
-                total = model.get_total_num_kv_heads() if is_divided else 1
-                heads[-1].append(total)
-                size_bytes = page_bytes // spec.num_kv_heads * total if is_divided else page_bytes
-                sizes[-1][-1] += blocks_per_chunk * size_bytes
-    digests = tuple(_digest(vllm_config, kv_cache_config, kv_caches, groups) for groups in ranges.values())
-    return _Told(tuple(map(tuple, heads)), tuple(map(tuple, sizes)), digests)
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    groups = range(len(get_offloading_group_ids(kv_cache_config)))
+    heads = tuple(
+        tuple(
+            1 if isinstance(spec, MLAAttentionSpec) else total
+            for layers in ranges.values()
+            for spec, _ in layers[group].values()
+        )
+        for group in groups
+    )
+    has_layers = tuple(tuple(bool(layers[group]) for layers in ranges.values()) for group in groups)
+    digests = tuple(_digest(vllm_config, kv_cache_config, kv_caches, layers) for layers in ranges.values())
+    return _Told(heads, has_layers, digests)
 
 
 def _digest(

@@ -35,7 +35,7 @@ def space_of(stages: Sequence[int] = (LAYERS,)) -> Namespace:
     """Of an engine with two ranks in each stage of so many layers."""
     cut = cut_layers([(0, LAYERS)] if len(stages) == 1 else bounds((1, LAYERS - 1)), bounds(stages))
     assert cut is not None
-    plan = make_plan(HEADS, [[HEADS]], [[1 << 20] * len(cut.begins)], 2, cut)
+    plan = make_plan(HEADS, [[HEADS]], [[True] * len(cut.begins)], 2, cut)
     assert isinstance(plan, ShardPlan)
     sizes = [slot_bytes(CHUNK_BLOCKS, len(layers_in(cut, n)) * HEAD_BYTES) for n in range(len(cut.begins))]
     group = GroupFields(0, 16, tuple(size for size in sizes for _ in range(HEADS)))
@@ -148,7 +148,7 @@ def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli, rang
     file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": str(tmp_path / "slab"), "capacity": "64MiB"}]}))
     cut = cut_layers([(0, LAYERS)] if ranges == 1 else bounds((1, LAYERS - 1)), [(0, LAYERS)])
     assert cut is not None
-    plan = make_plan(2, [[2]], [[1 << 20] * ranges], 4, cut)
+    plan = make_plan(2, [[2]], [[True] * ranges], 4, cut)
     assert isinstance(plan, ShardPlan)
     sizes = [slot_bytes(CHUNK_BLOCKS, len(layers_in(cut, n)) * HEAD_BYTES) for n in range(ranges)]
     group = GroupFields(0, 16, tuple(size for size in sizes for _ in range(2)))
@@ -233,7 +233,7 @@ def test_a_slab_of_other_stages_is_not_taken_for_ones_own(tmp_path: Path, stages
     for of_stages, tp in (((LAYERS,), 4), ((1, LAYERS - 1), 2), (stages, 4 // len(stages))):
         layers = cut_layers(cut, bounds(of_stages))
         assert layers is not None
-        plan = make_plan(HEADS, [[HEADS]], [[1 << 20] * 2], tp, layers)
+        plan = make_plan(HEADS, [[HEADS]], [[True] * 2], tp, layers)
         assert isinstance(plan, ShardPlan)
         space = replace(space_of((1, LAYERS - 1)), plan=plan)
         size_bytes = 1 << 20

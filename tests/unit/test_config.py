@@ -442,15 +442,21 @@ def test_a_config_cannot_be_changed() -> None:
         ({"store_after": True}, "inline: store_after: True is refused; allowed: a whole number"),
         (
             {"shards": 0},
-            "inline: shards: 0 is no way to cut a chunk; allowed: distinct, per_rank, auto, a number from 1",
+            "inline: shards: 0 is no way to cut a chunk; allowed: distinct, per_rank, a number from 1",
         ),
         ({"shards": None}, "inline: shards: None is no way to cut a chunk; "),
         (
             {"shards": {"heads": "no"}},
-            "inline: shards.heads: 'no' is no number of shards; allowed: distinct, auto, or a",
+            "inline: shards.heads: 'no' is no number of shards; allowed: distinct, or a",
         ),
-        ({"shards": {"layers": 0}}, "inline: shards.layers: 0 is no number of pipeline stages; allowed: a number from"),
-        ({"shards": {"layer": 2}}, "inline: shards.layer: unknown field (did you mean 'layers'?); allowed: heads,"),
+        (
+            {"shards": {"heads": 8, "layers": 0}},
+            "inline: shards.layers: 0 is no number of pipeline stages; allowed: a number from",
+        ),
+        (
+            {"shards": {"heads": 8, "layer": 2}},
+            "inline: shards.layer: unknown field (did you mean 'layers'?); allowed: heads,",
+        ),
         ({"shards": 1000}, "inline: shards: 1000 is no way to cut a chunk; "),
         ({"shards": True}, "inline: shards: True is no way to cut a chunk; "),
         ({"shards": "8"}, "inline: shards: '8' is no way to cut a chunk; "),

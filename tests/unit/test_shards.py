@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_offload.chunk.shards import (
-    LEAST_SHARD_BYTES,
-    MOST_SHARDS,
     ONE_RANGE,
     GroupShards,
     LayerCut,
@@ -38,7 +36,7 @@ def _heads_on(rank: int, heads: int, tp: int) -> set[int]:
 @given(heads=_HEADS, wanted=st.integers(1, 64), tp=st.integers(1, 64))
 def test_a_rank_holds_the_shards_of_its_own_heads(heads: int, wanted: int, tp: int) -> None:
     """The heads of the shards that a rank is said to hold are those that vLLM gives it; else there is no plan."""
-    shards = cut(wanted, [heads], 1 << 30)
+    shards = cut(wanted, [heads])
     held = hold(shards, [heads], tp)
     vllm_can = heads % tp == 0 or tp % heads == 0
     if held is None:
@@ -59,7 +57,7 @@ def test_a_rank_holds_the_shards_of_its_own_heads(heads: int, wanted: int, tp: i
 @given(heads=_HEADS, wanted=st.integers(1, 64), tp=st.integers(1, 64))
 def test_every_shard_of_a_key_has_one_writer(heads: int, wanted: int, tp: int) -> None:
     """Over all ranks each shard is written exactly once, whatever the key."""
-    held = hold(cut(wanted, [heads], 1 << 30), [heads], tp)
+    held = hold(cut(wanted, [heads]), [heads], tp)
     if held is None:
         return
     for key in _KEYS[:16]:
@@ -70,7 +68,7 @@ def test_every_shard_of_a_key_has_one_writer(heads: int, wanted: int, tp: int) -
 @given(heads=st.lists(_HEADS, min_size=1, max_size=2), tp=st.integers(1, 64))
 def test_distinct_gives_no_rank_more_than_one_shard(heads: list[int], tp: int) -> None:
     """A KV head each, which is on as many ranks as vLLM copies it to; else there is no plan."""
-    plan = make_plan("distinct", [[each] for each in heads], [[1]] * len(heads), tp)
+    plan = make_plan("distinct", [[each] for each in heads], [[True]] * len(heads), tp)
     if isinstance(plan, str):
         assert any(tp % each for each in heads)
         return
@@ -89,13 +87,6 @@ def test_replicas_share_the_writing_evenly() -> None:
     assert all(400 < count < 620 for count in counts.values())
 
 
-@given(heads=_HEADS, chunk_bytes=st.integers(1, 1 << 28))
-def test_auto_looks_at_the_model_and_the_chunk(heads: int, chunk_bytes: int) -> None:
-    """A power of two that divides the heads, at most 8, and no shard below 1 MiB; the largest such."""
-    fits = [n for n in (1, 2, 4, 8) if heads % n == 0 and (n == 1 or chunk_bytes // n >= LEAST_SHARD_BYTES)]
-    assert cut("auto", [heads], chunk_bytes) == max(fits) <= MOST_SHARDS
-
-
 @given(
     data=st.data(), tp=st.sampled_from([1, 2, 4]), heads=st.lists(st.sampled_from([1, 4, 8]), min_size=1, max_size=3)
 )
@@ -111,8 +102,7 @@ def test_every_shard_of_every_range_of_layers_is_held(data: st.DataObject, tp: i
     there = [[data.draw(st.booleans()) for _ in wanted] for _ in heads]
     for each in there:
         each[data.draw(st.integers(0, len(wanted) - 1))] = True
-    sizes = [[1 << 30 if is_there else 0 for is_there in of_group] for of_group in there]
-    plan = make_plan(8, [[each] for each in heads], sizes, tp, cut_at)
+    plan = make_plan(8, [[each] for each in heads], there, tp, cut_at)
     assert isinstance(plan, ShardPlan)
     assert plan.ranks == tp * len(own)
     for group, of_group in enumerate(there):
@@ -141,16 +131,9 @@ def test_a_stage_holds_whole_ranges() -> None:
     assert cut_layers([(0, 0), (0, 8)], [(0, 8)]) == ONE_RANGE
 
 
-def test_auto_looks_at_the_smallest_range_of_layers() -> None:
-    """Of one with 2 MiB it makes two shards, so of all; one without layers of the group does not count."""
-    plan = make_plan("auto", [[8]], [[1 << 24, 0, 1 << 21]], 1, LayerCut((0, 4, 8), (range(3),)))
-    assert isinstance(plan, ShardPlan)
-    assert plan.groups == (GroupShards(2, 2, 1, (0, 2)),)
-
-
 def test_groups_are_held_side_by_side() -> None:
     """A model with full attention of 8 heads and an MLA group, on two ranks: four shards and one."""
-    plan = make_plan(8, [[8], [1]], [[1 << 24], [1 << 24]], 2)
+    plan = make_plan(8, [[8], [1]], [[True], [True]], 2)
     assert isinstance(plan, ShardPlan)
     assert plan.numbers(0) == (0, 1, 2, 3, 0)
     assert plan.numbers(1) == (4, 5, 6, 7, 0)
@@ -162,13 +145,12 @@ def test_groups_are_held_side_by_side() -> None:
     [
         (2, 8, 4, "`shards: 8` would do"),
         (2, 8, 16, "`shards: 8` would do"),
-        ("auto", 16, 16, "`shards: 16` would do"),
         (4, 8, 3, "no number would do"),
     ],
 )
 def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, would_do: str) -> None:
     """A rank that would hold half a shard has none, and the reason is told, with what would be right."""
-    plan = make_plan(wanted, [[heads]], [[1 << 30]], tp)
+    plan = make_plan(wanted, [[heads]], [[True]], tp)
     assert isinstance(plan, str)
     assert f"tensor parallelism {tp}" in plan
     assert would_do in plan
@@ -176,11 +158,6 @@ def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, 
 
 def test_layers_of_a_group_may_have_other_numbers_of_heads() -> None:
     """Eight heads and four, in one group: four shards at most, and no replicas, for ranks would hold other heads."""
-    assert cut(8, [8, 4], 1 << 30) == 4
+    assert cut(8, [8, 4]) == 4
     assert hold(4, [8, 4], 2) == GroupShards(4, 2, 1, ranges=(0,))
     assert hold(4, [8, 4], 8) is None
-
-
-def test_what_auto_means_is_the_same_for_all_servers_that_share() -> None:
-    """Another number here parts servers of two versions."""
-    assert (LEAST_SHARD_BYTES, MOST_SHARDS) == (1 << 20, 8)

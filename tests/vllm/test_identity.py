@@ -528,7 +528,7 @@ def test_how_many_blocks_there_are_is_not_in_the_digest() -> None:
 
 def cut_ranks(tp: int, *, digests: Sequence[str] = (), shards: int = 4) -> list[RankGeometry]:
     """Return what the ranks of an engine tell whose chunks are cut into four shards."""
-    plan = make_plan(shards, [[4]], [[1 << 20]], tp)
+    plan = make_plan(shards, [[4]], [[True]], tp)
     assert isinstance(plan, ShardPlan)
     told = digests or ["ab"] * tp
     sizes = [(8192,) * len(plan.numbers(rank)) for rank in range(tp)]
@@ -551,7 +551,7 @@ def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> N
 def test_replicas_of_a_machine_have_one_copy(build: Build, machines: str, together: int) -> None:
     """That is no part of the namespace, and holds with other weights, too."""
     made = build(tensor_parallel_size=4, distributed_executor_backend="mp")
-    plan = make_plan(2, [[2]], [[1 << 20]], 4)
+    plan = make_plan(2, [[2]], [[True]], 4)
     assert isinstance(plan, ShardPlan)
     unknown = [replace(rank, shards=plan) for rank in cut_ranks(4)]
     ranks = [replace(rank, machine=machines[rank.rank] if machines else "") for rank in unknown]

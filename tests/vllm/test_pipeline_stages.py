@@ -405,13 +405,13 @@ def test_stages_cut_at_their_own_begins(
 ) -> None:
     """Whatever they are, without a word in the config; and commands understand what lies there."""
     memory = {"kind": "memory", "capacity": "16MiB"}
-    with start(stages, memory, medium.tier, shards="auto") as first:
+    with start(stages, memory, medium.tier, shards=1) as first:
         assert first.generate(PROMPTS) == [0] * len(PROMPTS)
         first.reset_prefix_cache()
         assert first.generate(PROMPTS) == FULL_TOKENS
         assert first.wrong() == []
     medium.forget()
-    with start(stages, medium.tier, shards="auto") as second:
+    with start(stages, medium.tier, shards=1) as second:
         assert second.generate(PROMPTS) == FULL_TOKENS
         assert second.wrong() == []
         assert [size > 0 for size in second.moved("load")] == [bool(kinds) for kinds in stages]
@@ -427,7 +427,10 @@ def test_a_cut_that_is_not_at_a_servers_stages_is_refused_once(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Three stages begin within what is cut for two: they store rank by rank, and the log says so."""
-    for shards, words in (({"layers": 2}, "`layers: 2` cuts at 3"), ({"layers": 1}, "`layers: 1` cuts at none")):
+    for shards, words in (
+        ({"heads": 1, "layers": 2}, "`layers: 2` cuts at 3"),
+        ({"heads": 1, "layers": 1}, "`layers: 1` cuts at none"),
+    ):
         caplog.clear()
         with start(staged("FFFFFF", 3), tree_tier(tmp_path / "tree"), shards=shards) as engine:
             engine.generate(PROMPTS[:1])
@@ -451,7 +454,7 @@ def test_a_stage_that_is_not_understood_has_all_store_rank_by_rank(
         return look(config, *arguments)
 
     monkeypatch.setattr(rank_shards, "understood_pages", broken)
-    with start(("FF", "FF"), tree_tier(tmp_path / "tree"), shards="auto") as engine:
+    with start(("FF", "FF"), tree_tier(tmp_path / "tree"), shards=1) as engine:
         engine.generate(PROMPTS)
         assert [rank.worker._shards for rank in engine.ranks] == [None, None]
         engine.reset_prefix_cache()

@@ -250,7 +250,7 @@ def test_context_parallelism_is_told_first() -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         config = engine(4)
         setattr(config.parallel_config, name, 2)
-        assert "context parallelism" in str(cut_by_config(config, ShardCut()))
+        assert "context parallelism" in str(cut_by_config(config, ShardCut(heads=8)))
 
 
 def test_a_model_without_kv_heads_has_nothing_alike() -> None:
@@ -274,6 +274,6 @@ def test_context_parallelism_leaves_fewer_replicas() -> None:
 def test_mla_has_one_head_however_many_its_config_says() -> None:
     """DeepSeek's says 128, which sixteen ranks do not hold in eight shards."""
     config = engine(128, tp=16)
-    assert isinstance(cut_by_config(config, ShardCut()), str)
+    assert isinstance(cut_by_config(config, ShardCut(heads=8)), str)
     config.model_config.use_mla = True
-    assert cut_by_config(config, ShardCut()) == ONE_RANGE
+    assert cut_by_config(config, ShardCut(heads=8)) == ONE_RANGE
