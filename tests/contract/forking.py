@@ -23,7 +23,7 @@ from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS, object_plugin
-from nixl_offload.testing.mover_rig import MIB, HostMemory, extents
+from tests.contract.suites.mover_rig import MIB, HostMemory, extents
 
 WAIT_S = 15.0
 _ALL = extents([0], MIB)

@@ -10,7 +10,7 @@ from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import object_plugin
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.select import open_store
-from nixl_offload.testing.object_mover_rig import RawObjects
+from tests.contract.suites.object_mover_rig import RawObjects
 from tests.s3.servers import RcloneServer
 
 PREFIX = "kv/a"

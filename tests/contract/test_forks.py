@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.testing.mover_rig import MIB
+from tests.contract.suites.mover_rig import MIB
 from tests.s3.servers import RcloneServer
 
 from .emulation.build import Control

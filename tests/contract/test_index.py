@@ -1,9 +1,9 @@
-"""The shipped suite over every index and policy that we have."""
+"""The suite over every index and policy that we have."""
 
 from __future__ import annotations
 
 from nixl_offload.index import Index
-from nixl_offload.testing.index_suite import IndexSuite
+from tests.contract.suites.index_suite import IndexSuite
 
 
 class TestLruIndex(IndexSuite):

@@ -1,4 +1,4 @@
-"""Every mover passes the shipped suite, bare and within ``LimitedMover``; GDS, GDS_MT and KvikIO over emulations."""
+"""Every mover passes the suite, bare and within ``LimitedMover``; GDS, GDS_MT and KvikIO over emulations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import probe_round_trip
-from nixl_offload.testing.mover_suite import HostMemory, HugeExtentSuite, MoverSuite
+from tests.contract.suites.mover_suite import HostMemory, HugeExtentSuite, MoverSuite
 from tests.unit.kv_shapes import DeviceCopyMover
 
 HERE = Path(__file__).parent

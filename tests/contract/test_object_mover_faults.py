@@ -28,9 +28,9 @@ from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
-from nixl_offload.testing.mover_suite import MIB, extents
-from nixl_offload.testing.object_mover_rig import ObjectRig
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
+from tests.contract.suites.mover_suite import MIB, extents
+from tests.contract.suites.object_mover_rig import ObjectRig
 from tests.s3.proxy import Answer, FaultProxy, Hold, Reset, Stall
 from tests.s3.servers import RcloneServer
 

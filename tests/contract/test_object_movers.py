@@ -1,4 +1,4 @@
-"""Every mover of objects passes the shipped suite, bare and as ``open_object_mover`` hands it out.
+"""Every mover of objects passes the suite, bare and as ``open_object_mover`` hands it out.
 
 Against rclone's S3 server: NIXL's OBJ plugin, and our own threads over obstore; threads over a directory.
 """
@@ -16,8 +16,8 @@ from nixl_offload.movers.select_object import make_mover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.testing.object_mover_rig import RawObjects
-from nixl_offload.testing.object_mover_suite import ObjectMoverSuite
+from tests.contract.suites.object_mover_rig import RawObjects
+from tests.contract.suites.object_mover_suite import ObjectMoverSuite
 from tests.s3.servers import RcloneServer
 
 from .object_rigs import PREFIX, RawBucket, RawDirectory, bare_mover, tier_of

@@ -20,7 +20,7 @@ from nixl_offload.stores import boto3, obstore
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import S3Address
 from nixl_offload.stores.select import open_store
-from nixl_offload.testing.store_suite import cause_of, read, write
+from tests.contract.suites.store_suite import cause_of, read, write
 from tests.s3.proxy import Answer, FaultProxy
 from tests.s3.servers import RcloneServer, free_port
 

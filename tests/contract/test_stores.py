@@ -1,4 +1,4 @@
-"""Every store passes the shipped suite: obstore and boto3 against rclone and moto, and a shared directory."""
+"""Every store passes the suite: obstore and boto3 against rclone and moto, and a shared directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from nixl_offload.config.schema import S3Config
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.testing.store_suite import StoreRig, StoreSuite
+from tests.contract.suites.store_suite import StoreRig, StoreSuite
 from tests.s3.servers import MotoServer, RcloneServer, S3Server
 
 Client = Literal["obstore", "boto3"]

@@ -17,7 +17,7 @@ from nixl_offload.config.schema import SharedDirConfig
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.select import open_store
-from nixl_offload.testing.store_suite import cause_of, read, write
+from tests.contract.suites.store_suite import cause_of, read, write
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.movers.base import MemoryKind, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.select import open_mover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.engine_rig import NUM_BLOCKS
 from tests.unit.link_rig import Watched

@@ -19,8 +19,8 @@ from nixl_offload.engine import pump
 from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.engine.transfer_paths.direct import LATE_S
 from nixl_offload.movers.base import Op
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.device_lab import Lab, faulty, memory_of, open_lab, packer_of
 from tests.unit.kv_shapes import DeviceCopyMover, DeviceRig, Way, until
 

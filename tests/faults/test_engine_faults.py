@@ -20,9 +20,9 @@ from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED

@@ -22,10 +22,10 @@ import pytest
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.shared_dir import link as tree_link
 from nixl_offload.tiers.shared_dir.files import TreeFiles
 from nixl_offload.types import Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.faults.conftest import SmallFilesystem
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
 from tests.unit.link_rig import drafts, shards, tree

@@ -23,8 +23,8 @@ from nixl_offload.engine.streams import Fence, device_of
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.select import open_mover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.kv_shapes import KIB, SHAPES, DeviceRig, KVShape, Way, assert_round_trip, until
 
 pytestmark = pytest.mark.gpu

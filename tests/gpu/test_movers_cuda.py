@@ -21,9 +21,9 @@ from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.select import open_mover
-from nixl_offload.testing.mover_rig import SuiteMemory
-from nixl_offload.testing.mover_suite import MoverRigs, MoverSuite
-from nixl_offload.testing.torch_memory import TorchMemory
+from tests.contract.suites.mover_rig import SuiteMemory
+from tests.contract.suites.mover_suite import MoverRigs, MoverSuite
+from tests.contract.suites.torch_memory import TorchMemory
 
 pytestmark = pytest.mark.gpu
 

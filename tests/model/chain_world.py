@@ -46,7 +46,7 @@ class Bucket:
 
 
 class ObjectStore(Store):
-    """A store over a ``Bucket``, which any number of stores may share. Passes the shipped suite."""
+    """A store over a ``Bucket``, which any number of stores may share. Passes the suite of stores."""
 
     name = "memory"
     where = "memory://bucket"

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from nixl_offload.catalog import NOWHERE, ChainOptions
-from nixl_offload.testing.store_suite import StoreRig, StoreSuite
 from nixl_offload.types import Key, Lookup, Outcome
+from tests.contract.suites.store_suite import StoreRig, StoreSuite
 from tests.model.chain_engine import SLOT_MAX, Setup
 from tests.model.chain_rig import ChainRig
 from tests.model.chain_world import RANKS, Bucket, ObjectStore

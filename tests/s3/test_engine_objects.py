@@ -20,9 +20,9 @@ from nixl_offload.errors import NixlOffloadError
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select_object import make_mover
 from nixl_offload.stores.select import open_store
-from nixl_offload.testing.faulty_mover import FaultyMover
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome
+from tests.contract.suites.faulty_mover import FaultyMover
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
 from tests.unit.link_rig import NAMESPACE_NAME, Watched, objects
 

@@ -13,9 +13,9 @@ from nixl_offload.errors import StoreError
 from nixl_offload.movers.base import MemoryKind, Op, TransferState
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.select import Client, open_store
-from nixl_offload.testing.object_mover_rig import ObjectRig
-from nixl_offload.testing.store_suite import read, write
 from tests.contract.object_rigs import RawBucket, bare_mover, tier_of
+from tests.contract.suites.object_mover_rig import ObjectRig
+from tests.contract.suites.store_suite import read, write
 
 from .servers import BUCKET
 from .tls import TlsRclone, make_certificate

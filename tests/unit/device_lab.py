@@ -13,7 +13,7 @@ from typing import Any
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.engine_memory import EngineMemory
 from nixl_offload.movers.base import Mover
-from nixl_offload.testing.faulty_mover import Fault, FaultyMover
+from tests.contract.suites.faulty_mover import Fault, FaultyMover
 from tests.unit.device_rig import ThreadedStream, ThreadedStreams, emulated
 from tests.unit.kv_shapes import DeviceCopyMover, DeviceRig, KVShape, Way
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.testing.faulty_mover import FaultyMover
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.s3.link import ObjectLink
 from nixl_offload.tiers.shared_dir.link import TreeLink
+from tests.contract.suites.faulty_mover import FaultyMover
 
 NAMESPACE_NAME = "0123456789abcdef" * 2
 LinkMaker = Callable[[Mover, Callable[[], float]], Link]

@@ -42,9 +42,9 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import Probe, ProbedMover
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.types import PAGE_BYTES
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.gc_rig import namespace_of, put_chunk, put_manifest
 
 KIB = 1 << 10

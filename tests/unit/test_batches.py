@@ -19,8 +19,8 @@ from nixl_offload.engine.transfer_paths import common
 from nixl_offload.movers.base import Op, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Location, Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
 from tests.unit.link_rig import ObjectFiles, objects, tree
 

@@ -16,8 +16,8 @@ from nixl_offload.engine.jobs import FENCE_POLL_S
 from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.engine.waiting import STORE_GRACE_S
 from nixl_offload.movers.base import Op
-from nixl_offload.testing.faulty_mover import Fault, FaultKind
 from nixl_offload.types import Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind
 from tests.unit.device_lab import Lab, faulty, open_lab
 from tests.unit.kv_shapes import Way, until
 

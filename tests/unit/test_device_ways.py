@@ -16,8 +16,8 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind
 from nixl_offload.types import Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind
 from tests.unit.device_lab import Lab, beside, faulty, open_lab, packer_of
 from tests.unit.kv_shapes import SHAPES, DeviceCopyMover, Way, assert_round_trip, until
 

@@ -25,9 +25,9 @@ from nixl_offload.errors import TierError
 from nixl_offload.index.database import BATCH_OPS, Database, UnusableError, is_damage, max_bytes, translate
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.index.rows import Rows
-from nixl_offload.testing.mover_rig import open_paths
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.types import Key, Location
+from tests.contract.suites.mover_rig import open_paths
 
 GEOMETRY = {"namespace": "aa", "slot_classes": "4096"}
 WAIT_S = 20.0

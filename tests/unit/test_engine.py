@@ -21,9 +21,9 @@ from nixl_offload.movers.base import Mover, Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Location, Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, assert_every_part_loads, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED

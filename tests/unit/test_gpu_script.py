@@ -28,8 +28,8 @@ from benchmarks.gpu.repack import repack_nixl
 from benchmarks.gpu.report import table
 from benchmarks.gpu.rounds import Row, WrongBytesError, contest
 from nixl_offload.movers.base import MemoryKind
-from nixl_offload.testing.torch_memory import TorchMemory
 from tests.contract.emulation.build import Control, build_emulation
+from tests.contract.suites.torch_memory import TorchMemory
 from tests.gpu.conftest import pytest_runtest_logfinish
 
 REPOSITORY = Path(__file__).parent.parent.parent

@@ -21,8 +21,8 @@ from nixl_offload.engine import brought, slot_headers
 from nixl_offload.engine import image as image_module
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES
 

@@ -25,13 +25,13 @@ from nixl_offload.engine import ChunkIO, Engine
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.s3 import link as object_links
 from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name
 from nixl_offload.tiers.shared_dir.calls import CallThreads
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, until
 from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, Watched, drafts, objects, shards, tree
 from tests.unit.test_engine import real_mover

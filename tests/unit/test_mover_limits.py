@@ -32,8 +32,8 @@ from nixl_offload.movers.base import (
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover, split_at, split_extents
 from nixl_offload.movers.select import SCRATCH_BYTES, candidates, open_mover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
-from nixl_offload.testing.mover_suite import KIB, MIB, MoverSuite, Rig, extents
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
+from tests.contract.suites.mover_suite import KIB, MIB, MoverSuite, Rig, extents
 
 PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED
 

@@ -15,10 +15,10 @@ from nixl_offload.movers.retry import RetryingMover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
-from nixl_offload.testing.mover_suite import MIB, extents
-from nixl_offload.testing.object_mover_rig import ObjectRig
 from tests.contract.object_rigs import RawDirectory
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
+from tests.contract.suites.mover_suite import MIB, extents
+from tests.contract.suites.object_mover_rig import ObjectRig
 from tests.unit.engine_rig import until
 
 PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED

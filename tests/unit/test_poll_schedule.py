@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nixl_offload.movers.base import MemoryKind, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.poll_schedule import FIRST_LOOK_LIMIT_S, GAP_LIMIT_S, LOOK_LIMIT_S, LOOK_MIN_S, PollSchedule
-from nixl_offload.testing.mover_suite import KIB, MIB, MoverSuite, Rig, extents
+from tests.contract.suites.mover_suite import KIB, MIB, MoverSuite, Rig, extents
 from tests.unit.test_mover_limits import SmallMover
 
 

@@ -18,8 +18,8 @@ from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.types import Location, Outcome
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.chain_rig import FILE, ChainRig, make_host
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, until
 from tests.unit.link_rig import ObjectFiles, objects, tree

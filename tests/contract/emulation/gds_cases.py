@@ -22,7 +22,7 @@ from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import open_mover
-from nixl_offload.testing.mover_suite import KIB, MIB, HostMemory, MoverRigs, MoverSuite, Rig, extents
+from tests.contract.suites.mover_suite import KIB, MIB, HostMemory, MoverRigs, MoverSuite, Rig, extents
 
 from .build import Control
 

@@ -24,8 +24,8 @@ from nixl_offload.hardware.gds import gds_report
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.select import open_mover
-from nixl_offload.testing.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory, extents
-from nixl_offload.testing.mover_suite import MoverSuite
+from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory, extents
+from tests.contract.suites.mover_suite import MoverSuite
 
 from .build import Control, Driver
 

@@ -24,9 +24,9 @@ from typing import Any, Final
 from nixl_offload.engine import staging
 from nixl_offload.movers import select, select_object
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer, TransferState
-from nixl_offload.testing.faulty_mover import Fault, FaultKind, FaultyMover
 from nixl_offload.tiers.shared_dir import files as tree_files
 from nixl_offload.tiers.slab import file as slab_file
+from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.prove.faults.media import Medium
 
 ERRNOS: Final = {

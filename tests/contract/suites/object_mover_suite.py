@@ -1,4 +1,4 @@
-"""The conformance suite of movers that move objects: shipped, so that a backend from elsewhere can be held to it.
+"""The conformance suite of movers that move objects.
 
 Subclass ``ObjectMoverSuite`` in a test module under a name that pytest collects, and override ``make_mover`` and
 ``raw``. Objects are written and read raw, behind the mover's back, so that no mover vouches for itself.
@@ -25,10 +25,10 @@ from nixl_offload.movers.base import (
     Op,
     TransferState,
 )
-from nixl_offload.testing.mover_rig import exit_code_of_fork
-from nixl_offload.testing.mover_suite import KIB, MIB, extents
-from nixl_offload.testing.object_mover_rig import ObjectRig, RawObjects
 from nixl_offload.types import PAGE_BYTES
+from tests.contract.suites.mover_rig import exit_code_of_fork
+from tests.contract.suites.mover_suite import KIB, MIB, extents
+from tests.contract.suites.object_mover_rig import ObjectRig, RawObjects
 
 
 class ObjectMoverSuite:

@@ -1,4 +1,4 @@
-"""The conformance suite of stores: shipped, so that a backend from elsewhere can be held to the same contract.
+"""The conformance suite of stores.
 
 Subclass ``StoreSuite`` in a test module under a name that pytest collects, and override the fixture ``rig``. What is
 stored is set and read raw, behind the store's back, so that no store vouches for itself. Threading: tests that need

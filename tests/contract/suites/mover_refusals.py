@@ -15,8 +15,8 @@ import pytest
 
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Op, TransferState
-from nixl_offload.testing.mover_rig import KIB, MIB, MoverRigs, Rig, extents
 from nixl_offload.types import PAGE_BYTES
+from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig, extents
 
 
 class RefusalSuite(MoverRigs):

@@ -23,7 +23,7 @@ from nixl_offload.movers.base import (
     Transfer,
     TransferState,
 )
-from nixl_offload.testing.mover_suite import WAIT_S, extents
+from tests.contract.suites.mover_suite import WAIT_S, extents
 
 
 class RawObjects(Protocol):

@@ -1,4 +1,4 @@
-"""The conformance suite of movers: shipped, so that a backend from elsewhere can be held to the same contract.
+"""The conformance suite of movers.
 
 Subclass ``MoverSuite`` in a test module under a name that pytest collects, and override ``make_mover``; where the
 mover's memory is not the host's, ``make_memory`` too. Files are written and read raw, behind the mover's back, so that
@@ -19,8 +19,8 @@ import pytest
 
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, Op, TransferState
-from nixl_offload.testing.mover_refusals import RefusalSuite
-from nixl_offload.testing.mover_rig import (
+from tests.contract.suites.mover_refusals import RefusalSuite
+from tests.contract.suites.mover_rig import (
     KIB,
     MIB,
     WAIT_S,
