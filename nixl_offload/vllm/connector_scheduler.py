@@ -243,7 +243,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, limit)
         group = first_lookup_group(self)
         chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
-        if found is not None:
+        if found is not None and not request.skip_reading_prefix_cache:  # as for ``prompt_logprobs``: no lookup
             whole_tokens = request.num_tokens // chunk_tokens * chunk_tokens
             asked = max(found, whole_tokens - num_computed_tokens)
             status.req_context.set_state(LookupStatistics(num_computed_tokens, asked, found))

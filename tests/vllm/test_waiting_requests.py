@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 
 from nixl_offload.catalog import estimate
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.messages import TicketReport, WorkerReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.vllm import manager_rig
@@ -62,12 +63,12 @@ class Half:
     def settle(self, spec: Any) -> None:
         self.manager.settle({spec.ticket.ticket: TicketReport()})
 
-    def arrive(self, name: str, params: Any = None, chunks: int = CHUNKS) -> Any:
+    def arrive(self, name: str, params: Any = None, chunks: int = CHUNKS, **sampling: Any) -> Any:
         """Add a request with the prompt; return its KV cache group."""
         request = Request(
             name,
             list(range(chunks * CHUNK_TOKENS + 5)),
-            SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": params}),
+            SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": params}, **sampling),
             None,
             block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
         )
@@ -224,3 +225,10 @@ def test_a_consumer_keeps_no_blocks_in_mind_that_it_would_store(half: Half) -> N
     assert half.ask("decodes") == WHOLE
     half.compute("decodes", CHUNKS * CHUNK_TOKENS)
     assert group.next_stored_chunk_idx == len(BLOCKS) // BLOCKS_PER_CHUNK
+
+
+def test_a_prompt_that_is_not_looked_up_is_no_miss(half: Half) -> None:
+    """Its logprobs are asked for, so vLLM computes all of it."""
+    half.arrive("logprobs", prompt_logprobs=1)
+    assert half.ask("logprobs") == (0, False)
+    assert half.scheduler._req_status["logprobs"].req_context.get_state(LookupStatistics) is None
