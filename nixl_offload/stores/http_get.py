@@ -16,9 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
+
+from nixl_offload.stores.s3 import proxy_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,27 +27,27 @@ PAUSE_S: Final = 5.0
 """After a request without a whole answer none is tried for so long: a server that hangs shall not be asked twice."""
 KEEP_S: Final = 20.0
 """A connection that has rested for longer is not used again: what is between us and the server may have dropped it."""
+CONNECT_S: Final = 0.5
+"""How long an address may take to connect while the host has another one."""
 _HEAD_BYTES: Final = 16 << 10
 """An answer's status line and headers are no longer, or it is left alone."""
 _END: Final = b"\r\n\r\n"
-
-
-class _StaleError(Exception):
-    """The server had closed a connection that was kept."""
 
 
 class DirectGets:
     """GETs at one server. ``tls`` makes the context for https, when it is needed first."""
 
     def __init__(self, *, timeout_s: float, tls: Callable[[], ssl.SSLContext]) -> None:
-        """``timeout_s``: of one request. Where the environment names a proxy, every read is refused."""
+        """``timeout_s``: of one request. Where the environment has a proxy for the server, all reads are refused."""
         self._timeout_s = timeout_s
         self._tls = tls
         self._context: ssl.SSLContext | None = None
         self._idle: deque[tuple[float, socket.socket]] = deque()
         """Since when, and what; the last to come is the first to go."""
         self._open: set[socket.socket] = set()
-        self._refusing = bool({"http", "https", "all"} & set(getproxies()))
+        self._dead: set[Any] = set()
+        """Addresses that did not connect when they were last tried."""
+        self._refusing = False
         self._not_before_s = 0.0
 
     @property
@@ -65,17 +66,16 @@ class DirectGets:
         0 if there was no whole answer.
         """
         parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
         request = (
             f"GET {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
             f"Range: bytes={offset}-{offset + memory.nbytes - 1}\r\nAccept-Encoding: identity\r\n\r\n"
         ).encode("ascii")
         try:
             while (kept := self._kept()) is not None:
-                with suppress(_StaleError):
+                with suppress(BrokenPipeError, ConnectionResetError):  # the server had closed it
                     return self._get(kept, request, offset, memory)
-            return self._get(self._connect(parts.scheme, parts.hostname or "", port), request, offset, memory)
-        except (OSError, ValueError, _StaleError) as error:
+            return self._get(self._connect(parts), request, offset, memory)
+        except (OSError, ValueError) as error:
             logger.debug("a direct GET is left to the client: %s", type(error).__name__)
             self._not_before_s = time.monotonic() + PAUSE_S
             return 0
@@ -99,11 +99,16 @@ class DirectGets:
                 self._drop(kept)
         return None
 
-    def _connect(self, scheme: str, host: str, port: int) -> socket.socket:
-        opened = socket.create_connection((host, port), self._timeout_s)
+    def _connect(self, parts: SplitResult) -> socket.socket:
+        if proxy_of(parts):
+            self._refusing = True
+            raise OSError("behind a proxy")
+        host, tls = parts.hostname or "", parts.scheme == "https"
+        opened = self._dial(host, parts.port or (443 if tls else 80))
         try:
+            opened.settimeout(self._timeout_s)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if scheme == "https":
+            if tls:
                 self._context = self._context or self._tls()
                 opened = self._context.wrap_socket(opened, server_hostname=host)
             else:
@@ -119,6 +124,21 @@ class DirectGets:
         if self._refusing:  # closed meanwhile
             self._drop(opened)
             raise OSError("closed")
+        return opened
+
+    def _dial(self, host: str, port: int) -> socket.socket:
+        """Connect to an address of ``host``; to those that were dead after the others."""
+        addresses = [each[4] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        *others, last = sorted(addresses, key=self._dead.__contains__)
+        for address in others:
+            with suppress(OSError):
+                return self._dial_one(address, min(CONNECT_S, self._timeout_s))
+        return self._dial_one(last, self._timeout_s)
+
+    def _dial_one(self, address: Any, timeout_s: float) -> socket.socket:
+        self._dead.add(address)
+        opened = socket.create_connection(address[:2], timeout_s)
+        self._dead.discard(address)
         return opened
 
     def _get(self, connection: socket.socket, request: bytes, offset: int, memory: memoryview) -> int | None:
@@ -149,16 +169,13 @@ class DirectGets:
                 self._drop(connection)
 
     def _head(self, connection: socket.socket, request: bytes, deadline_s: float) -> tuple[memoryview, int, int]:
-        """Return a buffer, where the body begins in it, and how much is in it. Raises _StaleError without an answer."""
-        buffer, got = bytearray(_HEAD_BYTES), 0
+        """Return a buffer, where the body begins in it, and how much is in it."""
+        buffer = bytearray(_HEAD_BYTES)
         view = memoryview(buffer)
-        try:
-            connection.sendall(request)
-            got = connection.recv_into(view)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise _StaleError from error
+        connection.sendall(request)
+        got = connection.recv_into(view)
         if not got:
-            raise _StaleError
+            raise ConnectionResetError
         while (end := buffer.find(_END, 0, got)) < 0:
             count = connection.recv_into(view[got:]) if got < _HEAD_BYTES else 0
             if not count or time.monotonic() > deadline_s:

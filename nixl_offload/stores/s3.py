@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.request import getproxies, proxy_bypass
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import ConfigError, StoreError
@@ -124,6 +125,13 @@ def usable_endpoint(url: str, origin: str) -> str:
 def ca_bundle_of(tier: S3Config) -> str | None:
     """Return the file with the certificates to trust: the config's, or that of ``AWS_CA_BUNDLE``."""
     return tier.ca_bundle or os.environ.get("AWS_CA_BUNDLE") or None
+
+
+def proxy_of(url: SplitResult) -> str | None:
+    """Return the proxy that the environment has for an address; None where ``NO_PROXY`` names the host."""
+    proxies = getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    return None if proxy is None or proxy_bypass(url.netloc) else proxy
 
 
 def readable_ca_bundle(tier: S3Config) -> str | None:

@@ -9,6 +9,7 @@ import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
@@ -28,6 +29,20 @@ def answer(status: str, body: bytes = b"", *, length: int | None = None, **heade
 def error(status: str, code: str, more: str = "") -> bytes:
     """Return S3's way to say no."""
     return answer(status, f"<Error><Code>{code}</Code><Message>Said so.</Message>{more}</Error>".encode())
+
+
+@contextlib.contextmanager
+def dead_address() -> Iterator[tuple[str, int]]:
+    """An address that answers no SYN: its listener's queue is full."""
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(8):
+            queued = sockets.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex(listener.getsockname())
+        yield listener.getsockname()
 
 
 class OneAnswerServer:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from nixl_offload.stores import http_get
 from nixl_offload.stores.http_get import DirectGets
-from tests.contract.one_answer_server import HANG, RESET, OneAnswerServer, answer
+from tests.contract.one_answer_server import HANG, RESET, OneAnswerServer, answer, dead_address
 
 BODY = bytes(range(200))
 
@@ -99,7 +99,7 @@ def test_a_whole_object_is_no_part_of_it(gets: DirectGets) -> None:
         assert get(gets, server.endpoint, offset=100)[0] == 200
 
 
-def test_nobody_listens_or_there_is_a_proxy(gets: DirectGets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_listens(gets: DirectGets, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     assert get(gets, f"http://127.0.0.1:{port}")[0] == 0
@@ -107,8 +107,40 @@ def test_nobody_listens_or_there_is_a_proxy(gets: DirectGets, monkeypatch: pytes
     monkeypatch.setattr(http_get, "PAUSE_S", 0.0)
     assert get(gets, f"http://127.0.0.1:{port}")[0] == 0
     assert not gets.refusing
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert DirectGets(timeout_s=1.0, tls=no_tls).refusing  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("no_proxy", "goes"), [("", False), ("example.org, 127.0.0.1", True), ("*", True)])
+def test_a_proxy_is_for_hosts_that_no_proxy_does_not_name(
+    monkeypatch: pytest.MonkeyPatch, no_proxy: str, goes: bool
+) -> None:
+    for name, value in (("http_proxy", "http://127.0.0.1:1"), ("no_proxy", no_proxy)):
+        monkeypatch.setenv(name, value)
+        monkeypatch.delenv(name.upper(), raising=False)
+    gets = DirectGets(timeout_s=5.0, tls=no_tls)  # type: ignore[arg-type]
+    with OneAnswerServer(WHOLE["whole"]) as server, closing(gets):
+        for _ in range(2):
+            if not gets.refusing:
+                assert (get(gets, server.endpoint) == (None, BODY)) is goes
+        assert len(server.requests) == 2 * goes
+
+
+def test_a_host_with_a_dead_address_is_reached_by_the_other(gets: DirectGets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soon, and from then on at once. Only what names resolve to is played."""
+    gets._timeout_s = 60.0
+    with OneAnswerServer(WHOLE["whole"]) as server, dead_address() as dead:
+        live = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in (dead, live)]
+        resolve = socket.getaddrinfo
+        named = {"kv.example": found}
+        monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: named.get(host) or resolve(host, *a, **k))
+        dialled: list[object] = []
+        dial = socket.create_connection
+        monkeypatch.setattr(socket, "create_connection", lambda at, *a: (dialled.append(at), dial(at, *a))[1])
+        started_s = time.monotonic()
+        for _ in range(2):
+            assert get(gets, "http://kv.example") == (None, BODY)
+        assert time.monotonic() - started_s < 30.0
+        assert dialled == [dead, live, live]
 
 
 class Keeping:

@@ -11,7 +11,6 @@ import http.client
 import socket
 import ssl
 import time
-import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from typing import Final, NamedTuple
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 from nixl_offload.cli.check.report import Finding, Section, ok, unknown, warning, wrong
 from nixl_offload.config import S3Config
 from nixl_offload.errors import StoreError
-from nixl_offload.stores.s3 import S3Address, readable_ca_bundle
+from nixl_offload.stores.s3 import S3Address, proxy_of, readable_ca_bundle
 
 SYNC_CLOCKS: Final = "chronyc makestep, or timedatectl set-ntp true, on whichever machine is wrong (date -u tells)"
 _SKEW_LIMIT_S: Final = 900.0
@@ -43,12 +42,12 @@ def look_at_endpoint(
 ) -> EndpointAnswer:
     """Go as far as an unsigned answer. ``endpoint`` is the URL that clients use; ``clock`` this machine's time."""
     path_style, parts = S3Address.of(tier).path_style, urlsplit(endpoint)
+    if not path_style and not parts.netloc.startswith(f"{tier.bucket}."):
+        parts = parts._replace(netloc=f"{tier.bucket}.{parts.netloc}")
     host, tls = parts.hostname or "", parts.scheme == "https"
-    if not path_style and not host.startswith(f"{tier.bucket}."):
-        host = f"{tier.bucket}.{host}"
     port = parts.port or (443 if tls else 80)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and not urllib.request.proxy_bypass(host):
+    proxy = proxy_of(parts)
+    if proxy:
         words = f"goes by the proxy {urlsplit(proxy).hostname} of the environment, so the connection was not tried"
         fix = f"export NO_PROXY={host}, if it should go straight; curl -sv {endpoint}"
         section.add("endpoint", unknown(words, fix))
