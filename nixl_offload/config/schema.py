@@ -212,7 +212,7 @@ class S3Config(_Tier):
     """Object names begin with it and a slash. Slashes at its ends are dropped. If empty, the whole bucket belongs to
     this tier."""
     endpoint: EndpointUrl | None = None
-    """``http(s)://host[:port]`` of an S3-compatible server. If omitted, AWS."""
+    """``http(s)://host[:port]`` of an S3-compatible server. If omitted, the AWS chain's, else AWS."""
     region: RegionName | None = None
     """If omitted, the AWS chain decides."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
@@ -228,7 +228,7 @@ class S3Config(_Tier):
     """The size to which ``nixl-offload gc`` shrinks the prefix. Servers do not enforce it: run gc by a timer. If
     omitted, gc needs ``--max-size``."""
     ca_bundle: AbsoluteFile | None = None
-    """File of certificates to trust for https. If omitted, those of the system."""
+    """File of certificates to trust for https. If omitted, the AWS chain's, else those of the system."""
     checksums: Literal["when_required", "when_supported"] = "when_required"
     """The AWS SDK's checksums of requests and responses. With ``when_supported`` it sends trailers that some servers
     store as data."""

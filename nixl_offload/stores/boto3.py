@@ -6,12 +6,10 @@ longer than it lasts. botocore logs signed requests at DEBUG, session token and 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from functools import partial
-from typing import Any, Final, NamedTuple
+from contextlib import closing, contextmanager
+from typing import Any, Final
 
 import boto3
 from botocore.config import Config
@@ -32,34 +30,45 @@ from botocore.parsers import ResponseParserError
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
-from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.s3 import (
     ATTEMPTS,
-    CREDENTIALS_RETRY_S,
+    CONNECT_TIMEOUT_S,
     LIST_PAGE,
     NO_CREDENTIALS,
     BrokenBodyError,
-    MissingBucketGuard,
+    BucketStore,
     S3Address,
     answer_error,
     closed_error,
     hush_botocore,
     printable,
-    read_object,
     readable_ca_bundle,
-    refresh_by_copy,
     short_error,
     stuck_error,
-    usable_endpoint,
 )
 
 
-def make_client(tier: S3Config) -> Any:
-    """Return a boto3 client for the tier's bucket. Raises what boto3 raises; see ``translated``."""
+@contextmanager
+def translating(doing: str, address: S3Address) -> Iterator[None]:
+    """The edge of a foreign library: StoreError alone gets out."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        raise translated(error, doing, address) from error
+
+
+def make_client(tier: S3Config) -> tuple[Any, Any]:
+    """Return a boto3 client for the tier's bucket, and the credentials that it found, if any, which may take seconds.
+
+    Raises StoreError, and ConfigError for an endpoint that is none.
+    """
     hush_botocore()
     address = S3Address.of(tier)
     config = Config(
-        connect_timeout=tier.request_timeout_s,
+        connect_timeout=min(CONNECT_TIMEOUT_S, tier.request_timeout_s),
         read_timeout=tier.request_timeout_s,
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
         max_pool_connections=tier.connections,
@@ -67,9 +76,11 @@ def make_client(tier: S3Config) -> Any:
         response_checksum_validation=tier.checksums,
         s3={"addressing_style": "path" if address.path_style else "virtual"},
     )
-    session = boto3.session.Session(region_name=address.region)
-    bundle = readable_ca_bundle(tier)
-    return session.client("s3", endpoint_url=address.endpoint, verify=bundle, config=config)
+    with translating("look for credentials", address):
+        session = boto3.session.Session(region_name=address.region)
+        bundle = readable_ca_bundle(tier)
+        client = session.client("s3", endpoint_url=address.endpoint, verify=bundle, config=config)
+        return client, session.get_credentials()
 
 
 _KINDS: Final[tuple[tuple[tuple[type[Exception], ...], str, str], ...]] = (
@@ -105,30 +116,14 @@ def error_code(error: StoreError) -> str:
     return str(cause.response.get("Error", {}).get("Code", "")) if isinstance(cause, ClientError) else ""
 
 
-class ClientFacts(NamedTuple):
-    """What boto3 makes of a tier and of the AWS chain. Holds no credentials."""
-
-    endpoint: str
-    region: str | None
-    credentials: str | None
-    """botocore's name of the link of the chain that has some: ``env``, ``iam-role`` ...; None where none has."""
-
-
-def client_facts(tier: S3Config) -> ClientFacts:
-    """Return what a client would use. Asks for credentials where the chain leads, which may take seconds.
-
-    Raises StoreError, and ConfigError for an endpoint that is none.
+def client_facts(tier: S3Config) -> tuple[str, str | None, str | None]:
+    """Return the endpoint and region that a client uses, and botocore's name of the link of the AWS chain that has
+    credentials: ``env``, ``iam-role`` ...; None where none has. Raises as ``make_client``.
     """
-    try:
-        with closing(make_client(tier)) as client:
-            endpoint = usable_endpoint(str(client.meta.endpoint_url), "the endpoint_url of AWS's own configuration")
-            region = client.meta.region_name
-        credentials = boto3.session.Session().get_credentials()
-    except StoreError:
-        raise
-    except Exception as error:  # A foreign library's edge.
-        raise translated(error, "look for credentials", S3Address.of(tier)) from error
-    return ClientFacts(endpoint, region, None if credentials is None else str(credentials.method))
+    client, credentials = make_client(tier)
+    with closing(client):
+        source = None if credentials is None else str(credentials.method)
+        return str(client.meta.endpoint_url), client.meta.region_name, source
 
 
 def bucket_region(tier: S3Config) -> str | None:
@@ -137,40 +132,20 @@ def bucket_region(tier: S3Config) -> str | None:
     None where the server's answer names none. Raises StoreError.
     """
     address = S3Address.of(tier)
-    try:
-        with closing(make_client(tier)) as client:
-            found = client.get_bucket_location(Bucket=address.bucket).get("LocationConstraint")
-    except StoreError:
-        raise
-    except Exception as error:  # A foreign library's edge.
-        raise translated(error, "ask where the bucket is", address) from error
+    with closing(make_client(tier)[0]) as client, translating("ask where the bucket is", address):
+        found = client.get_bucket_location(Bucket=address.bucket).get("LocationConstraint")
     # S3 has no word for its first region, and an old one for its second.
     return "us-east-1" if found is None else "eu-west-1" if found == "EU" else str(found)
 
 
-class Boto3Store(Store):
-    """An S3 bucket behind one boto3 client, made at the first call that needs it.
+class Boto3Store(BucketStore[Any]):
+    """An S3 bucket behind one boto3 client.
 
-    Credentials come from boto3's chain. Where there are none, calls fail as ``denied``, and the chain is asked again
-    every few seconds. A server that trickles its answer's headers is not broken off; a body is, after ``ATTEMPTS``
-    times the request timeout.
+    Credentials come from boto3's chain. Where there are none, calls fail as ``denied``. A server that trickles its
+    answer's headers is not broken off; a body is, after ``ATTEMPTS`` times the request timeout.
     """
 
     name = "boto3"
-
-    def __init__(self, tier: S3Config) -> None:
-        """Reach nothing yet."""
-        self._tier = tier
-        self._address = S3Address.of(tier)
-        self.where = self._address.where
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._client_made_s = 0.0
-        self._closed = False
-        self._bucket = MissingBucketGuard(self._ask_for_bucket)
-
-    def __repr__(self) -> str:
-        return f"Boto3Store({self.where})"
 
     def head(self, name: str) -> ObjectInfo | None:
         try:
@@ -179,34 +154,25 @@ class Boto3Store(Store):
         except StoreError as error:
             if error.cause != "missing":
                 raise
-        self._bucket.check()
+        self._require_bucket()
         return None
-
-    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        read_object(self, name, offset, memory, self._read_into)
 
     def write(self, name: str, memory: memoryview) -> None:
         # boto3 takes no memoryview; a file-like around one would go out in pieces of 16 KiB.
         self._call(f"PUT {name}", "put_object", Key=self._address.key(name), Body=bytes(memory))
 
-    def delete(self, names: Sequence[str]) -> None:
-        first: StoreError | None = None
-        for start in range(0, len(names), LIST_PAGE):
-            batch = names[start : start + LIST_PAGE]
-            wanted = {"Objects": [{"Key": self._address.key(name)} for name in batch], "Quiet": True}
-            doing = f"DELETE {batch[0]}" + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
-            try:
-                answer = self._call(doing, "delete_objects", Delete=wanted)
-            except StoreError as error:
-                first = first or error
-                continue
-            for failed in answer.get("Errors", ()):
-                code, name = str(failed.get("Code", "")), self._address.name(str(failed.get("Key", "")))
-                if code not in ("NoSuchKey", "NoSuchVersion") and first is None:
-                    status = 403 if code == "AccessDenied" else 500
-                    first = answer_error(f"DELETE {name}", self._address, status, code, str(failed.get("Message", "")))
-        if first is not None:
-            raise first
+    def _copy(self, name: str) -> None:
+        key = self._address.key(name)
+        source = {"Bucket": self._address.bucket, "Key": key}
+        self._call(f"COPY {name}", "copy_object", Key=key, CopySource=source, MetadataDirective="REPLACE")
+
+    def _delete(self, names: Sequence[str], doing: str) -> None:
+        wanted = {"Objects": [{"Key": self._address.key(name)} for name in names], "Quiet": True}
+        for failed in self._call(doing, "delete_objects", Delete=wanted).get("Errors", ()):
+            code, name = str(failed.get("Code", "")), self._address.name(str(failed.get("Key", "")))
+            if code not in ("NoSuchKey", "NoSuchVersion"):
+                status = 403 if code == "AccessDenied" else 500
+                raise answer_error(f"DELETE {name}", self._address, status, code, str(failed.get("Message", "")))
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         wanted: dict[str, Any] = {"Prefix": self._address.key(prefix), "MaxKeys": LIST_PAGE}
@@ -227,19 +193,16 @@ class Boto3Store(Store):
                 raise stuck_error(self.where, doing)
             wanted["ContinuationToken"] = token
 
-    def refresh(self, name: str, size_bytes: int) -> bool:
-        key = self._address.key(name)
-        source = {"Bucket": self._address.bucket, "Key": key}
-        copy = partial(self._call, f"COPY {name}", "copy_object", Key=key, CopySource=source)
-        return refresh_by_copy(self, name, size_bytes, partial(copy, MetadataDirective="REPLACE"))
-
     def close(self) -> None:
-        with self._lock:
-            client, self._client, self._closed = self._client, None, True
-        if client is not None:
-            client.close()
+        made = self._made
+        super().close()
+        if made is not None:
+            made[0].close()
 
-    def _read_into(self, name: str, offset: int, memory: memoryview) -> None:
+    def _make(self) -> tuple[Any, Any]:
+        return make_client(self._tier)
+
+    def _get(self, name: str, offset: int, memory: memoryview) -> None:
         doing, wanted = f"GET {name}", f"bytes={offset}-{offset + memory.nbytes - 1}"
         answer = self._call(doing, "get_object", Key=self._address.key(name), Range=wanted)
         try:
@@ -292,49 +255,28 @@ class Boto3Store(Store):
             raise StoreError(told, cause="server")
         return info
 
-    def _ask_for_bucket(self) -> None:
-        """Raise StoreError when there is no bucket: a HEAD cannot tell, a listing can."""
-        try:
-            self._call(
-                "LIST", "list_objects_v2", Prefix=self._address.key(".nixl-offload-no-such-directory"), MaxKeys=1
-            )
-        except StoreError as error:
-            if error.cause != "denied":  # Else there is something that may not be listed.
-                raise
+    def _list_nothing(self, name: str) -> None:
+        self._call("LIST", "list_objects_v2", Prefix=self._address.key(name), MaxKeys=1)
 
     def _call(self, doing: str, operation: str, **arguments: Any) -> Any:
         """Call the client for the bucket. Raises StoreError alone."""
+        client: Any = None
         try:
-            answer = getattr(self._open(), operation)(Bucket=self._address.bucket, **arguments)
+            client = self._client()
+            answer = getattr(client, operation)(Bucket=self._address.bucket, **arguments)
         except StoreError:
             raise
         except Exception as error:  # A foreign library's edge: StoreError alone gets out.
-            if isinstance(error, NoCredentialsError):
-                self._forget_client()
             if isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") == "NoSuchBucket":
-                self._bucket.lost()
+                self._bucket_seen = False
             if self._closed:
                 raise closed_error(self.where) from error
-            raise translated(error, doing, self._address) from error
-        self._bucket.seen()
+            failure = translated(error, doing, self._address)
+            if client is None or failure.cause != "denied" or not self._renewed(client):
+                raise failure from error
+            return self._call(doing, operation, **arguments)
+        self._bucket_seen = True
         return answer
-
-    def _open(self) -> Any:
-        client = self._client
-        if client is not None:
-            return client
-        with self._lock:
-            if self._closed:
-                raise closed_error(self.where)
-            if self._client is None:
-                self._client, self._client_made_s = make_client(self._tier), time.monotonic()
-            return self._client
-
-    def _forget_client(self) -> None:
-        """Have the next call make a client anew: a client without credentials stays without."""
-        with self._lock:
-            if time.monotonic() - self._client_made_s > CREDENTIALS_RETRY_S:
-                self._client = None
 
 
 def _range_begin(content_range: str) -> int:

@@ -55,7 +55,7 @@ def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
     Raises StoreError, as ``stores.base``; NotSupportedError when the server knows no lifecycle rules.
     """
     address = S3Address.of(tier)
-    with closing(_client(tier, address)) as client:
+    with closing(make_client(tier)[0]) as client:
         missing = not _bucket_exists(client, address)
         before: tuple[Rule, ...] = () if missing else tuple(_configuration(client, address)["Rules"])
         versioned = not missing and _is_versioned(client, address)
@@ -86,7 +86,7 @@ def apply_lifecycle(plan: LifecyclePlan) -> None:
     rules only as a whole, so between this look and the write there is a moment in which another's change would be lost.
     """
     address = S3Address.of(plan.tier)
-    with closing(_client(plan.tier, address)) as client:
+    with closing(make_client(plan.tier)[0]) as client:
         if plan.create_bucket:
             _create_bucket(client, address)
         if plan.after == plan.before:
@@ -163,15 +163,6 @@ def _essence(rule: Rule) -> dict[str, Any]:
 def _prefix_of(rule: Rule) -> str:
     filters = rule.get("Filter") or {}
     return str(filters.get("Prefix") or filters.get("And", {}).get("Prefix") or rule.get("Prefix") or "")
-
-
-def _client(tier: S3Config, address: S3Address) -> Any:
-    try:
-        return make_client(tier)
-    except StoreError:
-        raise
-    except Exception as error:  # A foreign library's edge.
-        raise translated(error, "open", address) from error
 
 
 def _bucket_exists(client: Any, address: S3Address) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import re
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -26,24 +25,22 @@ from obstore.store import S3Store
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
-from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.http_get import DirectGets
 from nixl_offload.stores.s3 import (
     ATTEMPTS,
+    CONNECT_TIMEOUT_S,
     CREDENTIALS_RETRY_S,
     LIST_PAGE,
     NO_CREDENTIALS,
     BrokenBodyError,
-    MissingBucketGuard,
-    S3Address,
+    BucketStore,
     answer_error,
     closed_error,
     hush_botocore,
     no_bucket,
     printable,
-    read_object,
     readable_ca_bundle,
-    refresh_by_copy,
     short_error,
     stuck_error,
 )
@@ -69,8 +66,8 @@ _CREDENTIALS_TTL: Final = timedelta(minutes=8)
 """botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
 
 
-class ObstoreStore(Store):
-    """An S3 bucket behind one ``obstore.store.S3Store``, made at the first call that needs it.
+class ObstoreStore(BucketStore[S3Store]):
+    """An S3 bucket behind one ``obstore.store.S3Store``.
 
     Credentials come from boto3's chain where boto3 is installed (environment, profile, role, IMDS), else from obstore's
     (environment, web identity, container, IMDS: no profiles). Where there are none, calls fail as ``denied``, and the
@@ -81,51 +78,34 @@ class ObstoreStore(Store):
 
     def __init__(self, tier: S3Config) -> None:
         """Reach nothing yet."""
-        self._tier = tier
-        self._address = S3Address.of(tier)
-        self.where = self._address.where
-        self._lock = threading.Lock()
-        self._store: S3Store | None = None
-        self._no_credentials_until_s = 0.0
-        self._closed = False
-        self._bucket = MissingBucketGuard(self._ask_for_bucket)
+        super().__init__(tier)
         self._ignores_ranges = False
         self._left_alone = 0
         self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=partial(_tls, tier))
 
-    def __repr__(self) -> str:
-        return f"ObstoreStore({self.where})"
-
     def head(self, name: str) -> ObjectInfo | None:
         found = self._call(f"HEAD {name}", _head, self._address.key(name))
         if found is None:
-            self._bucket.check()
+            self._require_bucket()
             return None
-        self._bucket.seen()
+        self._bucket_seen = True
         return self._info(found)
-
-    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        read_object(self, name, offset, memory, partial(self._call, f"GET {name}", self._read_into))
-        self._bucket.seen()
 
     def write(self, name: str, memory: memoryview) -> None:
         key = self._address.key(name)
         self._call(f"PUT {name}", obstore.put, key, memory.cast("B"), use_multipart=False)
-        self._bucket.seen()
+        self._bucket_seen = True
 
-    def delete(self, names: Sequence[str]) -> None:
-        first: StoreError | None = None
-        for start in range(0, len(names), LIST_PAGE):
-            batch = names[start : start + LIST_PAGE]
-            doing = f"DELETE {batch[0]}" + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
-            try:
-                self._call(doing, obstore.delete, [self._address.key(name) for name in batch])
-            except StoreError as error:
-                # Some servers answer 404 for the one object that they were asked to delete.
-                if error.cause != "missing":
-                    first = first or error
-        if first is not None:
-            raise first
+    def _get(self, name: str, offset: int, memory: memoryview) -> None:
+        self._call(f"GET {name}", self._read_into, name, offset, memory)
+
+    def _copy(self, name: str) -> None:
+        key = self._address.key(name)
+        # overwrite=False sends the header that ``_make_store`` names, and nothing that forbids to overwrite.
+        self._call(f"COPY {name}", obstore.copy, key, key, overwrite=False)
+
+    def _delete(self, names: Sequence[str], doing: str) -> None:
+        self._call(doing, obstore.delete, [self._address.key(name) for name in names])
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         # obstore lists whole path segments: take the directory, begin at the prefix, stop behind it.
@@ -146,15 +126,8 @@ class ObstoreStore(Store):
                 elif info.name > prefix:
                     return
 
-    def refresh(self, name: str, size_bytes: int) -> bool:
-        key = self._address.key(name)
-        # overwrite=False sends the header that ``_make_store`` names, and nothing that forbids to overwrite.
-        copy = partial(self._call, f"COPY {name}", obstore.copy, key, key, overwrite=False)
-        return refresh_by_copy(self, name, size_bytes, copy)
-
     def close(self) -> None:
-        with self._lock:
-            self._closed, self._store = True, None
+        super().close()
         self._direct.close()
 
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
@@ -215,34 +188,33 @@ class ObstoreStore(Store):
         """Yield pages of what is in ``directory`` behind ``after``, each a request of its own."""
         offset = self._address.key(after) if after else None
         where = self._address.key(directory).rstrip("/") or None
-        stream = self._call(doing, obstore.list, where, offset=offset, chunk_size=LIST_PAGE)
+        listed: S3Store | None = None
+        stream: Any = None
         last: Any = None
-        while True:
-            page = self._call(doing, lambda _: next(stream, None))
-            if page is None:
-                return
-            self._bucket.seen()
+
+        def next_page(store: S3Store) -> Any:
+            nonlocal listed, stream
+            if store is not listed:  # at first, and where the client was renewed
+                stream = obstore.list(store, where, offset=last or offset, chunk_size=LIST_PAGE)
+                listed = store
+            return next(stream, None)
+
+        while (page := self._call(doing, next_page)) is not None:
+            self._bucket_seen = True
             if page and page[-1]["path"] == last:
                 raise stuck_error(self.where, doing)
             last = page[-1]["path"] if page else last
             yield page
 
-    def _ask_for_bucket(self) -> None:
-        """Raise StoreError when there is no bucket: a HEAD cannot tell, a listing can."""
-        nothing = self._address.key(".nixl-offload-no-such-directory")
-        try:
-            self._call("LIST", lambda store: next(obstore.list(store, nothing), None))
-        except StoreError as error:
-            if error.cause == "denied":
-                return  # There is something that may not be listed.
-            raise
+    def _list_nothing(self, name: str) -> None:
+        self._call("LIST", lambda store: next(obstore.list(store, self._address.key(name)), None))
 
     def _info(self, found: Any) -> ObjectInfo:
         return ObjectInfo(self._address.name(found["path"]), int(found["size"]), found["last_modified"].timestamp())
 
     def _call(self, doing: str, function: Callable[..., _T], *arguments: Any, **options: Any) -> _T:
         """Call ``function`` with the S3Store first. Raises StoreError alone."""
-        store = self._open()
+        store = self._client()
         try:
             return function(store, *arguments, **options)
         except StoreError:
@@ -250,13 +222,16 @@ class ObstoreStore(Store):
         except (BaseError, OSError, ValueError) as error:
             foreign = error
         # Out of the handler, so that the original, which quotes the answer, is not chained as the context.
-        raise self._translated(doing, foreign)
+        failure = self._translated(doing, foreign)
+        if failure.cause == "denied" and self._renewed(store):
+            return self._call(doing, function, *arguments, **options)
+        raise failure
 
     def _translated(self, doing: str, foreign: Exception) -> StoreError:
         """Return the StoreError, with a cause that is as the original less what it quotes."""
         error = self._read(doing, str(foreign))
         if error.cause == "io" and "NoSuchBucket" in str(foreign):
-            self._bucket.lost()
+            self._bucket_seen = False
         first_line = str(error).partition(": ")[2]
         foreign_type = type(foreign) if isinstance(foreign, BaseError) else OSError
         error.__cause__ = foreign_type(first_line)
@@ -293,29 +268,20 @@ class ObstoreStore(Store):
         words = "refused" if "<" in text else printable(text.partition("\n")[0][:200])
         return StoreError(f"{begin}{words}", cause="io")
 
-    def _open(self) -> S3Store:
-        store = self._store
-        if store is not None and not self._closed:
-            return store
-        with self._lock:
-            if self._closed:
-                raise closed_error(self.where)
-            if self._store is None:
-                try:
-                    self._store = self._make_store()
-                except (BaseError, OSError, ValueError) as error:
-                    text = (
-                        f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"
-                    )
-                    raise StoreError(text, cause="io") from error
-            return self._store
+    def _make(self) -> tuple[S3Store, Any]:
+        provider = self._credentials()
+        try:
+            return self._make_store(provider), provider and provider.credentials
+        except (BaseError, OSError, ValueError) as error:
+            text = f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"
+            raise StoreError(text, cause="io") from error
 
-    def _make_store(self) -> S3Store:
+    def _make_store(self, provider: Any) -> S3Store:
         tier, address = self._tier, self._address
         timeout = timedelta(seconds=tier.request_timeout_s)
         client: Any = {
             "timeout": timeout,
-            "connect_timeout": timeout,
+            "connect_timeout": min(timeout, timedelta(seconds=CONNECT_TIMEOUT_S)),
             "allow_http": address.plain_http,
             "pool_max_idle_per_host": str(tier.connections),
         }
@@ -332,11 +298,8 @@ class ObstoreStore(Store):
             config["endpoint"] = endpoint
         if tier.checksums == "when_supported":
             config["checksum_algorithm"] = "SHA256"
-        provider = self._credentials()
         if address.region is not None:
             config["region"] = address.region
-        elif provider is not None and "region" in provider.config:
-            config["region"] = provider.config["region"]
         retries: Any = {
             "max_retries": ATTEMPTS - 1,
             "retry_timeout": ATTEMPTS * timeout,
@@ -357,15 +320,13 @@ class ObstoreStore(Store):
         except ImportError:
             return None
         hush_botocore()
-        now_s = time.monotonic()
-        if now_s >= self._no_credentials_until_s:
+        why = ""
+        if time.monotonic() >= self._ask_again_s:
             try:
                 return Boto3CredentialProvider(ttl=_CREDENTIALS_TTL)
             except Exception as error:  # noqa: BLE001  whatever the chain raises: no secret of it may get out
-                self._no_credentials_until_s = time.monotonic() + CREDENTIALS_RETRY_S
+                self._ask_again_s = time.monotonic() + CREDENTIALS_RETRY_S
                 why = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
-        else:
-            why = ""
         raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
 
 

@@ -1,6 +1,6 @@
 """What the S3 stores have in common: how a tier's fields become keys, addresses and times; what an answer means.
 
-Threading: frozen values and pure functions; ``MissingBucketGuard`` has a lock. No client library is imported here.
+Threading: ``BucketStore`` as ``base.Store``; the rest is frozen or pure. botocore, if there, reads AWS's files for all.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -24,6 +26,8 @@ _COPIES_NOTHING: Final = frozenset({400, 405, 501})
 
 ATTEMPTS: Final = 3
 """Of one request, by the client library, with jittered pauses between them."""
+CONNECT_TIMEOUT_S: Final = 3.0
+"""To connect, at most: beside others a host may have a dead address. obstore divides it by their number."""
 LIST_PAGE: Final = 1000
 """Objects per page of a listing, and per bulk delete: what S3 gives and takes at most."""
 CREDENTIALS_RETRY_S: Final = 5.0
@@ -40,6 +44,9 @@ _FULL: Final = re.compile(r"Quota|StorageFull|InsufficientCapacity")
 
 _TALKATIVE: Final = tuple(f"botocore.{part}" for part in ("auth", "endpoint", "handlers", "parsers", "utils"))
 """Loggers that write signed headers, or what a server answers to them, at DEBUG."""
+
+
+_C = TypeVar("_C")
 
 
 def key_prefix(prefix: str) -> str:
@@ -61,16 +68,17 @@ class S3Address:
 
     @classmethod
     def of(cls, tier: S3Config) -> S3Address:
-        """Decide what the tier left open. An endpoint in AWS's environment variables counts like one in the config.
+        """Decide what the tier left open, for every client: by AWS's environment variables, then by the profile.
 
-        Raises ConfigError where such a variable is no endpoint.
+        Raises ConfigError where the endpoint found there is none.
         """
-        variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-        named = next((name for name in variables if os.environ.get(name)), None)
-        endpoint = tier.endpoint
-        if endpoint is None and named is not None:
-            endpoint = usable_endpoint(os.environ[named], named)
-        region = tier.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None
+        endpoint, region = tier.endpoint, tier.region or _variable("AWS_REGION", "AWS_DEFAULT_REGION")
+        profile = {} if endpoint and region else _profile()
+        if endpoint is None:
+            found = {name: _variable(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
+            found["endpoint_url in AWS's config file"] = profile.get("endpoint_url")
+            endpoint = next((usable_endpoint(url, origin) for origin, url in found.items() if url), None)
+        region = region or profile.get("region")
         if tier.addressing == "auto":
             # A bucket with dots has no certificate as a host name.
             path_style = endpoint is not None or "." in tier.bucket
@@ -122,9 +130,29 @@ def usable_endpoint(url: str, origin: str) -> str:
     return url
 
 
+def _variable(*names: str) -> str | None:
+    """Return the first environment variable that is not empty."""
+    return next((value for name in names if (value := os.environ.get(name))), None)
+
+
+def _profile() -> Mapping[str, Any]:
+    """Return the profile in use, of AWS's config file, with what it has for S3 alone. Empty where botocore cannot tell:
+    who looks for credentials there says why.
+    """
+    try:
+        from botocore.session import Session
+
+        session = Session()
+        profile = session.get_scoped_config()
+        services = session.full_config.get("services", {}).get(profile.get("services"), {})
+        return {**profile, **services.get("s3", {})}
+    except Exception:  # noqa: BLE001  a foreign library's edge
+        return {}
+
+
 def ca_bundle_of(tier: S3Config) -> str | None:
-    """Return the file with the certificates to trust: the config's, or that of ``AWS_CA_BUNDLE``."""
-    return tier.ca_bundle or os.environ.get("AWS_CA_BUNDLE") or None
+    """Return the file with the certificates to trust: the config's, that of ``AWS_CA_BUNDLE``, or the profile's."""
+    return tier.ca_bundle or _variable("AWS_CA_BUNDLE") or _profile().get("ca_bundle")
 
 
 def proxy_of(url: SplitResult) -> str | None:
@@ -190,53 +218,6 @@ class BrokenBodyError(StoreError):
     """An answer began well and broke off."""
 
 
-def read_object(
-    store: Store, name: str, offset: int, memory: memoryview, read: Callable[[str, int, memoryview], None]
-) -> None:
-    """Do as ``Store.read_into``. ``read`` asks for a range that is not empty; once more where its answer broke off.
-
-    Clients try again what does not begin. A body that breaks off they leave, or take up by a range, which not every
-    server has.
-    """
-    memory = memory.cast("B")
-    if not memory.nbytes:
-        found = store.head(name)
-        if found is None:
-            raise StoreError(f"{store.where}: GET {name}: no such object", cause="missing")
-        if found.size_bytes < offset:
-            raise short_error(store.where, name, offset, 0, found.size_bytes - offset)
-        return
-    try:
-        read(name, offset, memory)
-    except BrokenBodyError:
-        read(name, offset, memory)
-
-
-def refresh_by_copy(store: Store, name: str, size_bytes: int, copy: Callable[[], object]) -> bool:
-    """Do as ``Store.refresh``. ``copy`` has the server copy the object onto itself, and raises StoreError.
-
-    S3 refuses such a copy unless it is told to replace the metadata, and some servers refuse it however they are
-    asked: from those the object is read, and written again. After any other failure the object is left alone.
-    """
-    found = store.head(name)
-    if found is None or found.size_bytes != size_bytes:
-        return False
-    try:
-        try:
-            copy()
-        except StoreError as error:
-            if error.cause not in ("io", "server") or error.status not in _COPIES_NOTHING:
-                raise
-            content = memoryview(bytearray(size_bytes))
-            store.read_into(name, 0, content)
-            store.write(name, content)
-    except StoreError as error:
-        if error.cause not in ("missing", "short"):
-            raise
-        return False
-    return True
-
-
 def closed_error(where: str) -> StoreError:
     """Return what every call on a closed store raises."""
     return StoreError(f"{where}: the store is closed", cause="io")
@@ -263,32 +244,138 @@ def hush_botocore() -> None:
             logger.setLevel(logging.INFO)
 
 
-class MissingBucketGuard:
-    """Tells an absent object from an absent bucket where a HEAD answers 404 for both.
+class BucketStore(Store, Generic[_C]):
+    """A bucket behind one client of a library, made at the first call that needs it.
 
-    The first 404 asks for the bucket, once; any answer that only a bucket can give settles it without asking. A bucket
-    that vanishes later shows at the next request with a body (``lost``).
+    Clients renew keys that expire, but read those of the environment and of ``~/.aws/credentials`` once. So a client
+    that is denied something is replaced, and asked again, if the AWS chain has other keys by then.
     """
 
-    def __init__(self, ask: Callable[[], None]) -> None:
-        """``ask`` raises StoreError when there is no bucket, or when nobody can tell."""
-        self._ask = ask
+    def __init__(self, tier: S3Config) -> None:
+        """Reach nothing yet."""
+        self._tier = tier
+        self._address = S3Address.of(tier)
+        self.where = self._address.where
         self._lock = threading.Lock()
-        self._seen = False
+        self._made: tuple[_C, Any] | None = None
+        self._ask_again_s = 0.0
+        """When the AWS chain may be asked once more, after it had no keys, or none but those in use."""
+        self._closed = False
+        self._bucket_seen = False
+        """Whether something was answered that only an existing bucket gives."""
 
-    def seen(self) -> None:
-        """Take note of an answer that only an existing bucket gives."""
-        self._seen = True
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.where})"
 
-    def lost(self) -> None:
-        """Take note of an answer saying that there is no bucket."""
-        self._seen = False
+    def delete(self, names: Sequence[str]) -> None:
+        first: StoreError | None = None
+        for start in range(0, len(names), LIST_PAGE):
+            batch = names[start : start + LIST_PAGE]
+            try:
+                self._delete(batch, f"DELETE {batch[0]}" + (f" and {len(batch) - 1} more" if len(batch) > 1 else ""))
+            except StoreError as error:
+                # Some servers answer 404 for the one object that they were asked to delete.
+                if error.cause != "missing":
+                    first = first or error
+        if first is not None:
+            raise first
 
-    def check(self) -> None:
-        """Return when the bucket is known to exist, else raise what ``ask`` raises."""
-        if self._seen:
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        memory = memory.cast("B")
+        if not memory.nbytes:
+            found = self.head(name)
+            if found is None:
+                raise StoreError(f"{self.where}: GET {name}: no such object", cause="missing")
+            if found.size_bytes < offset:
+                raise short_error(self.where, name, offset, 0, found.size_bytes - offset)
             return
+        try:
+            self._get(name, offset, memory)
+        except BrokenBodyError:
+            # Clients try again what does not begin. A body that breaks off they leave, or take up by a range, which not
+            # every server has.
+            self._get(name, offset, memory)
+        self._bucket_seen = True
+
+    def refresh(self, name: str, size_bytes: int) -> bool:
+        found = self.head(name)
+        if found is None or found.size_bytes != size_bytes:
+            return False
+        try:
+            try:
+                self._copy(name)
+            except StoreError as error:
+                if error.cause not in ("io", "server") or error.status not in _COPIES_NOTHING:
+                    raise
+                content = memoryview(bytearray(size_bytes))
+                self.read_into(name, 0, content)
+                self.write(name, content)
+        except StoreError as error:
+            if error.cause not in ("missing", "short"):
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
         with self._lock:
-            if not self._seen:
-                self._ask()
-                self._seen = True
+            self._closed, self._made = True, None
+
+    @abstractmethod
+    def _make(self) -> tuple[_C, Any]:
+        """Return a client and botocore's credentials in it, None where it has none of botocore's."""
+
+    @abstractmethod
+    def _get(self, name: str, offset: int, memory: memoryview) -> None:
+        """Ask for a range that is not empty. Raises BrokenBodyError where a body breaks off."""
+
+    @abstractmethod
+    def _copy(self, name: str) -> None:
+        """Have the server copy the object onto itself. S3 refuses that unless it is asked to replace the metadata."""
+
+    @abstractmethod
+    def _delete(self, names: Sequence[str], doing: str) -> None:
+        """Delete as many objects as one request takes."""
+
+    @abstractmethod
+    def _list_nothing(self, name: str) -> None:
+        """List what begins with ``name``, which is nothing. Raises StoreError when there is no bucket."""
+
+    def _client(self) -> _C:
+        made = self._made
+        if made is None:
+            with self._lock:
+                if self._closed:
+                    raise closed_error(self.where)
+                made = self._made = self._made or self._make()
+        return made[0]
+
+    def _renewed(self, denied: _C) -> bool:
+        """Whether ``_client`` gives another one than ``denied`` now. Asks the AWS chain every few seconds at most."""
+        with self._lock:
+            if self._made is None or self._made[0] is not denied:
+                return True
+            used, now_s = self._made[1], time.monotonic()
+            if hasattr(used, "refresh_needed") or now_s < self._ask_again_s:
+                return False
+            try:
+                from botocore.session import Session
+
+                found = Session().get_credentials()
+                same = found is None or (used and found.get_frozen_credentials() == used.get_frozen_credentials())
+            except Exception:  # noqa: BLE001  a foreign library's edge; the caller raises the denial
+                same = True
+            if same:
+                self._ask_again_s = now_s + CREDENTIALS_RETRY_S
+                return False
+            self._made = None
+            return True
+
+    def _require_bucket(self) -> None:
+        """Raise StoreError when there is no bucket. A HEAD answers 404 for that, too; a listing can tell."""
+        if not self._bucket_seen:
+            try:
+                self._list_nothing(".nixl-offload-no-such-directory")
+            except StoreError as error:
+                if error.cause != "denied":  # Else there is something that may not be listed.
+                    raise
+            self._bucket_seen = True

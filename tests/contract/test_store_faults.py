@@ -11,20 +11,26 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import certifi
 import pytest
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import ConfigError, StoreError
-from nixl_offload.stores import boto3, obstore
+from nixl_offload.movers.nixl_plugins import object_plugin
+from nixl_offload.stores import boto3 as s3_by_boto3
+from nixl_offload.stores import obstore, s3
 from nixl_offload.stores.base import Store
+from nixl_offload.stores.boto3 import client_facts
 from nixl_offload.stores.s3 import S3Address
 from nixl_offload.stores.select import open_store
 from tests.contract.suites.store_suite import cause_of, read, write
 from tests.s3.proxy import Answer, FaultProxy
 from tests.s3.servers import RcloneServer, free_port
 
-from .one_answer_server import HANG, RESET, OneAnswerServer, answer, error
+from .one_answer_server import HANG, RESET, OneAnswerServer, answer, dead_address, error
 
 KEY_ID = "AKIAFAKEFAKEFAKEFAKE"
 SECRET = "SECRETSECRETSECRETSECRETSECRETSECRETSECR"
@@ -97,6 +103,17 @@ def test_a_dead_server_is_unreachable(client: str, operation: str) -> None:
     failure = failure_of(store_at(f"http://127.0.0.1:{free_port()}", client), operation)
     assert failure.cause == "unreachable"
     assert time.monotonic() - start_s < PATIENCE_S
+
+
+def test_an_address_that_does_not_connect_is_given_up_soon(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before a request that was sent would be: the host may have another address."""
+    for module in (s3_by_boto3, obstore):
+        monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2, raising=False)
+    started_s = time.monotonic()
+    with dead_address() as (host, port):
+        failure = failure_of(store_at(f"http://{host}:{port}", client, request_timeout="60s"), "head")
+    assert failure.cause in ("timeout", "unreachable")
+    assert time.monotonic() - started_s < PATIENCE_S
 
 
 @pytest.mark.parametrize("operation", ["head", "read", "write"])
@@ -245,7 +262,7 @@ def test_no_credentials_are_denied_and_looked_for_again(
     """The text says what helps; once there are some, the same store works."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
-    for module in (boto3, obstore):
+    for module in (s3, obstore):
         monkeypatch.setattr(module, "CREDENTIALS_RETRY_S", 0.0)
     store = store_at(rclone.endpoint, client)
     for operation in ("head", "read", "list"):
@@ -256,6 +273,33 @@ def test_no_credentials_are_denied_and_looked_for_again(
         monkeypatch.setenv(name, value)
     assert store.head("x/none") is None
     store.close()
+
+
+def test_keys_that_are_rotated_in_a_file_are_used_from_the_first_refusal_on(
+    client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call fails, of several threads: neither a read, which goes by a presigned address, nor any other."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setattr(s3, "CREDENTIALS_RETRY_S", 0.0)
+
+    def write_keys() -> None:
+        keys = f"aws_access_key_id = {server.access_key_id}\naws_secret_access_key = {server.secret_access_key}\n"
+        (tmp_path / "credentials").write_text(f"[default]\n{keys}")
+
+    with RcloneServer() as server, ThreadPoolExecutor(4) as threads:
+        server.write("x/1", b"0123456789")
+        write_keys()
+        with contextlib.closing(store_at(server.endpoint, client, request_timeout="10s")) as store:
+            for operation in ("read", "write", "head", "list"):
+                OPERATIONS[operation](store)
+                server.stop()
+                server.access_key_id, server.secret_access_key = f"AKIA{operation.upper()}", operation * 8
+                server.start()
+                write_keys()
+                list(threads.map(lambda _: OPERATIONS[operation](store), range(4)))  # noqa: B023
+            assert [info.name for info in store.list("x/")] == ["x/1"]
 
 
 def test_an_absent_bucket_is_not_an_absent_object(
@@ -423,3 +467,44 @@ def test_addresses(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_at("http://127.0.0.1:1", client)
     assert client in store.name
     store.close()
+
+
+PROFILES = """
+[default]
+endpoint_url = http://127.0.0.1:1
+[profile kv]
+region = eu-test-1
+ca_bundle = /pems/kv.pem
+endpoint_url = http://127.0.0.1:2
+services = storage
+[services storage]
+s3 =
+  endpoint_url = {endpoint}
+"""
+
+
+def test_the_profile_has_the_endpoint_for_every_client(
+    client: str, rclone: RcloneServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the store, for what ``check`` and ``bucket init`` ask, and for NIXL. What is nearer counts for more."""
+    (tmp_path / "config").write_text(PROFILES.format(endpoint=rclone.endpoint))
+    for name, value in rclone.environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "kv")
+    tier = S3Config.model_validate({"kind": "s3", "bucket": rclone.bucket})
+    rclone.write("x/1", b"0123456789")
+    assert S3Address.of(tier).where == f"s3://{rclone.bucket} at {rclone.endpoint}"
+    assert s3.ca_bundle_of(tier) == "/pems/kv.pem"
+    monkeypatch.setenv("AWS_CA_BUNDLE", certifi.where())
+    with contextlib.closing(open_store(tier, "obstore" if client == "obstore" else "boto3")) as store:
+        assert read(store, "x/1", 0, 10) == b"0123456789"
+    assert client_facts(tier)[:2] == (rclone.endpoint, "eu-test-1")
+    assert {"endpoint_override": rclone.endpoint, "region": "eu-test-1"}.items() <= object_plugin(tier).params.items()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:3")
+    assert S3Address.of(tier).endpoint == "http://127.0.0.1:3"
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.delenv("AWS_PROFILE")
+    assert S3Address.of(tier).endpoint == "http://127.0.0.1:1"
