@@ -202,6 +202,12 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
             self._renamed = frozenset()
         return super().build_connector_meta(scheduler_output)
 
+    def reset_cache(self) -> None:
+        """As vLLM's, which fails if no step has come since the last reset. What that one flushes is still flushed."""
+        flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
+        super().reset_cache()
+        self._current_batch_jobs_to_flush |= flushed
+
     def check_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Offer no chunk of a request from a block that it does not have any more. ``block_ids``: vLLM's own table, by
         KV cache group.

@@ -1,5 +1,6 @@
 """``PlayedEngine`` for whatever users do to a scheduler: requests that generate, end early, are preempted or go on as
-sessions, ids that come again, resets of each kind. Stores read their blocks as late as the contract allows.
+sessions, ids that come again, resets of each kind, sleep, other weights; with images, adapters, drafts, a recurrent
+state, or another connector beside ours. Stores read their blocks as late as the contract allows.
 
 Each time a request begins with tokens that it did not compute in this step, all of its blocks that attention reaches
 are compared with what belongs there. So are those of each chunk that is stored.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,22 +25,30 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from nixl_offload.engine import ChunkIO
+from nixl_offload.vllm.connector import NixlOffloadConnector
+from nixl_offload.vllm.tensor_digests import adapter_digest
+from nixl_offload.vllm.vllm_internals import AdaptedRequestState, ChunkwiseScheduler
 from tests.vllm.pipeline_rig import (
     _NULL_BLOCK,
     BLOCK_TOKENS,
     HEAD_SIZE,
+    MAX_STEPS,
     PAGE_BYTES,
     WINDOW_TOKENS,
     PlayedEngine,
@@ -47,6 +57,7 @@ from tests.vllm.pipeline_rig import (
     played,
     words_of,
 )
+from tests.vllm.slow_connector import SlowConnector
 
 LOCAL_TOKENS = 128
 """Of a chunk of chunked local attention (``C``)."""
@@ -55,10 +66,16 @@ LARGE_TOKENS = 128
 ODD_WINDOW_TOKENS = 72
 """Of a sliding window that ends within blocks (``W``)."""
 MAX_TOKENS = 512
+IMAGE_TOKENS = 24
+KINDS = "CEFLMSW"
 _START = 0x9E3779B97F4A7C15
 
 BELONGS: dict[bytes, list[int]] = {}
-"""By key: the numbers of its chunk's tokens."""
+"""By key: the numbers of its chunk's tokens. None of these: nothing may be stored under it."""
+ON_DISK: dict[str, int] = {}
+"""By path: the content of a LoRA adapter."""
+_CONTENTS: dict[str, int] = {}
+"""By the digest that a rank takes of a LoRA adapter: its content."""
 
 
 def numbers_of(tokens: Iterable[int], before: int = _START) -> list[int]:
@@ -76,20 +93,31 @@ def next_token(number: int) -> int:
     return number % 500
 
 
+def seen_tokens(tokens: Sequence[int], media: Iterable[MultiModalFeatureSpec]) -> list[int]:
+    """Return tokens, and in the place of images what these show."""
+    seen = list(tokens)
+    for image in media:
+        first = image.mm_position.offset
+        seen[first : first + IMAGE_TOKENS] = [int(image.mm_hash or 0)] * (min(first + IMAGE_TOKENS, len(seen)) - first)
+    return seen
+
+
 class LateStores:
     """Keeps stores from their engine until their source blocks are about to be reused, or until they are let go.
 
     ``compare``: looks at what they read.
     """
 
-    def __init__(self, engine: Any, compare: Callable[[Sequence[ChunkIO]], None]) -> None:
-        self._submit, self._wait, self._compare = engine.submit_store, engine.wait, compare
-        self.held: dict[int, Sequence[ChunkIO]] = {}
+    def __init__(self, rank: FuzzedRank) -> None:
+        engine = rank.worker._engine
+        self._submit, self._wait, self._rank = engine.submit_store, engine.wait, rank
+        self.held: dict[int, tuple[Sequence[ChunkIO], int]] = {}
+        """By job: what it stores, and which weights the model had in its step."""
         self.holds = True
         engine.submit_store, engine.wait = self._store, self._wait_for
 
     def _store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
-        self.held[job_id] = chunks
+        self.held[job_id] = chunks, self._rank.weights_of_job.pop(job_id)
         if not self.holds:
             self.let_go([job_id])
 
@@ -98,15 +126,28 @@ class LateStores:
         self.let_go(job_ids)
         self._wait(job_ids, *arguments)
 
+    @contextmanager
+    def all_let_go(self) -> Iterator[None]:
+        """Keep none meanwhile."""
+        holds, self.holds = self.holds, False
+        self.let_go(self.held)
+        yield
+        self.holds = holds
+
     def let_go(self, job_ids: Iterable[int]) -> None:
-        for job_id in job_ids:
-            if (chunks := self.held.pop(job_id, None)) is not None:
-                self._compare(chunks)
+        for job_id in list(job_ids):
+            if job_id in self.held:
+                chunks, weights = self.held.pop(job_id)
+                self._rank.compare_stored(chunks, weights)
                 self._submit(job_id, chunks)
 
 
 class FuzzedRank(PlayedRank):
-    """The only rank. Zeroes blocks that vLLM allocates where the model runner of its order does."""
+    """The only rank. Zeroes blocks that vLLM allocates where the model runner of its order does.
+
+    Kinds of layers beside the other's: ``C`` chunked local attention, ``E`` a draft's, which knows the token behind,
+    ``L`` large blocks, ``M`` a recurrent state, ``W`` a window that ends within blocks.
+    """
 
     second_runner: ClassVar[bool]
     memory_bytes: ClassVar[int]
@@ -114,11 +155,19 @@ class FuzzedRank(PlayedRank):
     def __init__(self, vllm_config: VllmConfig, rank: int, kinds: str, first_layer: int) -> None:
         super().__init__(vllm_config, rank, kinds, first_layer)
         self.sampled: dict[str, list[int]] = {}
-        """By request of this step: the token that it has generated, if any."""
+        """By request of this step: the tokens that it has generated, if any."""
         self.answers = 0
         """Requests that began with tokens which were not computed in this step."""
         self.stored = 0
         """Chunks that were compared when they were stored."""
+        self.weights = 0
+        """Which ones the model has."""
+        self.weights_of_job: dict[int, int] = {}
+        """Which ones it had in the step of a store."""
+        self._new: dict[str, NewRequestData] = {}
+        self._adapters: dict[str, int] = {}
+        """By path: the content as it was loaded."""
+        SlowConnector.fill = self._fill
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         common: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32}
@@ -126,7 +175,14 @@ class FuzzedRank(PlayedRank):
         large = {"block_size": LARGE_TOKENS, "head_size": HEAD_SIZE * BLOCK_TOKENS // LARGE_TOKENS, **common}
         made = {
             "C": ChunkedLocalAttentionSpec(attention_chunk_size=LOCAL_TOKENS, **small),
+            "E": FullAttentionSpec(is_draft=True, **small),
             "L": FullAttentionSpec(**large),
+            "M": MambaSpec(
+                block_size=BLOCK_TOKENS,
+                shapes=((PAGE_BYTES // 4,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
+            ),
             "W": SlidingWindowSpec(sliding_window=ODD_WINDOW_TOKENS, **small),
         }
         specs = super().get_kv_cache_spec()
@@ -138,29 +194,76 @@ class FuzzedRank(PlayedRank):
     def initialize_from_config(self, kv_cache_configs: Sequence[KVCacheConfig]) -> None:
         super().initialize_from_config(kv_cache_configs)
         kv_transfer_state._KV_CONNECTOR_AGENT = self._connector
-        self.stores = LateStores(self.worker._engine, self._compare_stored)
+        self.stores = LateStores(self)
+
+    @property
+    def worker(self) -> Any:
+        return ours(self._connector).connector_worker.rank_worker
 
     def shutdown(self) -> None:
-        self.stores.let_go(list(self.stores.held))
+        self.stores.let_go(self.stores.held)
         super().shutdown()
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
+    def sleep(self, level: int) -> None:
+        """As vLLM's worker: the KV cache's memory goes away."""
+        assert self._connector is not None
+        with self.stores.all_let_go():
+            self._connector.unregister_kv_caches()
+        for layer in self._caches.values():
+            layer.fill_(-1.0)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        assert self._connector is not None
+        self._connector.restore_kv_caches()
+
+    def change_weights(self, weights: int) -> None:
+        self.weights = weights
+        with torch.no_grad():
+            self._vllm_worker.get_model().weight.fill_(1.0 + weights)  # type: ignore[operator, union-attr]
+
+    def load_adapters_anew(self) -> None:
+        """As with ``load_inplace``."""
+        for path in list(self._adapters):
+            self._load_adapter(LoRARequest(path, 1, path))
+
     def _runner(self) -> Any:
-        return SimpleNamespace(update_requests=self._zero) if self.second_runner else SimpleNamespace()
+        manager = SimpleNamespace(_load_adapter=self._read_adapter)
+        runner = SimpleNamespace(lora_manager=manager)
+        if self.second_runner:
+            runner.update_requests = self._change_blocks
+        return runner
+
+    def _load_adapter(self, request: LoRARequest) -> int:
+        runner: Any = self._vllm_worker.model_runner
+        content: int = runner.lora_manager._load_adapter(request).content
+        self._adapters[request.lora_path] = content
+        return content
+
+    def _read_adapter(self, request: LoRARequest) -> Any:
+        adapter = SimpleNamespace(id=request.lora_int_id, content=ON_DISK[request.lora_path])
+        _CONTENTS[adapter_digest(adapter, leave_out=("id",))] = adapter.content
+        return adapter
 
     def _begin(self, scheduled: SchedulerOutput) -> None:
+        metadata: Any = scheduled.kv_connector_metadata
+        for part in getattr(metadata, "metadata", (metadata,)):
+            self.weights_of_job.update(dict.fromkeys(getattr(part, "store_jobs", ()), self.weights))
         if self.second_runner:
             runner: Any = self._vllm_worker.model_runner
             runner.update_requests(scheduled)
             super()._begin(scheduled)
         else:
             super()._begin(scheduled)
-            self._zero(scheduled)
+            self._change_blocks(scheduled)
 
-    def _zero(self, scheduled: SchedulerOutput) -> None:
+    def _change_blocks(self, scheduled: SchedulerOutput) -> None:
         if scheduled.new_block_ids_to_zero:
             for layer in self._caches.values():
                 layer[scheduled.new_block_ids_to_zero] = 0
+        for copy in scheduled.kv_cache_block_copies or ():
+            for layer in self._caches.values():
+                layer[copy.dst_block_id] = layer[copy.src_block_id]
 
     def _forward(self, scheduled: SchedulerOutput) -> None:
         """Write the KV of all requests, then look at that which they begin with: a request may begin with what another
@@ -168,11 +271,13 @@ class FuzzedRank(PlayedRank):
         """
         self.sampled = {}
         began: dict[str, int] = {}
-        for name in scheduled.finished_req_ids:
+        for name in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
             self._requests.pop(name, None)
+        going_on = {new.req_id for new in scheduled.scheduled_new_reqs if new.req_id in self._requests}
         for new in scheduled.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
             assert tokens is not None
+            self._new[new.req_id] = new
             self._start(new.req_id, tokens, new.block_ids)
             began[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
@@ -185,72 +290,154 @@ class FuzzedRank(PlayedRank):
             else:
                 for blocks, more in zip(self._requests[name][1], added or (), strict=added is not None):
                     blocks.extend(more)
-        for name, count in scheduled.num_scheduled_tokens.items():
-            self._compute(name, computed[name], count)
         for name, count in began.items():
-            self._compare(name, count)
+            if name in going_on and count:  # a draft's last token knows the one that vLLM discards: it costs no token
+                self._write(name, count - 1, 1, kinds="E")
+            self._compare(name, count, kinds="M")  # before the step overwrites it
+        for name, count in scheduled.num_scheduled_tokens.items():
+            self._compute(name, computed[name], count, scheduled.scheduled_spec_decode_tokens.get(name, []))
+        for name, count in began.items():
+            self._compare(name, count, kinds=KINDS.replace("M", ""))
+            self.began_with[name] = count
             self.answers += count > 0
 
     def _start(self, name: str, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
-        self._requests[name] = np.array(numbers_of(tokens), dtype=np.uint64), [list(table) for table in tables]
+        new, start = self._new[name], _START
+        if (adapter := new.lora_request) is not None:
+            content = self._adapters.get(adapter.lora_path)
+            start ^= 1 + (self._load_adapter(adapter) if content is None else content)
+        numbers = numbers_of(seen_tokens(tokens, new.mm_features), start)
+        self._requests[name] = np.array(numbers, dtype=np.uint64), [list(table) for table in tables]
 
-    def _compute(self, name: str, computed: int, count: int) -> None:
-        self._write(name, computed, count)
+    def _compute(self, name: str, computed: int, count: int, drafts: Sequence[int]) -> None:
+        """Compute tokens, drafts last. What is behind the first wrong draft is written, too, and computed again."""
         numbers, tables = self._requests[name]
-        if computed + count < len(numbers):
+        if computed + count - len(drafts) < len(numbers):
+            self._write(name, computed, count)
             return
         last = int(numbers[-1])
-        self.sampled[name] = [next_token(last)]
-        self._requests[name] = np.append(numbers, np.array(numbers_of(self.sampled[name], last), np.uint64)), tables
+        tried = np.array(numbers_of(drafts, last), np.uint64)
+        self._requests[name] = np.append(numbers, tried), tables
+        self._write(name, computed, count)
+        sampled: list[int] = []
+        for draft in (*drafts, None):
+            sampled.append(next_token(last))
+            [last] = numbers_of(sampled[-1:], last)
+            if draft != sampled[-1]:
+                break
+        self.sampled[name] = sampled
+        self._requests[name] = np.append(numbers, np.array(numbers_of(sampled, int(numbers[-1])), np.uint64)), tables
+        self._write(name, computed, count - len(drafts) + len(sampled) - 1)
 
-    def _compare(self, request: str, count: int) -> None:
-        for number, (layer, blocks, slots, values) in enumerate(self._rows(request, 0, count, is_reached=True)):
+    def drafts(self) -> DraftTokenIds:
+        """Return a draft for each request that has generated something; every third is wrong."""
+        lasts = {name: int(self._requests[name][0][-1]) for name in self.sampled}
+        return DraftTokenIds(list(lasts), [[next_token(last) + (not last % 3)] for last in lasts.values()])
+
+    def _fill(self, tokens: Sequence[int], tables: list[list[int]], first: int, end: int) -> None:
+        """Write what another connector has loaded: whole blocks."""
+        self._requests["loaded"] = np.array(numbers_of(tokens), dtype=np.uint64), tables
+        for layer, blocks, slots, values in self._rows("loaded", 0, end, is_reached=True, is_whole=True):
+            layer[blocks, :, slots] = values
+        del self._requests["loaded"]
+
+    def _write(self, request: str, first: int, count: int, *, kinds: str = KINDS) -> None:
+        for layer, blocks, slots, values in self._rows(request, first, count, kinds=kinds):
+            layer[blocks, :, slots] = values
+
+    def _compare(self, request: str, count: int, *, kinds: str = KINDS) -> None:
+        for layer, blocks, slots, values in self._rows(request, 0, count, is_reached=True, kinds=kinds):
             right = (layer[blocks, :, slots] == values).flatten(1).all(1)
             if not right.all():
-                self.wrong.append(f"request {request}, row {number}, {int((~right).sum())} of {count} tokens")
-        self.began_with[request] = count
+                self.wrong.append(f"request {request}, {kinds}, {int((~right).sum())} of {count} tokens")
 
-    def _compare_stored(self, chunks: Sequence[ChunkIO]) -> None:
+    def compare_stored(self, chunks: Sequence[ChunkIO], weights: int) -> None:
         """Compare the blocks of chunks with what belongs under their keys."""
         for chunk in chunks:
             names, numbers = self.groups[chunk.group], BELONGS[chunk.key]
-            tokens = self._block_tokens(names[0])
+            kind, tokens = self._kinds[names[0]], self._block_tokens(names[0])
             for at, block in enumerate(chunk.block_ids.tolist(), chunk.first_block):
                 of_block = np.array(numbers[at * tokens : (at + 1) * tokens], dtype=np.uint64)
+                if kind == "M":
+                    of_block = of_block[-1:]
+                elif kind == "E":  # the last token's depends on the next one
+                    of_block = np.array(numbers[at * tokens + 1 : (at + 1) * tokens + 1], dtype=np.uint64)
                 for name in names:
-                    layer = self._caches[name].view(torch.int64)
-                    if not torch.equal(layer[block].transpose(0, 1), words_of(name, of_block, layer.shape[-1])):
+                    layer = self._words(name)
+                    values = words_of(name, of_block ^ _salt(weights), layer.shape[-1])
+                    if not len(of_block) or not torch.equal(layer[block].transpose(0, 1)[: len(of_block)], values):
                         self.wrong.append(f"store of {chunk.key.hex()[:8]}, block {block}, {name}")
         self.stored += len(chunks)
 
     def _block_tokens(self, layer: str) -> int:
         return LARGE_TOKENS if self._kinds[layer] == "L" else BLOCK_TOKENS
 
+    def _words(self, name: str) -> torch.Tensor:
+        """Return a layer's cache as words: blocks, heads, tokens, words of a token. A state is one token."""
+        layer = self._caches[name].view(torch.int64)
+        return layer.view(len(layer), 1, 1, -1) if self._kinds[name] == "M" else layer
+
     def _rows(
-        self, request: str, first: int, count: int, *, is_reached: bool = False
+        self,
+        request: str,
+        first: int,
+        count: int,
+        *,
+        is_reached: bool = False,
+        is_whole: bool = False,
+        kinds: str = KINDS,
     ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """As ``PlayedRank``'s. ``is_reached``: only those that the token behind them attends to."""
+        """As ``PlayedRank``'s, of layers of these kinds. ``is_reached``: only what the token behind them attends to.
+        ``is_whole``: with the rest of its blocks.
+        """
         numbers, tables = self._requests[request]
         for names, table in zip(self.groups, tables, strict=True):
             kind = self._kinds[names[0]]
-            since = first
+            if kind not in kinds:
+                continue
+            since, end = first, min(first + count, len(numbers))
             if is_reached and kind in "SW":
                 window = WINDOW_TOKENS if kind == "S" else ODD_WINDOW_TOKENS
                 since = max(0, count - window + 1)
             elif is_reached and kind == "C":
                 since = count // LOCAL_TOKENS * LOCAL_TOKENS
-            positions = np.arange(since, min(first + count, len(numbers)))
+            elif kind == "M":
+                since = max(first, end - 1)
             block_tokens = self._block_tokens(names[0])
+            positions = np.arange(since // block_tokens * block_tokens if is_whole else since, end)
             blocks = np.array(table, dtype=np.int64)[positions // block_tokens]
             assert (blocks != _NULL_BLOCK).all(), f"request {request} lacks a block"
+            known = numbers[np.minimum(positions + 1, len(numbers) - 1) if kind == "E" else positions]
             for name in names:
-                layer = self._caches[name].view(torch.int64)
-                slots = torch.from_numpy(positions % block_tokens)
-                yield layer, torch.from_numpy(blocks), slots, words_of(name, numbers[positions], layer.shape[-1])
+                layer = self._words(name)
+                slots = torch.from_numpy(positions % block_tokens if kind != "M" else positions * 0)
+                values = words_of(name, known ^ _salt(self.weights), layer.shape[-1])
+                yield layer, torch.from_numpy(blocks), slots, values
+
+
+def _salt(weights: int) -> np.uint64:
+    return np.uint64(weights * 0x5851F42D4C957F2D % (1 << 64))
+
+
+def ours(connector: Any) -> Any:
+    """Return our connector: this one, or one that is in it."""
+    return next(
+        (one for one in getattr(connector, "_connectors", ()) if isinstance(one, NixlOffloadConnector)), connector
+    )
 
 
 class FuzzedExecutor(PlayedExecutor):
     """Answers with what the only rank has generated."""
+
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None, non_block: bool = False
+    ) -> Any:
+        return super().collective_rpc(method, args=(*args, *(kwargs or {}).values()))
+
+    def take_draft_token_ids(self) -> DraftTokenIds:
+        [rank] = self.ranks
+        assert isinstance(rank, FuzzedRank)
+        return rank.drafts()
 
     def _sampled(self, scheduled: SchedulerOutput, combined: ModelRunnerOutput) -> ModelRunnerOutput:
         [rank], names = self.ranks, list(scheduled.num_scheduled_tokens)
@@ -275,7 +462,10 @@ class FuzzedEngine(PlayedEngine):
         rank_type = type("Rank", (FuzzedRank,), fields)
         self.executor_type = type("Executor", (FuzzedExecutor,), {"rank_type": rank_type})  # type: ignore[misc]
         super().__init__(vllm_config, (kinds,))
-        self.core.scheduler.use_v2_model_runner = second_runner  # type: ignore[attr-defined]
+        scheduler: Any = self.core.scheduler
+        scheduler.use_v2_model_runner = second_runner
+        scheduler.max_num_encoder_input_tokens = MAX_TOKENS
+        scheduler.encoder_cache_manager = EncoderCacheManager(MAX_TOKENS * 8)
 
     @property
     def rank(self) -> FuzzedRank:
@@ -285,10 +475,9 @@ class FuzzedEngine(PlayedEngine):
 
     @property
     def scheduler_half(self) -> Any:
-        connector: Any = self.core.scheduler.get_kv_connector()
-        return connector.connector_scheduler
+        return ours(self.core.scheduler.get_kv_connector()).connector_scheduler
 
-    def ask(self, name: str, prompt: Sequence[int], tokens: int = 1, *, resumable: bool = False) -> Request:
+    def ask(self, name: str, prompt: Sequence[int], tokens: int = 1, **fields: Any) -> Request:
         """Add a request, or go on with the session of that name; not ``resumable``: end the session."""
         request = Request(
             name,
@@ -296,7 +485,7 @@ class FuzzedEngine(PlayedEngine):
             SamplingParams(max_tokens=tokens, ignore_eos=True),
             None,
             block_hasher=self.core.request_block_hasher,
-            resumable=resumable,
+            **fields,
         )
         self.core.add_request(request)
         return request
@@ -304,14 +493,16 @@ class FuzzedEngine(PlayedEngine):
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             self.core.step_fn()
+            self.core.post_step(True)
 
     def settle(self) -> None:
         """As the other's, with all stores let go."""
-        stores = self.rank.stores
-        holds, stores.holds = stores.holds, False
-        stores.let_go(list(stores.held))
-        super().settle()
-        stores.holds = holds
+        with self.rank.stores.all_let_go():
+            for _ in range(MAX_STEPS):
+                if not self.core.scheduler.has_requests() and not self.core.batch_queue:
+                    return
+                self.step()
+        raise AssertionError("the engine does not come to rest")
 
     def left(self) -> list[str]:
         """Return what an engine at rest should not have any more."""
@@ -331,43 +522,81 @@ def fuzzed() -> Iterator[None]:
     with played(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
         patch.setattr(RequestOffloadState, "update_offload_keys", _take_down(RequestOffloadState.update_offload_keys))
+        patch.setattr(AdaptedRequestState, "update_offload_keys", _take_down(AdaptedRequestState.update_offload_keys))
+        patch.setattr(ChunkwiseScheduler, "_make_boundary_key", _take_down_boundary)
         BELONGS.clear()
         yield
 
 
-def _take_down(update: Callable[[RequestOffloadState], None]) -> Callable[[RequestOffloadState], None]:
+def _numbers_by(state: RequestOffloadState) -> list[int]:
+    """Return the numbers of a request's tokens. None: its keys do not stand for their content."""
+    start = _START
+    if state.req.lora_request is not None:
+        use = getattr(state, "use", None)
+        if use is None:
+            return []
+        start ^= 1 + _CONTENTS[use.digests[0]]
+    return numbers_of(seen_tokens(state.req.all_token_ids, state.req.mm_features), start)
+
+
+def _take_down(update: Callable[[Any], None]) -> Callable[[Any], None]:
     """Have ``BELONGS`` know each key that a request gets."""
 
-    def updated(state: RequestOffloadState) -> None:
+    def updated(state: Any) -> None:
         known = [len(group.offload_keys) for group in state.group_states]
         update(state)
         numbers: list[int] = []
         for config, group, first in zip(state.config.kv_group_configs, state.group_states, known, strict=True):
             for at, key in enumerate(group.offload_keys[first:], first):
-                numbers = numbers or numbers_of(state.req.all_token_ids)
+                numbers = numbers or _numbers_by(state)
                 BELONGS[key] = numbers[at * config.tokens_per_chunk : (at + 1) * config.tokens_per_chunk]
 
     return updated
 
 
+_VLLMS_BOUNDARY_KEY = ChunkwiseScheduler._make_boundary_key
+
+
+def _take_down_boundary(scheduler: Any, request: Request, group: int, boundary: int, context: Any) -> Any:
+    key = _VLLMS_BOUNDARY_KEY(scheduler, request, group, boundary, context)
+    first = (boundary - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    BELONGS[key] = _numbers_by(scheduler._req_status[request.request_id])[first:boundary]
+    return key
+
+
 class Fuzz:
     """Does at random what users do, and lets the engine step between."""
 
-    def __init__(self, engine: FuzzedEngine, seed: int) -> None:
+    def __init__(self, engine: FuzzedEngine, seed: int, *, adapters: bool = False) -> None:
+        """``adapters``: half of the requests have one."""
         self.engine = engine
         self.requests = 0
+        self.log: list[str] = []
+        self._adapters = ["a", "b"] if adapters else []
         self._random = random.Random(seed)
+        self._seed = seed
         self._documents = [self._random.choices(range(500), k=MAX_TOKENS) for _ in range(4)]
+        self._names: list[str] = []
         self._sessions: dict[str, int] = {}
         """Live ones -> tokens that they may still have."""
-        self._names: list[str] = []
-        self.log: list[str] = []
+        self._adapter_of: dict[str, LoRARequest | None] = {}
+        """By session."""
+        ON_DISK.update(dict.fromkeys(self._adapters, 1))
 
     def run(self, actions: int) -> None:
         """Do so many things, and come to rest."""
-        chosen = [self._ask, self._abort, self._reset, self._let_go, self._session, self._go_on]
+        chosen = {
+            self._ask: 20,
+            self._abort: 4,
+            self._reset: 2,
+            self._let_go: 6,
+            self._session: 2,
+            self._go_on: 4,
+            self._sleep: 1,
+            self._change_model: 1,
+        }
         for _ in range(actions):
-            action = self._random.choices(chosen, weights=[10, 2, 1, 3, 1, 2])[0]
+            [action] = self._random.choices(list(chosen), weights=list(chosen.values()))
             action()
             steps = self._random.choice([0, 1, 1, 2, 5, 12])
             self.log.append(f"step {steps}")
@@ -390,6 +619,26 @@ class Fuzz:
         shared = document[: self._random.randrange(1, most)]
         return (shared + self._random.choices(range(500), k=self._random.choice([0, 0, 5, 40])))[:most]
 
+    def _adapter(self) -> LoRARequest | None:
+        if not self._adapters or self._random.random() < 0.5:
+            return None
+        at = self._random.randrange(len(self._adapters))
+        return LoRARequest(self._adapters[at], at + 1, self._adapters[at])
+
+    def _images(self, prompt: list[int], likely: float) -> list[MultiModalFeatureSpec]:
+        """Put an image at a prompt's end, or none: one of few, under a digest, or under a uuid that shows something
+        else in each run.
+        """
+        if len(prompt) < IMAGE_TOKENS or self._random.random() > likely:
+            return []
+        number = self._random.randrange(3)
+        is_digest = self._random.random() < 0.5
+        content = number if is_digest else 1000 + 10 * self._seed + number
+        name = f"{content:064x}" if is_digest else f"uuid-{number}"
+        prompt[-IMAGE_TOKENS:] = [0] * IMAGE_TOKENS
+        place = PlaceholderRange(offset=len(prompt) - IMAGE_TOKENS, length=IMAGE_TOKENS)
+        return [MultiModalFeatureSpec(None, "image", name, place, mm_hash=str(content))]
+
     def _ask(self) -> None:
         live = self._live
         if len(live) >= 6:
@@ -397,8 +646,9 @@ class Fuzz:
         ended = [name for name in self._names[-6:] if name not in live]
         name = self._random.choice(ended) if ended and self._random.random() < 0.4 else f"r{self.requests}"
         prompt, tokens = self._prompt(), self._random.choice([1, 1, 3, 40, 90])
-        self.log.append(f"ask {name} {len(prompt)} {tokens}")
-        self.engine.ask(name, prompt, tokens)
+        adapter, images = self._adapter(), self._images(prompt, 0.1)
+        self.log.append(f"ask {name} {len(prompt)} {tokens} {adapter} {images}")
+        self.engine.ask(name, prompt, tokens, lora_request=adapter, mm_features=images)
         self._names.append(name)
         self.requests += 1
 
@@ -406,8 +656,9 @@ class Fuzz:
         if len(self._live) >= 6:
             return
         name, prompt, tokens = f"s{self.requests}", self._prompt(200), self._random.choice([1, 3, 40])
-        self.log.append(f"session {name} {len(prompt)} {tokens}")
-        self.engine.ask(name, prompt, tokens, resumable=True)
+        self._adapter_of[name] = adapter = self._adapter()
+        self.log.append(f"session {name} {len(prompt)} {tokens} {adapter}")
+        self.engine.ask(name, prompt, tokens, resumable=True, lora_request=adapter)
         self._sessions[name] = MAX_TOKENS - len(prompt) - tokens - 2
         self.requests += 1
 
@@ -417,19 +668,57 @@ class Fuzz:
             return
         name = self._random.choice(list(self._sessions))
         tokens, prompt = self._random.choice([1, 3, 40]), self._prompt(100)
+        images = self._images(prompt, 0.3)
         self._sessions[name] -= len(prompt) + tokens
         if self._sessions[name] < 2 or self._random.random() < 0.2:
             self._end(name)
             return
-        self.log.append(f"go on {name} {len(prompt)} {tokens}")
-        self.engine.ask(name, prompt, tokens, resumable=True)
+        self.log.append(f"go on {name} {len(prompt)} {tokens} {images}")
+        adapter = self._adapter_of[name]
+        self.engine.ask(name, prompt, tokens, resumable=True, lora_request=adapter, mm_features=images)
         self.requests += 1
 
     def _end(self, name: str) -> None:
         self._sessions.pop(name)
         if name in self._live:
             self.log.append(f"end {name}")
-            self.engine.ask(name, [1], 1)
+            self.engine.ask(name, [1], 1, lora_request=self._adapter_of[name])
+
+    def _sleep(self) -> None:
+        level = self._random.choice([1, 2])
+        self.log.append(f"sleep {level}")
+        for name in self._live:
+            self._sessions.pop(name, None)
+        assert self._succeeds(lambda: self.engine.core.sleep(level))
+        if self._random.random() < 0.5:
+            self.engine.rank.change_weights(self._random.randrange(3))
+        self.engine.core.wake_up()
+
+    def _change_model(self) -> None:
+        """Other weights, or other adapters in the place of these; nothing that runs goes on with what it has."""
+        reset = partial(self.engine.core.reset_prefix_cache, True, self._random.random() < 0.5)
+        if not self._succeeds(reset):
+            return
+        if self._adapters and self._random.random() < 0.8:
+            ON_DISK[self._random.choice(self._adapters)] = self._random.randrange(3)
+            self.engine.rank.load_adapters_anew()
+        else:
+            self.engine.rank.change_weights(self._random.randrange(3))
+        self.log.append(f"adapters {ON_DISK}, weights {self.engine.rank.weights}")
+        reset()
+
+    def _succeeds(self, act: Callable[[], object]) -> bool:
+        """Step until vLLM can; it cannot while a load is under way, or while a session waits for its user."""
+        for _ in range(50):
+            try:
+                act()
+            except RuntimeError as error:
+                if "remote KV transfer" not in str(error):
+                    raise
+                self.engine.step()
+            else:
+                return True
+        return False
 
     def _abort(self) -> None:
         if live := self._live:

@@ -163,9 +163,10 @@ class PlayedRank:
         connector.wait_for_save()
         results = connector.get_transfer_results(scheduled.finished_req_ids)
         report = connector.build_connector_worker_meta()
-        if isinstance(report, WorkerReport) and report.work is not None:
-            for act, size_bytes in report.work.payload_bytes.items():
-                self.moved[act.operation] += size_bytes
+        for part in getattr(report, "metadata", (report,)):  # of each connector, if there are several
+            if isinstance(part, WorkerReport) and part.work is not None:
+                for act, size_bytes in part.work.payload_bytes.items():
+                    self.moved[act.operation] += size_bytes
         output = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
