@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import TierError
 from nixl_offload.tiers.lock import holder_of
-from nixl_offload.vllm import background, closed_tier, rank_opening, rank_tiers, serving_tiers
+from nixl_offload.vllm import background, closed_tier, connector_scheduler, rank_opening, rank_tiers, serving_tiers
 from nixl_offload.vllm import opening as opening_module
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
@@ -186,6 +186,7 @@ def test_a_tier_that_hangs_keeps_no_idle_engine_stepping_that_serves_already(
 
 def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is computed, and nothing of it is stored; those that come later hit."""
+    monkeypatch.setattr(connector_scheduler, "WAIT_ANSWER_S", 0.0)
     asked = restarted()
     assert asked.ask() == (None, False)
     monkeypatch.setattr(closed_tier, "RANKS_WAIT_S", 0.0)
