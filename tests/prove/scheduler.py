@@ -17,6 +17,7 @@ from tests.prove.cells import Cell, Outcome
 RUNNERS = ("first", "second")
 MEDIA = ("memory", "slab", "tree", "chain")
 BLOCKS = (60, 40)
+NEED_MANY_BLOCKS = ("large blocks, all kept", "drafts and windows")
 FAMILIES = (
     *("full", "windows", "windows, all kept", "mixed", "mixed, all kept", "chunked", "large blocks, all kept"),
     *("state", "state, all kept", "state, tails", "drafts", "drafts and windows", "adapters", "adapters and windows"),
@@ -42,7 +43,8 @@ def fuzz(family: str, second_runner: bool, seed: int, engines: int = len(MEDIA))
     outcome, model = Outcome(counts={"answers": 0, "stored chunks": 0}), write_base(Path("model").absolute())
     with fuzzed():
         for at in range(engines):
-            medium, blocks = MEDIA[at % len(MEDIA)], BLOCKS[at % 2] if "large" not in family else BLOCKS[0]
+            medium = MEDIA[at % len(MEDIA)]
+            blocks = BLOCKS[0 if family in NEED_MANY_BLOCKS else at % 2]
             engine = start_family(
                 FAMILY[family], medium, model, Path(f"{at}").absolute(), second_runner=second_runner, blocks=blocks
             )

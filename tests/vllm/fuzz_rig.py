@@ -689,7 +689,7 @@ class Fuzz:
         self.log.append(f"sleep {level}")
         for name in self._live:
             self._sessions.pop(name, None)
-        assert self._succeeds(lambda: self.engine.core.sleep(level))
+        assert self._succeeds(lambda: self.engine.core.sleep(level), MAX_STEPS)
         if self._random.random() < 0.5:
             self.engine.rank.change_weights(self._random.randrange(3))
         self.engine.core.wake_up()
@@ -707,9 +707,9 @@ class Fuzz:
         self.log.append(f"adapters {ON_DISK}, weights {self.engine.rank.weights}")
         reset()
 
-    def _succeeds(self, act: Callable[[], object]) -> bool:
+    def _succeeds(self, act: Callable[[], object], tries: int = 50) -> bool:
         """Step until vLLM can; it cannot while a load is under way, or while a session waits for its user."""
-        for _ in range(50):
+        for _ in range(tries):
             try:
                 act()
             except RuntimeError as error:
