@@ -35,6 +35,7 @@ from nixl_offload.vllm.vllm_internals import (
     chunk_being_loaded,
     first_lookup_group,
     forget_descriptions,
+    forget_keys_behind,
     hit_keys,
     is_being_loaded,
     known_requests,
@@ -338,6 +339,11 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._held_stores.scheduled(self._steps, self._heard_steps, scheduler_output.num_scheduled_tokens)
         self.held = self._held_stores.requests
         self._asked_about.clear()
+        for new in scheduler_output.scheduled_new_reqs:
+            status = request_state(self, new.req_id) if new.num_computed_tokens else None
+            if status is not None:  # maybe a session that goes on, which vLLM does not look up
+                self._refuse_worthless_keys(status.req)
+                forget_keys_behind(status, new.num_computed_tokens)
         self._clock.scheduled(scheduler_output)
         self._load.running = len(scheduler_output.num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)

@@ -369,6 +369,12 @@ def hit_keys(
     return [*keys[: end // config.tokens_per_chunk], tail]
 
 
+def forget_keys_behind(state: RequestOffloadState, computed_tokens: int) -> None:
+    """Have keys behind these tokens made anew: of a session that goes on, vLLM discards the last token."""
+    for config, group in zip(state.config.kv_group_configs, state.group_states, strict=True):
+        del group.offload_keys[computed_tokens // config.tokens_per_chunk :]
+
+
 def offer_again(scheduler: OffloadingConnectorScheduler, job_ids: Iterable[int], lost: Set[OffloadKey]) -> None:
     """Have requests store anew, as they recompute them, the chunks that a load did not bring.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from types import SimpleNamespace
@@ -529,14 +530,19 @@ def fuzzed() -> Iterator[None]:
 
 
 def _numbers_by(state: RequestOffloadState) -> list[int]:
-    """Return the numbers of a request's tokens. None: its keys do not stand for their content."""
+    """Return the numbers that belong under a request's keys: none, or others than it has, where these do not stand for
+    its content.
+    """
     start = _START
     if state.req.lora_request is not None:
         use = getattr(state, "use", None)
         if use is None:
             return []
         start ^= 1 + _CONTENTS[use.digests[0]]
-    return numbers_of(seen_tokens(state.req.all_token_ids, state.req.mm_features), start)
+    media = [
+        replace(image, mm_hash="1") if image.identifier.startswith("uuid") else image for image in state.req.mm_features
+    ]
+    return numbers_of(seen_tokens(state.req.all_token_ids, media), start)
 
 
 def _take_down(update: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -574,7 +580,6 @@ class Fuzz:
         self.log: list[str] = []
         self._adapters = ["a", "b"] if adapters else []
         self._random = random.Random(seed)
-        self._seed = seed
         self._documents = [self._random.choices(range(500), k=MAX_TOKENS) for _ in range(4)]
         self._names: list[str] = []
         self._sessions: dict[str, int] = {}
@@ -590,8 +595,8 @@ class Fuzz:
             self._abort: 4,
             self._reset: 2,
             self._let_go: 6,
-            self._session: 2,
-            self._go_on: 4,
+            self._session: 3,
+            self._go_on: 9,
             self._sleep: 1,
             self._change_model: 1,
         }
@@ -626,14 +631,12 @@ class Fuzz:
         return LoRARequest(self._adapters[at], at + 1, self._adapters[at])
 
     def _images(self, prompt: list[int], likely: float) -> list[MultiModalFeatureSpec]:
-        """Put an image at a prompt's end, or none: one of few, under a digest, or under a uuid that shows something
-        else in each run.
-        """
+        """Put an image at a prompt's end, or none: one of few, under a digest or a uuid."""
         if len(prompt) < IMAGE_TOKENS or self._random.random() > likely:
             return []
         number = self._random.randrange(3)
         is_digest = self._random.random() < 0.5
-        content = number if is_digest else 1000 + 10 * self._seed + number
+        content = 1000 + number
         name = f"{content:064x}" if is_digest else f"uuid-{number}"
         prompt[-IMAGE_TOKENS:] = [0] * IMAGE_TOKENS
         place = PlaceholderRange(offset=len(prompt) - IMAGE_TOKENS, length=IMAGE_TOKENS)
@@ -646,7 +649,7 @@ class Fuzz:
         ended = [name for name in self._names[-6:] if name not in live]
         name = self._random.choice(ended) if ended and self._random.random() < 0.4 else f"r{self.requests}"
         prompt, tokens = self._prompt(), self._random.choice([1, 1, 3, 40, 90])
-        adapter, images = self._adapter(), self._images(prompt, 0.1)
+        adapter, images = self._adapter(), self._images(prompt, 0.2)
         self.log.append(f"ask {name} {len(prompt)} {tokens} {adapter} {images}")
         self.engine.ask(name, prompt, tokens, lora_request=adapter, mm_features=images)
         self._names.append(name)
@@ -668,7 +671,7 @@ class Fuzz:
             return
         name = self._random.choice(list(self._sessions))
         tokens, prompt = self._random.choice([1, 3, 40]), self._prompt(100)
-        images = self._images(prompt, 0.3)
+        images = self._images(prompt, 0.6)
         self._sessions[name] -= len(prompt) + tokens
         if self._sessions[name] < 2 or self._random.random() < 0.2:
             self._end(name)

@@ -14,10 +14,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
 from tests.prove import scheduler
 from tests.thinned import thinned
 from tests.vllm.fuzz_families import FAMILIES, MEDIA, RUNNERS, Family, start_family, write_base
-from tests.vllm.fuzz_rig import Fuzz, FuzzedEngine, fuzzed
+from tests.vllm.fuzz_rig import IMAGE_TOKENS, ON_DISK, Fuzz, FuzzedEngine, fuzzed
 from tests.vllm.pipeline_rig import CHUNK_TOKENS
 
 FULL = FAMILIES["full"]
@@ -91,6 +94,40 @@ def test_the_tail_of_a_window_that_is_offered_at_a_requests_end_is_read_before_i
     engine.settle()
     assert engine.rank.wrong == []
     assert engine.rank.stored > 10
+
+
+def test_a_session_that_is_given_an_image_under_a_uuid_stores_nothing_more(start: Start) -> None:
+    """VLLM does not look it up when it goes on."""
+    engine = start(FULL)
+    engine.rank.stores.holds = False
+    prompt = PROMPTS[0][:100]
+    engine.ask("session", prompt, resumable=True)
+    engine.step(4)
+    assert engine.rank.stored == 1
+    place = PlaceholderRange(offset=0, length=IMAGE_TOKENS)
+    image = MultiModalFeatureSpec(None, "image", "uuid-mine", place, mm_hash="7")
+    engine.ask("session", [0] * IMAGE_TOKENS + prompt, resumable=True, mm_features=[image])
+    engine.step(6)
+    assert engine.rank.stored == 1
+    assert engine.rank.wrong == []
+    engine.ask("session", [1])
+    engine.settle()
+
+
+def test_a_session_with_an_adapter_stores_nothing_under_the_key_of_a_discarded_token(start: Start) -> None:
+    """The ranks tell what they have loaded when the last token of the first turn is there, which vLLM discards."""
+    engine = start(FAMILIES["adapters"])
+    engine.rank.stores.holds = False
+    ON_DISK["a"] = 1
+    adapter = LoRARequest("a", 1, "a")
+    engine.ask("session", PROMPTS[0][: CHUNK_TOKENS - 1], resumable=True, lora_request=adapter)
+    engine.step(4)
+    engine.ask("session", PROMPTS[1], resumable=True, lora_request=adapter)
+    engine.step(6)
+    assert engine.rank.stored > 1
+    assert engine.rank.wrong == []
+    engine.ask("session", [1], lora_request=adapter)
+    engine.settle()
 
 
 def test_an_id_that_comes_again_while_the_first_of_its_name_stores_keeps_the_engine_alive(start: Start) -> None:
