@@ -80,10 +80,13 @@ _CONTENTS: dict[str, int] = {}
 
 
 def numbers_of(tokens: Iterable[int], before: int = _START) -> list[int]:
-    """Return a number for each token that depends on all tokens up to it. ``before``: that of the token before."""
+    """Return a number for each token that depends on all tokens up to it. ``before``: that of the token before.
+
+    A draft may be -1, which vLLM puts where it has none.
+    """
     numbers = []
     for token in tokens:
-        digest = blake2b(before.to_bytes(8, "big") + token.to_bytes(4, "big"), digest_size=8)
+        digest = blake2b(before.to_bytes(8, "big") + token.to_bytes(4, "big", signed=True), digest_size=8)
         before = int.from_bytes(digest.digest(), "big")
         numbers.append(before)
     return numbers
