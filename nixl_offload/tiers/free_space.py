@@ -24,7 +24,7 @@ EMPTY_DIR: Final = 0.20
 def kept_free(config: DirectoryConfig, root: str = "/") -> float:
     """Return the share of its filesystem that a tier leaves free. ``root`` stands for ``/`` in tests.
 
-    A network filesystem is others' to watch. A drive is the tier's alone where nothing else lies in its root; whatever
+    A network filesystem is not watched. A drive is the tier's alone where nothing else lies in its root; what
     a container sees of a larger filesystem (an emptyDir, a hostPath) is not.
     """
     if config.keep_free_percent is not None:

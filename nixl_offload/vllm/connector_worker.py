@@ -132,8 +132,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             backends = set()  # vLLM would name the backend that it prefers
         else:
             backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
-        told = self.rank_worker.geometry(self._allocated, backends)
-        return replace(told, weights=self._weights, sources=self._sources)
+        geometry = self.rank_worker.geometry(self._allocated, backends)
+        return replace(geometry, weights=self._weights, sources=self._sources)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """As vLLM's, before the step's forward pass is launched; and fence the loads of this step off what ran before.

@@ -28,8 +28,10 @@ from vllm.v1.kv_offload.config import (
 from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Outcome
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
+from nixl_offload.vllm.spec import NixlOffloadSpec
 
 SLOT = 8192
 BLOCK_TOKENS = 64
@@ -125,6 +127,16 @@ def offloading_config(world_size: int = 1, *, events: bool = True) -> Offloading
             is_parallelism_agnostic=False,
         ),
     )
+
+
+def scheduler_half(
+    config: Config, world_size: int = 1, *, offloading: OffloadingConfig | None = None, caches: Any = None
+) -> NixlOffloadScheduler:
+    """Return our half, with no tier open yet. ``offloading``, ``caches``: if not as above."""
+    offloading = offloading or offloading_config(world_size)
+    caches = caches or kv_cache_config()
+    spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config(world_size), kv_cache_config=caches)
+    return NixlOffloadScheduler(spec, vllm_config(world_size), caches)
 
 
 def ranks(count: int = 1) -> list[RankGeometry]:

@@ -25,7 +25,6 @@ from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.messages import NOTHING, LoadSample, RankStatus, StepMetadata, TicketReport, WorkerReport
-from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.vllm import manager_rig
 from tests.vllm.test_contract import CONNECTOR, OFFLOADING, in_order, named, source
@@ -195,10 +194,7 @@ class Matching:
     def __init__(self, path: Path, stored: int, *, memory: bool = True, is_open: bool = True) -> None:
         nearest = [manager_rig.memory_tier()] if memory else []
         config = manager_rig.config_of(*nearest, manager_rig.slab_tier(path))
-        offloading, vllm_config = manager_rig.offloading_config(), manager_rig.vllm_config()
-        caches = manager_rig.kv_cache_config()
-        spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config, kv_cache_config=caches)
-        self.scheduler = NixlOffloadScheduler(spec, vllm_config, caches)
+        self.scheduler = manager_rig.scheduler_half(config)
         self.manager = self.scheduler.offload_manager
         self.scheduler.open(manager_rig.ranks())
         if is_open:

@@ -21,10 +21,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_offload.vllm import rank_opening, serving_tiers
-from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.manager import Refused
 from nixl_offload.vllm.messages import NOTHING, RankStatus
-from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS
 
@@ -35,14 +33,7 @@ class Steps:
     """Requests of ``PROMPT_CHUNKS`` chunks, of which nothing is stored. Each gets all its blocks when it arrives."""
 
     def __init__(self) -> None:
-        offloading, caches = manager_rig.offloading_config(), manager_rig.kv_cache_config()
-        spec = NixlOffloadSpec(
-            offloading,
-            config_file=manager_rig.config_of(manager_rig.memory_tier(64)),
-            vllm_config=manager_rig.vllm_config(),
-            kv_cache_config=caches,
-        )
-        self.scheduler = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
+        self.scheduler = manager_rig.scheduler_half(manager_rig.config_of(manager_rig.memory_tier(64)))
         self.scheduler.open(manager_rig.ranks())
         manager_rig.ranks_open(self.scheduler.offload_manager)
         self.requests: dict[str, Request] = {}

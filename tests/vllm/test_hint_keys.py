@@ -32,7 +32,6 @@ from nixl_offload.vllm import hints
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.messages import TicketReport
-from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS
 
@@ -44,11 +43,7 @@ TOKENS = [7 * number % 1000 for number in range(CHUNKS * CHUNK_TOKENS + 10)]
 def scheduler(tmp_path: Path) -> Iterator[NixlOffloadScheduler]:
     init_none_hash(sha256)
     config = manager_rig.config_of(manager_rig.memory_tier(64), manager_rig.slab_tier(tmp_path))
-    offloading, caches = manager_rig.offloading_config(), manager_rig.kv_cache_config()
-    spec = NixlOffloadSpec(
-        offloading, config_file=config, vllm_config=manager_rig.vllm_config(), kv_cache_config=caches
-    )
-    made = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
+    made = manager_rig.scheduler_half(config)
     made.open(manager_rig.ranks())
     manager_rig.ranks_open(made.offload_manager)
     yield made

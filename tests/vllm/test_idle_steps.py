@@ -16,10 +16,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from nixl_offload.vllm import connector_scheduler
-from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.idling import IDLE_STEP_S, PATIENCE_S, STUCK_AFTER_S, STUCK_STEP_S
 from nixl_offload.vllm.messages import TicketReport, WorkerReport
-from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.vllm import manager_rig
 
 
@@ -38,11 +36,7 @@ class Steps:
             lambda *_: OffloadingConnectorMetadata({}, {}),
         )
         config = manager_rig.config_of(manager_rig.memory_tier(), manager_rig.slab_tier(path))
-        offloading, caches = manager_rig.offloading_config(), manager_rig.kv_cache_config()
-        spec = NixlOffloadSpec(
-            offloading, config_file=config, vllm_config=manager_rig.vllm_config(), kv_cache_config=caches
-        )
-        self.scheduler = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
+        self.scheduler = manager_rig.scheduler_half(config)
         self.manager = self.scheduler.offload_manager
         self.scheduler.open(manager_rig.ranks())
         manager_rig.ranks_open(self.manager)

@@ -33,7 +33,6 @@ from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
-from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.faults.conftest import SmallFilesystem
 from tests.vllm import manager_rig
 from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_config_of
@@ -91,10 +90,7 @@ def test_the_first_request_after_a_start_waits_for_the_ranks_and_hits(
 def inside_another(path: Path, world_size: int, capacity: str = "64MiB") -> NixlOffloadScheduler:
     """A scheduler's half that no handshake reaches, for ``MultiConnector`` has given it to another connector."""
     config = manager_rig.config_of(manager_rig.slab_tier(path, capacity=capacity))
-    vllm_config, caches = manager_rig.vllm_config(world_size), manager_rig.kv_cache_config()
-    offloading = manager_rig.offloading_config(world_size)
-    spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config, kv_cache_config=caches)
-    return NixlOffloadScheduler(spec, vllm_config, caches)
+    return manager_rig.scheduler_half(config, world_size)
 
 
 def report(scheduler: NixlOffloadScheduler, **fields: Any) -> None:
@@ -337,11 +333,7 @@ def test_a_required_tier_that_hangs_on_a_rank_ends_the_engine(tmp_path: Path, mo
     """A rank that never says a word: the engine steps on without requests, and a step after the bound ends it."""
     monkeypatch.setattr(serving_tiers, "REQUIRED_WAIT_S", 0.2)
     config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
-    offloading, caches = manager_rig.offloading_config(2), manager_rig.kv_cache_config()
-    spec = NixlOffloadSpec(
-        offloading, config_file=config, vllm_config=manager_rig.vllm_config(2), kv_cache_config=caches
-    )
-    scheduler = NixlOffloadScheduler(spec, manager_rig.vllm_config(2), caches)
+    scheduler = manager_rig.scheduler_half(config, 2)
     monkeypatch.setattr("nixl_offload.vllm.idling.PATIENCE_S", 0.0)
     scheduler.open(manager_rig.ranks(2))
     manager = scheduler.offload_manager

@@ -23,7 +23,6 @@ from nixl_offload.catalog.estimate import LOADS_AT_ONCE
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, TicketReport
-from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, SLOT
 
@@ -52,10 +51,7 @@ def scheduler(has_draft: bool) -> Any:
     caches.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=state, layer_names=["state"], is_eagle_group=False))
     caches.kv_cache_groups[0].is_eagle_group = has_draft
     config = manager_rig.config_of(manager_rig.memory_tier(64))
-    spec = NixlOffloadSpec(
-        offloading, config_file=config, vllm_config=manager_rig.vllm_config(), kv_cache_config=caches
-    )
-    made = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
+    made = manager_rig.scheduler_half(config, offloading=offloading, caches=caches)
     assert made.config.supports_partial_tail
     made.take_geometries({0: RankGeometry(0, (SLOT, SLOT), f"{0:064x}", ("CPU_ATTN",), weights="ab")}, is_start=True)
     manager_rig.ranks_open(made.offload_manager)

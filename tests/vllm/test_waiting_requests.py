@@ -19,10 +19,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from nixl_offload.catalog import estimate
-from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.messages import TicketReport, WorkerReport
-from nixl_offload.vllm.spec import NixlOffloadSpec
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS
 
@@ -36,14 +34,7 @@ class Half:
     """Our half over a memory tier that has the chunks of one prompt."""
 
     def __init__(self) -> None:
-        offloading, caches = manager_rig.offloading_config(), manager_rig.kv_cache_config()
-        spec = NixlOffloadSpec(
-            offloading,
-            config_file=manager_rig.config_of(manager_rig.memory_tier(64)),
-            vllm_config=manager_rig.vllm_config(),
-            kv_cache_config=caches,
-        )
-        self.scheduler = NixlOffloadScheduler(spec, manager_rig.vllm_config(), caches)
+        self.scheduler = manager_rig.scheduler_half(manager_rig.config_of(manager_rig.memory_tier(64)))
         self.scheduler.open(manager_rig.ranks())
         self.manager = self.scheduler.offload_manager
         manager_rig.ranks_open(self.manager)

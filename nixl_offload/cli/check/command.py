@@ -92,7 +92,7 @@ def _look(
     child: ChildProcess,
     progress: CheckProgress,
 ) -> list[Section]:
-    """Return the environment's section, and one for each tier. All kinds of tiers are told apart here."""
+    """Return the environment's section, and one for each tier. Here each kind of tier gets its own checks."""
     from nixl_offload.cli.check import machine
     from nixl_offload.cli.check.directory import DirectoryContext, directory_section
     from nixl_offload.hardware.gds_routes import find_driver
