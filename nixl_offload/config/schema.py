@@ -142,9 +142,8 @@ class DirectoryConfig(_Tier):
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
     mover: Literal["auto", "gds_mt", "posix", "kvikio"] = "auto"
     """``auto`` takes the first that works here; on a GPU, the fastest by measurement. The log says which and why.
-    ``gds_mt``: GPUDirect Storage by NIXL. ``kvikio``: by KvikIO. ``posix``: through host memory."""
-    posix_api: Literal["auto", "io_uring", "aio"] = "auto"
-    """Kernel interface of mover ``posix``."""
+    ``gds_mt``: GPUDirect Storage by NIXL. ``kvikio``: by KvikIO. ``posix``: through host memory,
+    by io_uring or, where the kernel forbids that, aio."""
     threads: int = Field(default=8, ge=1, le=256)
     """Movers ``gds_mt`` and ``kvikio``: transfers in parallel, a thread each, per rank. Raise it for small chunks and
     network filesystems."""

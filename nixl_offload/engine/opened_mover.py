@@ -133,7 +133,7 @@ def _open(name: str, tier: DirectoryConfig, directory: str, device: Device) -> M
     if not device.is_accelerator or mover.name not in REGISTERS_HOST_WITH_CUFILE:
         return mover
     try:
-        host = open_mover("auto", MemoryKind.DRAM, directory, tier.posix_api).mover
+        host = open_mover("auto", MemoryKind.DRAM, directory).mover
     except BaseException:
         mover.close()
         raise

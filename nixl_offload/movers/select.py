@@ -31,19 +31,17 @@ from nixl_offload.types import PAGE_BYTES
 logger = logging.getLogger(__name__)
 
 MoverChoice = Literal["auto", "gds_mt", "kvikio", "posix", "copy"]
-PosixApi = Literal["auto", "io_uring", "aio"]
 
 SCRATCH_BYTES = 4 * PAGE_BYTES
 _PROBE_TIMEOUT_S = 20.0
 """Long, because a busy disk may keep a write for many seconds. But five movers may be tried, and closing one that hangs
 takes half a minute more: vLLM gives its engine ten minutes to start (VLLM_ENGINE_READY_TIMEOUT_S)."""
 
-_POSIX = {"io_uring": "posix_uring", "aio": "posix_aio"}
 _HELP = {
     "gds_mt": "it needs an NVIDIA GPU, libcufile and libcudart on the library path, and a filesystem that cuFile takes",
     "kvikio": "it needs an NVIDIA driver and the kvikio package that fits torch's CUDA",
-    "posix_uring": "io_uring may be disabled (kernel.io_uring_disabled, or a container's seccomp profile); try aio",
-    "posix_aio": "the machine may be out of aio contexts (fs.aio-max-nr); try io_uring",
+    "posix_uring": "io_uring may be disabled (kernel.io_uring_disabled, or a container's seccomp profile)",
+    "posix_aio": "the machine may be out of aio contexts (fs.aio-max-nr)",
     "copy": "check that the directory exists and can be written",
 }
 
@@ -63,12 +61,12 @@ class ProbedMover(NamedTuple):
     report: tuple[Probe, ...]
 
 
-def candidates(kind: MoverChoice, memory_kind: MemoryKind, posix_api: PosixApi = "auto") -> list[str]:
+def candidates(kind: MoverChoice, memory_kind: MemoryKind) -> list[str]:
     """Names of movers to try, best first. Pure.
 
     For VRAM, POSIX and copy stand at the end: they cannot touch it, so choosing them means packing through host memory.
     """
-    posix = [_POSIX[api] for api in ("io_uring", "aio") if posix_api in {"auto", api}]
+    posix = ["posix_uring", "posix_aio"]
     if kind == "posix":
         return posix
     if kind != "auto":
@@ -93,7 +91,6 @@ def open_mover(
     kind: MoverChoice,
     memory_kind: MemoryKind,
     directory: str,
-    posix_api: PosixApi = "auto",
     *,
     threads: int = 8,
     bounce_bytes: int = 16 << 20,
@@ -108,7 +105,7 @@ def open_mover(
     """
     report: list[Probe] = []
     advice: dict[str, str] = {}
-    names = candidates(kind, memory_kind, posix_api)
+    names = candidates(kind, memory_kind)
     for name in names:
         mover = make_mover(name, threads=threads, bounce_bytes=bounce_bytes)
         # Movers that cannot touch VRAM are used through host memory, so that is what they are tried with.

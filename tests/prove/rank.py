@@ -20,6 +20,8 @@ from nixl_offload.engine.opened_mover import open_planned
 from nixl_offload.engine.streams import device_of
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.limits import LimitedMover
+from nixl_offload.movers.select import make_mover
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.stores.select import open_store
 from nixl_offload.tiers import kinds
@@ -47,7 +49,7 @@ class Rank:
         mover: str = "",
         staging_slots: int = STAGING_SLOTS,
     ) -> None:
-        """``mover``: ``copy``, or "" for what the config says."""
+        """``mover``: ``copy`` or a POSIX mover by name; "": what the config says."""
         self.number = number
         self._config, self._shape, self._mover, self._staging_slots = config, shape, mover, staging_slots
         self.tensors, self.kv, self.layout = kv_cache(shape, number)
@@ -133,6 +135,8 @@ class Rank:
             make_private_directory(Path(directory))
         except OSError as error:
             raise tier_error(error, f"cannot use {directory}") from error
+        if self._mover:
+            return LimitedMover(make_mover(self._mover))
         mover = open_planned(tier, directory, device, None).mover
         assert mover is not None
         return mover

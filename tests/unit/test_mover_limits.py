@@ -256,7 +256,6 @@ def test_candidates() -> None:
     assert candidates("auto", MemoryKind.DRAM) == ["posix_uring", "posix_aio", "copy"]
     assert candidates("auto", MemoryKind.VRAM) == ["gds_mt", "kvikio", "posix_uring", "posix_aio", "copy"]
     assert candidates("kvikio", MemoryKind.VRAM) == ["kvikio"]
-    assert candidates("auto", MemoryKind.DRAM, "aio") == ["posix_aio", "copy"]
     assert candidates("posix", MemoryKind.VRAM) == ["posix_uring", "posix_aio"]
 
 
@@ -283,15 +282,12 @@ def test_what_is_passed_over_for_device_memory_is_told_why(tmp_path: Path, caplo
     pages = mmap.mmap(-1, SCRATCH_BYTES)
     scratch = MemoryRegion(ctypes.addressof(ctypes.c_char.from_buffer(pages)), SCRATCH_BYTES, MemoryKind.VRAM)
     with caplog.at_level("INFO", "nixl_offload"):
-        opened = open_mover("auto", MemoryKind.VRAM, str(tmp_path), "aio", scratch=scratch)
+        opened = open_mover("auto", MemoryKind.VRAM, str(tmp_path), scratch=scratch)
     opened.mover.close()
-    assert [(probe.name, probe.ok) for probe in opened.report] == [
-        ("gds_mt", False),
-        ("kvikio", False),
-        ("posix_aio", True),
-    ]
+    assert [probe.name for probe in opened.report if not probe.ok][:2] == ["gds_mt", "kvikio"]
+    assert opened.report[-1].name in ("posix_uring", "posix_aio")
     assert "no NVIDIA driver" in opened.report[1].reason
-    assert "packs through host memory" in opened.report[2].reason
+    assert "packs through host memory" in opened.report[-1].reason
     assert all(probe.reason in caplog.text for probe in opened.report)
 
 

@@ -17,13 +17,13 @@ from nixl_offload.movers.select import candidates
 
 _FIXES: Final = {
     "posix_uring": "sysctl kernel.io_uring_disabled=0; in a container a seccomp profile that allows io_uring "
-    "(examples/docker/README.md); or posix_api: aio",
-    "posix_aio": "sysctl -w fs.aio-max-nr=1048576; or posix_api: io_uring",
+    "(examples/docker/README.md)",
+    "posix_aio": "sysctl -w fs.aio-max-nr=1048576",
     "kvikio": "where cuFile is not to be had: export KVIKIO_COMPAT_MODE=ON",
 }
 _PACKAGES: Final = {"kvikio": "pip install kvikio-cu13 (or kvikio-cu12, whichever fits torch's CUDA)"}
 _SEE_LIBRARY: Final = "see the findings of its library and plugin"
-_CONFIG_LINES: Final = {"posix_uring": "mover: posix", "posix_aio": "mover: posix\nposix_api: aio", "copy": None}
+_CONFIG_LINES: Final = {"posix_uring": "mover: posix", "posix_aio": "mover: posix", "copy": None}
 """What the config says to use a mover, where that is not ``mover:`` and its name; None: it cannot be asked for."""
 
 
@@ -52,12 +52,12 @@ def try_movers(
     section: Section, tier: DirectoryConfig, at: str, child: ChildProcess, *, gpu: bool, io: bool, piece_bytes: int
 ) -> None:
     """Start each mover in the directory ``at``, measure those that the config allows, and name the fastest."""
-    allowed = candidates(tier.mover, MemoryKind.VRAM if gpu else MemoryKind.DRAM, tier.posix_api)
+    allowed = candidates(tier.mover, MemoryKind.VRAM if gpu else MemoryKind.DRAM)
     common: dict[str, Any] = {"directory": at, "gpu": gpu, "threads": tier.threads, "bounce_bytes": tier.bounce_bytes}
     running = []
     section.facts["movers"] = []
     # Those that need a GPU are named as well, so that nobody wonders where they are.
-    for name in dict.fromkeys([*allowed, *candidates("auto", MemoryKind.VRAM, tier.posix_api)]):
+    for name in dict.fromkeys([*allowed, *candidates("auto", MemoryKind.VRAM)]):
         answer = child.run("mover", name=name, **common)
         starts, reason = answer.get("ok", False), answer.get("failed") or answer["reason"]
         section.facts["movers"].append({"name": name, "ok": starts, "reason": reason, "allowed": name in allowed})

@@ -73,7 +73,7 @@ class EnvironmentContext:
     def candidates(self) -> list[list[str]]:
         """Return the movers that each tier may use."""
         memory, bucket = MemoryKind.VRAM if self.gpu.ok else MemoryKind.DRAM, self.config.s3
-        found = [select.candidates(tier.mover, memory, tier.posix_api) for tier in self.config.directories]
+        found = [select.candidates(tier.mover, memory) for tier in self.config.directories]
         return (
             found if bucket is None else [*found, [name for name, _ in select_object.candidates(bucket.mover, memory)]]
         )

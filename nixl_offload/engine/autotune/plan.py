@@ -90,7 +90,6 @@ def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: De
             cast(MoverChoice, name),
             device.kind,
             directory,
-            tier.posix_api,
             threads=tier.threads,
             bounce_bytes=tier.bounce_bytes,
             scratch=scratch,

@@ -41,12 +41,12 @@ DRAFT_AGE_S = 7200.0
 
 SETUPS = {
     "slab/alone": Setup("s"),
-    "slab/two ranks, io_uring": Setup("s", ranks=2, mover="io_uring"),
-    "slab/aio": Setup("s", mover="aio"),
+    "slab/two ranks, io_uring": Setup("s", ranks=2, mover="posix_uring"),
+    "slab/aio": Setup("s", mover="posix_aio"),
     "slab/behind memory": Setup("ms"),
     "slab/behind memory, before a tree": Setup("mst"),
     "tree/alone": Setup("t"),
-    "tree/two ranks, io_uring": Setup("t", ranks=2, mover="io_uring"),
+    "tree/two ranks, io_uring": Setup("t", ranks=2, mover="posix_uring"),
     "tree/evicting": Setup("t", small=True),
     "tree/behind memory": Setup("mt"),
     "tree/two servers": Setup("t", servers=2),

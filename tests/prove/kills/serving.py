@@ -57,13 +57,10 @@ class Setup:
         """Return the tiers' config. ``root``: what outlives servers."""
         made = {
             "m": memory("512KiB"),
-            "s": {**slab(root / "slab", SLAB), **self._mover()},
-            "t": {**tree(root / "tree", SMALL_TREE if self.small else TREE), **self._mover()},
+            "s": slab(root / "slab", SLAB),
+            "t": tree(root / "tree", SMALL_TREE if self.small else TREE),
         }
         return [made[kind] for kind in self.tiers]
-
-    def _mover(self) -> dict[str, Any]:
-        return {} if self.mover == "copy" else {"mover": "posix", "posix_api": self.mover}
 
 
 class Ledger:
@@ -92,7 +89,7 @@ def _open(setup: Setup, root: Path, counts: dict[str, int]) -> Server:
     config, began_s = config_of(*setup.config(root)), time.monotonic()
     while True:
         try:
-            return Server(config, ranks=setup.ranks, mover="copy" if setup.mover == "copy" else "")
+            return Server(config, ranks=setup.ranks, mover=setup.mover)
         except TierError as error:
             if error.cause != "locked" or time.monotonic() - began_s > LOCKED_S:
                 raise

@@ -45,18 +45,16 @@ class Story:
 
     def config(self, root: Path, *, judging: bool = False) -> Config:
         """Return the config of a server below ``root``; of one that judges it evicts nothing from a tree."""
-        aio = {} if self.mover == "copy" else {"mover": "posix", "posix_api": self.mover}
         made: dict[str, dict[str, Any]] = {
             "m": memory("512KiB"),
-            "s": {**slab(root / "slab", SLAB[self.ranks]), **aio},
-            "t": {**tree(root / "tree", "300KiB" if self.small_tree and not judging else "64MiB"), **aio},
+            "s": slab(root / "slab", SLAB[self.ranks]),
+            "t": tree(root / "tree", "300KiB" if self.small_tree and not judging else "64MiB"),
         }
         return config_of(*(made[kind] for kind in self.tiers))
 
     def open(self, root: Path, *, judging: bool = False) -> Server:
         """Begin to serve."""
-        mover = "copy" if self.mover == "copy" else ""
-        return Server(self.config(root, judging=judging), ranks=self.ranks, mover=mover)
+        return Server(self.config(root, judging=judging), ranks=self.ranks, mover=self.mover)
 
 
 class Told:
@@ -201,7 +199,7 @@ def _evicting(root: Path, story: Story) -> None:
 STORIES = {
     "slab/first start": Story("s", _first_start, is_small=True, torn=60),
     "slab/overwriting": Story("s", _overwriting, is_small=True, names=("journal",)),
-    "slab/overwriting, aio": Story("s", _overwriting, mover="aio", is_small=True, names=("journal",)),
+    "slab/overwriting, aio": Story("s", _overwriting, mover="posix_aio", is_small=True, names=("journal",)),
     "slab/reopening": Story("s", _reopening, is_small=True),
     "slab/index made anew": Story("s", _made_anew, is_small=True),
     "slab/index damaged": Story("s", _damaged_index, is_small=True),
@@ -210,7 +208,7 @@ STORIES = {
     "slab/long, behind memory": Story("ms", _long),
     "tree/one chunk": Story("t", _one_chunk, is_small=True, torn=1000),
     "tree/first start": Story("t", _first_start, is_small=True, torn=1000),
-    "tree/first start, aio": Story("t", _first_start, mover="aio", is_small=True),
+    "tree/first start, aio": Story("t", _first_start, mover="posix_aio", is_small=True),
     "tree/evicting": Story("t", _evicting, small_tree=True),
     "tree/long, two ranks, behind memory": Story("mt", _long, ranks=2),
     "chain/memory, slab, tree": Story("mst", _long),
