@@ -37,7 +37,6 @@ FIELDS_IN_FRONT: Final = ("promote", "unsaved", "unsaved_limit")
 
 MOVERS_WITH: Final[dict[str, tuple[str, ...]]] = {
     "threads": ("auto", "gds_mt", "kvikio"),
-    "bounce": ("auto", "kvikio"),
 }
 """Fields of a tier in files that only these movers look at; refused with another."""
 
@@ -146,10 +145,7 @@ class DirectoryConfig(_Tier):
     by io_uring or, where the kernel forbids that, aio."""
     threads: int = Field(default=8, ge=1, le=256)
     """Movers ``gds_mt`` and ``kvikio``: transfers in parallel, a thread each, per rank. Raise it for small chunks and
-    network filesystems."""
-    bounce_bytes: SizeBytes = Field(default=16 << 20, alias="bounce", ge=1 << 16)
-    """Mover ``kvikio``: how much a thread moves at a time. Without cuFile each thread also holds that much page-locked
-    host memory, which no other limit counts."""
+    network filesystems. With ``kvikio`` and no cuFile each thread holds 16 MiB of page-locked host memory."""
     direct_io: bool = True
     """Bypass the page cache. ``false`` costs host memory and copies. Off anyway on filesystems without O_DIRECT."""
     keep_free_percent: Percent | None = Field(default=None, alias="keep_free")

@@ -75,15 +75,15 @@ def candidates(kind: MoverChoice, memory_kind: MemoryKind) -> list[str]:
     return [*device, *posix, "copy"]
 
 
-def make_mover(name: str, *, threads: int = 8, bounce_bytes: int = 16 << 20) -> Mover:
+def make_mover(name: str, *, threads: int = 8) -> Mover:
     """A bare mover by name: ``copy``, ``kvikio`` or one of ``nixl.PLUGINS``. Starts nothing yet.
 
-    ``threads`` is for gds_mt and kvikio, ``bounce_bytes`` for kvikio; the others have neither.
+    ``threads`` is for gds_mt and kvikio.
     """
     if name == "copy":
         return CopyMover()
     if name == "kvikio":
-        return KvikioMover(threads, bounce_bytes)
+        return KvikioMover(threads)
     return NixlMover(PLUGINS[name], params={"thread_count": str(threads)} if name == "gds_mt" else None)
 
 
@@ -93,12 +93,11 @@ def open_mover(
     directory: str,
     *,
     threads: int = 8,
-    bounce_bytes: int = 16 << 20,
     scratch: MemoryRegion | None = None,
 ) -> ProbedMover:
     """Open the best mover of ``kind`` that can really move bytes between this memory and a file in ``directory``.
 
-    ``threads`` and ``bounce_bytes`` are as in ``make_mover``. ``scratch`` is at least ``SCRATCH_BYTES`` of the memory
+    ``threads`` is as in ``make_mover``. ``scratch`` is at least ``SCRATCH_BYTES`` of the memory
     to probe VRAM with, page-aligned; None takes it from torch's current CUDA device. Says at INFO what was chosen and
     what was passed over, and why.
     Raises MoverUnavailableError when nothing of ``kind`` can run, with the reasons and what would help.
@@ -107,7 +106,7 @@ def open_mover(
     advice: dict[str, str] = {}
     names = candidates(kind, memory_kind)
     for name in names:
-        mover = make_mover(name, threads=threads, bounce_bytes=bounce_bytes)
+        mover = make_mover(name, threads=threads)
         # Movers that cannot touch VRAM are used through host memory, so that is what they are tried with.
         probed_kind = memory_kind if memory_kind in mover.memory_kinds else MemoryKind.DRAM
         try:

@@ -89,7 +89,6 @@ def test_defaults() -> None:
                 "capacity": "500GiB",
                 "mover": "auto",
                 "threads": 8,
-                "bounce": "16MiB",
                 "direct_io": True,
                 "keep_free": None,
                 "required": False,
@@ -195,7 +194,6 @@ def test_defaults_of_a_tree_show_what_a_tree_has() -> None:
         "capacity": "20TiB",
         "mover": "auto",
         "threads": 8,
-        "bounce": "16MiB",
         "direct_io": True,
         "keep_free": None,
         "required": False,
@@ -330,7 +328,6 @@ _NO_ENDPOINT = "is not an endpoint; allowed: http(s)://host[:port]"
         ),
         ({**SLAB_TIER, "threads": 0}, "threads: 0 is too small; allowed: 1 or more"),
         ({**SLAB_TIER, "threads": 1000}, "threads: 1000 is too large; allowed: at most 256"),
-        ({**SLAB_TIER, "bounce": "4KiB"}, "bounce: '4KiB' is too small; allowed: 64KiB or more"),
         ({**SHARED_DIR_TIER, "lookup": {"max_keys": 5}}, "lookup.max_keys: 5 is too small; allowed: 1000 or more"),
         ({"kind": "shared_dir", "path": "/a"}, "capacity: is required; for example: capacity: "),
     ],
@@ -352,10 +349,6 @@ def test_refusals_of_shared_tiers(tier: dict[str, Any], expected: str) -> None:
         (
             {**SLAB_TIER, "mover": "posix", "threads": 4},
             "threads: has no meaning with mover: posix; remove it, or say mover: gds_mt or kvikio (or auto)",
-        ),
-        (
-            {**SLAB_TIER, "mover": "gds_mt", "bounce": "1MiB"},
-            "bounce: has no meaning with mover: gds_mt; remove it, or say mover: kvikio (or auto)",
         ),
         ({**S3_TIER, "mover": "obstore", "crt_min_size": "8MiB"}, "crt_min_size: has no meaning with mover: obstore; "),
         ({**S3_TIER, "crt_throughput_gbps": 10}, "crt_throughput_gbps: has no meaning without crt_min_size, "),
@@ -505,14 +498,10 @@ def test_a_mover_that_such_a_tier_does_not_have_is_named(tier: dict[str, Any], m
 def test_every_mover_of_files_is_read_and_rendered_back(mover: str) -> None:
     """What a mover does not look at is not rendered either, or it would be refused."""
     own = {"threads": 3} if mover in ("auto", "gds_mt", "kvikio") else {}
-    own |= {"bounce": "1MiB"} if mover in ("auto", "kvikio") else {}
     config = parse_config({"tiers": [{**SLAB_TIER, "mover": mover, **own}]})
     assert parse_config(config.to_dict()) == config
     shown = config.to_dict()["tiers"][0]
-    assert {field: value for field, value in shown.items() if field in ("threads", "bounce")} == own
-    tier = config.tiers[0]
-    assert isinstance(tier, SlabConfig)
-    assert (tier.threads, tier.bounce_bytes) == (own.get("threads", 8), (1 << 20) if "bounce" in own else 16 << 20)
+    assert {field: value for field, value in shown.items() if field == "threads"} == own
 
 
 @pytest.mark.parametrize(
@@ -735,7 +724,7 @@ _FIELDS = st.sampled_from(
         ),
         *("promote", "unsaved", "unsaved_limit", "drain_timeout", "store_after", "slow_hits", "policy"),
         *("layout", "bucket", "prefix", "endpoint", "region", "mover", "ttl", "ca_bundle", "lookup", "crt_min_size"),
-        *("threads", "bounce"),
+        "threads",
     ]
 )
 _TIERS = st.lists(

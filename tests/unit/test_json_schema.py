@@ -138,7 +138,6 @@ FAMILIES: dict[str, list[list[dict[str, Any]]]] = {
             base,
             mover=[..., "auto", "gds_mt", "posix", "kvikio", "uring"],
             threads=[..., 1, 0, 257, "8"],
-            bounce=[..., "1MiB", 65535],
             policy=[..., "lru"],
             lookup=[..., {}],
         )

@@ -53,7 +53,7 @@ def try_movers(
 ) -> None:
     """Start each mover in the directory ``at``, measure those that the config allows, and name the fastest."""
     allowed = candidates(tier.mover, MemoryKind.VRAM if gpu else MemoryKind.DRAM)
-    common: dict[str, Any] = {"directory": at, "gpu": gpu, "threads": tier.threads, "bounce_bytes": tier.bounce_bytes}
+    common: dict[str, Any] = {"directory": at, "gpu": gpu, "threads": tier.threads}
     running = []
     section.facts["movers"] = []
     # Those that need a GPU are named as well, so that nobody wonders where they are.

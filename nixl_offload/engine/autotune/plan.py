@@ -86,14 +86,7 @@ def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: De
         scratch = MemoryRegion(memory.data_ptr(), SCRATCH_BYTES, device.kind, device.number)
     safe = False
     try:
-        opened = open_mover(
-            cast(MoverChoice, name),
-            device.kind,
-            directory,
-            threads=tier.threads,
-            bounce_bytes=tier.bounce_bytes,
-            scratch=scratch,
-        )
+        opened = open_mover(cast(MoverChoice, name), device.kind, directory, threads=tier.threads, scratch=scratch)
         safe = all(probe.ok for probe in opened.report)
     finally:
         if scratch is not None and not safe:
